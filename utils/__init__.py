@@ -1,0 +1,11 @@
+"""What every script here shares: launching, data, metrics, checkpoints and tracking."""
+
+import os
+import sys
+
+
+def stop(sentence: str, code: int = 2) -> None:
+    """End this process with one sentence on stderr. It is printed once a machine, not once a process."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(code)

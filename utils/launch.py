@@ -1,0 +1,298 @@
+"""Start a run on the topology that the config file asks for, and end it when a signal asks for that."""
+
+import argparse
+import ctypes
+import functools
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import accelerate.optimizer
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.commands.config import default_config_file, load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    broadcast_object_list,
+    gather_object,
+    set_seed,
+)
+from torch import nn
+
+from utils import stop
+
+# BSD's "temporary failure, try again" (sysexits.h): the state is saved, the same command with --resume goes on from it.
+EXIT_REQUEUE = 75
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with defaults in --help, and with an error that is one sentence, printed once and not once a process."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        stop(f"{message} (--help lists all flags)")
+
+
+def at_least(minimum: float, kind: type = int, below: float = float("inf")):
+    """An argparse type: a number from `minimum` up, and below `below`."""
+
+    def number(text: str):
+        value = kind(text)
+        if not minimum <= value < below:
+            raise argparse.ArgumentTypeError(f"{text} is not from {minimum} up and below {below}")
+        return value
+
+    number.__name__ = kind.__name__  # argparse puts it into "invalid int value"
+    return number
+
+
+def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None) -> Accelerator:
+    """The Accelerator for the topology in the config file, checked against what really started.
+
+    Reads `batch_size`, `gradient_accumulation_steps`, `seed`, `log_with` and `output_dir` from `args`, and fills in
+    `output_dir` where none was given. `cpu_threads`: threads of a process for work on the CPU; None: its share of the
+    cores.
+
+    Raises: SystemExit, in one sentence, if fewer or other processes run than were asked for, if a GPU was asked for
+    and none is there, or if the global batch does not divide.
+    """
+    # Accelerate searches the disk for a package "lomo" in each optimizer.step and zero_grad: as long as a step of a
+    # small model takes. The answer does not change.
+    accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
+    fresh_dir = args.output_dir is None
+    if fresh_dir:
+        args.output_dir = f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    try:
+        accelerator = Accelerator(
+            # The launcher of several processes does not hand `use_cpu` on. Without it Accelerate looks for GPUs, finds
+            # none, reports one process, and N processes train N models.
+            cpu=wants_cpu() or not torch.accelerator.is_available(),
+            log_with=args.log_with,
+            project_dir=args.output_dir,
+            # split_batches: without it Accelerate steps the learning-rate schedule once a process, N times too fast.
+            dataloader_config=DataLoaderConfiguration(split_batches=True),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+            ),
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+    except ValueError as error:  # a precision that this device does not have, an unknown tracker, ...
+        stop(str(error))
+    check_topology(accelerator)
+    pieces = accelerator.num_processes * args.gradient_accumulation_steps
+    if args.batch_size % pieces:
+        below = args.batch_size - args.batch_size % pieces
+        stop(
+            f"--batch_size {args.batch_size} does not divide by {accelerator.num_processes} processes x "
+            f"{args.gradient_accumulation_steps} accumulation steps: take {below or pieces} or {below + pieces}"
+        )
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    torch.set_num_threads(cpu_threads or max(1, cores // local_processes))
+    set_seed(args.seed)
+    if fresh_dir:
+        args.output_dir = broadcast_object_list([args.output_dir])[0]
+    return accelerator
+
+
+@functools.cache
+def launcher_words() -> list[str] | None:
+    """The words after `accelerate launch` in the command above this process; None if it was started otherwise.
+
+    The launcher does not hand its config to the script, but it stays the script's ancestor while the script runs.
+    """
+    for process in psutil.Process().parents():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        for at, word in enumerate(words[:4]):
+            if Path(word).name == "accelerate" and words[at + 1 : at + 2] == ["launch"]:
+                return words[at + 2 :]
+            if Path(word).name == "accelerate-launch" or word == "accelerate.commands.launch":
+                return words[at + 1 :]
+    return None
+
+
+@functools.cache
+def requested_topology():
+    """What `accelerate launch` was asked for: its options and its config, each None where there is none."""
+    if launcher_words() is None:
+        return None, None
+    options = launch_command_parser().parse_args(launcher_words())
+    if options.config_file is None and os.path.isfile(default_config_file) and not options.cpu:
+        options.config_file = default_config_file  # Accelerate takes it without a word
+    return options, options.config_file and load_config_from_file(options.config_file)
+
+
+def wants_cpu() -> bool:
+    """Whether the config file or a flag of the launcher asks for the CPU, on a machine with GPUs as well."""
+    options, config = requested_topology()
+    gpus_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
+    return gpus_hidden or bool(options and options.cpu) or bool(config and config.use_cpu)
+
+
+def check_topology(accelerator: Accelerator) -> None:
+    """Compare what runs with what was asked for. Raises: SystemExit where they differ."""
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != accelerator.num_processes:
+        stop(
+            f"the launcher started {started} processes, but they do not find each other and would train {started} "
+            "separate models: take accelerate_configs/cpu_ddp.yaml for several processes on the CPU"
+        )
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if accelerator.device.type == "cuda" and local_processes > torch.cuda.device_count():
+        stop(
+            f"{local_processes} processes were started on a machine where {torch.cuda.device_count()} GPUs are "
+            "visible, and some would share one: set num_processes in the config file to the number of GPUs"
+        )
+    options, config = requested_topology()
+    if config is None:
+        return
+    name = os.path.relpath(options.config_file)
+    asked, kind = options.num_processes or config.num_processes, config.distributed_type
+    if isinstance(asked, int) and asked != accelerator.num_processes:  # else a word for torchrun: "gpu"
+        stop(
+            f"{name} asks for {asked} processes by distributed_type {kind.value}, but what runs is "
+            f"{accelerator.num_processes}: accelerate_configs has files that start what they say"
+        )
+    if accelerator.device.type == "cpu" and not wants_cpu():
+        stop(f"{name} asks for a GPU and none is visible here: take cpu.yaml or cpu_ddp.yaml")
+    if kind == DistributedType.FSDP != accelerator.distributed_type:
+        stop(f"{name} asks for FSDP, but {accelerator.distributed_type.value} runs: Accelerate shards on GPUs only")
+
+
+def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """nn.DataParallel where one process has several GPUs (dp.yaml), else the model unchanged. Call it before `prepare`.
+
+    The model's forward must return one loss a sample, not logits: then each replica computes its own losses, and the
+    first GPU gathers N numbers instead of N x classes. Before `prepare`, because Accelerate replaces `model.forward`
+    with a method bound to the first replica.
+    """
+    if accelerator.device.type == "cuda" and accelerator.num_processes == 1 and torch.cuda.device_count() > 1:
+        return nn.DataParallel(model.to(accelerator.device))
+    return model
+
+
+def describe(accelerator: Accelerator) -> dict:
+    """The topology that runs, with one entry a process, for run.json. A collective: call it on all ranks."""
+    on_gpu = accelerator.device.type == "cuda"
+    data_parallel_gpus = torch.cuda.device_count() if on_gpu and accelerator.num_processes == 1 else 1
+    options, _ = requested_topology()
+    mine = {
+        "rank": accelerator.process_index,
+        "local_rank": accelerator.local_process_index,
+        "host": socket.gethostname(),
+        "device": "cpu" if accelerator.device.type == "cpu" else str(accelerator.device),
+        "device_name": torch.cuda.get_device_name(accelerator.device) if on_gpu else None,
+        "cpu_threads": torch.get_num_threads(),
+    }
+    return {
+        "config_file": options and options.config_file and os.path.relpath(options.config_file),
+        "distributed_type": "DATA_PARALLEL" if data_parallel_gpus > 1 else accelerator.distributed_type.value,
+        "backend": accelerator.state.backend,
+        "num_processes": accelerator.num_processes,
+        "data_parallel_gpus": data_parallel_gpus,
+        "mixed_precision": accelerator.mixed_precision,
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "processes": gather_object([mine]),
+    }
+
+
+def announce(
+    accelerator: Accelerator, args: argparse.Namespace, steps_per_epoch: int, total_steps: int, data: dict
+) -> dict:
+    """Print what will run, to be read before it runs; returns the topology as `describe` does. A collective."""
+    topology = describe(accelerator)
+    processes, accumulation = accelerator.num_processes, accelerator.gradient_accumulation_steps
+    hosts = len({process["host"] for process in topology["processes"]})
+    first = topology["processes"][0]
+    device = first["device_name"] or first["device"]
+    if first["device"] == "cpu":
+        device += f" with {first['cpu_threads']} thread{'s' * (first['cpu_threads'] > 1)}"
+    kind = ""
+    if topology["data_parallel_gpus"] > 1:
+        kind = f" (DataParallel over {topology['data_parallel_gpus']} GPUs)"
+    elif processes > 1:
+        kind = f" ({topology['distributed_type']} over {topology['backend']})"
+    accelerator.print(
+        f"topology      {processes} process{'es' * (processes > 1)} on {hosts} machine{'s' * (hosts > 1)}{kind}, "
+        f"each {device}, precision {topology['mixed_precision']}\n"
+        f"config        {topology['config_file']}\n"
+        f"global batch  {args.batch_size} = {args.batch_size // processes // accumulation} per process x "
+        f"{processes} processes x {accumulation} accumulation steps\n"
+        f"steps         {total_steps} updates = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch}\n"
+        f"data          {', '.join(f'{name} {value}' for name, value in data.items())}\n"
+        f"output        {args.output_dir}",
+        flush=True,
+    )
+    return topology
+
+
+def resume_command() -> str:
+    """The command line of this run with --resume, as the user would type it again."""
+    words = [Path(sys.executable).name]
+    if launcher_words() is not None:
+        options, _ = requested_topology()
+        words = ["accelerate", "launch", *launcher_words()[: launcher_words().index(options.training_script)]]
+    return shlex.join([*words, sys.argv[0], *(word for word in sys.argv[1:] if word != "--resume"), "--resume"])
+
+
+class StopSignal:
+    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop after the current update; a second Ctrl-C stops at once.
+
+    `agreed()` answers on all processes alike, whichever of them got the signal.
+    """
+
+    def __init__(self, accelerator: Accelerator, check_every_s: float = 0.25):
+        self.accelerator, self.check_every_s = accelerator, check_every_s
+        self.received: signal.Signals | None = None
+        self.calls, self.next_check, self.checked_at = 0, 1, time.perf_counter()
+        for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(name, self._receive)
+        if sys.platform == "linux":
+            # A launcher that is killed leaves its children running, unseen: have the kernel send them a SIGTERM.
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG, prctl(2)
+
+    def _receive(self, number, _frame):
+        if number == self.received == signal.SIGINT:
+            os._exit(130)  # at once: a checkpoint that is being written stays an unnamed temporary folder
+        self.received = signal.Signals(number)
+
+    def agreed(self) -> bool:
+        """True on every process at the same call, once one of them got a signal. Call it once an update, on all ranks.
+
+        Between processes this costs a collective, so they ask each other only every `check_every_s`; the number of
+        calls until the next time is agreed on as well.
+        """
+        if self.accelerator.num_processes == 1:
+            return self.received is not None
+        self.calls += 1
+        if self.calls < self.next_check:
+            return False
+        now = time.perf_counter()
+        calls_a_check = self.calls * self.check_every_s / max(now - self.checked_at, 1e-9)
+        mine = [float(self.received is not None), -max(1.0, calls_a_check // 1)]
+        votes = torch.tensor(mine, device=self.accelerator.device)
+        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
+        stopped, negative_calls = votes.tolist()
+        self.calls, self.next_check, self.checked_at = 0, int(-negative_calls), now
+        return bool(stopped)
+
+    def leave(self, step: int) -> None:
+        """End all processes after a save at `step`, with the exit code that asks a scheduler to requeue."""
+        self.accelerator.wait_for_everyone()
+        self.accelerator.print(f"stopped by a signal; step {step} is saved; to go on: {resume_command()}", flush=True)
+        self.accelerator.end_training()
+        sys.exit(EXIT_REQUEUE)

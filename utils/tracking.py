@@ -1,0 +1,214 @@
+"""What a run leaves in its folder, and what it shows while it runs. Only the main process writes and prints."""
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from utils import stop
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write it under another name first: a reader sees the old file or the new one, never half of one."""
+    part = path.with_name(path.name + ".part")
+    text = json.dumps(content, indent=2)
+    text = re.sub(r"\[[\d\s,]+\]", lambda row: " ".join(row[0].split()), text)  # a row of numbers on one line
+    part.write_text(text + "\n")
+    part.replace(path)
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    packages = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def git_commit() -> str | None:
+    """The commit of the code, with "+" behind it if files were changed since; None outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*words):
+        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit and commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except OSError:  # no git here
+        return None
+
+
+class Tracker:
+    """run.json, metrics.jsonl, summary.json, curves.png, and the lines on the screen."""
+
+    def __init__(self, accelerator: Accelerator, args: argparse.Namespace):
+        """Claim `args.output_dir` for this run: make it, try to write to it, lock it. A collective.
+
+        The lock is held until the process ends, and the kernel takes it back after a `kill -9` too.
+        Raises: SystemExit on all ranks, in one sentence, if the folder holds a run and `args.resume` is off, if
+        another process writes to it, or if it cannot be written to.
+        """
+        self.accelerator, self.args = accelerator, args
+        self.folder = Path(args.output_dir)
+        self.metrics_file = self.bar = None
+        self.train_time_s = self.wait_time_s = self.shown_train_s = self.shown_wait_s = 0.0
+        self.images = 0
+        problem = broadcast_object_list([self._claim() if accelerator.is_main_process else None])[0]
+        if problem:
+            stop(problem)
+
+    def _claim(self) -> str | None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / ".lock")
+            self.lock.acquire(timeout=10 if self.args.resume else 0)  # a run told to stop may still be saving
+            probe = self.folder / ".probe"
+            probe.write_text("")
+            probe.unlink()
+        except Timeout:
+            return f"another run is writing to {self.folder}: wait for it, or take another --output_dir"
+        except OSError as error:
+            return f"--output_dir {self.folder} cannot be written to: {error.strerror}"
+        if not self.args.resume and (self.folder / "run.json").exists():
+            return f"{self.folder} already holds a run: add --resume to go on with it, or take another --output_dir"
+        return None
+
+    def is_complete(self) -> bool:
+        """Whether this run was finished before. A collective."""
+        return broadcast_object_list([(self.folder / "summary.json").exists()])[0]
+
+    def start(self, step: int, total_steps: int, metrics_bytes: int, topology: dict, data: dict) -> None:
+        """Begin at `step`, with the first `metrics_bytes` of metrics.jsonl: what is behind them comes once more.
+
+        topology and data go to run.json.
+        """
+        self.started_at, self.first_step, self.total_steps = time.time(), step, total_steps
+        if self.args.log_with:
+            config = {name: value for name, value in vars(self.args).items() if isinstance(value, (int, float, str))}
+            self.accelerator.init_trackers("run", config=config)
+        if not self.accelerator.is_main_process:
+            return
+        path = self.folder / "run.json"
+        launches = json.loads(path.read_text())["launches"] if step else []
+        launch = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": step, **topology}
+        write_json(
+            path,
+            {
+                "arguments": vars(self.args),
+                "command": sys.argv,
+                "total_steps": self.total_steps,
+                "data": data,
+                "versions": versions(),
+                "git_commit": git_commit(),
+                "launches": [*launches, launch],
+            },
+        )
+        self.metrics_file = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115  open as long as the run
+        self.metrics_file.truncate(metrics_bytes)
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True)
+
+    def timed(self, batches: Iterable) -> Iterator:
+        """The same batches, with the time in this loop and the time spent waiting for a batch added up."""
+        entered = time.perf_counter()
+        asked = entered
+        before = self.train_time_s
+        for batch in batches:
+            got = time.perf_counter()
+            self.wait_time_s += got - asked
+            self.train_time_s = before + got - entered
+            yield batch
+            asked = time.perf_counter()
+            self.train_time_s = before + asked - entered
+
+    def log(self, split: str, step: int, epoch: int, metrics: dict) -> None:
+        """One line to metrics.jsonl, the screen and the trackers. Takes `samples` of train metrics for images/s."""
+        metrics = dict(metrics)
+        samples = metrics.pop("samples", 0)
+        if split == "train":
+            # Losses and accuracies are a function of the run's arguments; from here on stand the times.
+            train_s, wait_s = self.train_time_s - self.shown_train_s, self.wait_time_s - self.shown_wait_s
+            metrics["images_per_s"] = round(samples / max(train_s, 1e-9), 1)
+            metrics["data_wait_pct"] = round(100 * wait_s / max(train_s, 1e-9), 1)
+            self.shown_train_s, self.shown_wait_s = self.train_time_s, self.wait_time_s
+            self.images += samples
+        self.accelerator.log({f"{split}/{name}": value for name, value in metrics.items()}, step=step)
+        if self.metrics_file is None:
+            return
+        line = {"split": split, "step": step, "epoch": epoch, **metrics}
+        self.metrics_file.write(json.dumps(line).encode() + b"\n")
+        self.metrics_file.flush()
+        shown = "  ".join(f"{name} {value:,.4g}" for name, value in metrics.items())
+        text = f"{split:<5} epoch {epoch:g}  step {step}/{self.total_steps}  {shown}"
+        if self.bar is None:
+            print(text, flush=True)
+        else:
+            self.bar.update(step - self.bar.n)
+            self.bar.write(text, file=sys.stdout)
+
+    def metrics_bytes(self) -> int:
+        """The length of metrics.jsonl, safe on the disk: a checkpoint holds it as its place in the file."""
+        if self.metrics_file is None:
+            return 0
+        os.fsync(self.metrics_file.fileno())
+        return self.metrics_file.tell()
+
+    def finish(self, step: int, metrics: dict) -> None:
+        """summary.json and curves.png."""
+        device = self.accelerator.device
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+        self.accelerator.end_training()
+        if not self.accelerator.is_main_process:
+            return
+        if self.bar is not None:
+            self.bar.close()
+        summary = {
+            "step": step,
+            **metrics,
+            "wall_time_s": round(time.time() - self.started_at, 3),
+            "train_time_s": round(self.train_time_s, 3),
+            "train_steps_timed": step - self.first_step,
+            "images_per_s": round(self.images / max(self.train_time_s, 1e-9), 1),
+            "peak_memory_gib": round(peak / 2**30, 3),
+        }
+        plot_curves(self.folder / "metrics.jsonl", self.folder / "curves.png")
+        write_json(self.folder / "summary.json", summary)
+        print(
+            f"done: test loss {metrics['test_loss']:.4f}, test accuracy {metrics['test_accuracy']:.2%} in "
+            f"{summary['train_time_s']:.1f} s of training; model, curves and summary in {self.folder}",
+            flush=True,
+        )
+
+
+def plot_curves(metrics_file: Path, picture: Path) -> None:
+    """Loss and accuracy of metrics.jsonl over the steps, as a PNG."""
+    from matplotlib.figure import Figure  # not pyplot, which looks for a screen and a font cache of its own
+
+    lines = [json.loads(line) for line in metrics_file.read_text().splitlines()]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        for split, style in (("train", {"alpha": 0.8}), ("test", {"marker": "o"})):
+            points = [(line["step"], line[name]) for line in lines if line["split"] == split]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=split, **style)
+        axes.set(xlabel="step (optimizer updates)", ylabel=name, title=name.capitalize())
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.axes[0].set_yscale("log")
+    figure.savefig(picture, dpi=120)
