@@ -4,7 +4,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mnist_mlp.py --batch_size 1024
 
 RESULT
-The recipe (AdamW, one-cycle schedule) is that of L. N. Smith and N. Topin, https://arxiv.org/abs/1708.07120.
+One-cycle schedule: L. N. Smith and N. Topin, https://arxiv.org/abs/1708.07120.
 """
 
 import sys
@@ -26,6 +26,7 @@ from utils.tracking import Tracker
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
 MEAN, STD = 33.3184, 78.5675
 TEST_BATCH_SIZE = 2000
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu}
 
 
 def parse_args():
@@ -34,11 +35,12 @@ def parse_args():
     add = parser.add_argument
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--output_dir", help="folder of this run; None: a new one under runs/")
-    add("--num_epochs", type=size, default=5)
+    add("--num_epochs", type=size, default=6)
     add("--max_steps", type=count, default=0, help="optimizer updates, instead of num_epochs; 0: off")
-    add("--batch_size", type=size, default=128, help="of one optimizer update, over all processes together")
+    add("--batch_size", type=size, default=256, help="of one optimizer update, over all processes together")
     add("--gradient_accumulation_steps", type=size, default=1, help="micro-batches of a process in one update")
     add("--hidden", type=size, default=256, help="hidden units")
+    add("--activation", choices=ACTIVATIONS, default="silu", help="smooth, so that rounding does not grow; or relu")
     add("--dropout", type=launch.at_least(0.0, float, below=1.0), default=0.0, help="share of hidden units left out")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw")
     add("--lr", type=real, default=4e-3, help="highest learning rate of the one-cycle schedule")
@@ -56,20 +58,20 @@ def parse_args():
 
 
 class MLP(nn.Module):
-    def __init__(self, num_inputs: int, hidden: int, num_classes: int, dropout: float = 0.0):
+    def __init__(self, num_inputs, hidden, num_classes, activation="silu", dropout=0.0):
         super().__init__()
         self.fc1 = nn.Linear(num_inputs, hidden)
         self.fc2 = nn.Linear(hidden, num_classes)
-        self.dropout = dropout
+        self.activation, self.dropout = ACTIVATIONS[activation], dropout
 
     def forward(self, images, labels=None, keep_if=None):
-        """images: uint8 (N, C, H, W). Returns logits (N, classes); with labels (N,): losses (N,), predictions (N,).
+        """images: uint8 (N, C, H, W); keep_if: uniform numbers (N, hidden) that decide on dropout.
 
-        keep_if: uniform numbers (N, hidden) that decide on dropout. The losses are computed here, and so inside each
-        replica of nn.DataParallel, which gathers two numbers a sample on the first GPU and no logits.
+        Returns logits (N, classes); with labels (N,): losses (N,) and predictions (N,), computed inside each replica of
+        nn.DataParallel, so that the first GPU gathers two numbers a sample and no logits.
         """
-        x = images.flatten(1).to(self.fc1.weight.dtype).sub_(MEAN).div_(STD)
-        x = F.relu(self.fc1(x))
+        x = images.flatten(1).to(self.fc1.weight.dtype).sub_(MEAN).mul_(1 / STD)
+        x = self.activation(self.fc1(x))
         if keep_if is not None:
             x = x * (keep_if >= self.dropout) / (1 - self.dropout)
         logits = self.fc2(x)
@@ -80,7 +82,7 @@ class MLP(nn.Module):
 
 @torch.no_grad()
 def evaluate(model, batches, accelerator, stop_signal, metric=None) -> dict | None:
-    """Loss and accuracy, and what `metric` adds, with each test sample counted once; None if a signal came."""
+    """Loss, accuracy and what `metric` adds, each test sample counted once; None if a signal came."""
     model.eval()
     stats, predictions, references = SampleStats(accelerator), [], []
     for batch in batches.epoch():
@@ -92,21 +94,21 @@ def evaluate(model, batches, accelerator, stop_signal, metric=None) -> dict | No
             return None
     result = stats.reduce()
     if metric is not None:
-        gathered = (gather_predictions(accelerator, tensors) for tensors in (predictions, references))
-        result |= metric.compute(predictions=next(gathered), references=next(gathered))
+        predictions, references = (gather_predictions(accelerator, each) for each in (predictions, references))
+        result |= metric.compute(predictions=predictions, references=references)
     return result
 
 
-def predict(output_dir, paths):
+def predict(args):
     """Load model.safetensors into the bare MLP and name the digit in each image: white on black, of any size."""
-    file = Path(output_dir or "") / "model.safetensors"
+    file = Path(args.output_dir or "") / "model.safetensors"
     if not file.is_file():
         stop(f"--predict needs the --output_dir of a finished run: there is no {file}")
     weights = safetensors.torch.load_file(file)
     (hidden, num_inputs), (num_classes, _) = weights["fc1.weight"].shape, weights["fc2.weight"].shape
-    model = MLP(num_inputs, hidden, num_classes).to(weights["fc1.weight"].dtype)
+    model = MLP(num_inputs, hidden, num_classes, args.activation).to(weights["fc1.weight"].dtype)
     model.load_state_dict(weights, strict=True)
-    for path in paths:
+    for path in args.predict:
         probabilities = model(load_grey_image(path, int(num_inputs**0.5))).softmax(1)[0]
         print(f"{path}: {int(probabilities.argmax())} ({probabilities.max():.1%})")
 
@@ -114,27 +116,24 @@ def predict(output_dir, paths):
 def main():
     args = parse_args()
     if args.predict:
-        return predict(args.output_dir, args.predict)
+        return predict(args)
     accelerator = launch.make_accelerator(args, cpu_threads=1)  # matrices this small lose by a second thread
     stop_signal = launch.StopSignal(accelerator)
     tracker = Tracker(accelerator, args)
 
     train_data, test_data = load_images(args.dataset, args.num_workers)
     data = describe(args.dataset, train_data, test_data)
-    train_batches = GlobalBatches(
-        train_data, args.batch_size, accelerator, seed=args.seed, accumulation_steps=args.gradient_accumulation_steps
-    )
-    test_batches = GlobalBatches(test_data, TEST_BATCH_SIZE, accelerator, seed=None)
-    steps_per_epoch = len(train_batches)
+    accumulation = args.gradient_accumulation_steps
+    train_batches = GlobalBatches(train_data, args.batch_size, accelerator, args.seed, accumulation)
+    test_batches, steps_per_epoch = GlobalBatches(test_data, TEST_BATCH_SIZE, accelerator), len(train_batches)
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
     num_epochs = -(-total_steps // steps_per_epoch)
 
-    model = MLP(train_data.images[0].numel(), args.hidden, len(train_data.classes), args.dropout)
+    num_inputs, num_classes = train_data.images[0].numel(), len(train_data.classes)
+    model = MLP(num_inputs, args.hidden, num_classes, args.activation, args.dropout)
     model = launch.data_parallel(model.to(getattr(torch, args.dtype)), accelerator)
-    if args.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), args.lr, 0.9, weight_decay=args.weight_decay, fused=True)
+    make_optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[args.optimizer]
+    optimizer = make_optimizer(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
@@ -155,9 +154,9 @@ def main():
         extra = {"best_accuracy": best_accuracy, "metrics_bytes": tracker.metrics_bytes()}
         checkpoints.save(step, model, optimizer, scheduler, stats.state(), extra)
 
-    # DDP averages gradients over the processes and accelerator.backward divides by the accumulation steps; both would
-    # be wrong for an update with fewer samples. Undo them, and divide the sum of losses by the samples of the update.
-    undo = accelerator.num_processes * args.gradient_accumulation_steps
+    # DDP divides by the processes and accelerator.backward by the accumulation steps, which is wrong for a smaller last
+    # update: undo both, and divide the sum of the losses by the samples of the update.
+    undo = accelerator.num_processes * accumulation
 
     # A run resumed at the end of an epoch finds no batch left in it, and begins with its evaluation.
     for epoch in range(max(step - 1, 0) // steps_per_epoch, num_epochs):
@@ -172,7 +171,7 @@ def main():
             if not accelerator.sync_gradients:
                 continue
             lr = optimizer.param_groups[0]["lr"]
-            scheduler.step()  # once an update
+            scheduler.step()
             model.zero_grad()  # Accelerate's optimizer.zero_grad takes 0.1 ms more
             step += 1  # updates done: the one number that says where the run is
             epoch_ends = step % steps_per_epoch == 0 or step == total_steps
@@ -185,7 +184,7 @@ def main():
                 stop_signal.leave(step)
             if step == total_steps:
                 break
-        metric = classification_metric(len(train_data.classes)) if epoch + 1 == num_epochs else None
+        metric = classification_metric(num_classes) if epoch + 1 == num_epochs else None
         result = evaluate(model, test_batches, accelerator, stop_signal, metric)
         if result is None:
             save()

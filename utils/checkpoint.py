@@ -179,8 +179,9 @@ class Checkpoints:
     def load(self, model, optimizer, scheduler) -> tuple[int, dict, dict[str, torch.Tensor]]:
         """Load the newest whole checkpoint: (step, extra, this process's stats); (0, {}, {}) where there is none.
 
-        Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*. Other numbers of processes read it as well; then
-        the random states, which belong to a process, are left as they are, and the first process takes all statistics.
+        Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*. Other numbers of
+        processes read it as well; then the random states, which belong to a process, are left as they are, and the
+        first process takes all statistics.
         Raises: SystemExit on all ranks if none is whole though there are some, or if `must_match` differs.
         """
         found = on_main(self.accelerator, self._read_newest)

@@ -183,10 +183,10 @@ class GlobalBatches:
     """
 
     def __init__(
-        self, data: Images, batch_size: int, accelerator: Accelerator, *, seed: int | None, accumulation_steps: int = 1
+        self, data: Images, batch_size: int, accelerator: Accelerator, seed: int | None = None, accumulation: int = 1
     ):
         self.images, self.labels = data.images.to(accelerator.device), data.labels.to(accelerator.device)
-        self.batch_size, self.seed, self.accumulation_steps = batch_size, seed, accumulation_steps
+        self.batch_size, self.seed, self.accumulation = batch_size, seed, accumulation
         self.num_processes, self.process_index = accelerator.num_processes, accelerator.process_index
 
     def __len__(self) -> int:
@@ -197,18 +197,32 @@ class GlobalBatches:
         """The sample indices of an epoch, int64 (N,)."""
         if self.seed is None:
             return torch.arange(len(self.labels))
-        return torch.randperm(len(self.labels), generator=torch.Generator().manual_seed((self.seed << 32) + epoch))
+        # mixed: torch's generator on the CPU looks at the low 32 bits of its seed alone
+        generator = torch.Generator().manual_seed(mix_bits(mix_bits(self.seed) + epoch))
+        return torch.randperm(len(self.labels), generator=generator)
 
     def epoch(self, epoch: int = 0, first_update: int = 0) -> Iterator[Batch]:
-        """This process's micro-batches of an epoch, `accumulation_steps` for each update from `first_update` on."""
+        """This process's micro-batches of an epoch, `accumulation` for each update from `first_update` on."""
         order = self.order(epoch).to(self.labels.device)
         for start in range(first_update * self.batch_size, len(order), self.batch_size):
             update = order[start : start + self.batch_size]
-            pieces = update.tensor_split(self.accumulation_steps * self.num_processes)
+            pieces = update.tensor_split(self.accumulation * self.num_processes)
             for indices in pieces[self.process_index :: self.num_processes]:
                 # index_select copies whole images: 5 times faster than images[indices]
                 images, labels = self.images.index_select(0, indices), self.labels.index_select(0, indices)
                 yield Batch(images, labels, indices, len(update))
+
+
+def mix_bits(x):
+    """A bijection on 32-bit integers (an int, or an int64 tensor) in which a flipped bit of x flips about half of all.
+
+    Source: "lowbias32" of C. Wellons, https://nullprogram.com/blog/2018/07/31/.
+    """
+    mask = 0xFFFFFFFF
+    x = x & mask
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
+    return x ^ (x >> 16)
 
 
 def random_uniform(seed: int, step: int, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -218,16 +232,8 @@ def random_uniform(seed: int, step: int, indices: torch.Tensor, shape: tuple[int
     numbers depend on what the process drew before, and on how many samples it holds. Different `seed`s for different
     uses in one step.
 
-    Source: the 32-bit integer hash "lowbias32" of C. Wellons, https://nullprogram.com/blog/2018/07/31/.
     """
-    mask = 0xFFFFFFFF
-
-    def mix(x):  # a bijection on 32-bit integers in which each input bit flips about half of the output bits
-        x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
-        x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
-        return x ^ (x >> 16)
-
     positions = torch.arange(int(np.prod(shape)), device=indices.device)
-    keys = mix(mix(mix(seed & mask) + step & mask) + indices & mask)
-    bits = mix(keys[:, None] + mix(positions + 1) & mask)
+    keys = mix_bits(mix_bits(mix_bits(seed) + step) + indices)
+    bits = mix_bits(keys[:, None] + mix_bits(positions + 1))
     return ((bits >> 8).to(torch.float32) / 2**24).view(len(indices), *shape)

@@ -87,8 +87,8 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None) -
             ),
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         )
-    except ValueError as error:  # a precision that this device does not have, an unknown tracker, ...
-        stop(str(error))
+    except (ValueError, RuntimeError) as error:  # a precision or a tracker that is not there, FSDP on a CPU, ...
+        stop(f"Accelerate cannot start with this config and these flags: {' '.join(str(error).split())}")
     check_topology(accelerator)
     pieces = accelerator.num_processes * args.gradient_accumulation_steps
     if args.batch_size % pieces:

@@ -1,0 +1,116 @@
+"""Launches scripts as a user does: each with a port, a folder and a time-out of its own, and no process left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MNIST = ROOT / "data" / "mnist"
+
+
+def pytest_collection_modifyitems(items):
+    import torch
+
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate():
+    """Accelerate keeps its state for the process; a test that makes an Accelerator leaves none behind."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _old_signal_handlers():
+    names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(name) for name in names]
+    yield
+    for name, handler in zip(names, before, strict=True):
+        signal.signal(name, handler)
+
+
+class Launcher:
+    """`launcher(config, *flags)` runs `accelerate launch` to its end; `launcher.start(...)` returns the process."""
+
+    def __init__(self, folder: Path, home: Path):
+        self.folder, self.home, self.processes = folder, home, []
+
+    def start(self, config, *flags, script="mnist_mlp", launch_flags=()) -> subprocess.Popen:
+        config = config if os.sep in str(config) else ROOT / "accelerate_configs" / f"{config}.yaml"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+        command += ["--main_process_port", free_port(), *launch_flags, ROOT / "scripts" / f"{script}.py", *flags]
+        # A home of its own: a default_config.yaml of whoever runs the tests must not change them.
+        environment = {**os.environ, "HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=self.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def __call__(self, *words, timeout=150, check=True, **options) -> subprocess.CompletedProcess:
+        process = self.start(*words, **options)
+        out, err = process.communicate(timeout=timeout)
+        if check:
+            assert process.returncode == 0, f"{out[-3000:]}\n{err[-3000:]}"
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def end(self):
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)  # the launcher leads a session, and its workers are in it
+            except ProcessLookupError:
+                continue
+            process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def launcher(tmp_path, home):
+    launcher = Launcher(tmp_path, home)
+    yield launcher
+    launcher.end()
+
+
+@pytest.fixture(scope="session")
+def small_mnist(tmp_path_factory) -> Path:
+    """1003 training and 203 test images of MNIST, as parquet: numbers that divide by nothing here."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("small_mnist")
+    cache = tmp_path_factory.mktemp("cache")
+    for split, rows in (("train", 1003), ("test", 203)):
+        files = str(next(MNIST.glob(f"{split}-*.parquet")))
+        data = datasets.Dataset.from_parquet(files, cache_dir=str(cache)).cast_column(
+            "image", datasets.Image(decode=False)
+        )
+        data = data.select(range(rows)).cast_column("image", datasets.Image())
+        data.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return folder

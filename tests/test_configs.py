@@ -1,0 +1,68 @@
+"""Every config file is accepted by Accelerate, says how it is used, and starts what it says."""
+
+import re
+import shlex
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from conftest import ROOT, free_port
+
+from utils import launch
+
+CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+NAMES = {"cpu", "cpu_ddp", "single_gpu", "dp", "ddp", "multi_node", "fsdp"}
+
+
+def test_all_topologies_are_there_and_explained():
+    assert {path.stem for path in CONFIGS} >= NAMES
+    text = (ROOT / "accelerate_configs" / "README.md").read_text()
+    assert all(f"({path.name})" in text for path in CONFIGS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_is_accepted_and_its_header_command_parses(path):
+    load_config_from_file(str(path))
+    header = re.split(r"^[^#]", path.read_text(), maxsplit=1, flags=re.M)[0]
+    assert "ested" in header or "Not yet run" in header
+    assert "# Edit:" in header
+    commands = re.findall(r"accelerate launch (.+?[^\\])$", header.replace("\\\n#", ""), flags=re.M)
+    assert commands
+    for command in commands:
+        options, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(shlex.split(command)))
+        assert options.config_file == f"accelerate_configs/{path.name}"
+        assert (ROOT / options.training_script).is_file()
+        assert defaults.num_processes in (1, 2, 8, "gpu")
+
+
+def test_gpu_means_all_gpus_of_the_machine(monkeypatch):
+    """`num_processes: gpu` goes through Accelerate as it stands, and torchrun turns it into the number of GPUs."""
+    from torch.distributed.run import determine_local_world_size
+
+    config = str(ROOT / "accelerate_configs" / "ddp.yaml")
+    words = ["--config_file", config, "--main_process_port", str(free_port()), "script.py"]
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    prepare_multi_gpu_env(options)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert determine_local_world_size(options.nproc_per_node) == 3
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu_ddp"])
+def test_cpu_configs_want_the_cpu_also_beside_gpus(name, monkeypatch):
+    config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
+    hidden = "" if config.gpu_ids is None else config.gpu_ids  # the launcher exports it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setattr(launch, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
+    assert launch.wants_cpu()
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {"cpu", "cpu_ddp"}))
+def test_gpu_configs_do_not_want_the_cpu(name, monkeypatch):
+    config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(launch, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
+    assert not launch.wants_cpu()

@@ -1,0 +1,173 @@
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import ClusterConfig
+from conftest import ROOT
+from torch import nn
+
+from utils import launch, stop
+
+
+def fake_accelerator(processes=1, device="cpu", kind="NO"):
+    return SimpleNamespace(
+        num_processes=processes,
+        device=torch.device(device),
+        distributed_type=launch.DistributedType(kind),
+        is_main_process=True,
+    )
+
+
+def cluster(**keys):
+    keys = {"distributed_type": "NO", "num_processes": 1, "use_cpu": False, "debug": False} | keys
+    return ClusterConfig(compute_environment="LOCAL_MACHINE", mixed_precision="no", **keys)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    def ask(config, **options):
+        options = SimpleNamespace(cpu=False, num_processes=None, config_file="some.yaml", **options)
+        monkeypatch.setattr(launch, "requested_topology", lambda: (options, config))
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "runs", "sentence"),
+    [
+        ({}, {"WORLD_SIZE": "2"}, {}, "the launcher started 2 processes, but they do not find each other"),
+        ({"distributed_type": "MULTI_CPU", "num_processes": 4, "use_cpu": True}, {}, {}, "asks for 4 processes"),
+        ({}, {}, {}, "asks for a GPU and none is visible"),
+        ({"distributed_type": "FSDP", "gpu_ids": "-1,-1"}, {}, {"kind": "MULTI_CPU"}, "asks for FSDP"),
+        ({"num_processes": 8}, {"WORLD_SIZE": "4"}, {"processes": 4, "device": "cuda"}, "asks for 8 processes"),
+    ],
+)
+def test_another_topology_than_asked_for_stops_the_run(asked, monkeypatch, capsys, config, environment, runs, sentence):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if "gpu_ids" in config:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", config["gpu_ids"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    asked(cluster(**config))
+    with pytest.raises(SystemExit):
+        launch.check_topology(fake_accelerator(**runs))
+    assert sentence in capsys.readouterr().err
+
+
+def test_more_processes_than_gpus_stop_the_run(monkeypatch, capsys):
+    """Accelerate itself takes the local rank modulo the number of GPUs, and two processes share one."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        launch.check_topology(fake_accelerator(4, "cuda", "MULTI_GPU"))
+    assert "4 processes were started on a machine where 2 GPUs are visible" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("devices", "processes", "wrapped"), [(4, 1, True), (1, 1, False), (4, 4, False)])
+def test_data_parallel_is_one_process_with_several_gpus(monkeypatch, devices, processes, wrapped):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    made = []
+    monkeypatch.setattr(launch.nn, "DataParallel", lambda model: made.append(model) or model)
+    model = nn.Linear(1, 1)
+    monkeypatch.setattr(model, "to", lambda device: model)
+    launch.data_parallel(model, fake_accelerator(processes, "cuda"))
+    assert bool(made) == wrapped
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n", "asks for 2 processes"),
+        ("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n", "no available devices found"),
+    ],
+)
+def test_configs_that_accelerate_takes_for_something_else(launcher, name, text):
+    config = launcher.folder / "trap.yaml"
+    config.write_text(name)
+    done = launcher(str(config), "--output_dir", "run", check=False)
+    assert done.returncode != 0
+    assert text in done.stderr
+    assert not (launcher.folder / "run").exists()
+
+
+def test_use_cpu_with_several_processes_is_one_job(launcher, small_mnist):
+    """Accelerate alone would train two separate models here."""
+    config = launcher.folder / "two.yaml"
+    config.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n")
+    done = launcher(str(config), "--dataset", small_mnist, "--max_steps", 2, "--output_dir", "run")
+    assert "2 processes on 1 machine (MULTI_CPU over gloo)" in done.stdout
+    assert done.stdout.count("done: ") == 1
+
+
+def test_a_gpu_config_without_a_gpu_names_the_way_out(launcher):
+    if torch.accelerator.is_available():
+        pytest.skip("there is a GPU here")
+    done = launcher("single_gpu", check=False)
+    assert "asks for a GPU and none is visible here: take cpu.yaml or cpu_ddp.yaml" in done.stderr
+
+
+def test_accelerate_answers_the_lomo_question_once():
+    """Two searches of the disk an update otherwise: half of the time of a small step."""
+    import accelerate.optimizer
+
+    launch.make_accelerator(
+        SimpleNamespace(batch_size=8, gradient_accumulation_steps=1, seed=0, log_with=None, output_dir="x"), 1
+    )
+    accelerate.optimizer.is_lomo_available()
+    before = accelerate.optimizer.is_lomo_available.cache_info().hits
+    accelerate.optimizer.is_lomo_available()
+    assert accelerate.optimizer.is_lomo_available.cache_info().hits == before + 1
+    assert torch.get_num_threads() == 1
+
+
+def test_numbers_in_flags_are_checked(capsys):
+    parser = launch.ArgumentParser()
+    parser.add_argument("--count", type=launch.at_least(1))
+    parser.add_argument("--share", type=launch.at_least(0.0, float, below=1.0))
+    assert parser.parse_args(["--count", "3", "--share", "0.5"]).count == 3
+    for words in (["--count", "0"], ["--count", "x"], ["--share", "1"], ["--share", "nan"], ["--cou", "3"], ["--no"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert len(error.splitlines()) == 1
+
+
+def test_an_error_is_said_once_a_machine(monkeypatch, capsys):
+    for rank, expected in (("0", "error: so\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit):
+            stop("so")
+        assert capsys.readouterr().err == expected
+
+
+def test_the_command_to_go_on_is_the_one_that_was_typed(monkeypatch):
+    words = ["--config_file", "accelerate_configs/cpu.yaml", "scripts/mnist_mlp.py", "--output_dir", "a b"]
+    monkeypatch.setattr(launch, "launcher_words", lambda: words)
+    monkeypatch.setattr(launch, "requested_topology", lambda: (launch.launch_command_parser().parse_args(words), None))
+    monkeypatch.setattr(sys, "argv", words[2:])
+    expected = (
+        "accelerate launch --config_file accelerate_configs/cpu.yaml scripts/mnist_mlp.py --output_dir 'a b' --resume"
+    )
+    assert launch.resume_command() == expected
+    monkeypatch.setattr(sys, "argv", [*words[2:], "--resume"])
+    assert launch.resume_command() == expected
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_asks_for_a_stop(name):
+    stop_signal = launch.StopSignal(fake_accelerator())
+    assert not stop_signal.agreed()
+    os.kill(os.getpid(), getattr(signal, name))
+    assert stop_signal.agreed()
+
+
+def test_scripts_find_utils_from_any_folder(launcher):
+    done = launcher("cpu", "--help")
+    assert ROOT not in launcher.folder.parents
+    assert "--batch_size" in done.stdout

@@ -1,0 +1,172 @@
+"""The first script, launched as a user does."""
+
+import json
+import math
+import socket
+import sys
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from conftest import ROOT
+from PIL import Image
+
+from scripts import mnist_mlp
+from utils.data import load_images
+
+
+def lines(folder, split=None):
+    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in every if split in (None, line["split"])]
+
+
+def test_one_and_two_processes_train_the_same_model(launcher, small_mnist):
+    """203 test samples over 2 processes: each counts once; 1003 training samples: the last update is smaller."""
+    flags = ["--dataset", small_mnist, "--num_epochs", 3, "--batch_size", 64, "--log_every", 1, "--dropout", 0.2]
+    for config in ("cpu", "cpu_ddp"):
+        done = launcher(config, *flags, "--output_dir", config)
+        assert done.stdout.count("done: ") == 1  # printed once, not once a process
+    one, two = (launcher.folder / config for config in ("cpu", "cpu_ddp"))
+    assert len(lines(one, "train")) == 3 * math.ceil(1003 / 64)
+    for a, b in zip(lines(one), lines(two), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert {name: a.get(name) for name in ("split", "step", "epoch", "lr", "accuracy")} == {
+            name: b.get(name) for name in ("split", "step", "epoch", "lr", "accuracy")
+        }
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, two)]
+    assert [summary["test_samples"] for summary in summaries] == [203, 203]
+    assert summaries[0]["test_confusion"] == summaries[1]["test_confusion"]
+    assert sum(map(sum, summaries[1]["test_confusion"])) == 203
+    run = json.loads((two / "run.json").read_text())["launches"][0]
+    assert run["num_processes"] == 2
+    assert run["backend"] == "gloo"
+    assert [(process["rank"], process["device"]) for process in run["processes"]] == [(0, "cpu"), (1, "cpu")]
+    weights = [safetensors.torch.load_file(folder / "model.safetensors") for folder in (one, two)]
+    assert set(weights[0]) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
+
+    # The saved model in the bare class gives the accuracy that the run reported, and names images.
+    model = mnist_mlp.MLP(784, 256, 10)
+    model.load_state_dict(weights[1], strict=True)
+    test = load_images(str(small_mnist))[1]
+    accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()
+    assert accuracy == pytest.approx(summaries[1]["test_accuracy"], abs=1e-9)
+    Image.fromarray(test.images[0, 0].numpy()).save(launcher.folder / "digit.png")
+    done = launcher("cpu", "--output_dir", "cpu_ddp", "--predict", "digit.png")
+    assert done.stdout.startswith(f"digit.png: {int(model(test.images[:1]).argmax())} (")
+
+
+def test_resume_at_a_step_and_at_the_end(launcher, small_mnist):
+    flags = ["--dataset", small_mnist, "--num_epochs", 2, "--log_every", 3, "--output_dir", "run"]
+    flags += ["--checkpoint_every", 5, "--keep_checkpoints", 0]
+    launcher("cpu", *flags)
+    run = launcher.folder / "run"
+    whole, metrics = (run / "model.safetensors").read_bytes(), lines(run)
+    again = launcher("cpu", *flags, "--resume")
+    assert "nothing to do" in again.stdout
+    refused = launcher("cpu", *flags, check=False)
+    assert "already holds a run: add --resume" in refused.stderr
+    for folder in (run / "checkpoints").iterdir():  # as if killed after step 10, in the middle of the second epoch
+        if int(folder.name[5:]) > 5:
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+    (run / "model.safetensors").unlink()
+    (run / "summary.json").unlink()
+    launcher("cpu", *flags, "--resume")
+    assert (run / "model.safetensors").read_bytes() == whole
+    timeless = ("split", "step", "epoch", "loss", "accuracy", "lr")
+    assert [{n: line.get(n) for n in timeless} for line in lines(run)] == [
+        {n: line.get(n) for n in timeless} for line in metrics
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--dataset", "nowhere/at/all"], "--dataset nowhere/at/all is neither a folder nor a Hub id"),
+        (["--batch_size", "63", "--gradient_accumulation_steps", "2"], "does not divide by 1 processes x 2 accumul"),
+        (["--output_dir", "/proc/run"], "--output_dir /proc/run cannot be written to"),
+        (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
+        (["--lr", "-1"], "argument --lr: -1 is not from 0.0 up"),
+        (["--log_with", "nonesuch"], "nonesuch"),
+        (["--predict", "x.png"], "--predict needs the --output_dir of a finished run"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_any_training(tmp_path, monkeypatch, capsys, flags, sentence):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["mnist_mlp.py", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        mnist_mlp.main()
+    out, error = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+    assert sentence in error
+    assert "train" not in out
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_a_batch_that_does_not_divide_is_said_once_by_two_processes(launcher):
+    done = launcher("cpu_ddp", "--batch_size", 63, check=False)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == ["error: --batch_size 63 does not divide by 2 processes x 1 accumulation steps: take 62 or 64"]
+
+
+def test_a_config_that_is_not_there_is_named(launcher):
+    done = launcher(str(launcher.folder / "none.yaml"), check=False)
+    assert "none.yaml` does not exist" in done.stderr
+    assert done.returncode != 0
+
+
+def test_tensorboard_gets_the_same_numbers(launcher, small_mnist):
+    launcher("cpu", "--dataset", small_mnist, "--max_steps", 4, "--log_with", "tensorboard", "--output_dir", "run")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(launcher.folder / "run" / "run"))
+    events.Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    expected = [(line["step"], line["loss"]) for line in lines(launcher.folder / "run", "train")]
+    assert logged == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
+
+
+def test_a_folder_of_images_trains(launcher):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 8), ("test", 3)):
+        for name in ("dark", "light"):
+            folder = launcher.folder / "data" / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 90, (6, 5, 3)) + (150 if name == "light" else 0)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+    flags = ["--dataset", "data", "--num_epochs", 25, "--batch_size", 4, "--num_workers", 2, "--output_dir", "run"]
+    launcher("cpu", *flags)
+    summary = json.loads((launcher.folder / "run" / "summary.json").read_text())
+    assert summary["test_accuracy"] == 1.0
+    assert summary["test_samples"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["cpu", "cpu_ddp"])
+def test_the_default_run_reaches_98_percent(launcher, config):
+    launcher(config, "--output_dir", "run", timeout=300)
+    run = launcher.folder / "run"
+    assert json.loads((run / "summary.json").read_text())["test_accuracy"] >= 0.98
+    assert {path.name for path in run.iterdir()} >= {"run.json", "metrics.jsonl", "curves.png", "model.safetensors"}
+
+
+def test_the_script_is_short_enough_to_read():
+    assert len((ROOT / "scripts" / "mnist_mlp.py").read_text().splitlines()) <= 200
+
+
+def test_nothing_here_reaches_the_network(monkeypatch):
+    """The bundled data load with every connection refused."""
+
+    def refuse(*_):
+        raise AssertionError("tried to reach the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert len(load_images(mnist_mlp.BUNDLED_MNIST)[0].labels) == 60000
