@@ -13,6 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT / "data" / "mnist"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--config_file", help="tests/test_parity.py: a config to compare with one process")
+
+
 def pytest_collection_modifyitems(items):
     import torch
 

@@ -97,6 +97,24 @@ def checksum(manifest: dict) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
+def read_checkpoint(path: Path) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
+    """The manifest, and the tensors of each file. Raises: ValueError, naming the file that is missing or damaged."""
+    name = "manifest.json"
+    try:
+        manifest = json.loads((path / name).read_bytes())
+        if manifest.pop("checksum") != checksum(manifest) or manifest["format"] != FORMAT:
+            raise ValueError(f"its checksum differs, or its format is not {FORMAT}")
+        tensors = {}
+        for name in FILES:
+            content = (path / name).read_bytes()
+            if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
+                raise ValueError("its SHA-256 is not the one in manifest.json")
+            tensors[name] = safetensors.torch.load(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{name}: {error}") from error
+    return manifest, tensors
+
+
 class Checkpoints:
     """The checkpoints of one run: `save` and `load` are collectives, and the main process alone touches the disk.
 
@@ -193,7 +211,11 @@ class Checkpoints:
             parameter, _, state_name = name.rpartition("/")
             optimizer_state["state"].setdefault(parameter, {})[state_name] = tensor
         set_model_state_dict(model, tensors["model.safetensors"], options=WHOLE)
-        set_optimizer_state_dict(model, optimizer.optimizer, optimizer_state, options=WHOLE)
+        if optimizer_state["state"]:
+            set_optimizer_state_dict(model, optimizer.optimizer, optimizer_state, options=WHOLE)
+        else:  # plain SGD has none, and torch's function then fails
+            for group, saved in zip(optimizer.param_groups, manifest["optimizer"], strict=True):
+                group.update({name: value for name, value in saved.items() if name != "params"})
         scheduler.scheduler.load_state_dict(manifest["scheduler"])
         if self.accelerator.scaler is not None and manifest["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(manifest["scaler"])
@@ -206,18 +228,9 @@ class Checkpoints:
         for step in steps:
             path = self.folder / f"step_{step:08d}"
             try:
-                manifest = json.loads((path / "manifest.json").read_bytes())
-                if manifest.pop("checksum") != checksum(manifest):
-                    raise ValueError("manifest.json is damaged: its checksum differs")
-                if manifest["format"] != FORMAT:
-                    raise ValueError(f"manifest.json has format {manifest['format']}, this version reads {FORMAT}")
-                contents = {name: (path / name).read_bytes() for name in FILES}
-                for name, content in contents.items():
-                    if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
-                        raise ValueError(f"{name} is damaged: its SHA-256 is not the one in manifest.json")
-                tensors = {name: safetensors.torch.load(content) for name, content in contents.items()}
-            except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-                self.accelerator.print(f"warning: {path} is skipped: {error!r}", flush=True)
+                manifest, tensors = read_checkpoint(path)
+            except ValueError as error:
+                self.accelerator.print(f"warning: {path} is skipped: {error}", flush=True)
                 damaged.append(path)
                 continue
             self._compare(manifest["must_match"])

@@ -1,0 +1,119 @@
+"""SIGTERM, SIGUSR1 and Ctrl-C, to the launcher or to one worker: all ranks save together, and nothing is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+from conftest import ROOT
+
+from utils import launch
+
+FLAGS = ["--hidden", 32, "--batch_size", 128, "--log_every", 100, "--output_dir", "run"]
+
+
+def workers(process: subprocess.Popen, count: int) -> list[psutil.Process]:
+    """The script's processes below the launcher, by rank."""
+    found = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "mnist_mlp.py" in str(child.cmdline())
+    ]
+    found.sort(key=lambda worker: int(worker.environ().get("RANK", 0)))
+    assert len(found) == count
+    return found
+
+
+def wait_for_line(process: subprocess.Popen, word: str) -> str:
+    for line in process.stdout:
+        if word in line:
+            return line
+    raise AssertionError(f"ended without {word}: {process.stderr.read()[-3000:]}")
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "name"),
+    [
+        pytest.param("cpu", "launcher", "SIGTERM"),
+        pytest.param("cpu_ddp", "worker", "SIGUSR1"),
+        pytest.param("cpu", "worker", "SIGUSR1", marks=pytest.mark.slow),
+        pytest.param("cpu", "launcher", "SIGUSR1", marks=pytest.mark.slow),
+        pytest.param("cpu", "group", "SIGINT", marks=pytest.mark.slow),
+        pytest.param("cpu_ddp", "launcher", "SIGTERM", marks=pytest.mark.slow),
+        pytest.param("cpu_ddp", "launcher", "SIGUSR1", marks=pytest.mark.slow),
+        pytest.param("cpu_ddp", "launcher", "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("cpu_ddp", "group", "SIGINT", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_saves_and_ends_every_process(launcher, small_mnist, config, target, name):
+    flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 500 if config == "cpu" else 100]  # 8 updates each
+    process = launcher.start(config, *flags)
+    wait_for_line(process, "step 200/")
+    ranks = workers(process, 2 if config == "cpu_ddp" else 1)
+    number = getattr(signal, name)
+    if target == "group":
+        os.killpg(process.pid, number)  # as Ctrl-C does in a terminal
+    else:
+        (ranks[-1] if target == "worker" else process).send_signal(number)
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    run = launcher.folder / "run"
+    newest = max((run / "checkpoints").iterdir())
+    step = int(newest.name[5:])
+    assert 200 <= step < 8 * flags[-1]
+    assert not (run / "summary.json").exists()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    done = launcher(config, *flags, "--resume", timeout=200)
+    assert "done: " in done.stdout
+    assert json.loads((run / "run.json").read_text())["launches"][1]["from_step"] == step
+    after = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert after[: len(lines)] == lines
+    steps = [line["step"] for line in after if line["split"] == "train"]
+    assert steps == sorted(set(steps))  # none twice
+
+
+def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher):
+    """The launcher makes 1 of every failure; the script itself, under `python` or torchrun, ends with 75."""
+    launcher.start  # noqa: B018  for its clean-up
+    process = subprocess.Popen(
+        [
+            launch.sys.executable,
+            ROOT / "scripts" / "mnist_mlp.py",
+            "--dataset",
+            small_mnist,
+            *map(str, FLAGS),
+            "--num_epochs",
+            "500",
+        ],
+        cwd=launcher.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "HF_HOME": str(launcher.home), "CUDA_VISIBLE_DEVICES": "-1"},
+    )
+    launcher.processes.append(process)
+    wait_for_line(process, "step 100/")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == launch.EXIT_REQUEUE == 75
+    assert "to go on: python" in out
+    assert out.strip().endswith("--output_dir run --num_epochs 500 --resume")
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(launcher, small_mnist):
+    first = launcher.start("cpu", "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000)
+    wait_for_line(first, "step 100/")
+    second = launcher("cpu", "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000, "--resume", check=False)
+    assert "another run is writing to run" in second.stderr
+    assert first.poll() is None
+    first.terminate()
+    time.sleep(0.1)
+    first.communicate(timeout=30)
+    assert list((launcher.folder / "run" / "checkpoints").glob("step_*"))
