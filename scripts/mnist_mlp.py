@@ -193,7 +193,7 @@ def main():
         tracker.log("test", step, epoch + 1, {name: result[name] for name in ("loss", "accuracy", "samples")})
 
     save_model(accelerator, model, Path(args.output_dir) / "model.safetensors")
-    tracker.finish(step, {f"test_{name}": value for name, value in result.items()} | {"best_accuracy": best_accuracy})
+    tracker.finish(step, result, best_accuracy=best_accuracy, checkpoint_time_s=round(checkpoints.save_time_s, 4))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Launches scripts as a user does: each with a port, a folder and a time-out of its own, and no process left behind."""
 
+import gc
 import os
 import signal
 import socket
@@ -118,3 +119,41 @@ def small_mnist(tmp_path_factory) -> Path:
         data = data.select(range(rows)).cast_column("image", datasets.Image())
         data.to_parquet(folder / f"{split}-00000-of-00001.parquet")
     return folder
+
+
+@pytest.fixture
+def train(small_mnist, tmp_path, monkeypatch, home):
+    """Runs mnist_mlp's main in this process, which saves the seconds that importing takes; returns its exit code."""
+    import datasets
+    from accelerate.state import AcceleratorState, GradientState
+
+    from scripts import mnist_mlp
+    from utils import launch
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
+    monkeypatch.setattr(mnist_mlp, "TEST_BATCH_SIZE", 50)  # five calls of `agreed` in an evaluation
+
+    def train(folder, *flags, stop_at_call=None):
+        words = ["--dataset", small_mnist, "--output_dir", tmp_path / folder, "--num_epochs", 2, "--hidden", 16]
+        words += ["--batch_size", 300, "--log_every", 3, "--dropout", 0.1, *flags]
+        monkeypatch.setattr(sys, "argv", ["mnist_mlp.py", *map(str, words)])
+        calls = []
+
+        class Stop(launch.StopSignal):
+            def agreed(self):
+                calls.append(None)
+                return len(calls) == stop_at_call or super().agreed()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "StopSignal", Stop)
+            try:
+                mnist_mlp.main()
+                return None
+            except SystemExit as stopped:
+                return stopped.code
+            finally:
+                gc.collect()  # the lock of the folder goes with the Tracker, as it would with the process
+                AcceleratorState._reset_state(reset_partial_state=True)
+                GradientState._reset_state()
+
+    return train

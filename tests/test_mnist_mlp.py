@@ -4,6 +4,7 @@ import json
 import math
 import socket
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from conftest import ROOT
 from PIL import Image
 
 from scripts import mnist_mlp
-from utils.data import load_images
+from utils.data import GlobalBatches, load_images
 
 
 def lines(folder, split=None):
@@ -81,6 +82,33 @@ def test_resume_at_a_step_and_at_the_end(launcher, small_mnist):
     assert [{n: line.get(n) for n in timeless} for line in lines(run)] == [
         {n: line.get(n) for n in timeless} for line in metrics
     ]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_it_is_the_plain_loop(train, small_mnist, tmp_path, accumulation):
+    """Weights and learning rates of a PyTorch loop on whole batches, the last of an epoch smaller, in float64."""
+    flags = ["--dropout", 0, "--dtype", "float64", "--log_every", 1, "--gradient_accumulation_steps", accumulation]
+    assert train("run", *flags) is None
+    data = load_images(str(small_mnist))[0]
+    torch.manual_seed(0)
+    model = mnist_mlp.MLP(784, 16, 10).double()
+    optimizer = torch.optim.AdamW(model.parameters(), 4e-3, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, 8, cycle_momentum=False)
+    rates = []
+    for epoch in range(2):
+        order = GlobalBatches(data, 300, SimpleNamespace(device="cpu", num_processes=1, process_index=0), 0).order(
+            epoch
+        )
+        for indices in order.split(300):
+            loss = torch.nn.functional.cross_entropy(model(data.images[indices]), data.labels[indices])
+            loss.backward()
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert [line["lr"] for line in lines(tmp_path / "run", "train")] == rates
+    for name, tensor in safetensors.torch.load_file(tmp_path / "run" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize(

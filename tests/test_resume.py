@@ -1,6 +1,5 @@
 """A run that was stopped, anywhere and anyhow, ends like the run that was not."""
 
-import gc
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import time
 import pytest
 from conftest import ROOT
 
-from scripts import mnist_mlp
 from utils import launch
 
 TIMELESS = ("split", "step", "epoch", "loss", "accuracy", "lr")
@@ -27,41 +25,6 @@ def contents(run):
         (newest / "optimizer.safetensors").read_bytes(),
         [{name: line.get(name) for name in TIMELESS} for line in lines],
     )
-
-
-@pytest.fixture
-def train(small_mnist, tmp_path, monkeypatch, home):
-    """Runs mnist_mlp's main in this process, which saves the seconds that importing takes; returns its exit code."""
-    import datasets
-    from accelerate.state import AcceleratorState, GradientState
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
-    monkeypatch.setattr(mnist_mlp, "TEST_BATCH_SIZE", 50)  # five calls of `agreed` in an evaluation
-
-    def train(folder, *flags, stop_at_call=None):
-        words = ["--dataset", small_mnist, "--output_dir", tmp_path / folder, "--num_epochs", 2, "--hidden", 16]
-        words += ["--batch_size", 300, "--log_every", 3, "--dropout", 0.1, *flags]
-        monkeypatch.setattr(sys, "argv", ["mnist_mlp.py", *map(str, words)])
-        calls = []
-
-        class Stop(launch.StopSignal):
-            def agreed(self):
-                calls.append(None)
-                return len(calls) == stop_at_call or super().agreed()
-
-        with monkeypatch.context() as patch:
-            patch.setattr(launch, "StopSignal", Stop)
-            try:
-                mnist_mlp.main()
-                return None
-            except SystemExit as stopped:
-                return stopped.code
-            finally:
-                gc.collect()  # the lock of the folder goes with the Tracker, as it would with the process
-                AcceleratorState._reset_state(reset_partial_state=True)
-                GradientState._reset_state()
-
-    return train
 
 
 @pytest.fixture

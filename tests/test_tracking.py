@@ -58,9 +58,10 @@ def test_finish_leaves_summary_and_picture(make, tmp_path, capsys):
         tracker.log("train", step, 1, {"loss": 1 / step, "accuracy": 0.5, "samples": 10})
         tracker.log("test", step, 1, {"loss": 2 / step, "accuracy": 0.6})
     list(tracker.timed(range(3)))
-    tracker.finish(2, {"test_loss": 1.0, "test_accuracy": 0.6, "test_confusion": [[1, 2], [3, 4]]})
+    tracker.finish(2, {"loss": 1.0, "accuracy": 0.6, "confusion": [[1, 2], [3, 4]]}, best_accuracy=0.7)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test_accuracy"] == 0.6
+    assert summary["best_accuracy"] == 0.7
     assert 0.01 < summary["peak_memory_gib"] < 100
     with Image.open(tmp_path / "run" / "curves.png") as picture:
         assert picture.width > 800

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def write_synced(path: Path, content: bytes) -> str:
 
 def save_model(accelerator: Accelerator, model: torch.nn.Module, path: Path) -> None:
     """The whole model by plain parameter names: loads with strict=True into the bare nn.Module. A collective."""
-    state = get_model_state_dict(model, options=WHOLE)
+    state = get_model_state_dict(accelerator.unwrap_model(model), options=WHOLE)
 
     def write():
         part = path.with_name(path.name + ".part")
@@ -128,6 +129,7 @@ class Checkpoints:
         must_match = {name: value for name, value in vars(args).items() if name not in FREE} | facts
         self.must_match = json.loads(json.dumps(must_match))  # as it will be read back: tuples become lists
         self.folder = Path(args.output_dir) / "checkpoints"
+        self.save_time_s = 0.0  # in which training waited
 
     def save(self, step, model, optimizer, scheduler, stats: dict[str, torch.Tensor], extra: dict) -> None:
         """Save after `step` updates. stats: this process's tensors; extra: JSON, the main process's counts.
@@ -135,9 +137,11 @@ class Checkpoints:
         The folder gets its name when all in it is on the disk, and older ones are removed after that: at no moment is
         there less than the last whole checkpoint. Raises: SystemExit on all ranks if it cannot be written.
         """
+        began = time.perf_counter()
         final = self.folder / f"step_{step:08d}"
         if on_main(self.accelerator, final.exists):  # a run that was resumed here, and stopped before its first update
             return
+        model = self.accelerator.unwrap_model(model)  # torch's functions know the names below DDP, not DataParallel
         model_state = get_model_state_dict(model, options=WHOLE)
         # .optimizer, .scheduler: what `prepare` wrapped.
         optimizer_state = get_optimizer_state_dict(model, optimizer.optimizer, options=WHOLE)
@@ -188,6 +192,7 @@ class Checkpoints:
                 shutil.rmtree(self.folder / f"step_{old:08d}")
 
         on_main(self.accelerator, write)
+        self.save_time_s += time.perf_counter() - began
 
     def complete_steps(self) -> list[int]:
         """The steps of the checkpoints here, newest first, by number: as text 100000000 is below 99999999."""
@@ -210,6 +215,7 @@ class Checkpoints:
         for name, tensor in tensors["optimizer.safetensors"].items():
             parameter, _, state_name = name.rpartition("/")
             optimizer_state["state"].setdefault(parameter, {})[state_name] = tensor
+        model = self.accelerator.unwrap_model(model)
         set_model_state_dict(model, tensors["model.safetensors"], options=WHOLE)
         if optimizer_state["state"]:
             set_optimizer_state_dict(model, optimizer.optimizer, optimizer_state, options=WHOLE)

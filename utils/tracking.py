@@ -20,6 +20,8 @@ from tqdm import tqdm
 
 from utils import stop
 
+FORMATS = {"loss": ".4f", "accuracy": ".2%", "lr": ".2e", "images_per_s": ",.0f", "data_wait_pct": ".1f"}
+
 
 def write_json(path: Path, content: dict) -> None:
     """Write it under another name first: a reader sees the old file or the new one, never half of one."""
@@ -152,7 +154,7 @@ class Tracker:
         line = {"split": split, "step": step, "epoch": epoch, **metrics}
         self.metrics_file.write(json.dumps(line).encode() + b"\n")
         self.metrics_file.flush()
-        shown = "  ".join(f"{name} {value:,.4g}" for name, value in metrics.items())
+        shown = "  ".join(f"{name} {value:{FORMATS.get(name, '.4g')}}" for name, value in metrics.items())
         text = f"{split:<5} epoch {epoch:g}  step {step}/{self.total_steps}  {shown}"
         if self.bar is None:
             print(text, flush=True)
@@ -167,8 +169,8 @@ class Tracker:
         os.fsync(self.metrics_file.fileno())
         return self.metrics_file.tell()
 
-    def finish(self, step: int, metrics: dict) -> None:
-        """summary.json and curves.png."""
+    def finish(self, step: int, test: dict, **more) -> None:
+        """summary.json, with the last `test` metrics and `more`, and curves.png."""
         device = self.accelerator.device
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if device.type == "cuda":
@@ -180,7 +182,8 @@ class Tracker:
             self.bar.close()
         summary = {
             "step": step,
-            **metrics,
+            **{f"test_{name}": value for name, value in test.items()},
+            **more,
             "wall_time_s": round(time.time() - self.started_at, 3),
             "train_time_s": round(self.train_time_s, 3),
             "train_steps_timed": step - self.first_step,
@@ -190,7 +193,7 @@ class Tracker:
         plot_curves(self.folder / "metrics.jsonl", self.folder / "curves.png")
         write_json(self.folder / "summary.json", summary)
         print(
-            f"done: test loss {metrics['test_loss']:.4f}, test accuracy {metrics['test_accuracy']:.2%} in "
+            f"done: test loss {test['loss']:.4f}, test accuracy {test['accuracy']:.2%} in "
             f"{summary['train_time_s']:.1f} s of training; model, curves and summary in {self.folder}",
             flush=True,
         )
