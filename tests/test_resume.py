@@ -67,6 +67,16 @@ def test_resume_without_a_checkpoint_starts_from_scratch(train, whole, tmp_path)
     assert contents(tmp_path / "run") == whole[1]
 
 
+def test_the_best_accuracy_is_not_forgotten(train, tmp_path, monkeypatch):
+    accuracies = iter([0.9, 0.5])
+    result = {"loss": 1.0, "samples": 203}
+    monkeypatch.setattr(mnist_mlp, "evaluate", lambda *_: {**result, "accuracy": next(accuracies)})
+    assert train("run", stop_at_call=6) == launch.EXIT_REQUEUE
+    assert train("run", "--resume") is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["test_accuracy"], summary["best_accuracy"]) == (0.5, 0.9)
+
+
 def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path):
     train("run", "--checkpoint_every", 1, "--keep_checkpoints", 3)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
