@@ -11,6 +11,7 @@ import time
 import pytest
 from conftest import ROOT
 
+from scripts import mnist_mlp
 from utils import launch
 
 TIMELESS = ("split", "step", "epoch", "loss", "accuracy", "lr")
