@@ -207,6 +207,31 @@ def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_checkpoint(train, 
     assert contents(tmp_path / "run") == whole[1]
 
 
+def test_a_full_file_system(train, tmp_path, capsys):
+    """A tmpfs of 1 MiB, which fills up; made larger, the run goes on from the last whole checkpoint."""
+    import subprocess
+
+    flags = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--num_epochs", 6]
+    train("whole", *flags)
+    run = tmp_path / "run"
+    run.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", run], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        capsys.readouterr()
+        assert train("run", *flags) == 2
+        error = capsys.readouterr().err
+        assert "cannot be written" in error
+        assert "No space left on device" in error
+        assert len(error.splitlines()) == 1
+        assert len(list((run / "checkpoints").iterdir())) >= 2
+        subprocess.run(["mount", "-o", "remount,size=64m", run], check=True)
+        assert train("run", *flags, "--resume") is None
+        assert contents(run) == contents(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", "-l", run], check=True)
+
+
 def fork_run(train, log, *flags):
     """`train` in a child process of its own, which can be killed; its output goes to `log`."""
     child = os.fork()
@@ -221,6 +246,13 @@ def fork_run(train, log, *flags):
     return child
 
 
+def is_writing(run) -> bool:
+    try:
+        return any((run / "checkpoints").glob(".part_*/*"))
+    except FileNotFoundError:  # renamed while we looked
+        return False
+
+
 def kill_until_done(train, tmp_path, kills, flags):
     """Kill the run `kills` times at random moments, half of them while a checkpoint is being written, then let it end.
 
@@ -232,15 +264,14 @@ def kill_until_done(train, tmp_path, kills, flags):
         child = fork_run(train, log, "--resume", *flags)
         began, wait, in_write = time.monotonic(), rng.uniform(0.05, 1.2), done % 2 == 0
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-            writing = any((run / "checkpoints").glob(".part_*/*"))
             waited = time.monotonic() - began
-            if done < kills and ((in_write and writing) or (not in_write and waited > wait) or waited > 20):
+            if done < kills and ((in_write and is_writing(run)) or (not in_write and waited > wait) or waited > 20):
                 os.kill(child, signal.SIGKILL)
                 ended = os.waitpid(child, 0)
                 break
         if os.WIFSIGNALED(ended[1]):
             done += 1
-            unfinished += any((run / "checkpoints").glob(".part_*"))
+            unfinished += is_writing(run)
             continue
         assert os.WEXITSTATUS(ended[1]) == 0, log.read_text()[-2000:]
         if done >= kills:
@@ -260,7 +291,7 @@ def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(train, whole, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write_synced", lambda *words: (time.sleep(0.5), write(*words))[1])
         child = fork_run(train, tmp_path / "log", "--checkpoint_every", 2)
-    while not any((tmp_path / "run" / "checkpoints").glob(".part_*/*")):
+    while not is_writing(tmp_path / "run"):
         time.sleep(0.01)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
     os.kill(child, signal.SIGINT)

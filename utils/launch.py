@@ -261,8 +261,9 @@ class StopSignal:
         self.calls, self.next_check, self.checked_at = 0, 1, time.perf_counter()
         for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(name, self._receive)
-        if sys.platform == "linux":
-            # A launcher that is killed leaves its children running, unseen: have the kernel send them a SIGTERM.
+        if sys.platform == "linux" and (launcher_words() or "TORCHELASTIC_RUN_ID" in os.environ):
+            # A launcher that is killed leaves its children running, unseen: have the kernel send them a SIGTERM. Not
+            # without a launcher: then the parent is a shell, which may well end before the run.
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG, prctl(2)
 
     def _receive(self, number, _frame):

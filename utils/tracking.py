@@ -152,8 +152,11 @@ class Tracker:
         if self.metrics_file is None:
             return
         line = {"split": split, "step": step, "epoch": epoch, **metrics}
-        self.metrics_file.write(json.dumps(line).encode() + b"\n")
-        self.metrics_file.flush()
+        try:
+            self.metrics_file.write(json.dumps(line).encode() + b"\n")
+            self.metrics_file.flush()
+        except OSError as error:
+            stop(f"{self.folder}/metrics.jsonl cannot be written ({error.strerror}); --resume goes on when it can")
         shown = "  ".join(f"{name} {value:{FORMATS.get(name, '.4g')}}" for name, value in metrics.items())
         text = f"{split:<5} epoch {epoch:g}  step {step}/{self.total_steps}  {shown}"
         if self.bar is None:
