@@ -37,7 +37,7 @@ def wait_for_line(process: subprocess.Popen, word: str) -> str:
 @pytest.mark.parametrize(
     ("config", "target", "name"),
     [
-        pytest.param("cpu", "launcher", "SIGTERM"),
+        pytest.param("cpu", "launcher", "SIGTERM", marks=pytest.mark.slow),
         pytest.param("cpu_ddp", "worker", "SIGUSR1"),
         pytest.param("cpu", "worker", "SIGUSR1", marks=pytest.mark.slow),
         pytest.param("cpu", "launcher", "SIGUSR1", marks=pytest.mark.slow),
