@@ -30,6 +30,7 @@ from utils.data import BUNDLED_MNIST, load_images  # noqa: E402
 
 BATCH, HIDDEN, LR = 64, 128, 1e-3
 FLAGS = f"--batch_size {BATCH} --hidden {HIDDEN} --lr {LR} --optimizer sgd --weight_decay 0 --activation relu"
+WAYS = ["script", "bare", "blog, 0 workers", "blog, 2 workers"]
 
 
 def build():
@@ -100,18 +101,14 @@ def script(folder: str) -> float:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help="those to compare")
     parser.add_argument("--way", help=argparse.SUPPRESS)  # how this file starts one way in a process of its own
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    ways = {
-        "script": lambda: script(args.folder),
-        "bare": bare,
-        "blog, 0 workers": lambda: blog(args.folder, 0),
-        "blog, 2 workers": lambda: blog(args.folder, 2),
-    }
     if args.way:
-        return print(ways[args.way]())
-    times = {way: [] for way in ways}
+        functions = (lambda: script(args.folder), bare, lambda: blog(args.folder, 0), lambda: blog(args.folder, 2))
+        return print(dict(zip(WAYS, functions, strict=True))[args.way]())
+    times = {way: [] for way in args.ways}
     with tempfile.TemporaryDirectory() as folder:
         write_idx(Path(folder))
         for _ in range(args.rounds):
@@ -120,9 +117,9 @@ def main():
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 seconds.append(float(done.stdout.split()[-1]))
     medians = {way: statistics.median(seconds) for way, seconds in times.items()}
-    print(f"{'way':<16} {'median s':>9} {'min s':>7} {'max s':>7} {'/ script':>9} {'images/s':>9}")
+    print(f"{'way':<16} {'median s':>9} {'min s':>7} {'max s':>7} {'/ ' + args.ways[0]:>9} {'images/s':>9}")
     for way, seconds in times.items():
-        ratio = medians[way] / medians["script"]
+        ratio = medians[way] / medians[args.ways[0]]
         row = f"{medians[way]:>9.2f} {min(seconds):>7.2f} {max(seconds):>7.2f} {ratio:>9.2f}"
         print(f"{way:<16} {row} {60000 / medians[way]:>9,.0f}")
 
