@@ -5,9 +5,9 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/gradient_accumulation.py \
         --batch_size 16384 --micro_batch_size auto
 
-A CNN and not the MLP of mnist_mlp.py: accumulation saves activations, and an MLP's memory is weights.
+A small CNN and not the MLP of mnist_mlp.py: accumulation saves activations, and an MLP's memory is mostly weights.
 
-RESULT
+RESULT: RESULT
 Sources: the weights over samples of variable length, https://huggingface.co/blog/gradient_accumulation; the
 communication that is left out, DDP's no_sync in S. Li et al., https://arxiv.org/abs/2006.15704.
 """
@@ -39,6 +39,10 @@ from utils.tracking import Tracker
 MEAN, STD = 33.3184, 78.5675
 
 
+def auto_or_size(text: str) -> int | str:
+    return text if text == "auto" else launch.at_least(1)(text)
+
+
 def parse_args():
     parser = launch.ArgumentParser(description="Exact gradient accumulation; --config_file alone is the topology.")
     count, size, real = launch.at_least(0), launch.at_least(1), launch.at_least(0.0, float)
@@ -49,7 +53,12 @@ def parse_args():
     add("--max_steps", type=count, default=0, help="optimizer updates, instead of num_epochs; 0: off")
     add("--batch_size", type=size, default=512, help="of one optimizer update, over all processes together")
     add("--gradient_accumulation_steps", type=size, default=1, help="micro-batches of a process in one update")
-    add("--micro_batch_size", metavar="N|auto", help="samples of a micro-batch, at most; auto: as many as fit")
+    add(
+        "--micro_batch_size",
+        type=auto_or_size,
+        metavar="N|auto",
+        help="samples of a micro-batch, at most; auto: as many as fit",
+    )
     add(
         "--cpu_memory_gib",
         type=real,
@@ -57,9 +66,9 @@ def parse_args():
         help="for auto, on a CPU: for what the backward pass needs; 0: what is free",
     )
     add("--variable_length", action="store_true", help="a loss over the cells with ink: 9 to 30 of 49 in an image")
-    add("--norm", choices=("none", "group", "batch"), default="none", help="batch: accumulation is not exact")
+    add("--norm", choices=("none", "layer", "batch"), default="none", help="batch: accumulation is not exact")
     add("--compare", action="store_true", help="hold each gradient against the whole batch's; takes its memory")
-    add("--lr", type=real, default=3e-2, help="highest learning rate of the one-cycle schedule")
+    add("--lr", type=real, default=2e-2, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=real, default=0.1)
     add("--max_grad_norm", type=real, default=1.0, help="clip the gradient of the update to this length; 0: off")
     add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights and data order")
@@ -71,29 +80,29 @@ def parse_args():
     add("--log_every", type=size, default=20, help="updates")
     add("--log_with", help="a tracker that Accelerate knows, such as tensorboard")
     args = parser.parse_args()
-    if args.micro_batch_size not in (None, "auto") and not args.micro_batch_size.isdecimal():
-        parser.error(f"--micro_batch_size {args.micro_batch_size} is neither a number of samples nor auto")
-    if args.micro_batch_size == "0" or (args.micro_batch_size and args.gradient_accumulation_steps > 1):
-        parser.error("give --micro_batch_size, from 1 up, or --gradient_accumulation_steps: one follows from the other")
+    if args.micro_batch_size and args.gradient_accumulation_steps > 1:
+        parser.error("give --micro_batch_size or --gradient_accumulation_steps: one follows from the other")
     return args
 
 
 def ink_cells(images):
-    """uint8 (N, C, H, W) to bool (N, ceil(H/4), ceil(W/4)): the cells of 4 x 4 pixels in which something is drawn."""
-    return F.max_pool2d(images.amax(1, keepdim=True).float(), 4, ceil_mode=True)[:, 0] > 127
+    """uint8 (N, C, H, W) to bool (N, cells): in which cells of 4 x 4 pixels something is drawn."""
+    return F.max_pool2d(images.amax(1).float(), 4).flatten(1) > 127
 
 
-class CNN(nn.Module):
+class CellNet(nn.Module):
+    """A small CNN: it looks at the 16 x 16 pixels around each cell of 4 x 4 pixels, and the cells vote.
+
+    As matrix products (unfold, then Linear), and not as nn.Conv2d: cuDNN computes that in TF32 unless told otherwise,
+    and oneDNN adds up its weights' gradients so that a whole batch in float32 is off by 1e-5, more than micro-batches.
+    """
+
     def __init__(self, num_channels: int, num_classes: int, norm: str = "none", variable_length: bool = False):
         super().__init__()
-        # No biases before the head: oneDNN adds up a bias's gradient one by one, over all cells of all images, and the
-        # single whole batch is off by 2e-5 in float32 (more than micro-batches are) before anything is compared to it.
-        self.conv1 = nn.Conv2d(num_channels, 16, 3, stride=2, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False)
-        self.conv3 = nn.Conv2d(32, 32, 5, padding=2, bias=False)
-        self.head = nn.Linear(32, num_classes)  # of each cell, or of the mean of all cells
-        norms = {"none": nn.Identity, "batch": nn.BatchNorm2d, "group": lambda width: nn.GroupNorm(8, width)}
-        self.norm1, self.norm2, self.norm3 = norms[norm](16), norms[norm](32), norms[norm](32)
+        norms = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
+        self.fc1, self.norm1 = nn.Linear(num_channels * 16 * 16, 64), norms[norm](64)
+        self.fc2, self.norm2 = nn.Linear(64, 64), norms[norm](64)
+        self.head = nn.Linear(64, num_classes)
         self.variable_length = variable_length
 
     def forward(self, images, labels):
@@ -102,19 +111,20 @@ class CNN(nn.Module):
         One term an image, or with variable_length one for each cell with ink, as a language model has one for each
         token that is not padding. The losses are sums: what to divide by is not known inside a micro-batch.
         """
-        x = images.to(self.head.weight.dtype).sub_(MEAN).div_(STD)
-        # SiLU is smooth: a rounding flips no unit, and the runs of any k stay together for thousands of updates.
-        x = F.silu(self.norm1(self.conv1(x)))
-        x = F.silu(self.norm2(self.conv2(x)))
-        x = F.silu(self.norm3(self.conv3(x))).movedim(1, -1)
+        x = images.to(self.head.weight.dtype).sub_(MEAN).mul_(1 / STD)
+        x = F.unfold(x, 16, padding=6, stride=4).transpose(1, 2)
+        num_cells = x.shape[1]
+        # SiLU is smooth: with ReLU a difference of one rounding flips a unit, and grows from update to update.
+        x = F.silu(self.norm1(self.fc1(x.flatten(0, 1))))
+        x = F.silu(self.norm2(self.fc2(x)))
+        logits = self.head(x).unflatten(0, (len(labels), num_cells))
         if not self.variable_length:
-            logits = self.head(x.mean((1, 2)))
+            logits = logits.sum(1) / num_cells**0.5
             losses = F.cross_entropy(logits, labels, reduction="none")
             return losses, torch.ones_like(losses), logits.argmax(1)
-        logits, ink = self.head(x), ink_cells(images).to(x.dtype)
-        cell_labels = labels[:, None, None].expand(ink.shape)
-        losses = F.cross_entropy(logits.movedim(-1, 1), cell_labels, reduction="none") * ink
-        return losses.sum((1, 2)), ink.sum((1, 2)), (logits * ink[..., None]).sum((1, 2)).argmax(1)
+        ink = ink_cells(images).to(logits.dtype)
+        losses = F.cross_entropy(logits.transpose(1, 2), labels[:, None].expand(ink.shape), reduction="none") * ink
+        return losses.sum(1), ink.sum(1), (logits * ink[..., None]).sum(1).argmax(1)
 
 
 @torch.no_grad()
@@ -142,15 +152,14 @@ def choose_accumulation(args, model, data, accelerator) -> int:
         room = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(4)]
         rows = torch.arange(size) % len(data.labels)
         with accelerator.autocast():
-            losses, _, _ = model(data.images[rows].to(accelerator.device), data.labels[rows].to(accelerator.device))
+            losses, _, _ = model(*(tensor[rows].to(accelerator.device) for tensor in (data.images, data.labels)))
         losses.sum().backward()
         del room  # here, and no earlier
 
-    if args.micro_batch_size != "auto":
-        fitting = min(int(args.micro_batch_size), share)
-    elif accelerator.distributed_type == DistributedType.FSDP:
-        stop("--micro_batch_size auto tries the whole model on one device, which FSDP is there to avoid: give a number")
-    else:
+    fitting = args.micro_batch_size
+    if fitting == "auto":
+        if accelerator.distributed_type == DistributedType.FSDP:
+            stop("--micro_batch_size auto tries the whole model on one device, which FSDP avoids: give a number")
         model.to(accelerator.device)
         fitting = largest_that_fits(attempt, share, accelerator, args.cpu_memory_gib)
         model.zero_grad()
@@ -158,9 +167,7 @@ def choose_accumulation(args, model, data, accelerator) -> int:
             stop("--micro_batch_size auto: not even one sample fits into memory: take a smaller model or more memory")
     # The smallest number of micro-batches that divides the share: all of them are then of one size.
     steps = next(steps for steps in range(-(-share // fitting), share + 1) if share % steps == 0)
-    accelerator.print(
-        f"micro-batch   {share // steps} per process ({fitting} would fit), {steps} in an update", flush=True
-    )
+    accelerator.print(f"micro-batch   {share // steps} per process ({fitting} would fit), {steps} in an update")
     return steps
 
 
@@ -192,7 +199,7 @@ def gradient_difference(model, data, indices, max_grad_norm: float) -> float:
 
 def main():
     args = parse_args()
-    accelerator = launch.make_accelerator(args, cpu_threads=1)  # convolutions this small lose by a second thread
+    accelerator = launch.make_accelerator(args, cpu_threads=1)  # matrices this small lose by a second thread
     stop_signal = launch.StopSignal(accelerator)
     tracker = Tracker(accelerator, args)
     if args.compare and accelerator.distributed_type == DistributedType.FSDP:
@@ -200,7 +207,7 @@ def main():
 
     train_data, test_data = load_images(args.dataset, args.num_workers)
     data = describe(args.dataset, train_data, test_data)
-    model = CNN(train_data.images.shape[1], len(train_data.classes), args.norm, args.variable_length)
+    model = CellNet(train_data.images.shape[1], len(train_data.classes), args.norm, args.variable_length)
     model = launch.data_parallel(model.to(getattr(torch, args.dtype)), accelerator)
     if args.micro_batch_size:
         args.gradient_accumulation_steps = choose_accumulation(args, model, train_data, accelerator)
@@ -239,6 +246,8 @@ def main():
     undo = accelerator.num_processes * accumulation
     max_grad_norm = args.max_grad_norm or math.inf
     first_step, images, train_time_s, peak_gib, largest_difference = step, 0, 0.0, 0.0, 0.0
+    reset_peak_memory(accelerator.device)
+    start_gib = peak_memory_gib(accelerator)
 
     # A run resumed at the end of an epoch finds no batch left in it, and begins with its evaluation.
     for epoch in range(max(step - 1, 0) // steps_per_epoch, num_epochs):
@@ -303,6 +312,7 @@ def main():
         "micro_batches": (step - first_step) * accumulation,
         **counts,
         "train_peak_memory_gib": round(peak_gib, 4),
+        "above_start_gib": round(peak_gib - start_gib, 4),  # activations, gradients, optimizer state
         "train_images_per_s": round(images / max(train_time_s, 1e-9), 1),
     }
     if args.compare:

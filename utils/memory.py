@@ -15,7 +15,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 
 def largest_that_fits(attempt: Callable, size: int, accelerator: Accelerator, cpu_memory_gib: float = 0) -> int:
-    """Halve `size`, rounding up, until `attempt(size)` fits into the memory of each process; 0 if `attempt(1)` does not.
+    """Halve `size`, rounding up, until `attempt(size)` fits into the memory of each process; 0 if not even 1 does.
 
     A collective, but `attempt` must not communicate (so: the bare model, before `prepare`): of two processes that
     all-reduce, one that runs out of memory leaves the other waiting for ever. They agree when all of them are done, on
