@@ -87,7 +87,7 @@ def parse_args():
 
 def ink_cells(images):
     """uint8 (N, C, H, W) to bool (N, cells): in which cells of 4 x 4 pixels something is drawn."""
-    return F.max_pool2d(images.amax(1).float(), 4).flatten(1) > 127
+    return F.max_pool2d(images.amax(1, keepdim=True).float(), 4).flatten(1) > 127
 
 
 class CellNet(nn.Module):
@@ -318,8 +318,7 @@ def main():
     if args.compare:
         totals["largest_gradient_difference"] = largest_difference
     accelerator.print("  ".join(f"{name} {value:,.4g}" for name, value in totals.items()), flush=True)
-    results = {f"test_{name}": value for name, value in result.items()}
-    tracker.finish(step, {**results, "best_accuracy": best_accuracy, **totals})
+    tracker.finish(step, result, best_accuracy=best_accuracy, **totals)
 
 
 if __name__ == "__main__":
