@@ -184,17 +184,18 @@ def count_all_reduces(model) -> Counter:
     return counts
 
 
-def gradient_difference(model, data, indices, max_grad_norm: float) -> float:
-    """Of the gradient in `model` to that of the whole batch at once: largest difference of an entry / largest entry.
+def gradient_difference(model, norm, data, indices, max_grad_norm: float) -> float:
+    """Of the gradient in `model`, clipped, to that of the whole batch: largest difference of an entry / largest entry.
 
-    The whole batch is one micro-batch in one process here, by plain autograd: no accumulation, no DDP, no Accelerate.
+    Or that of the length before clipping, `norm`, if it is larger: clipping hides a wrong factor. The whole batch is
+    one micro-batch in one process here, by plain autograd: no accumulation, no DDP, no Accelerate.
     """
     whole = copy.deepcopy(model)  # without gradients, and BatchNorm's statistics of the real one stay as they are
     losses, terms, _ = whole(data.images[indices], data.labels[indices])
     (losses.sum() / terms.sum().clamp(min=1)).backward()
-    nn.utils.clip_grad_norm_(whole.parameters(), max_grad_norm)
+    whole_norm = nn.utils.clip_grad_norm_(whole.parameters(), max_grad_norm)
     ours, reference = (torch.cat([p.grad.flatten() for p in module.parameters()]) for module in (model, whole))
-    return float((ours - reference).abs().max() / reference.abs().max())
+    return max(float((ours - reference).abs().max() / reference.abs().max()), abs(float(norm / whole_norm) - 1))
 
 
 def main():
@@ -271,12 +272,12 @@ def main():
                     accelerator.backward(losses.sum() * undo / terms)
                     if accelerator.sync_gradients:
                         # Now, once: a piece of a gradient says nothing about the length of the whole.
-                        accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+                        norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
                         if args.compare:
                             first = step % steps_per_epoch * args.batch_size
                             indices = train_batches.order(epoch)[first : first + batch.update_size]
                             bare_model = accelerator.unwrap_model(model)
-                            difference = gradient_difference(bare_model, train_batches, indices, max_grad_norm)
+                            difference = gradient_difference(bare_model, norm, train_batches, indices, max_grad_norm)
                     optimizer.step()  # Accelerate's: does nothing before the last micro-batch
                 stats.add(losses / own_terms.clamp(min=1), predicted == batch.labels, batch.indices, step)
             images += batch.update_size
