@@ -1,0 +1,228 @@
+"""The update of k micro-batches on P processes is the gradient of the mean over the whole batch, whatever k and P."""
+
+import json
+import math
+import shutil
+import weakref
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from scripts import gradient_accumulation
+from scripts.gradient_accumulation import CellNet, choose_accumulation, gradient_difference
+from utils.data import Images
+from utils.memory import largest_that_fits, limit_of_kept_tensors
+
+# 1003 images in batches of 250: the last update has 3 images for 10 pieces. Clipping is at work in three of the five.
+FLAGS = ["--batch_size", 250, "--num_epochs", 1, "--log_every", 1, "--variable_length", "--max_grad_norm", 0.2]
+FLAGS += ["--dtype", "float64"]
+
+
+def read(folder, split):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["split"] == split]
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def train(launcher, name, config, *flags):
+    """Run the script in a folder of its own; returns the folder and what was printed."""
+    folder = launcher.folder / name
+    done = launcher(config, "--output_dir", folder, *flags, script="gradient_accumulation")
+    return folder, done.stdout
+
+
+def assert_same_trace(folder, other):
+    for line, expected in zip(read(folder, "train"), read(other, "train"), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+        assert [line[key] for key in ("step", "accuracy", "lr")] == [
+            expected[key] for key in ("step", "accuracy", "lr")
+        ]
+    assert summary(folder)["test_loss"] == pytest.approx(summary(other)["test_loss"], rel=1e-12)
+
+
+def test_updates_equal_those_of_the_whole_batch_whatever_auto_chooses(launcher, small_mnist):
+    flags = ["--dataset", small_mnist, *FLAGS]
+    auto = ["--micro_batch_size", "auto", "--cpu_memory_gib", 0.008]
+    folder, printed = train(launcher, "auto", "cpu_ddp", *flags, *auto, "--compare")
+    # 125 images a process, halved: 63, 32; 5 is the first number of pieces, 4 and up, that divides 125.
+    assert "micro-batch   25 per process (32 would fit), 5 in an update" in printed
+    assert json.loads((folder / "run.json").read_text())["arguments"]["gradient_accumulation_steps"] == 5
+
+    differences = [line["gradient_difference"] for line in read(folder, "compare")]
+    assert len(differences) == 5
+    assert max(differences) <= 1e-12
+    totals = summary(folder)
+    assert totals["largest_gradient_difference"] == max(differences)
+    assert (totals["updates"], totals["micro_batches"]) == (5, 25)
+    assert (totals["gradient_all_reduces"], totals["scalar_all_reduces"]) == (5, 5)
+
+    # The schedule counts updates: 5 of them run through the whole curve.
+    optimizer = torch.optim.SGD([torch.zeros(1)], 2e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, 5, cycle_momentum=False)
+    expected = []
+    for _ in range(5):
+        expected.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert [line["lr"] for line in read(folder, "train")] == pytest.approx(expected, rel=1e-12)
+
+    whole, _ = train(launcher, "whole", "cpu", *flags)
+    assert_same_trace(folder, whole)
+    assert summary(whole)["gradient_all_reduces"] == 0
+
+
+@pytest.mark.parametrize("flags", ["--micro_batch_size 8 --gradient_accumulation_steps 2", "--micro_batch_size none"])
+def test_a_wrong_micro_batch_is_refused_in_one_sentence(flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gradient_accumulation.py", *flags.split()])
+    with pytest.raises(SystemExit) as stopped:
+        gradient_accumulation.parse_args()
+    assert stopped.value.code == 2
+    assert "--micro_batch_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError, None],
+    ids=["cuda", "python", "cpu allocator"],
+)
+def test_halves_until_it_fits_and_frees_what_failed(error):
+    tried, left = [], []
+
+    def attempt(size):
+        assert all(tensor() is None for tensor in left), "what the last attempt allocated is still in memory"
+        tried.append(size)
+        activations = torch.zeros(size)
+        left.append(weakref.ref(activations))
+        if size > 13:
+            if error is None:
+                torch.empty(2**55)
+            raise error()
+
+    assert largest_that_fits(attempt, 100, Accelerator(cpu=True)) == 13
+    assert tried == [100, 50, 25, 13]
+
+
+def test_an_error_that_is_not_about_memory_is_not_swallowed():
+    def attempt(size):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        largest_that_fits(attempt, 100, Accelerator(cpu=True))
+
+
+def test_nothing_fits():
+    def attempt(size):
+        raise MemoryError
+
+    assert largest_that_fits(attempt, 5, Accelerator(cpu=True)) == 0
+
+
+def test_the_limit_counts_what_autograd_keeps():
+    weight = torch.ones(1000, requires_grad=True)
+    with limit_of_kept_tensors(4 * 3000):
+        (weight.exp().exp() * 2).sum()  # keeps two results of 4000 bytes
+    with pytest.raises(MemoryError), limit_of_kept_tensors(4 * 1500):
+        (weight.exp().exp() * 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch_size", "steps"), [(128, 32, 4), (125, 32, 5), (7, 2, 7), (8, 9, 1)]
+)
+def test_micro_batches_are_of_one_size_and_no_larger_than_asked(batch_size, micro_batch_size, steps):
+    class Args:
+        pass
+
+    args = Args()
+    args.batch_size, args.micro_batch_size = batch_size, micro_batch_size
+    assert choose_accumulation(args, None, None, Accelerator(cpu=True)) == steps
+
+
+@pytest.mark.parametrize("variable_length", [False, True])
+def test_the_difference_sees_a_mean_of_means(variable_length):
+    """Sums over terms agree with the whole batch to rounding; the naive mean of micro-batch means does not."""
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (10, 1, 28, 28), dtype=torch.uint8)
+    images[:, :, :, 14:] = 0
+    images[6:, :, 10:] = 0  # fewer cells with ink
+    data = Images(images, torch.arange(10), [str(digit) for digit in range(10)])
+    model = CellNet(1, 10, variable_length=variable_length).double()
+    pieces = torch.arange(10).split(4)  # the last one is smaller
+    outputs = [model(images[rows], data.labels[rows]) for rows in pieces]
+    terms = sum(terms.sum() for _, terms, _ in outputs)
+    sum(losses.sum() / terms for losses, _, _ in outputs).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    assert gradient_difference(model, norm, data, torch.arange(10), math.inf) < 1e-14
+    assert gradient_difference(model, norm * 1.01, data, torch.arange(10), math.inf) == pytest.approx(0.01)
+    model.zero_grad()
+    outputs = [model(images[rows], data.labels[rows]) for rows in pieces]
+    sum(losses.sum() / terms.sum() / len(pieces) for losses, terms, _ in outputs).backward()
+    assert gradient_difference(model, norm, data, torch.arange(10), math.inf) > 1e-2
+
+
+@pytest.mark.slow
+def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher, tmp_path):
+    script = tmp_path / "probe.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(gradient_accumulation.Path(gradient_accumulation.__file__).parents[1])!r})\n"
+        "from accelerate import Accelerator\n"
+        "from utils.memory import largest_that_fits\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "def attempt(size):\n"
+        "    if accelerator.process_index == 1 and size > 10:\n"
+        "        raise MemoryError\n"
+        "print(f'process {accelerator.process_index}: {largest_that_fits(attempt, 64, accelerator)}')\n"
+    )
+    printed = launcher("cpu_ddp", script=tmp_path / "probe", timeout=60).stdout
+    assert sorted(printed.splitlines()) == ["process 0: 8", "process 1: 8"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "steps"), [("cpu", 8), ("cpu_ddp", 4)])
+def test_float32_is_within_rounding(launcher, small_mnist, config, steps):
+    flags = ["--dataset", small_mnist, "--batch_size", 80, "--num_epochs", 1, "--compare"]
+    folder, _ = train(launcher, "run", config, *flags, "--gradient_accumulation_steps", steps)
+    differences = [line["gradient_difference"] for line in read(folder, "compare")]
+    assert len(differences) == 13
+    assert max(differences) <= 1e-6
+
+
+@pytest.mark.slow
+def test_batch_norm_breaks_the_equality_and_layer_norm_keeps_it(launcher, small_mnist):
+    flags = ["--dataset", small_mnist, *FLAGS, "--max_steps", 2, "--compare", "--gradient_accumulation_steps", 5]
+    largest = {}
+    for norm in ("batch", "layer"):
+        folder, _ = train(launcher, norm, "cpu", *flags, "--norm", norm)
+        largest[norm] = summary(folder)["largest_gradient_difference"]
+    assert largest["batch"] > 1e-2
+    assert largest["layer"] <= 1e-12
+
+
+@pytest.mark.slow
+def test_peak_memory_falls(launcher):
+    flags = ["--batch_size", 16384, "--max_steps", 2, "--log_every", 1]
+    peaks = {}
+    for steps in (1, 8):
+        folder, _ = train(launcher, f"k{steps}", "cpu", *flags, "--gradient_accumulation_steps", steps)
+        peaks[steps] = summary(folder)["above_start_gib"]
+    assert peaks[8] < 0.5 * peaks[1]
+
+
+@pytest.mark.slow
+def test_resume_goes_on_with_other_accumulation_and_processes(launcher, small_mnist):
+    flags = ["--dataset", small_mnist, *FLAGS, "--checkpoint_every", 2, "--keep_checkpoints", 0]
+    folder, _ = train(launcher, "whole", "cpu_ddp", *flags, "--gradient_accumulation_steps", 5)
+    resumed = launcher.folder / "resumed"
+    shutil.copytree(folder, resumed)
+    (resumed / "summary.json").unlink()
+    for step in (4, 5):
+        shutil.rmtree(resumed / "checkpoints" / f"step_{step:08d}", ignore_errors=True)
+    if not (resumed / "checkpoints" / "step_00000002").exists():
+        pytest.fail("the checkpoint of step 2 is not there any more")
+    train(launcher, "resumed", "cpu", *flags, "--resume", "--micro_batch_size", 50)
+    assert summary(resumed)["updates"] == 3
+    assert_same_trace(resumed, folder)
