@@ -176,9 +176,12 @@ def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher, tmp_p
         "    if accelerator.process_index == 1 and size > 10:\n"
         "        raise MemoryError\n"
         "print(f'process {accelerator.process_index}: {largest_that_fits(attempt, 64, accelerator)}')\n"
+        "accelerator.wait_for_everyone()\n"
+        "accelerator.end_training()\n"
     )
     printed = launcher("cpu_ddp", script=tmp_path / "probe", timeout=60).stdout
-    assert sorted(printed.splitlines()) == ["process 0: 8", "process 1: 8"]
+    # Two processes may write into one line.
+    assert [printed.count(f"process {rank}: 8") for rank in (0, 1)] == [1, 1]
 
 
 @pytest.mark.slow
