@@ -10,7 +10,7 @@ difference of the gradient to that of the whole batch at once: in the full windo
   prepared DataLoader and DDP as they come
 
 Then the gradient all-reduces (counted in DDP's communication hook), BatchNorm against LayerNorm, and memory: the peak
-of two updates of 16384 images above what the process had before them. Takes about 10 minutes on 2 cores.
+of two updates of 16384 images above what the process had before them. Takes about 15 minutes on 2 busy cores.
 """
 
 import argparse

@@ -173,8 +173,8 @@ def choose_accumulation(args, model, data, accelerator) -> int:
 
 
 def count_all_reduces(model) -> Counter:
-    """Counts what DDP really sends: it calls the hook for each bucket of gradients, in place of its own all-reduce."""
-    counts = Counter(gradient_all_reduces=0, scalar_all_reduces=0)
+    """Counts what is really sent: DDP calls the hook for each bucket of gradients, in place of its own all-reduce."""
+    counts = Counter(micro_batches=0, gradient_all_reduces=0, scalar_all_reduces=0)
 
     def counting(process_group, bucket):
         counts["gradient_all_reduces"] += 1
@@ -258,7 +258,7 @@ def main():
         reset_peak_memory(accelerator.device)
         batches = tracker.timed(train_batches.epoch(epoch, first_update=step - epoch * steps_per_epoch))
         for window in zip(*[batches] * accumulation, strict=True):  # the micro-batches of one update
-            # Known before the first backward pass, for the whole window and all processes: the mean of the means of
+            # Known before the first backward pass, for the whole window and all processes: a mean of the means of
             # micro-batches is another number as soon as one of them has fewer terms.
             terms = window[0].update_size
             if args.variable_length:
@@ -270,6 +270,8 @@ def main():
                 # backward. A last window with fewer samples has empty micro-batches, which cost next to nothing.
                 with accelerator.accumulate(model):
                     losses, own_terms, predicted = model(batch.images, batch.labels)
+                    counts["micro_batches"] += 1
+                    # In this order: undo / terms, a number by a tensor of integers, would be rounded to float32.
                     accelerator.backward(losses.sum() * undo / terms)
                     if accelerator.sync_gradients:
                         # Now, once: a piece of a gradient says nothing about the length of the whole.
@@ -311,7 +313,6 @@ def main():
     save_model(accelerator, model, Path(args.output_dir) / "model.safetensors")
     totals = {
         "updates": step - first_step,
-        "micro_batches": (step - first_step) * accumulation,
         **counts,
         "train_peak_memory_gib": round(peak_gib, 4),
         "above_start_gib": round(peak_gib - start_gib, 4),  # activations, gradients, optimizer state
