@@ -146,3 +146,7 @@ def test_waiting_for_data_is_measured(make):
         time.sleep(0.01)
     assert 0.06 <= tracker.wait_time_s < tracker.train_time_s
     assert tracker.train_time_s >= 0.09
+    for _ in tracker.timed(slow()):
+        time.sleep(0.05)
+        break
+    assert tracker.train_time_s >= 0.16  # the update that was left by break counts too

@@ -66,7 +66,7 @@ class Tracker:
         """
         self.accelerator, self.args = accelerator, args
         self.folder = Path(args.output_dir)
-        self.metrics_file = self.bar = None
+        self.metrics_file = self.bar = self.in_body_since = None
         self.train_time_s = self.wait_time_s = self.shown_train_s = self.shown_wait_s = 0.0
         self.images = 0
         problem = broadcast_object_list([self._claim() if accelerator.is_main_process else None])[0]
@@ -126,16 +126,17 @@ class Tracker:
 
     def timed(self, batches: Iterable) -> Iterator:
         """The same batches, with the time in this loop and the time spent waiting for a batch added up."""
-        entered = time.perf_counter()
-        asked = entered
-        before = self.train_time_s
+        asked = time.perf_counter()
         for batch in batches:
-            got = time.perf_counter()
+            self.in_body_since = got = time.perf_counter()
             self.wait_time_s += got - asked
-            self.train_time_s = before + got - entered
-            yield batch
-            asked = time.perf_counter()
-            self.train_time_s = before + asked - entered
+            self.train_time_s += got - asked
+            try:
+                yield batch
+            finally:  # also when the loop is left by break
+                asked = time.perf_counter()
+                self.train_time_s += asked - got
+                self.in_body_since = None
 
     def log(self, split: str, step: int, epoch: int, metrics: dict) -> None:
         """One line to metrics.jsonl, the screen and the trackers. Takes `samples` of train metrics for images/s."""
@@ -143,10 +144,12 @@ class Tracker:
         samples = metrics.pop("samples", 0)
         if split == "train":
             # Losses and accuracies are a function of the run's arguments; from here on stand the times.
-            train_s, wait_s = self.train_time_s - self.shown_train_s, self.wait_time_s - self.shown_wait_s
+            now = time.perf_counter()
+            train_now = self.train_time_s + (now - self.in_body_since if self.in_body_since else 0.0)
+            train_s, wait_s = train_now - self.shown_train_s, self.wait_time_s - self.shown_wait_s
             metrics["images_per_s"] = round(samples / max(train_s, 1e-9), 1)
             metrics["data_wait_pct"] = round(100 * wait_s / max(train_s, 1e-9), 1)
-            self.shown_train_s, self.shown_wait_s = self.train_time_s, self.wait_time_s
+            self.shown_train_s, self.shown_wait_s = train_now, self.wait_time_s
             self.images += samples
         self.accelerator.log({f"{split}/{name}": value for name, value in metrics.items()}, step=step)
         if self.metrics_file is None:
