@@ -24,7 +24,6 @@ from utils.data import BUNDLED_MNIST, GlobalBatches, load_images
 from utils.metrics import SampleStats
 from utils.tracking import Tracker, write_json
 
-
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
 MEAN, STD = 33.3184, 78.5675
 
