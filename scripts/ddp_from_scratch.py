@@ -9,8 +9,6 @@ algorithms", 2009; local SGD, https://arxiv.org/abs/1805.09767; stale gradients,
 
 import sys
 import time
-from collections import deque
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -36,8 +34,7 @@ def losses_and_hits(model, batch):
 
 def backward(model, batch, scale=1):
     """The share's part of the gradient: over the processes, these add up to that of the mean over the whole batch."""
-    losses, _ = losses_and_hits(model, batch)
-    (losses.sum() * scale / batch.update_size).backward()  # not by the samples of the share
+    (losses_and_hits(model, batch)[0].sum() * scale / batch.update_size).backward()
 
 
 def update(optimizer):
@@ -63,15 +60,11 @@ def one_by_one(model, optimizer, batches, args, all_reduce=dist.all_reduce):
 
 
 def bucketed(model, optimizer, batches, args):
-    """An all-reduce for each full bucket, while the backward pass goes on to earlier layers."""
-    buckets, sending = [[]], []
-    for parameter in reversed(list(model.parameters())):  # the backward pass begins with the last layer
-        if sum(p.nbytes for p in buckets[-1]) >= 8192:
-            buckets.append([])
-        buckets[-1].append(parameter)
+    """A bucket of gradients for each layer, sent while the backward pass goes on to earlier layers."""
+    sending = []
 
-    def hook_up(parameters):
-        bucket, ready = torch.cat([torch.zeros_like(p).flatten() for p in parameters]), []
+    def make_bucket(parameters):
+        bucket, ready = next(model.parameters()).new_zeros(sum(p.numel() for p in parameters)), []
         for parameter, piece in zip(parameters, bucket.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = piece.view_as(parameter)  # the backward pass adds into the bucket: nothing to copy
 
@@ -81,8 +74,8 @@ def bucketed(model, optimizer, batches, args):
                 if len(ready) % len(parameters) == 0:
                     sending.append(dist.all_reduce(bucket, async_op=True))
 
-    for parameters in buckets:
-        hook_up(parameters)
+    for layer in model:  # DDP fills its buckets up to 25 MiB, over as many layers as it takes
+        make_bucket(list(layer.parameters()))
     for batch in batches:
         backward(model, batch)
         while sending:
@@ -96,9 +89,8 @@ def ring_all_reduce(tensor):
     chunks = tensor.view(-1).tensor_split(n)  # views; not all as long, and some empty, where n does not divide
 
     def pass_on(outgoing, incoming):  # both at once: if all sent first, all would wait for a receiver
-        send = dist.P2POp(dist.isend, outgoing, (rank + 1) % n)
-        receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % n)
-        for work in dist.batch_isend_irecv([send, receive]):
+        both = [dist.P2POp(dist.isend, outgoing, (rank + 1) % n), dist.P2POp(dist.irecv, incoming, (rank - 1) % n)]
+        for work in dist.batch_isend_irecv(both):
             work.wait()
 
     for step in range(n - 1):  # reduce-scatter: a chunk collects the sum on its way; rank r ends with chunk r+1
@@ -117,15 +109,14 @@ def ring(*training):
 
 def local_sgd(model, optimizer, batches, args):
     """Not the same updates: each trains on its share alone; every --local_steps, weights are averaged."""
-    n = dist.get_world_size()
 
     def average_weights():
         for parameter in model.parameters():
             dist.all_reduce(parameter.data)
-            parameter.data /= n
+            parameter.data /= dist.get_world_size()
 
     for step, batch in enumerate(batches, 1):
-        backward(model, batch, scale=n)  # as long as the gradient of the whole batch
+        backward(model, batch, scale=dist.get_world_size())  # its gradient is as long as that of the whole batch
         update(optimizer)
         if step % args.local_steps == 0:
             average_weights()
@@ -133,23 +124,21 @@ def local_sgd(model, optimizer, batches, args):
 
 
 def stale(model, optimizer, batches, args):
-    """Not the same updates: nobody waits for a gradient, it is applied --delay updates late."""
-    sending = deque()
+    """Not the same updates: nobody waits for the others' gradients, which are applied --delay updates late."""
+    sending = []
 
     def apply_oldest():
-        gradients, works = sending.popleft()
-        for parameter, gradient, work in zip(model.parameters(), gradients, works, strict=True):
+        for parameter, (gradient, work) in zip(model.parameters(), sending.pop(0), strict=True):
             work.wait()
-            parameter.grad.copy_(gradient)
-        optimizer.step()
+            parameter.grad = gradient
+        update(optimizer)
 
     for batch in batches:
         backward(model, batch)
-        gradients = [parameter.grad.clone() for parameter in model.parameters()]
-        sending.append((gradients, [dist.all_reduce(gradient, async_op=True) for gradient in gradients]))
+        sending.append([(p.grad, dist.all_reduce(p.grad, async_op=True)) for p in model.parameters()])
+        optimizer.zero_grad()  # None: the next backward pass makes new gradients, these are on their way
         if len(sending) > args.delay:
             apply_oldest()
-        optimizer.zero_grad(set_to_none=False)
     while sending:
         apply_oldest()
 
@@ -164,7 +153,7 @@ def parse_args():
     add("--local_steps", type=size, default=8, help="local_sgd: updates between two averages")
     add("--delay", type=launch.at_least(0), default=4, help="stale: updates that a gradient comes late; 0: not")
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--output_dir", help="folder of comparison.json; None: a new one under runs/")
+    add("--output_dir", help="folder of run.json; None: a new one under runs/")
     add("--num_epochs", type=size, default=2)
     add("--batch_size", type=size, default=256, help="of one update, over all processes together")
     add("--lr", type=launch.at_least(0.0, float), default=0.1)
@@ -180,7 +169,6 @@ def main():
     if not dist.is_initialized():  # one process: a group of one, in which a sum is what it was
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     tracker = Tracker(accelerator, args)
-    topology = launch.describe(accelerator)
 
     train_data, test_data = load_images(args.dataset)
     # Every process shuffles alike and takes its own piece of each batch: nothing twice, nothing left out.
@@ -195,17 +183,17 @@ def main():
         for parameter in model.parameters():
             dist.broadcast(parameter.data, src=0)  # ... until process 0 gives them its own
 
-        algorithm, optimizer = ALGORITHMS[name], torch.optim.SGD(model.parameters(), args.lr)
-        dist.barrier()
+        optimizer = torch.optim.SGD(model.parameters(), args.lr)
+        batches = (batch for epoch in range(args.num_epochs) for batch in train_batches.epoch(epoch))
         started = time.perf_counter()
-        algorithm(model, optimizer, chain.from_iterable(map(train_batches.epoch, range(args.num_epochs))), args)
+        ALGORITHMS[name](model, optimizer, batches, args)
         dist.barrier()  # so that the slowest process counts
         step_time_ms = 1000 * (time.perf_counter() - started) / (args.num_epochs * len(train_batches))
 
         weights = nn.utils.parameters_to_vector(model.parameters()).detach()
         reference = weights if name == "ddp" else reference
         difference = (weights - reference).abs().max()
-        dist.all_reduce(difference, dist.ReduceOp.MAX)  # of all processes: one that went astray shows
+        dist.all_reduce(difference, dist.ReduceOp.MAX)  # over all processes: one that went astray shows
         stats = SampleStats(accelerator)
         with torch.no_grad():
             for batch in test_batches.epoch():
@@ -216,8 +204,9 @@ def main():
     for name, result in results.items():
         numbers = f"{result['step_time_ms']:>8.2f} {result['difference_to_ddp']:>11.1e} {result['accuracy']:>9.2%}"
         accelerator.print(f"{name:<10} {numbers}  {ALGORITHMS[name].__doc__}")
+    record = {"arguments": vars(args), **launch.describe(accelerator), "results": results}
     if accelerator.is_main_process:
-        write_json(tracker.folder / "run.json", {"arguments": vars(args), **topology, "results": results})
+        write_json(tracker.folder / "run.json", record)
     dist.destroy_process_group()
 
 
