@@ -159,7 +159,7 @@ def parse_args():
     add("--lr", type=launch.at_least(0.0, float), default=0.1)
     add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights and data order")
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
-    parser.set_defaults(gradient_accumulation_steps=1, log_with=None, resume=False)  # launch and Tracker read them
+    parser.set_defaults(gradient_accumulation_steps=1, log_with=None, resume=None)  # launch and Tracker read them
     return parser.parse_args()
 
 

@@ -61,10 +61,10 @@ def wrong_half(good, tensor, *words, group=None, **options):
     good(tensor, *words, **options)  # over all instead of over the sub-group
 
 
-def sorted_by_rank_of_another(good, pieces, *words, **options):
-    good(pieces, *words, **options)
+def another_order(good, out, mine):
+    good(out, mine)
     if rank == 1:
-        pieces[0].copy_(pieces[1])
+        out.copy_(out.flip(0))
 
 
 check("all right")
@@ -73,8 +73,8 @@ mutate("broadcast", lambda good, tensor, src: good(tensor, src=1))
 mutate("reduce", lambda good, tensor, dst: good(tensor, dst=1))
 mutate("gather", lambda good, tensor, pieces: good(tensor, pieces and pieces[::-1]))
 mutate("scatter", off_by_one(2))
-mutate("all_gather", sorted_by_rank_of_another)
-mutate("reduce_scatter", off_by_one(0))
+mutate("all_gather_into_tensor", another_order)
+mutate("reduce_scatter_tensor", off_by_one(0))
 mutate("all_to_all_single", lambda good, out, tensor: good(out, tensor.flip(0)))
 mutate("recv", off_by_one(2))
 
@@ -83,7 +83,7 @@ def refuse(good, *words, **options):
     raise RuntimeError("ProcessGroupGloo does not support this")
 
 
-mutate("reduce_scatter", refuse)
+mutate("reduce_scatter_tensor", refuse)
 
 ping_pong = wires.ping_pong
 
@@ -115,7 +115,7 @@ def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_pa
     options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", 3), "check": False, "timeout": 120}
     done = launcher("cpu_ddp", **options)
     lines = [line for line in done.stdout.splitlines() if line.startswith("<")]
-    said = dict(line[1:].split("> ", 1) for line in lines if "reduce_scatter" not in line.split(">")[0])
+    said = dict(line[1:].split("> ", 1) for line in lines if "reduce_scatter_tensor" not in line.split(">")[0])
     assert said["all right"] == "[] []"
     assert "all_reduce SUM, 12 bytes: on rank 1 1 of 3 numbers" in said["all_reduce"]
     assert "all_reduce AVG, 12 bytes: on rank 1" in said["all_reduce"]
@@ -127,15 +127,15 @@ def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_pa
         "reduce": "of reduce, 12 bytes: on rank 0",
         "gather": "of gather, 12 bytes: on rank 0",
         "scatter": "of scatter, 12 bytes: on rank 2",
-        "all_gather": "of all_gather, 12 bytes: on rank 1",
+        "all_gather_into_tensor": "of all_gather, 12 bytes: on rank 1",
         "all_to_all_single": "of all_to_all, 12 bytes: on rank",
         "recv": "of send/recv, 12 bytes: on rank 2",
     }.items():
         assert where in said[name], name
     assert "broadcast tree, 12 bytes: on rank 2" in said["recv"]
-    wrong, refused = (line for line in lines if line.startswith("<reduce_scatter>"))
+    wrong, refused = (line for line in lines if line.startswith("<reduce_scatter_tensor>"))
     assert "of reduce_scatter, 12 bytes: on rank 0 1 of 1 numbers" in wrong
-    assert refused == "<reduce_scatter> [] ['reduce_scatter']"
+    assert refused == "<reduce_scatter_tensor> [] ['reduce_scatter']"
 
     assert "(1, 2)" in said["slow"]
     assert said["slow one removed"] == "False"

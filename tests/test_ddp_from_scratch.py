@@ -170,6 +170,15 @@ def test_a_wrong_flag_is_one_sentence(flags, monkeypatch, capsys):
     assert flags.split()[0] in capsys.readouterr().err
 
 
+def test_a_folder_that_holds_a_run_is_left_alone(monkeypatch, tmp_path, capsys):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(SystemExit) as stopped:
+        run_here(monkeypatch, "--output_dir", tmp_path)
+    assert stopped.value.code == 2
+    assert f"{tmp_path} already holds a run: take another --output_dir" in capsys.readouterr().err
+    assert (tmp_path / "run.json").read_text() == "{}"
+
+
 def test_it_stays_short():
     """Under 150 lines of code, not counting docstrings, comments and empty lines."""
     source = (ROOT / "scripts" / "ddp_from_scratch.py").read_text()
