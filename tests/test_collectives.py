@@ -236,7 +236,7 @@ def test_latency_is_paid_in_each_round():
 
 
 def test_a_slow_wire_stands_out_and_a_slow_host_is_named():
-    fast, slow, late = (10e-6, 1e9), (10e-6, 0.4e9), (25e-6, 1e9)
+    fast, slow, late = (10e-6, 1e9), (10e-6, 0.4e9), (35e-6, 1e9)
     ranks = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     assert wires.slow_pairs(dict.fromkeys(ranks, fast)) == []
     assert wires.slow_pairs({(0, 1): slow}) == []

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 PAIR_BYTES = 2**20  # sent for the bandwidth of a pair; 8 bytes for its latency
-SLOW = 2.0  # a pair is slow if it takes this many times the median of all pairs
+# A pair is slow by these multiples of the median of all pairs. With more processes than cores, the latencies of pairs
+# that are all alike differ by a factor of two.
+SLOW_BANDWIDTH, SLOW_LATENCY = 2.0, 3.0
 
 
 def share_verdicts(key: str, verdict: str) -> list[str]:
@@ -83,9 +85,11 @@ def median_pair(pairs: dict) -> tuple[float, float]:
 
 
 def slow_pairs(pairs: dict) -> list[tuple[int, int]]:
-    """Pairs with more than SLOW times the median latency, or less than 1 / SLOW of the median bandwidth."""
+    """Pairs with more than three times the median latency, or less than half the median bandwidth."""
     latency, bandwidth = median_pair(pairs)
-    return [pair for pair, (s, speed) in pairs.items() if s > SLOW * latency or speed * SLOW < bandwidth]
+    return [
+        pair for pair, (s, speed) in pairs.items() if s > SLOW_LATENCY * latency or speed * SLOW_BANDWIDTH < bandwidth
+    ]
 
 
 def describe_pairs(pairs: dict, hosts: list[str]) -> str:
