@@ -6,7 +6,8 @@
 Every operation is first run on numbers whose result is known, on every process and at every size; a wrong result ends
 the run with exit code 1 and its name. Then it is timed: a barrier, the call, the slowest process counts, the median of
 the repetitions. Over gloo on 2 CPU cores, torch 2.15: 10 s, and 1.3 GB/s of bus bandwidth for an all_reduce of 4 MiB
-between 2 processes; 24 s and 0.5 GB/s between 4. Bandwidths as in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+between 2 processes; 24 s and 0.5 GB/s between 4.
+Bandwidths as in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
 import inspect
