@@ -112,7 +112,7 @@ except SystemExit as stopped:
 
 def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_path):
     (tmp_path / "probe.py").write_text(PROBE.format(root=str(ROOT)))
-    options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", 3), "check": False, "timeout": 120}
+    options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", 3), "check": False, "timeout": 90}
     done = launcher("cpu_ddp", **options)
     lines = [line for line in done.stdout.splitlines() if line.startswith("<")]
     said = dict(line[1:].split("> ", 1) for line in lines if "reduce_scatter_tensor" not in line.split(">")[0])
