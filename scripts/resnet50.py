@@ -34,7 +34,6 @@ from utils.tracking import Tracker, plot_confusion, plot_images
 # Mean and standard deviation of ImageNet's pixels, 0 to 255, by channel: those of all pretrained weights.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 TEST_BATCH_SIZE = 256
-PRETRAINED = {"imagenet": ResNet50_Weights.IMAGENET1K_V2.url}
 
 # Without one: a quick look at 32 pixels, made for the bundled MNIST.
 PRESETS = {
@@ -56,14 +55,14 @@ PRESETS = {
 def parse_args():
     parser = launch.ArgumentParser(description="Train ResNet-50. The topology and the precision are in --config_file.")
     count, size, real = launch.at_least(0), launch.at_least(1), launch.at_least(0.0, float)
-    part, flag = launch.at_least(0.0, float, below=1.0), argparse.BooleanOptionalAction
-    add = parser.add_argument
+    part, flag, add = launch.at_least(0.0, float, below=1.0), argparse.BooleanOptionalAction, parser.add_argument
     add("--preset", choices=PRESETS, help="torchvision's recipe for ImageNet; flags given beside it count")
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--synthetic", action="store_true", help="random images of 1000 classes that lie on the device, for speed")
     add("--skip_bad_images", action="store_true", help="read all images first, and leave out what cannot be decoded")
     add("--output_dir", help="folder of this run; None: a new one under runs/")
-    add("--pretrained", metavar="FILE|imagenet", help="weights to begin with; imagenet: torchvision's, downloaded")
+    url = ResNet50_Weights.IMAGENET1K_V2.url
+    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=f"weights to begin with; with no name: {url}")
     add("--image_size", type=size, default=32, help="pixels of a side in training")
     add("--eval_size", type=count, default=0, help="pixels of a side in the test; 0: image_size")
     add("--eval_resize", type=count, default=0, help="shorter side before the middle is cut out; 0: eval_size")
@@ -154,9 +153,9 @@ def evaluate(model, batches, accelerator, stop_signal, num_classes: int = 0) -> 
         top5.add(losses, likelier < 5, batch.indices)
         predictions.append(predicted)
         labels.append(batch.labels)
-        columns = (losses, batch.indices, predicted, batch.labels)
         if num_classes:
-            worst = sorted([*worst, *zip(*(column.tolist() for column in columns), strict=True)])[-24:]
+            columns = (column.tolist() for column in (losses, batch.indices, predicted, batch.labels))
+            worst = sorted([*worst, *zip(*columns, strict=True)])[-24:]
         if stop_signal.agreed():
             return None
     result = {**stats.reduce(), "top5_accuracy": top5.reduce()["accuracy"]}
@@ -176,8 +175,8 @@ def main():
     share = args.batch_size // (accelerator.num_processes * accumulation)
     if share < 2 or (share % 2 and (args.mixup or args.cutmix)) or args.batch_size % args.repeats:
         stop(
-            f"--batch_size {args.batch_size} makes micro-batches of {share}: BatchNorm needs 2 images or more, --mixup "
-            f"and --cutmix an even number, and --repeats {args.repeats} must divide the batch"
+            f"--batch_size {args.batch_size} makes micro-batches of {share}: BatchNorm needs 2 images or more, mixup and "
+            f"cutmix an even number, and --repeats {args.repeats} must divide the batch"
         )
     if args.bn == "sync" and accelerator.device.type != "cuda":
         stop("--bn sync is made for GPUs alone by PyTorch: leave it out here")
@@ -197,30 +196,26 @@ def main():
 
     model = ResNet50(len(classes), args.zero_init and not args.pretrained, args.label_smoothing)
     if args.pretrained:
-        load_pretrained(model, PRETRAINED.get(args.pretrained, args.pretrained), head="fc")
+        load_pretrained(model, args.pretrained, head="fc")
     if args.bn == "sync":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(accelerator.device, memory_format=torch.channels_last)
-    ema = None
-    if args.ema_decay:
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema_decay), use_buffers=True)
-    groups = [
-        {"params": [weight for weight in model.parameters() if weight.ndim > 1]},
-        {"params": [each for each in model.parameters() if each.ndim == 1], "weight_decay": args.norm_weight_decay},
-    ]
+    average = get_ema_multi_avg_fn(args.ema_decay)
+    ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True) if args.ema_decay else None
     lr = args.lr * args.batch_size / 256
     accelerator.print(f"learning rate {lr:.4g} = {args.lr:g} x {args.batch_size} / 256")
-    optimizer = torch.optim.SGD(
-        groups, lr, momentum=0.9, nesterov=args.nesterov, weight_decay=args.weight_decay, fused=True
-    )
+    groups = [
+        {"params": [weight for weight in model.parameters() if weight.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [each for each in model.parameters() if each.ndim == 1], "weight_decay": args.norm_weight_decay},
+    ]
+    optimizer = torch.optim.SGD(groups, lr, momentum=0.9, nesterov=args.nesterov, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, args.schedule, warmup_steps, steps_per_epoch, total_steps)
     )
     if args.compile:
         model.compile()
     accelerator.ddp_handler.broadcast_buffers = False  # the statistics of process 0 alone; see average_batch_norms
-    model = launch.data_parallel(model, accelerator)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = accelerator.prepare(launch.data_parallel(model, accelerator), optimizer, scheduler)
 
     facts = {"data": data["fingerprint"], "steps_per_epoch": steps_per_epoch, "total_steps": total_steps}
     checkpoints = Checkpoints(accelerator, args, facts)

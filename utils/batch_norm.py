@@ -17,14 +17,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def weigh_batch_norms(model: nn.Module, micro_step: int, accumulation: int, momentum: float = 0.1) -> None:
     """Set the momentum for micro-batch `micro_step` of `accumulation`, so that all of them count alike in the end.
 
-    After piece i the old statistics weigh 1 - momentum x (i + 1) / accumulation; from the weight before it follows the
-    factor, and from that the momentum of this piece.
+    The last one weighs momentum / accumulation. Those before it are made smaller by each one that follows, and so begin
+    with more: by 1 / (1 - momentum x followers / accumulation).
     """
     if accumulation == 1:
         return
+    followers = accumulation - 1 - micro_step
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            module.momentum = momentum / accumulation / (1 - momentum * micro_step / accumulation)
+            module.momentum = momentum / accumulation / (1 - momentum * followers / accumulation)
 
 
 @torch.no_grad()
