@@ -70,7 +70,7 @@ def parse_args():
     add("--max_steps", type=count, default=150, help="optimizer updates, instead of num_epochs; 0: off")
     add("--batch_size", type=size, default=64, help="of one optimizer update, over all processes together")
     add("--gradient_accumulation_steps", type=size, default=1, help="micro-batches of a process in one update")
-    add("--lr", type=real, default=0.2, help="highest learning rate for a batch of 256; scaled by the batch size")
+    add("--lr", type=real, default=0.1, help="highest learning rate for a batch of 256; scaled by the batch size")
     add("--schedule", choices=("cosine", "step"), default="cosine", help="step: a tenth after each 30 epochs")
     add("--warmup_epochs", type=real, default=0.02, help="in which the learning rate rises")
     add("--weight_decay", type=real, default=5e-5)
@@ -81,7 +81,7 @@ def parse_args():
     add("--label_smoothing", type=part, default=0.0)
     add("--mixup", type=real, default=0.0, help="alpha of the Beta distribution; 0: off")
     add("--cutmix", type=real, default=0.0, help="alpha of the Beta distribution; 0: off; with mixup: half of each")
-    add("--min_crop", type=launch.at_least(0.01, float, below=1.01), default=0.6, help="smallest area of a crop")
+    add("--min_crop", type=launch.at_least(0.01, float, below=1.01), default=0.85, help="smallest area of a crop")
     add("--flip", type=launch.at_least(0.0, float, below=1.01), default=0.0, help="probability of a mirror image")
     add("--trivial_augment", action=flag, default=False, help="one random operation at random strength")
     add("--erase", type=part, default=0.0, help="probability of an erased rectangle")
@@ -175,8 +175,8 @@ def main():
     share = args.batch_size // (accelerator.num_processes * accumulation)
     if share < 2 or (share % 2 and (args.mixup or args.cutmix)) or args.batch_size % args.repeats:
         stop(
-            f"--batch_size {args.batch_size} makes micro-batches of {share}: BatchNorm needs 2 images or more, mixup and "
-            f"cutmix an even number, and --repeats {args.repeats} must divide the batch"
+            f"--batch_size {args.batch_size} makes micro-batches of {share}: BatchNorm needs 2 images or more, mixup "
+            f"and cutmix an even number, and --repeats {args.repeats} must divide the batch"
         )
     if args.bn == "sync" and accelerator.device.type != "cuda":
         stop("--bn sync is made for GPUs alone by PyTorch: leave it out here")

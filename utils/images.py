@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image, ImageOps
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import v2 as transforms
@@ -47,11 +48,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], size: int) -> Image.Image:
-    """The part `box` (left, top, width, height; in pixels) of an image as RGB of size x size, bilinear, antialiased.
+def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], size: int) -> torch.Tensor:
+    """The part `box` (left, top, width, height; in pixels) of an image as uint8 (size, size, 3), bilinear, antialiased.
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the part keeps at least `size` pixels: the decoder then does
-    less of its inverse transform, and it averages as antialiasing would.
+    less of its inverse transform, and it averages as antialiasing would. torch resizes bytes twice as fast as PIL.
     """
     left, top, width, height = box
     whole_width, whole_height = image.size
@@ -59,17 +60,20 @@ def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], 
     if factor >= 2:
         image.draft("RGB", (whole_width // factor, whole_height // factor))  # a power of two, never smaller than asked
     x, y = image.size[0] / whole_width, image.size[1] / whole_height
-    box = (left * x, top * y, min((left + width) * x, image.size[0]), min((top + height) * y, image.size[1]))
-    return to_rgb(image).resize((size, size), Image.Resampling.BILINEAR, box=box)
+    corners = (left * x, top * y, (left + width) * x, (top + height) * y)
+    left, top, right, bottom = (int(corner + 0.5) for corner in corners)
+    part = to_rgb(image).crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+    pixels = torch.from_numpy(np.array(part)).permute(2, 0, 1)[None]
+    return F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
 
 
 def center_crop(size: int, resize: int) -> Callable:
     """The middle of an image, as if its shorter side were resized to `resize` and then size x size pixels cut out."""
 
-    def transform(image: Image.Image, key: int) -> np.ndarray:
+    def transform(image: Image.Image, key: int) -> torch.Tensor:
         side = size * min(image.size) / resize
         width, height = image.size
-        return np.asarray(crop_and_resize(image, ((width - side) / 2, (height - side) / 2, side, side), size))
+        return crop_and_resize(image, ((width - side) / 2, (height - side) / 2, side, side), size)
 
     return transform
 
@@ -100,17 +104,15 @@ def random_augment(
     policy = transforms.TrivialAugmentWide(interpolation=transforms.InterpolationMode.BILINEAR)
     eraser = transforms.RandomErasing(erase, value=[124, 116, 104])
 
-    def transform(image: Image.Image, key: int) -> np.ndarray:
+    def transform(image: Image.Image, key: int) -> torch.Tensor:
         with generator_seeded(key):
             top, left, height, width = RandomResizedCrop.get_params(image, (min_area, 1.0), (3 / 4, 4 / 3))
-            image = crop_and_resize(image, (left, top, width, height), size)
+            pixels = crop_and_resize(image, (left, top, width, height), size)
             if torch.rand(()) < flip:
-                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+                pixels = pixels.flip(1)
             if trivial_augment:
-                image = policy(image)
-            if not erase:
-                return np.asarray(image)
-            return eraser(torch.from_numpy(np.array(image)).permute(2, 0, 1)).permute(1, 2, 0).numpy()
+                pixels = torch.from_numpy(np.array(policy(Image.fromarray(pixels.numpy()))))
+            return eraser(pixels.permute(2, 0, 1)).permute(1, 2, 0) if erase else pixels
 
     return transform
 
@@ -123,9 +125,9 @@ class ImageReader(Dataset):
 
     def __getitems__(self, epoch_and_indices: tuple[int, list[int]]) -> torch.Tensor:
         epoch, indices = epoch_and_indices
-        return torch.from_numpy(np.stack([self.read(index, epoch) for index in indices]))
+        return torch.stack([self.read(index, epoch) for index in indices])
 
-    def read(self, index: int, epoch: int = 0) -> np.ndarray:
+    def read(self, index: int, epoch: int = 0) -> torch.Tensor:
         """uint8 (H, W, 3). Raises: BadImage, with the file's name or the row's number."""
         row = index % len(self.split.rows)
         cell = self.split.rows[row][self.split.image_column]
@@ -253,7 +255,7 @@ def make_loaders(args, splits, accelerator: Accelerator):
     """
     if splits is None:
         train_loader = SyntheticLoader(1_281_167, args.image_size, accelerator)  # as many as ImageNet has
-        test_loader = SyntheticLoader(1000, args.eval_size, accelerator)
+        test_loader = SyntheticLoader(128, args.eval_size, accelerator)
         return train_loader, test_loader, {"dataset": "synthetic", "fingerprint": "synthetic"}
     bad = {}
     if args.skip_bad_images:
