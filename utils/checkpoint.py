@@ -4,6 +4,7 @@ checkpoints/step_00000938/
     model.safetensors       parameters and buffers by their plain names
     optimizer.safetensors   optimizer state as <parameter name>/<state name>
     processes.safetensors   by rank: random states, and statistics since the last log line
+    ema.safetensors         where a moving average of the model is kept: its state
     manifest.json           written last: step, what must match, scalar state, SHA-256 of each file
 """
 
@@ -91,6 +92,27 @@ def save_model(accelerator: Accelerator, model: torch.nn.Module, path: Path) -> 
     on_main(accelerator, write)
 
 
+def load_pretrained(model: torch.nn.Module, source: str, head: str) -> None:
+    """Copy weights from a file, or from the URL of one, into the bare model.
+
+    head: name of the last layer, which keeps what it has if the weights are of another number of classes.
+    Raises: SystemExit if they are not there, or not of this model.
+    """
+    try:
+        if source.startswith("https://"):
+            state = torch.hub.load_state_dict_from_url(source, map_location="cpu", weights_only=True, check_hash=True)
+        elif source.endswith(".safetensors"):
+            state = safetensors.torch.load_file(source)
+        else:
+            state = torch.load(source, map_location="cpu", weights_only=True)
+        own = {f"{head}.{name}": tensor for name, tensor in model.get_submodule(head).state_dict().items()}
+        if any(state[name].shape != tensor.shape for name, tensor in own.items()):
+            state |= own
+        model.load_state_dict(state)
+    except Exception as error:  # no network, file, format, name: there are no such weights
+        stop(f"--pretrained {source} cannot be read, or is of another model: {str(error).splitlines()[0]}")
+
+
 def contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
@@ -107,7 +129,7 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, dict[str, torch.Tensor]
         if manifest.pop("checksum") != checksum(manifest) or manifest["format"] != FORMAT:
             raise ValueError(f"its checksum differs, or its format is not {FORMAT}")
         tensors = {}
-        for name in FILES:
+        for name in manifest["sha256"]:
             content = (path / name).read_bytes()
             if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
                 raise ValueError("its SHA-256 is not the one in manifest.json")
@@ -132,8 +154,9 @@ class Checkpoints:
         self.folder = Path(args.output_dir) / "checkpoints"
         self.save_time_s = 0.0  # in which training waited
 
-    def save(self, step, model, optimizer, scheduler, stats: dict[str, torch.Tensor], extra: dict) -> None:
-        """Save after `step` updates. stats: this process's tensors; extra: JSON, the main process's counts.
+    def save(self, step, model, optimizer, scheduler, stats: dict[str, torch.Tensor], extra: dict, ema=None) -> None:
+        """Save after `step` updates. stats: this process's tensors; extra: JSON, the main process's counts; ema: a
+        module that is alike on all processes, such as torch.optim.swa_utils.AveragedModel.
 
         The folder gets its name when all in it is on the disk, and older ones are removed after that: at no moment is
         there less than the last whole checkpoint. Raises: SystemExit on all ranks if it cannot be written.
@@ -157,6 +180,9 @@ class Checkpoints:
             process_tensors = {
                 f"{rank}/{name}": tensor for rank, tensors in enumerate(by_rank) for name, tensor in tensors.items()
             }
+            contents = dict(zip(FILES, (model_state, optimizer_tensors, process_tensors), strict=True))
+            if ema is not None:
+                contents["ema.safetensors"] = ema.state_dict()
             scaler = self.accelerator.scaler
             manifest = {
                 "format": FORMAT,
@@ -175,7 +201,7 @@ class Checkpoints:
             try:
                 manifest["sha256"] = {
                     name: write_synced(part / name, safetensors.torch.save(contiguous(tensors)))
-                    for name, tensors in zip(FILES, (model_state, optimizer_tensors, process_tensors), strict=True)
+                    for name, tensors in contents.items()
                 }
                 manifest["checksum"] = checksum(manifest)
                 write_synced(part / "manifest.json", json.dumps(manifest, indent=1).encode())
@@ -200,7 +226,7 @@ class Checkpoints:
         names = [path.name.removeprefix("step_") for path in self.folder.glob("step_*")]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
-    def load(self, model, optimizer, scheduler) -> tuple[int, dict, dict[str, torch.Tensor]]:
+    def load(self, model, optimizer, scheduler, ema=None) -> tuple[int, dict, dict[str, torch.Tensor]]:
         """Load the newest whole checkpoint: (step, extra, this process's stats); (0, {}, {}) where there is none.
 
         Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*. Other numbers of
@@ -224,6 +250,8 @@ class Checkpoints:
             for group, saved in zip(optimizer.param_groups, manifest["optimizer"], strict=True):
                 group.update({name: value for name, value in saved.items() if name != "params"})
         scheduler.scheduler.load_state_dict(manifest["scheduler"])
+        if ema is not None:
+            ema.load_state_dict(tensors["ema.safetensors"])
         if self.accelerator.scaler is not None and manifest["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(manifest["scaler"])
         return manifest["step"], manifest["extra"], self._own_part(manifest, tensors["processes.safetensors"])

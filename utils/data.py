@@ -25,14 +25,23 @@ class Images(NamedTuple):
     classes: list[str]
 
 
-def load_images(dataset: str, num_workers: int = 0) -> tuple[Images, Images]:
-    """The train and test split of `dataset`, each image decoded once.
+class Split(NamedTuple):
+    """A split on the disk. rows: a `datasets.Dataset` whose images come as files; labels: int64 (N,)."""
+
+    dataset: str  # as given on the command line, for messages
+    rows: object  # datasets.Dataset
+    image_column: str
+    labels: torch.Tensor
+    classes: list[str]
+
+
+def load_splits(dataset: str) -> tuple[Split, Split]:
+    """The train and test split of `dataset`, nothing decoded.
 
     `dataset`: a folder of parquet files or of images as train/<class>/*.png and test/<class>/*.png, or else a Hub id;
-    all three through `datasets.load_dataset`. All images must be of one size. `num_workers`: threads that decode them.
+    all three through `datasets.load_dataset`.
 
-    Raises: SystemExit, in one sentence, if it is not there, has no train or test split, no image or label column, or
-    an image that cannot be decoded or has another size.
+    Raises: SystemExit, in one sentence, if it is not there, or has no train or test split, no image or label column.
     """
     import datasets  # here and not above: it takes a second that a wrong flag need not wait for
 
@@ -48,36 +57,49 @@ def load_images(dataset: str, num_workers: int = 0) -> tuple[Images, Images]:
     test = next((name for name in TEST_SPLITS if name in splits), None)
     if "train" not in splits or test is None:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}; needed are train and one of {TEST_SPLITS}")
-    train_data, test_data = (decode_split(splits[name], dataset, num_workers) for name in ("train", test))
-    shapes = tuple(train_data.images.shape[1:]), tuple(test_data.images.shape[1:])
-    if shapes[0] != shapes[1]:
-        stop(f"--dataset {dataset} has train images of {shapes[0]} and test images of {shapes[1]} (C, H, W)")
-    if int(test_data.labels.max()) >= len(train_data.classes):
-        stop(f"--dataset {dataset} has the label {int(test_data.labels.max())} in {test}, but not in train")
-    return train_data, test_data
+    train_split, test_split = (find_columns(splits[name], dataset) for name in ("train", test))
+    if int(test_split.labels.max()) >= len(train_split.classes):
+        stop(f"--dataset {dataset} has the label {int(test_split.labels.max())} in {test}, but not in train")
+    return train_split, test_split
 
 
-def decode_split(split, dataset: str, num_workers: int) -> Images:
-    """Decode a `datasets.Dataset` with an Image column and a ClassLabel (or integer) column."""
+def find_columns(rows, dataset: str) -> Split:
+    """The Image column and the ClassLabel (or integer) column of a `datasets.Dataset`."""
     import datasets
 
-    features = split.features
+    features = rows.features
     image_column = next((name for name, kind in features.items() if isinstance(kind, datasets.Image)), None)
     label_column = next((name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)), None)
     if label_column is None and getattr(features.get("label"), "dtype", "").startswith("int"):
         label_column = "label"
-    if image_column is None or label_column is None or len(split) == 0:
-        stop(f"--dataset {dataset} has {len(split)} rows of {list(features)}; needed are an image and a label column")
-    labels = torch.tensor(split.with_format("numpy")[label_column][:], dtype=torch.int64)
+    if image_column is None or label_column is None or len(rows) == 0:
+        stop(f"--dataset {dataset} has {len(rows)} rows of {list(features)}; needed are an image and a label column")
+    labels = torch.tensor(rows.with_format("numpy")[label_column][:], dtype=torch.int64)
     if labels.min() < 0:
         stop(f"--dataset {dataset} has rows without a label, the first is row {int((labels < 0).nonzero()[0])}")
     classes = getattr(features[label_column], "names", None) or [str(label) for label in range(int(labels.max()) + 1)]
-    cells = split.data.column(image_column).combine_chunks()
+    return Split(dataset, rows.cast_column(image_column, datasets.Image(decode=False)), image_column, labels, classes)
+
+
+def load_images(dataset: str, num_workers: int = 0) -> tuple[Images, Images]:
+    """Both splits of `load_splits` in memory. All images must be of one size. `num_workers`: threads that decode.
+
+    Raises: SystemExit, in one sentence, as `load_splits`, and if an image cannot be decoded or has another size.
+    """
+    train_data, test_data = (decode_split(split, num_workers) for split in load_splits(dataset))
+    shapes = tuple(train_data.images.shape[1:]), tuple(test_data.images.shape[1:])
+    if shapes[0] != shapes[1]:
+        stop(f"--dataset {dataset} has train images of {shapes[0]} and test images of {shapes[1]} (C, H, W)")
+    return train_data, test_data
+
+
+def decode_split(split: Split, num_workers: int) -> Images:
+    cells = split.rows.data.column(split.image_column).combine_chunks()
     contents, paths = cells.field("bytes").to_pylist(), cells.field("path").to_pylist()
     pixels = decode_pgm(contents)
     if pixels is None:
-        pixels = decode_any(contents, paths, dataset, num_workers)
-    return Images(torch.from_numpy(pixels), labels, classes)
+        pixels = decode_any(contents, paths, split.dataset, num_workers)
+    return Images(torch.from_numpy(pixels), split.labels, split.classes)
 
 
 def decode_pgm(contents: list[bytes | None]) -> np.ndarray | None:
@@ -164,14 +186,14 @@ class Batch(NamedTuple):
     """One process's share of one micro-batch. update_size: samples of the whole update, over all processes and
     micro-batches; a loss summed over the samples and divided by it gives the gradient of the mean over the update."""
 
-    images: torch.Tensor  # uint8 (n, C, H, W), on the accelerator's device
+    images: torch.Tensor | None  # uint8 (n, C, H, W), on the accelerator's device; None: not loaded
     labels: torch.Tensor  # int64 (n,)
     indices: torch.Tensor  # int64 (n,): which samples these are; the same numbers on any topology
     update_size: int
 
 
-class GlobalBatches:
-    """Batches of `batch_size` samples over all processes and accumulation steps together.
+class GlobalSampler:
+    """Which samples each process takes, for batches of `batch_size` over all processes and accumulation steps together.
 
     The order is permutation(seed, epoch), or that of the data with `seed=None`. Update s of an epoch takes samples
     s x batch_size and following of it, cut into accumulation x processes pieces of equal length (+-1 in the last
@@ -180,37 +202,66 @@ class GlobalBatches:
 
     Accelerate's own sharding pads the last batch with samples that were already used, or gives some processes one
     batch less than others; and it can resume only by skipping through the batches before.
+
+    drop_last: leave a smaller last update out, for BatchNorm, which fails on a piece of one sample.
+    repeats: an epoch takes 1/repeats of the samples, each `repeats` times in one update; in `indices`, repetition r
+    of sample i is i + r x samples. Source: repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
     """
 
     def __init__(
-        self, data: Images, batch_size: int, accelerator: Accelerator, seed: int | None = None, accumulation: int = 1
+        self,
+        labels: torch.Tensor,
+        batch_size: int,
+        accelerator: Accelerator,
+        seed: int | None = None,
+        accumulation: int = 1,
+        drop_last: bool = False,
+        repeats: int = 1,
     ):
-        self.images, self.labels = data.images.to(accelerator.device), data.labels.to(accelerator.device)
-        self.batch_size, self.seed, self.accumulation = batch_size, seed, accumulation
+        self.labels, self.batch_size, self.seed, self.accumulation = labels, batch_size, seed, accumulation
+        self.drop_last, self.repeats = drop_last, repeats
         self.num_processes, self.process_index = accelerator.num_processes, accelerator.process_index
 
     def __len__(self) -> int:
         """Updates an epoch."""
-        return -(-len(self.labels) // self.batch_size)
+        return len(self.labels) // self.batch_size if self.drop_last else -(-len(self.labels) // self.batch_size)
 
     def order(self, epoch: int) -> torch.Tensor:
         """The sample indices of an epoch, int64 (N,)."""
+        samples = len(self.labels)
         if self.seed is None:
-            return torch.arange(len(self.labels))
+            return torch.arange(samples)
         # mixed: torch's generator on the CPU looks at the low 32 bits of its seed alone
         generator = torch.Generator().manual_seed(mix_bits(mix_bits(self.seed) + epoch))
-        return torch.randperm(len(self.labels), generator=generator)
+        order = torch.randperm(samples, generator=generator)
+        if self.repeats > 1:
+            updates = order.split(self.batch_size // self.repeats)
+            order = torch.cat([part + samples * r for part in updates for r in range(self.repeats)])[:samples]
+        return order
+
+    def pieces(self, epoch: int = 0, first_update: int = 0) -> Iterator[Batch]:
+        """This process's micro-batches of an epoch, without images; the first one is of update `first_update`."""
+        order = self.order(epoch).to(self.labels.device)
+        for update in range(first_update, len(self)):
+            samples = order[update * self.batch_size : (update + 1) * self.batch_size]
+            pieces = samples.tensor_split(self.accumulation * self.num_processes)
+            for indices in pieces[self.process_index :: self.num_processes]:
+                rows = indices % len(self.labels) if self.repeats > 1 else indices
+                yield Batch(None, self.labels.index_select(0, rows), indices, len(samples))
+
+
+class GlobalBatches(GlobalSampler):
+    """The batches of a GlobalSampler, from images that lie in the memory of the accelerator's device."""
+
+    def __init__(self, data: Images, batch_size: int, accelerator: Accelerator, *sampler_args, **sampler_kwargs):
+        super().__init__(data.labels.to(accelerator.device), batch_size, accelerator, *sampler_args, **sampler_kwargs)
+        self.images = data.images.to(accelerator.device)
 
     def epoch(self, epoch: int = 0, first_update: int = 0) -> Iterator[Batch]:
         """This process's micro-batches of an epoch, `accumulation` for each update from `first_update` on."""
-        order = self.order(epoch).to(self.labels.device)
-        for start in range(first_update * self.batch_size, len(order), self.batch_size):
-            update = order[start : start + self.batch_size]
-            pieces = update.tensor_split(self.accumulation * self.num_processes)
-            for indices in pieces[self.process_index :: self.num_processes]:
-                # index_select copies whole images: 5 times faster than images[indices]
-                images, labels = self.images.index_select(0, indices), self.labels.index_select(0, indices)
-                yield Batch(images, labels, indices, len(update))
+        for piece in self.pieces(epoch, first_update):
+            # index_select copies whole images: 5 times faster than images[indices]
+            yield piece._replace(images=self.images.index_select(0, piece.indices))
 
 
 def mix_bits(x):

@@ -20,7 +20,14 @@ from tqdm import tqdm
 
 from utils import stop
 
-FORMATS = {"loss": ".4f", "accuracy": ".2%", "lr": ".2e", "images_per_s": ",.0f", "data_wait_pct": ".1f"}
+FORMATS = {
+    "loss": ".4f",
+    "accuracy": ".2%",
+    "top5_accuracy": ".2%",
+    "lr": ".2e",
+    "images_per_s": ",.0f",
+    "data_wait_pct": ".1f",
+}
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -221,4 +228,41 @@ def plot_curves(metrics_file: Path, picture: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.axes[0].set_yscale("log")
+    figure.savefig(picture, dpi=120)
+
+
+def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path) -> None:
+    """A confusion matrix, counts by [true][predicted], as a PNG: shares of each true class; with counts up to 30."""
+    from matplotlib.figure import Figure
+
+    shares = [[count / max(sum(row), 1) for count in row] for row in confusion]
+    side = min(12, 3 + 0.4 * len(classes))
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the true class", shrink=0.8)
+    axes.set(xlabel="predicted", ylabel="true", title="Confusion matrix")
+    if len(classes) <= 30:
+        names = [name[:20] for name in classes]
+        axes.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 2 else 0)
+        axes.set_yticks(range(len(names)), names)
+        for row, counts in enumerate(confusion):
+            for column, count in enumerate(counts):
+                if count:
+                    color = "white" if shares[row][column] > 0.5 else "black"
+                    axes.text(column, row, count, ha="center", va="center", color=color, fontsize=8)
+    figure.savefig(picture, dpi=120)
+
+
+def plot_images(images: list, titles: list[str], picture: Path) -> None:
+    """A grid of images, each array (H, W, 3) with a title above, as a PNG."""
+    from matplotlib.figure import Figure
+
+    columns = 6
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(2 * columns, 2.3 * rows), layout="constrained")
+    for axes in figure.subplots(rows, columns, squeeze=False).flat:
+        axes.axis("off")
+    for axes, image, title in zip(figure.axes, images, titles, strict=False):
+        axes.imshow(image)
+        axes.set_title(title, fontsize=8)
     figure.savefig(picture, dpi=120)
