@@ -93,7 +93,8 @@ class Tracker:
         except OSError as error:
             return f"--output_dir {self.folder} cannot be written to: {error.strerror}"
         if not self.args.resume and (self.folder / "run.json").exists():
-            return f"{self.folder} already holds a run: add --resume to go on with it, or take another --output_dir"
+            way_out = "" if self.args.resume is None else "add --resume to go on with it, or "  # None: no such flag
+            return f"{self.folder} already holds a run: {way_out}take another --output_dir"
         return None
 
     def is_complete(self) -> bool:

@@ -1,0 +1,193 @@
+"""Data parallel by hand gives DistributedDataParallel's weights, and that one process's numbers."""
+
+import ast
+import json
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+
+from scripts import ddp_from_scratch
+
+FLAGS = ["--num_epochs", "2", "--dtype", "float64"]
+SYNCHRONOUS = ["ddp", "one_by_one", "bucketed", "ring"]
+
+PROBE = """
+import sys
+
+sys.path.insert(0, {root!r})
+import torch
+import torch.distributed as dist
+
+from scripts import ddp_from_scratch
+from utils import launch
+
+sys.argv = ["ddp_from_scratch.py", "--output_dir", "unused", *{flags!r}]
+accelerator = launch.make_accelerator(ddp_from_scratch.parse_args())
+rank, world_size = dist.get_rank(), dist.get_world_size()
+
+
+def say(case, text):
+    if rank == 0:
+        print(f"<{{case}}> {{text}}", flush=True)
+
+
+# The ring of 2, 3, ... processes in one launch: the first n of them believe that they are all.
+for n in range(1, world_size + 1):
+    for length in (0, 1, 2, 3, 5, 64, 1001):
+        if rank < n:
+            vectors = [torch.arange(length, dtype=torch.float64) * (other + 1) + other for other in range(n)]
+            tensor = vectors[rank].clone()
+            dist.get_world_size = lambda: n
+            ddp_from_scratch.ring_all_reduce(tensor)
+            assert torch.equal(tensor, sum(vectors)), (n, length, tensor)
+        dist.get_world_size = lambda: world_size
+        dist.barrier()
+matrix = torch.full((3, 7), rank + 1.0)
+ddp_from_scratch.ring_all_reduce(matrix)
+dist.barrier()
+say("ring", "equal" if (matrix == sum(range(1, world_size + 1))).all() else matrix)
+
+# What is sent during the backward pass, and what after it.
+sent = {{True: 0, False: 0}}
+inside = [False]
+backward, all_reduce = ddp_from_scratch.backward, dist.all_reduce
+
+
+def watched_backward(*words, **options):
+    inside[0] = True
+    backward(*words, **options)
+    inside[0] = False
+
+
+def watched_all_reduce(*words, **options):
+    sent[inside[0]] += 1
+    return all_reduce(*words, **options)
+
+
+def run(folder, *flags):
+    sys.argv = ["ddp_from_scratch.py", "--output_dir", folder, *{flags!r}, *flags]
+    ddp_from_scratch.main()
+
+
+dist.destroy_process_group = lambda: None  # several runs in one launch
+run("all", "--delay", "2", "--local_steps", "3")
+run("synchronous", "--algorithm", "local_sgd", "--local_steps", "1")
+run("in time", "--algorithm", "stale", "--delay", "0")
+ddp_from_scratch.backward, dist.all_reduce = watched_backward, watched_all_reduce
+run("overlap", "--algorithm", "bucketed")
+say("sent during backward", sent[True])
+run("later than the end", "--algorithm", "stale", "--delay", "100")
+dist.barrier()
+"""
+
+
+def results(folder):
+    return json.loads((folder / "run.json").read_text())["results"]
+
+
+def run_here(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["ddp_from_scratch.py", *map(str, flags)])
+    try:
+        ddp_from_scratch.main()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# 1003 images: the last update of an epoch has 1 image for 3 processes, or 3 for 4. Some get none.
+@pytest.mark.parametrize(
+    ("processes", "batch_size"), [(3, 501), pytest.param(4, 500, marks=pytest.mark.slow)], ids=["3", "4"]
+)
+def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypatch, processes, batch_size):
+    flags = ["--dataset", str(small_mnist), *FLAGS, "--batch_size", str(batch_size)]
+    (tmp_path / "probe.py").write_text(PROBE.format(root=str(ROOT), flags=flags))
+    options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", processes), "timeout": 150}
+    printed = launcher("cpu_ddp", **options).stdout
+    assert "<ring> equal" in printed
+
+    everything = results(tmp_path / "all")
+    assert list(everything) == [*SYNCHRONOUS, "local_sgd", "stale"]
+    for name in SYNCHRONOUS:
+        assert everything[name]["difference_to_ddp"] < 1e-12, name
+    for name in ("local_sgd", "stale"):
+        assert everything[name]["difference_to_ddp"] > 1e-3, name
+    assert results(tmp_path / "synchronous")["local_sgd"]["difference_to_ddp"] < 1e-12
+    assert results(tmp_path / "in time")["stale"]["difference_to_ddp"] < 1e-12
+    assert results(tmp_path / "later than the end")["stale"]["difference_to_ddp"] > 1e-3
+    # 6 updates, 2 buckets; DDP itself calls another all-reduce
+    assert "<sent during backward> 12\n" in printed
+
+    # And DDP's are those of one process, smaller last update and all.
+    run_here(monkeypatch, "--output_dir", tmp_path / "one", *flags)
+    one = results(tmp_path / "one")
+    assert all(one[name]["difference_to_ddp"] < 1e-12 for name in [*SYNCHRONOUS, "local_sgd"])
+    assert one["ddp"]["samples"] == 203
+    for name in SYNCHRONOUS:
+        assert everything[name]["loss"] == pytest.approx(one["ddp"]["loss"], rel=1e-12)
+        assert everything[name]["accuracy"] == one["ddp"]["accuracy"]
+
+
+def test_stale_gradients_come_late_and_none_is_lost(monkeypatch):
+    """With a gradient that does not depend on the weights, late ones end at the same place."""
+    if not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight, seen = torch.nn.Parameter(torch.zeros(1)), []
+
+        def backward(model, batch):
+            seen.append(weight.item())
+            weight.grad = torch.tensor([float(batch)]) if weight.grad is None else weight.grad + batch
+
+        class Model:
+            def parameters(self):
+                return [weight]
+
+        monkeypatch.setattr(ddp_from_scratch, "backward", backward)
+        args = type("Args", (), {"delay": 2})
+        ddp_from_scratch.stale(Model(), torch.optim.SGD([weight], 1.0), [1, 10, 100, 1000], args)
+        assert seen == [0, 0, 0, -1]  # the fourth gradient is taken where only the first has arrived
+        assert weight.item() == -1111
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_a_table(launcher, small_mnist):
+    flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 500, "--output_dir", "run"]
+    table = launcher("cpu_ddp", *flags, script="ddp_from_scratch").stdout.splitlines()[-7:]
+    assert [line.split()[0] for line in table] == ["algorithm", *SYNCHRONOUS, "local_sgd", "stale"]
+    result = results(launcher.folder / "run")
+    assert all(result[name]["difference_to_ddp"] < 1e-12 for name in SYNCHRONOUS)
+    assert f"{result['stale']['accuracy']:.2%}" in table[-1]
+
+
+@pytest.mark.parametrize("flags", ["--algorithm gossip", "--local_steps 0", "--delay -1"])
+def test_a_wrong_flag_is_one_sentence(flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["ddp_from_scratch.py", *flags.split()])
+    with pytest.raises(SystemExit) as stopped:
+        ddp_from_scratch.parse_args()
+    assert stopped.value.code == 2
+    assert flags.split()[0] in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(monkeypatch, tmp_path, capsys):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(SystemExit) as stopped:
+        run_here(monkeypatch, "--output_dir", tmp_path)
+    assert stopped.value.code == 2
+    assert f"{tmp_path} already holds a run: take another --output_dir" in capsys.readouterr().err
+    assert (tmp_path / "run.json").read_text() == "{}"
+
+
+def test_it_stays_short():
+    """Under 150 lines of code, not counting docstrings, comments and empty lines."""
+    source = (ROOT / "scripts" / "ddp_from_scratch.py").read_text()
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node):
+            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(source.splitlines(), 1)
+    assert sum(at not in docstrings and line.strip()[:1] not in ("", "#") for at, line in lines) < 150
