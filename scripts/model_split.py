@@ -33,16 +33,7 @@ from utils.checkpoint import Checkpoints, save_model
 from utils.data import BUNDLED_MNIST, GlobalBatches, Images, describe, load_images
 from utils.memory import own_peak_memory_gib, reset_peak_memory
 from utils.metrics import SampleStats
-from utils.pipeline import (
-    OneProcess,
-    OverProcesses,
-    Timeline,
-    even_cut,
-    measure_blocks,
-    median_idle_shares,
-    plot_timeline,
-    sum_over_copies,
-)
+from utils.pipeline import OneProcess, OverProcesses, as_text, cut_evenly, measure_blocks, stage_table, sum_over_copies
 from utils.tracking import Tracker
 
 # Of ImageNet, 0 to 255, as torchvision's weights expect them: https://pytorch.org/vision/stable/models.html.
@@ -143,6 +134,25 @@ def to_input(images, dtype):
     return F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2)).sub(mean).div_(std)
 
 
+def make_pipeline(resnet, blocks, ends, schedule, num_stages, accelerator, devices):
+    """Returns what this process has of the model, the pipeline to run it in, and the group of the copies of this part.
+
+    blocks: the names of each stage's blocks; ends: tensors on the meta device, a micro-batch that goes into the first
+    stage and what comes out of each.
+    """
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    own = range(len(blocks)) if processes == 1 else range(rank % num_stages, len(blocks), num_stages)
+    places = [(index % num_stages, devices[index % num_stages % len(devices)]) for index in own]  # line in the picture
+    stages = {index: Stage(resnet, blocks[index]).to(device) for index, (_, device) in zip(own, places, strict=True)}
+    model = Stage(resnet, [block for index in own for block in blocks[index]])  # the same modules, for the optimizer
+    if processes == 1:
+        return model, OneProcess(stages, places, schedule), None
+    shape = (processes // num_stages, num_stages)
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("copy", "stage"))
+    pipeline = OverProcesses(stages, ends, schedule, mesh.get_group("stage"), accelerator.device, rank)
+    return model, pipeline, mesh.get_group("copy") if shape[0] > 1 else None
+
+
 def record_losses(stats, accelerator, step=0):
     """A loss function for `run`: it adds a micro-batch to `stats`, and returns its part of the mean over the update."""
 
@@ -203,45 +213,6 @@ def layout(args, accelerator) -> tuple[int, int, list[torch.device]]:
     return stages, copies, devices
 
 
-def cut(args, costs, num_stages, num_microbatches) -> list[list[str]]:
-    """The blocks of each stage: by --split, or so that the slowest stage, or the one with most memory, has least."""
-
-    def time_s(_, first, last):
-        return sum(cost.time_s for cost in costs[first:last])
-
-    def memory_bytes(stage, first, last):
-        # A weight has a gradient and AdamW's two moments; activations stay until the micro-batch comes back.
-        waiting = {"naive": 1, "gpipe": num_microbatches, "1f1b": num_stages - stage}.get(args.schedule, num_stages)
-        kept = min(waiting, num_microbatches)
-        return sum(4 * cost.parameter_bytes + kept * cost.activation_bytes for cost in costs[first:last])
-
-    bounds = [0, *(BLOCKS.index(name) for name in args.split if name != "auto"), len(BLOCKS)]
-    if args.split == ["auto"]:
-        bounds = even_cut(len(BLOCKS), num_stages, time_s if args.balance == "time" else memory_bytes)
-    return [BLOCKS[first:last] for first, last in itertools.pairwise(bounds)]
-
-
-def stage_table(stages, costs) -> list[dict]:
-    """One row a stage, for the screen and run.json; times and activations are those of one micro-batch."""
-    costs, rows = dict(zip(BLOCKS, costs, strict=True)), []
-    total_s = sum(cost.time_s for cost in costs.values())
-    for index, blocks in enumerate(stages):
-        time_s = sum(costs[block].time_s for block in blocks)
-        row = {"stage": index, "blocks": blocks[0] + (f" .. {blocks[-1]}" if len(blocks) > 1 else "")}
-        row["parameters"] = sum(costs[block].parameters for block in blocks)
-        row |= {"time_ms": round(1000 * time_s, 2), "time_share": round(time_s / total_s, 4)}
-        row["activations_mib"] = round(sum(costs[block].activation_bytes for block in blocks) / 2**20, 2)
-        rows.append(row)
-    return rows
-
-
-def print_table(accelerator, rows: list[dict]) -> None:
-    texts = [list(rows[0]), *([f"{v:,}" if isinstance(v, (int, float)) else v for v in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for text in texts:
-        accelerator.print("  ".join(f"{word:>{width}}" for word, width in zip(text, widths, strict=True)), flush=True)
-
-
 def synthetic(count: int, image_size: int, seed: int) -> Images:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (count, 3, image_size, image_size), dtype=torch.uint8, generator=generator)
@@ -285,29 +256,18 @@ def main():
         load_weights(resnet, args.weights)
     images = train_data.images[torch.arange(micro_batch_size) % len(train_data.labels)].to(accelerator.device)
     with accelerator.autocast():
-        costs = measure_blocks([Stage(resnet, [block]) for block in BLOCKS], images)
-    # At the same time in all processes, as they will work; the mean, so that all of them cut at the same place.
-    times = gather_object([[cost.time_s for cost in costs]])
-    times = [sum(column) / processes for column in zip(*times, strict=True)]
-    costs = [cost._replace(time_s=time_s) for cost, time_s in zip(costs, times, strict=True)]
+        costs = measure_blocks({block: Stage(resnet, [block]) for block in BLOCKS}, images)
     num_virtual = num_stages * STAGES_PER_PROCESS.get(args.schedule, 1)
-    blocks = cut(args, costs, num_virtual, args.num_microbatches)
+    if args.split == ["auto"]:
+        blocks = cut_evenly(costs, num_virtual, args.balance, args.schedule, args.num_microbatches)
+    else:
+        bounds = [0, *map(BLOCKS.index, args.split), len(BLOCKS)]
+        blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(bounds)]
     table = stage_table(blocks, costs)
 
-    own = range(num_virtual) if processes == 1 else range(rank % num_stages, num_virtual, num_stages)
-    places = [(index % num_stages, devices[index % num_stages % len(devices)]) for index in own]  # row of the timeline
-    stages = {index: Stage(resnet, blocks[index]).to(device) for index, (_, device) in zip(own, places, strict=True)}
-    model = Stage(resnet, [block for index in own for block in blocks[index]])  # what this process has; other names
-    del resnet  # go, and with them the blocks of other processes
-    timeline = Timeline(list(dict.fromkeys(device for _, device in places)))
-    if processes == 1:
-        pipeline, copy_group = OneProcess(stages, places, args.schedule, num_stages, timeline), None
-    else:
-        mesh = init_device_mesh(accelerator.device.type, (copies, num_stages), mesh_dim_names=("copy", "stage"))
-        copy_group = mesh.get_group("copy") if copies > 1 else None
-        ends = [images.to("meta"), *(costs[BLOCKS.index(names[-1])].output for names in blocks)]
-        group = mesh.get_group("stage")
-        pipeline = OverProcesses(stages, ends, args.schedule, group, accelerator.device, rank, timeline)
+    ends = [images.to("meta"), *(costs[names[-1]].output for names in blocks)]
+    model, pipeline, copy_group = make_pipeline(resnet, blocks, ends, args.schedule, num_stages, accelerator, devices)
+    del resnet  # and with it the blocks of other processes
 
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
@@ -323,7 +283,7 @@ def main():
     stats.load_state(saved_stats)
     batch = f"{micro_batch_size} per micro-batch x {args.num_microbatches} micro-batches x {copies} copies of the model"
     topology = launch.announce(accelerator, args, steps_per_epoch, total_steps, data, batch)
-    print_table(accelerator, table)
+    accelerator.print(as_text(table), flush=True)
     if step == total_steps and tracker.is_complete():
         accelerator.print(f"all {total_steps} updates are done: nothing to do")
         return accelerator.end_training()
@@ -335,26 +295,27 @@ def main():
         extra = {"best_accuracy": best_accuracy, "metrics_bytes": tracker.metrics_bytes()}
         checkpoints.save(step, model, optimizer, scheduler, stats.state(), extra)
 
-    first_step = step
-    for device in devices:
-        reset_peak_memory(device)
-
+    first_step, peaks = step, []
     # A run resumed at the end of an epoch finds no batch left in it, and begins with its evaluation.
     for epoch in range(max(step - 1, 0) // steps_per_epoch, num_epochs):
         model.train()
         batches = tracker.timed(train_batches.epoch(epoch, first_update=step - epoch * steps_per_epoch))
         for window in zip(*[batches] * pieces, strict=True):  # the micro-batches of one update
             if step - first_step in RECORDED:
+                for device in devices:
+                    reset_peak_memory(device)
                 accelerator.wait_for_everyone()  # a common zero
-                timeline.begin()
+                pipeline.timeline.begin()
             with accelerator.autocast():
                 for first in range(0, pieces, args.num_microbatches):
                     pipeline.run(window[first : first + args.num_microbatches], record_losses(stats, accelerator, step))
-            if timeline.recording:
-                timeline.end()
+            if pipeline.timeline.recording:
+                pipeline.timeline.end()
             if copy_group is not None:
                 sum_over_copies(model, copy_group)
             optimizer.step()
+            if step - first_step in RECORDED:  # now, because a save takes memory as well
+                peaks.append([own_peak_memory_gib(device) for device in devices])
             lr = optimizer.param_groups[0]["lr"]
             scheduler.step()
             model.zero_grad()
@@ -376,20 +337,17 @@ def main():
         best_accuracy = max(best_accuracy, result["accuracy"])
         tracker.log("test", step, epoch + 1, {name: result[name] for name in ("loss", "accuracy", "samples")})
 
-    peaks = gather_object(
-        [own_peak_memory_gib(device) - start for device, start in zip(devices, start_gib, strict=True)]
-    )
-    report = {"peak_memory_gib_above_start": [round(peak, 3) for peak in peaks]}
-    updates = [list(itertools.chain(*spans)) for spans in zip(*gather_object([timeline.updates]), strict=True)]
-    if updates:
-        idle = median_idle_shares(updates)
+    report = {}
+    if peaks:
+        peaks = [max(column) - start for *column, start in zip(*peaks, start_gib, strict=True)]
         overlap = args.schedule != "naive" and (processes > 1 or len(devices) > 1)  # one CPU runs one stage at a time
         rounds = args.num_microbatches * num_virtual // num_stages if overlap else 1
-        report["idle_share"] = [round(share, 4) for share in idle.values()]
-        report["idle_share_in_theory"] = round((num_stages - 1) / (rounds + num_stages - 1), 4)
-        if accelerator.is_main_process:
-            title = f"{args.schedule}, {num_stages} stages, {args.num_microbatches} micro-batches of {micro_batch_size}"
-            plot_timeline(updates[len(updates) // 2], title, Path(args.output_dir) / "timeline.png")
+        title = f"{args.schedule}, {num_stages} stages, {args.num_microbatches} micro-batches of {micro_batch_size}"
+        report = {
+            "peak_memory_gib_above_start": [round(gib, 3) for gib in gather_object(peaks)],
+            "idle_share": pipeline.timeline.report(accelerator, title, Path(args.output_dir) / "timeline.png"),
+            "idle_share_in_theory": round((num_stages - 1) / (rounds + num_stages - 1), 4),
+        }
     accelerator.print("\n".join(f"{name} {value}" for name, value in report.items()), flush=True)
     save_model(accelerator, model, Path(args.output_dir) / "model.safetensors", copy=rank // num_stages)
     tracker.finish(step, result, best_accuracy=best_accuracy, **report)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -26,14 +28,15 @@ class BlockCost(NamedTuple):
     output: torch.Tensor  # on the meta device: shape and dtype alone
 
 
-def measure_blocks(blocks: list[nn.Module], x: torch.Tensor, rounds: int = 5) -> list[BlockCost]:
+def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 5) -> dict[str, BlockCost]:
     """Run forward and backward of each block for the micro-batch `x`, which the first block takes, on its device.
 
     The time is the shortest of `rounds`, after one to warm up. On copies, one on the device at a time: the blocks keep
-    their statistics and gradients, and the whole model need not fit.
+    their statistics and gradients, and the whole model need not fit. A collective: all processes measure at the same
+    time, as they will work, and get the mean, so that all of them cut at the same place.
     """
-    costs = []
-    for original in blocks:
+    costs = {}
+    for name, original in blocks.items():
         block = copy.deepcopy(original).to(x.device).train()
         x = x.detach().requires_grad_(x.is_floating_point())
         kept = {}  # by address: two operations may keep one tensor
@@ -59,7 +62,8 @@ def measure_blocks(blocks: list[nn.Module], x: torch.Tensor, rounds: int = 5) ->
         sizes = [(p.numel(), p.numel() * p.element_size()) for p in block.parameters()]
         parameters, parameter_bytes = map(sum, zip(*sizes, strict=True))
         output = torch.empty_like(y, device="meta")
-        costs.append(BlockCost(min(times[1:]), activation_bytes, parameters, parameter_bytes, output))
+        time_s = statistics.mean(gather_object([min(times[1:])]))
+        costs[name] = BlockCost(time_s, activation_bytes, parameters, parameter_bytes, output)
         x = y
     return costs
 
@@ -75,8 +79,8 @@ def even_cut(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], f
     for stage in range(num_stages):
         best = {
             last: min(
-                (max(dearest, cost(stage, first, last)), [*cuts, last])
-                for first, (dearest, cuts) in best.items()
+                (max(dearest, cost(stage, first, last)), [*bounds, last])
+                for first, (dearest, bounds) in best.items()
                 if first < last
             )
             for last in range(stage + 1, num_blocks - (num_stages - stage - 1) + 1)
@@ -84,15 +88,60 @@ def even_cut(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], f
     return best[num_blocks][1]
 
 
+def cut_evenly(
+    costs: dict[str, BlockCost], num_stages: int, balance: str, schedule: str, num_microbatches: int
+) -> list[list[str]]:
+    """The names of each stage's blocks. balance: "time", or "memory" for weights, optimizer state and activations."""
+    names, costs = list(costs), list(costs.values())
+
+    def time_s(_, first, last):
+        return sum(cost.time_s for cost in costs[first:last])
+
+    def memory_bytes(stage, first, last):
+        # A weight has a gradient and AdamW's two moments; activations stay until the micro-batch comes back.
+        waiting = {"naive": 1, "gpipe": num_microbatches, "1f1b": num_stages - stage}.get(schedule, num_stages)
+        kept = min(waiting, num_microbatches)
+        return sum(4 * cost.parameter_bytes + kept * cost.activation_bytes for cost in costs[first:last])
+
+    bounds = even_cut(len(names), num_stages, time_s if balance == "time" else memory_bytes)
+    return [names[first:last] for first, last in itertools.pairwise(bounds)]
+
+
+def stage_table(stages: list[list[str]], costs: dict[str, BlockCost]) -> list[dict]:
+    """One row a stage, for the screen and run.json; times and activations are those of one micro-batch."""
+    rows, total_s = [], sum(cost.time_s for cost in costs.values())
+    for index, names in enumerate(stages):
+        own = [costs[name] for name in names]
+        time_s = sum(cost.time_s for cost in own)
+        rows.append(
+            {
+                "stage": index,
+                "blocks": names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
+                "parameters": sum(cost.parameters for cost in own),
+                "time_ms": round(1000 * time_s, 2),
+                "time_share": round(time_s / total_s, 4),
+                "activations_mib": round(sum(cost.activation_bytes for cost in own) / 2**20, 2),
+            }
+        )
+    return rows
+
+
+def as_text(rows: list[dict]) -> str:
+    """A table with aligned columns."""
+    texts = [list(rows[0]), *([f"{cell:,}" if cell != str(cell) else cell for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return "\n".join("  ".join(f"{word:>{width}}" for word, width in zip(text, widths, strict=True)) for text in texts)
+
+
 class OneProcess:
     """Stages on the devices of this process. Kernels run asynchronously: each device works off its own queue."""
 
-    def __init__(
-        self, stages: dict[int, nn.Module], places: list[tuple[int, torch.device]], schedule, num_rows, timeline
-    ):
-        self.stages, self.places, self.timeline = stages, places, timeline
+    def __init__(self, stages: dict[int, nn.Module], places: list[tuple[int, torch.device]], schedule: str):
+        """places: for each stage the line it has in the timeline, and its device."""
+        self.stages, self.places = stages, places
+        self.timeline = Timeline({device for _, device in places})
         # Micro-batches between their forward and their backward pass.
-        self.most_running = {"naive": 1, "gpipe": sys.maxsize}.get(schedule, num_rows)
+        self.most_running = {"naive": 1, "gpipe": sys.maxsize}.get(schedule, len({row for row, _ in places}))
 
     def run(self, batches, loss_fn):
         """Forward and, where gradients are enabled, backward of each micro-batch. loss_fn(logits, batch): a scalar."""
@@ -143,10 +192,10 @@ class TimedStage(PipelineStage):
 class OverProcesses:
     """This process's stages of a pipeline over the processes of `group`, in one of torch's schedules."""
 
-    def __init__(self, stages: dict[int, nn.Module], ends: list[torch.Tensor], schedule, group, device, row, timeline):
+    def __init__(self, stages: dict[int, nn.Module], ends: list[torch.Tensor], schedule, group, device, row):
         """ends: what goes into the first stage and comes out of each, for a micro-batch; on the meta device."""
         self.stages, self.ends, self.schedule, self.group, self.device = stages, ends, schedule, group, device
-        self.row, self.timeline, self.made = row, timeline, {}
+        self.row, self.timeline, self.made = row, Timeline({device}), {}
 
     def run(self, batches, loss_fn):
         """As OneProcess.run; each process of the pipeline has the same batches, and the last stage calls loss_fn."""
@@ -214,7 +263,7 @@ class Timeline:
     which the caller sees to it that it is the same in all processes: clocks of two machines are not compared.
     """
 
-    def __init__(self, devices: list[torch.device]):
+    def __init__(self, devices: set[torch.device]):
         self.devices, self.recording, self.updates = devices, False, []
 
     def begin(self) -> None:
@@ -242,6 +291,14 @@ class Timeline:
         yield
         self.spans.append((device, row, stage, kind, micro_batch, began, self._mark(device)))
 
+    def report(self, accelerator: Accelerator, title: str, picture: Path) -> list[float]:
+        """The idle share of each row, the median over the updates; draws one of these. A collective."""
+        updates = [list(itertools.chain(*own)) for own in zip(*gather_object([self.updates]), strict=True)]
+        if accelerator.is_main_process:
+            plot_timeline(updates[len(updates) // 2], title, picture)
+        shares = [idle_shares(spans) for spans in updates]
+        return [round(statistics.median(share[row] for share in shares), 4) for row in shares[0]]
+
     def _mark(self, device):
         if device.type != "cuda":
             return time.perf_counter()
@@ -263,11 +320,6 @@ def idle_shares(spans: list[tuple]) -> dict[int, float]:
     return {row: 1 - busy[row] / length for row in sorted(busy)}
 
 
-def median_idle_shares(updates: list[list[tuple]]) -> dict[int, float]:
-    shares = [idle_shares(spans) for spans in updates]
-    return {row: statistics.median(share[row] for share in shares) for row in shares[0]}
-
-
 def plot_timeline(spans: list[tuple], title: str, picture: Path) -> None:
     """Bars of one update: a line for each row, forward and backward in two colours, with the micro-batch's number."""
     from matplotlib.figure import Figure  # not pyplot, which looks for a screen and a font cache of its own
@@ -287,5 +339,5 @@ def plot_timeline(spans: list[tuple], title: str, picture: Path) -> None:
     labels = [f"{row}: stage {', '.join(map(str, stages[row]))}\nidle {idle[row]:.0%}" for row in rows]
     axes.set(yticks=range(len(rows)), yticklabels=labels, xlabel="ms", title=title)
     axes.invert_yaxis()
-    axes.legend(handles=[Patch(color=shades[kind][0], label=kind) for kind in shades], loc="upper right")
+    figure.legend(handles=[Patch(color=shades[kind][0], label=kind) for kind in shades], loc="outside right upper")
     figure.savefig(picture, dpi=120)
