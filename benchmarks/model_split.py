@@ -1,0 +1,128 @@
+"""ResNet-50 on 2 processes with 1 thread each against the whole model on 1 thread, and how equal their weights stay.
+
+    python benchmarks/model_split.py                 # all of it: 25 minutes on 2 cores
+    python benchmarks/model_split.py speed --microbatches 8
+
+- speed: images/s of 1F1B for m micro-batches against the unsplit model with the same micro-batches one after another;
+  ideal is p * m / (m + p - 1), all that a pipeline of p equal stages can reach. Median of the updates but the first.
+- split: the cut that --split auto finds, and the one of the blog (after layer2), with stage times and memory.
+- exact: the largest difference of a weight to the unsplit model's after 20 updates, over the largest weight of its
+  tensor; GroupNorm, and the unsplit model takes the batch at once.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import safetensors.torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from utils.data import BUNDLED_MNIST  # noqa: E402
+
+PORT = 29677
+SPEED = ["--synthetic", "--image_size", 64, "--batch_size", 64, "--cpu_threads", 1, "--log_every", 1]
+STAGES = 2
+
+
+def run(folder: Path, config: str, *flags, processes: int | None = None) -> Path:
+    """One run of the script in `folder`."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--main_process_port", PORT]
+    command += ["--num_processes", processes] if processes else []
+    command += [ROOT / "scripts" / "model_split.py", "--output_dir", folder, *flags]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return folder
+
+
+def images_per_s(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["images_per_s"] for line in lines if line["split"] == "train"][1:]
+
+
+def speed(work: Path, counts: list[int], rounds: int, steps: int) -> None:
+    print(
+        "| m | unsplit, images/s | 2 stages, images/s | speed-up | ideal | of ideal | idle measured | idle in theory |"
+    )
+    print("|" + " --- |" * 8)
+    for m in counts:
+        rates, summary = {"cpu": [], "cpu_ddp": []}, None
+        for again in range(rounds):
+            for config in rates:
+                flags = [*SPEED, "--num_microbatches", m, "--max_steps", steps]
+                folder = run(work / f"speed_{config}_{m}_{again}", config, *flags)
+                rates[config] += images_per_s(folder)
+                summary = json.loads((folder / "summary.json").read_text())
+        unsplit, split = (statistics.median(found) for found in rates.values())
+        ideal = STAGES * m / (m + STAGES - 1)
+        idle = ", ".join(f"{share:.0%}" for share in summary["idle_share"])
+        shown = f"{unsplit:.1f} | {split:.1f} | {split / unsplit:.2f} | {ideal:.2f} | {split / unsplit / ideal:.2f}"
+        print(f"| {m} | {shown} | {idle} | {summary['idle_share_in_theory']:.0%} |", flush=True)
+
+
+def split(work: Path, steps: int) -> None:
+    print("\n| split | stage | blocks | parameters | time, ms | share | activations, MiB | peak, GiB | images/s |")
+    print("|" + " --- |" * 9)
+    ways = {"unsplit": ("cpu", []), "auto": ("cpu_ddp", []), "memory": ("cpu_ddp", ["--balance", "memory"])}
+    ways["by hand"] = ("cpu_ddp", ["--split", "layer3.0"])
+    for name, (config, flags) in ways.items():
+        folder = run(work / f"split_{name}", config, *SPEED, "--num_microbatches", 8, "--max_steps", steps, *flags)
+        rate = statistics.median(images_per_s(folder))
+        peaks = json.loads((folder / "summary.json").read_text())["peak_memory_gib_above_start"]
+        for row in json.loads((folder / "run.json").read_text())["launches"][0]["stages"]:
+            cells = [name, row["stage"], row["blocks"], f"{row['parameters']:,}", row["time_ms"]]
+            cells += [f"{row['time_share']:.1%}", row["activations_mib"], peaks[row["stage"]], f"{rate:.1f}"]
+            print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def exact(work: Path) -> None:
+    import pyarrow.parquet
+
+    small = work / "data"
+    small.mkdir()
+    for name, rows in (("train", 999), ("test", 16)):
+        name = f"{name}-00000-of-00001.parquet"
+        pyarrow.parquet.write_table(pyarrow.parquet.read_table(f"{BUNDLED_MNIST}/{name}").slice(0, rows), small / name)
+    flags = ["--dataset", small, "--norm", "group", "--batch_size", 16, "--max_steps", 20]
+    layouts = {"2 stages": (2, 2), "4 stages": (4, 4), "2 x 2": (4, 2)}
+    print("\n| schedule | " + " | ".join(f"{layout}, {dtype}" for layout in layouts for dtype in DTYPES) + " |")
+    print("|" + " --- |" * (1 + len(layouts) * len(DTYPES)))
+    whole = {}
+    for dtype in DTYPES:
+        run(work / dtype, "cpu", *flags, "--dtype", dtype, "--num_microbatches", 1, "--cpu_threads", 1)
+        whole[dtype] = safetensors.torch.load_file(work / dtype / "model.safetensors")
+    for schedule in ("naive", "gpipe", "1f1b", "interleaved"):
+        row = []
+        for layout, (processes, stages) in layouts.items():
+            for dtype in DTYPES:
+                more = ["--dtype", dtype, "--schedule", schedule, "--num_stages", stages]
+                folder = run(work / f"{schedule}_{layout}_{dtype}", "cpu_ddp", *flags, *more, processes=processes)
+                weights = safetensors.torch.load_file(folder / "model.safetensors")
+                assert weights.keys() == whole[dtype].keys()
+                pairs = [(weights[name], tensor) for name, tensor in whole[dtype].items()]
+                row.append(max(float((mine - tensor).abs().max() / tensor.abs().max()) for mine, tensor in pairs))
+        print(f"| {schedule} | " + " | ".join(f"{largest:.1e}" for largest in row) + " |", flush=True)
+
+
+DTYPES = ("float64", "float32")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["speed", "split", "exact"])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=7)
+    words = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if "speed" in words.parts:
+            speed(Path(folder), words.microbatches, words.rounds, words.steps)
+        if "split" in words.parts:
+            split(Path(folder), words.steps)
+        if "exact" in words.parts:
+            exact(Path(folder))
