@@ -51,12 +51,7 @@ def parse_args():
     add = parser.add_argument
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--synthetic", action="store_true", help="random images in 1000 classes instead, to measure speed")
-    add(
-        "--image_size",
-        type=launch.at_least(32),
-        default=224,
-        help="of --synthetic; others keep theirs, but 32 at least",
-    )
+    add("--image_size", type=launch.at_least(32), default=224, help="of --synthetic, in pixels")
     add("--output_dir", help="folder of this run; None: a new one under runs/")
     add("--num_epochs", type=size, default=1, help="with --max_steps 0")
     add("--max_steps", type=count, default=60, help="optimizer updates, instead of num_epochs; 0: off")

@@ -297,7 +297,8 @@ class Timeline:
         if accelerator.is_main_process:
             plot_timeline(updates[len(updates) // 2], title, picture)
         shares = [idle_shares(spans) for spans in updates]
-        return [round(statistics.median(share[row] for share in shares), 4) for row in shares[0]]
+        rows = sorted(set().union(*shares))  # in an update of few samples, one may have nothing to do
+        return [round(statistics.median(share.get(row, 1.0) for share in shares), 4) for row in rows]
 
     def _mark(self, device):
         if device.type != "cuda":
