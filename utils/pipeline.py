@@ -148,7 +148,7 @@ class OneProcess:
         running = deque()
         for number, batch in enumerate(batches):
             if len(batch.labels):
-                running.append((number, *self.forward(number, batch, loss_fn)))
+                running.append((number, self.forward(number, batch, loss_fn)))
             if not torch.is_grad_enabled():
                 running.clear()
             if len(running) == self.most_running:
@@ -166,7 +166,7 @@ class OneProcess:
                     y = loss_fn(y, batch)
             ends.append((x, y))
             x = y
-        return (ends,)
+        return ends
 
     def backward(self, number, ends):
         gradient = None
@@ -178,6 +178,8 @@ class OneProcess:
 
 
 class TimedStage(PipelineStage):
+    """A PipelineStage that writes down when it works; waiting for what it needs from other stages is not in it."""
+
     timeline = row = None
 
     def forward_one_chunk(self, number, *args, **kwargs):
