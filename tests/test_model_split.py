@@ -245,6 +245,7 @@ def back_to_step_2(run, copied):
     return copied
 
 
+@pytest.mark.slow
 def test_a_run_on_two_stages_goes_on_on_four_or_none_and_loads_into_torchvision(launcher, train, tiny_mnist):
     folder = launcher.folder
     run, whole = folder / "two", train(folder / "whole", *FLAGS)
