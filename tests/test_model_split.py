@@ -41,7 +41,7 @@ from utils.pipeline import (  # noqa: E402
 )
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved")
-PIECES = 4
+PIECES = 6  # micro-batches of an update: one of 3 samples and five of 2, an odd number for interleaved
 
 
 NARROW = functools.partial(torchvision.models.resnet50, width_per_group=32)  # half the channels in a block: faster
@@ -69,9 +69,9 @@ def reference(norm, copies, data, accelerator):
     for index in range(copies):
         whole = copy.deepcopy(start)
         share = SimpleNamespace(device=accelerator.device, num_processes=copies, process_index=index)
-        batches = list(GlobalBatches(data, 20, share, 0, PIECES).epoch())
+        batches = list(GlobalBatches(data, 40, share, 0, PIECES).epoch())
         if norm == "group":
-            batches = batches[:0] if index else list(GlobalBatches(data, 20, accelerator_of_one(), 0).epoch())
+            batches = batches[:0] if index else list(GlobalBatches(data, 40, accelerator_of_one(), 0).epoch())
         for batch in batches:
             logits = whole(model_split.to_input(batch.images, torch.float64))
             loss = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="sum") / batch.update_size
@@ -89,8 +89,8 @@ def accelerator_of_one():
 
 
 def random_images(copies: int) -> Images:
-    """As many that the micro-batches have 3, 2, 2 and 2, and with two copies the second one's 2 each."""
-    num_samples = 8 * copies + 1
+    """So many that the first micro-batch has one sample more; with two copies, the second one has none like that."""
+    num_samples = 2 * PIECES * copies + 1
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (num_samples, 1, 28, 28), dtype=torch.uint8, generator=generator)
     return Images(images, torch.arange(num_samples) % 4, ["a", "b", "c", "d"])
@@ -124,7 +124,7 @@ def differences(accelerator, schedule, norm, num_stages, made={}) -> dict[str, f
     )
     stats = SampleStats(accelerator)
     model.train()
-    window = list(GlobalBatches(data, 20, share, 0, PIECES).epoch())
+    window = list(GlobalBatches(data, 40, share, 0, PIECES).epoch())
     pipeline.run(window, record_losses(stats, accelerator))
     if group is not None:
         sum_over_copies(model, group)
@@ -144,7 +144,7 @@ def differences(accelerator, schedule, norm, num_stages, made={}) -> dict[str, f
     # Evaluation, with its own schedules: each sample once, and nothing learnt from it.
     before = copy.deepcopy(model.state_dict())
     result = model_split.evaluate(
-        model, pipeline, GlobalBatches(data, 20, share, accumulation=PIECES), accelerator, SimpleNamespace(agreed=bool)
+        model, pipeline, GlobalBatches(data, 40, share, accumulation=PIECES), accelerator, SimpleNamespace(agreed=bool)
     )
     assert result["samples"] == len(data.labels)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
