@@ -262,12 +262,9 @@ def test_a_run_on_two_stages_goes_on_on_four_or_none_and_loads_into_torchvision(
     resnet.load_state_dict(state, strict=True)
     test = load_images(str(tiny_mnist))[1]
     with torch.no_grad():
-        logits = resnet(model_split.to_input(test.images, torch.float64))
+        loss = torch.nn.functional.cross_entropy(resnet(model_split.to_input(test.images, torch.float32)), test.labels)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["test_samples"] == 9 if "test_samples" in summary else True
-    assert torch.nn.functional.cross_entropy(logits, test.labels).item() == pytest.approx(
-        summary["test_loss"], rel=1e-9
-    )
+    assert (summary["test_samples"], summary["test_loss"]) == (9, pytest.approx(loss.item(), rel=1e-5))
 
     launched = json.loads((run / "run.json").read_text())["launches"][0]
     assert (launched["num_stages"], launched["copies"], len(launched["stages"])) == (2, 1, 2)
