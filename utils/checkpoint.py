@@ -35,12 +35,15 @@ FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "processes.safetensors")
 # Whole tensors by plain names, whatever wraps or shards the model; sharded ones are gathered on rank 0 alone.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# What this process holds, where the model is split by names over processes or devices.
+PART = StateDictOptions(cpu_offload=True)
 
 
 # Arguments that may change between a run and its resume: they decide where and how fast, or stand in the facts.
 FREE = {"output_dir", "resume", "dataset", "num_epochs", "max_steps", "gradient_accumulation_steps", "num_workers"}
 FREE |= {"checkpoint_every", "keep_checkpoints", "log_every", "log_with", "predict"}
 FREE |= {"micro_batch_size", "cpu_memory_gib", "compare"}
+FREE |= {"num_stages", "num_microbatches", "schedule", "split", "balance", "cpu_threads"}
 
 
 def on_main(accelerator: Accelerator, work: Callable):
@@ -79,9 +82,12 @@ def write_synced(path: Path, content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def save_model(accelerator: Accelerator, model: torch.nn.Module, path: Path) -> None:
-    """The whole model by plain parameter names: loads with strict=True into the bare nn.Module. A collective."""
-    state = get_model_state_dict(accelerator.unwrap_model(model), options=WHOLE)
+def save_model(accelerator: Accelerator, model: torch.nn.Module, path: Path, copy: int | None = None) -> None:
+    """The whole model by plain parameter names: loads with strict=True into the bare nn.Module. A collective.
+
+    copy: as in `Checkpoints`.
+    """
+    state, _ = whole_state(accelerator, model, None, copy)
 
     def write():
         part = path.with_name(path.name + ".part")
@@ -111,6 +117,27 @@ def load_pretrained(model: torch.nn.Module, source: str, head: str) -> None:
         model.load_state_dict(state)
     except Exception as error:  # no network, file, format, name: there are no such weights
         stop(f"--pretrained {source} cannot be read, or is of another model: {str(error).splitlines()[0]}")
+
+
+def whole_state(accelerator: Accelerator, model, optimizer, copy: int | None) -> tuple[dict, dict]:
+    """The states of model and optimizer (or None) by plain names, whole on the main process. A collective."""
+    options = WHOLE if copy is None else PART
+    model = accelerator.unwrap_model(model)  # torch's functions know the names below DDP, not DataParallel
+    model_state, optimizer_state = get_model_state_dict(model, options=options), {}
+    if optimizer is not None:
+        optimizer_state = get_optimizer_state_dict(model, optimizer.optimizer, options=options)
+    if copy is None or accelerator.num_processes == 1:
+        return model_state, optimizer_state
+    parts = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    torch.distributed.gather_object((model_state, optimizer_state) if copy == 0 else None, parts)
+    for other_model, other_optimizer in filter(None, (parts or [])[1:]):
+        model_state |= other_model
+        if optimizer is not None:
+            optimizer_state["state"] |= other_optimizer["state"]
+            groups = zip(optimizer_state["param_groups"], other_optimizer["param_groups"], strict=True)
+            for group, other in groups:
+                group["params"] += other["params"]
+    return model_state, optimizer_state
 
 
 def contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -145,10 +172,13 @@ class Checkpoints:
     Saved with each are the arguments, and `facts`: what else decides the numbers (data fingerprint, total steps, ...).
     A checkpoint in which one of them differs is refused, except for FREE ones: going on from it would be neither the
     old run nor a new one.
+
+    copy: None where each process has the model (whole or, under FSDP, in shards of each tensor). Where each has some of
+    the parameters instead, under the names of the whole model: which copy of the model these are of. Copy 0 is saved.
     """
 
-    def __init__(self, accelerator: Accelerator, args: argparse.Namespace, facts: dict):
-        self.accelerator, self.keep = accelerator, args.keep_checkpoints
+    def __init__(self, accelerator: Accelerator, args: argparse.Namespace, facts: dict, copy: int | None = None):
+        self.accelerator, self.keep, self.copy = accelerator, args.keep_checkpoints, copy
         must_match = {name: value for name, value in vars(args).items() if name not in FREE} | facts
         self.must_match = json.loads(json.dumps(must_match))  # as it will be read back: tuples become lists
         self.folder = Path(args.output_dir) / "checkpoints"
@@ -165,10 +195,7 @@ class Checkpoints:
         final = self.folder / f"step_{step:08d}"
         if on_main(self.accelerator, final.exists):  # a run that was resumed here, and stopped before its first update
             return
-        model = self.accelerator.unwrap_model(model)  # torch's functions know the names below DDP, not DataParallel
-        model_state = get_model_state_dict(model, options=WHOLE)
-        # .optimizer, .scheduler: what `prepare` wrapped.
-        optimizer_state = get_optimizer_state_dict(model, optimizer.optimizer, options=WHOLE)
+        model_state, optimizer_state = whole_state(self.accelerator, model, optimizer, self.copy)
         by_rank = gather_object([{**stats, **random_states(self.accelerator)}])
 
         def write():
@@ -191,7 +218,7 @@ class Checkpoints:
                 "num_processes": self.accelerator.num_processes,
                 "torch": torch.__version__,
                 "optimizer": optimizer_state["param_groups"],
-                "scheduler": scheduler.scheduler.state_dict(),
+                "scheduler": scheduler.scheduler.state_dict(),  # .scheduler, .optimizer: what `prepare` wrapped
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "extra": extra,
             }
@@ -243,9 +270,16 @@ class Checkpoints:
             parameter, _, state_name = name.rpartition("/")
             optimizer_state["state"].setdefault(parameter, {})[state_name] = tensor
         model = self.accelerator.unwrap_model(model)
-        set_model_state_dict(model, tensors["model.safetensors"], options=WHOLE)
+        model_state, options = tensors["model.safetensors"], WHOLE if self.copy is None else PART
+        if self.copy is not None:
+            own = model.state_dict().keys()
+            model_state = {name: tensor for name, tensor in model_state.items() if name in own}
+            optimizer_state["state"] = {name: state for name, state in optimizer_state["state"].items() if name in own}
+            for group in optimizer_state["param_groups"]:
+                group["params"] = [name for name in group["params"] if name in own]
+        set_model_state_dict(model, model_state, options=options)
         if optimizer_state["state"]:
-            set_optimizer_state_dict(model, optimizer.optimizer, optimizer_state, options=WHOLE)
+            set_optimizer_state_dict(model, optimizer.optimizer, optimizer_state, options=options)
         else:  # plain SGD has none, and torch's function then fails
             for group, saved in zip(optimizer.param_groups, manifest["optimizer"], strict=True):
                 group.update({name: value for name, value in saved.items() if name != "params"})

@@ -57,12 +57,12 @@ def at_least(minimum: float, kind: type = int, below: float = float("inf")):
     return number
 
 
-def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None) -> Accelerator:
+def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, split_batch: bool = True) -> Accelerator:
     """The Accelerator for the topology in the config file, checked against what really started.
 
     Reads `batch_size`, `gradient_accumulation_steps`, `seed`, `log_with` and `output_dir` from `args`, and fills in
     `output_dir` where none was given. `cpu_threads`: threads of a process for work on the CPU; None: its share of the
-    cores.
+    cores. `split_batch`: whether each process takes a share of the batch; not so where processes share the model.
 
     Raises: SystemExit, in one sentence, if fewer or other processes run than were asked for, if a GPU was asked for
     and none is there, or if the global batch does not divide.
@@ -91,7 +91,7 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None) -
         stop(f"Accelerate cannot start with this config and these flags: {' '.join(str(error).split())}")
     check_topology(accelerator)
     pieces = accelerator.num_processes * args.gradient_accumulation_steps
-    if args.batch_size % pieces:
+    if split_batch and args.batch_size % pieces:
         below = args.batch_size - args.batch_size % pieces
         stop(
             f"--batch_size {args.batch_size} does not divide by {accelerator.num_processes} processes x "
@@ -185,10 +185,11 @@ def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     return model
 
 
-def describe(accelerator: Accelerator) -> dict:
+def describe(accelerator: Accelerator, split_batch: bool = True) -> dict:
     """The topology that runs, with one entry a process, for run.json. A collective: call it on all ranks."""
     on_gpu = accelerator.device.type == "cuda"
-    data_parallel_gpus = torch.cuda.device_count() if on_gpu and accelerator.num_processes == 1 else 1
+    data_parallel = on_gpu and accelerator.num_processes == 1 and split_batch
+    data_parallel_gpus = torch.cuda.device_count() if data_parallel else 1
     options, _ = requested_topology()
     mine = {
         "rank": accelerator.process_index,
@@ -211,10 +212,18 @@ def describe(accelerator: Accelerator) -> dict:
 
 
 def announce(
-    accelerator: Accelerator, args: argparse.Namespace, steps_per_epoch: int, total_steps: int, data: dict
+    accelerator: Accelerator,
+    args: argparse.Namespace,
+    steps_per_epoch: int,
+    total_steps: int,
+    data: dict,
+    batch: str | None = None,
 ) -> dict:
-    """Print what will run, to be read before it runs; returns the topology as `describe` does. A collective."""
-    topology = describe(accelerator)
+    """Print what will run, to be read before it runs; returns the topology as `describe` does. A collective.
+
+    `batch`: how a script whose processes share the model makes up the global batch.
+    """
+    topology = describe(accelerator, split_batch=batch is None)
     processes, accumulation = accelerator.num_processes, accelerator.gradient_accumulation_steps
     hosts = len({process["host"] for process in topology["processes"]})
     first = topology["processes"][0]
@@ -226,12 +235,13 @@ def announce(
         kind = f" (DataParallel over {topology['data_parallel_gpus']} GPUs)"
     elif processes > 1:
         kind = f" ({topology['distributed_type']} over {topology['backend']})"
+    if batch is None:
+        batch = f"{args.batch_size // processes // accumulation} per process x {processes} processes"
     accelerator.print(
         f"topology      {processes} process{'es' * (processes > 1)} on {hosts} machine{'s' * (hosts > 1)}{kind}, "
         f"each {device}, precision {topology['mixed_precision']}\n"
         f"config        {topology['config_file']}\n"
-        f"global batch  {args.batch_size} = {args.batch_size // processes // accumulation} per process x "
-        f"{processes} processes x {accumulation} accumulation steps\n"
+        f"global batch  {args.batch_size} = {batch} x {accumulation} accumulation steps\n"
         f"steps         {total_steps} updates = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch}\n"
         f"data          {', '.join(f'{name} {value}' for name, value in data.items())}\n"
         f"output        {args.output_dir}",

@@ -74,16 +74,19 @@ def reset_peak_memory(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark of this process, see man 5 proc
 
 
-def peak_memory_gib(accelerator: Accelerator) -> float:
-    """Of the process that took most, since the last reset. A collective.
+def own_peak_memory_gib(device: torch.device) -> float:
+    """What this process took at most, since the last reset.
 
     On a GPU: of its tensors; on a CPU: of the whole process, and elsewhere than under Linux since its start. (There
     getrusage would not do: it begins with what the launcher took before it became this process.)
     """
-    if accelerator.device.type == "cuda":
-        mine = torch.cuda.max_memory_allocated(accelerator.device)
-    elif sys.platform == "linux":
-        mine = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
-    else:
-        mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
-    return max(gather_object([mine])) / 2**30
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if sys.platform == "linux":
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # in bytes on macOS
+
+
+def peak_memory_gib(accelerator: Accelerator) -> float:
+    """`own_peak_memory_gib` of the process that took most. A collective."""
+    return max(gather_object([own_peak_memory_gib(accelerator.device)]))
