@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import safetensors.torch
 import torch
 import torchvision
 from accelerate.utils import DistributedType, gather_object
@@ -30,7 +29,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder, without an install
 
 from utils import launch, stop
-from utils.checkpoint import Checkpoints, save_model
+from utils.checkpoint import Checkpoints, load_pretrained, save_model
 from utils.data import BUNDLED_MNIST, GlobalBatches, Images, describe, load_images
 from utils.memory import own_peak_memory_gib, reset_peak_memory
 from utils.metrics import SampleStats
@@ -66,7 +65,8 @@ def parse_args():
     add("--split", nargs="+", default=["auto"], metavar="BLOCK", help="auto, or the first block of each later stage")
     add("--balance", choices=("time", "memory"), default="time", help="what auto makes even")
     add("--norm", choices=("batch", "group"), default="batch", help="group: micro-batches change nothing but rounding")
-    add("--weights", help="start from a state dict of torchvision's resnet50: .safetensors or .pth")
+    url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
+    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=f"weights to begin with; with no name: {url}")
     add("--lr", type=real, default=1e-3, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=real, default=0.05)
     add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights and data order")
@@ -86,18 +86,6 @@ def make_resnet(num_classes: int, norm: str = "batch") -> nn.Module:
     resnet = torchvision.models.resnet50(num_classes=num_classes, norm_layer=norm_layer)
     resnet.flatten = nn.Flatten()  # torchvision calls torch.flatten between avgpool and fc
     return resnet
-
-
-def load_weights(resnet: nn.Module, path: str) -> None:
-    """Raises: SystemExit if they cannot be read or do not fit. An fc of other classes stays as it is."""
-    try:
-        is_safe = path.endswith(".safetensors")
-        state = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
-        if state["fc.bias"].shape != resnet.fc.bias.shape:
-            state |= {f"fc.{name}": tensor for name, tensor in resnet.fc.state_dict().items()}
-        resnet.load_state_dict(state, strict=True)
-    except Exception as error:  # of the file, of its format, or of the names and shapes in it
-        stop(f"--weights {path} does not load into resnet50: {str(error).splitlines()[0]}")
 
 
 class Stage(nn.Module):
@@ -248,8 +236,8 @@ def main():
     reset_peak_memory(accelerator.device)
     start_gib = [own_peak_memory_gib(device) for device in devices]
     resnet = make_resnet(len(train_data.classes), args.norm).to(getattr(torch, args.dtype))
-    if args.weights:
-        load_weights(resnet, args.weights)
+    if args.pretrained:
+        load_pretrained(resnet, args.pretrained, head="fc")
     images = train_data.images[torch.arange(micro_batch_size) % len(train_data.labels)].to(accelerator.device)
     with accelerator.autocast():
         costs = measure_blocks({block: Stage(resnet, [block]) for block in BLOCKS}, images)

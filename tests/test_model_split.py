@@ -309,7 +309,7 @@ def test_a_stopped_run_of_two_copies_goes_on_bit_by_bit(launcher, tiny_mnist):
         ("--batch_size 8 --num_microbatches 8", "micro-batches of one sample"),
         ("--batch_size 40", "micro-batches of one sample"),  # the last update: 3 images in 4 pieces
         ("--schedule zigzag", "argument --schedule: invalid choice"),
-        ("--weights nowhere.pth", "--weights nowhere.pth does not load into resnet50"),
+        ("--pretrained nowhere.pth", "--pretrained nowhere.pth cannot be read"),
     ],
 )
 def test_bad_input_is_one_sentence_before_any_training(train, tmp_path, capsys, flags, sentence):
@@ -336,20 +336,6 @@ def test_stages_have_the_names_and_the_numbers_of_torchvision():
     assert torch.equal(x[:, :, 2:30, 2:30], (images - mean) / std)
     with torch.no_grad():
         assert torch.equal(last(first(images)), fresh.eval()(x))
-
-
-@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
-def test_weights_of_torchvision_load_with_or_without_their_head(tmp_path, ending):
-    state = torchvision.models.resnet50(num_classes=11).state_dict()
-    path = str(tmp_path / f"weights{ending}")
-    (torch.save if ending == ".pth" else safetensors.torch.save_file)(*((state, path)))
-    same, other = make_resnet(11), make_resnet(7)
-    head = other.fc.weight.clone()
-    model_split.load_weights(same, path)
-    model_split.load_weights(other, path)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in same.state_dict().items())
-    assert torch.equal(other.conv1.weight, state["conv1.weight"])
-    assert torch.equal(other.fc.weight, head)
 
 
 def test_even_cut_is_the_best_of_all_cuts():
