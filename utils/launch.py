@@ -91,8 +91,8 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None) -
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
         # pytorch/pytorch#135712: the new processes would look for each other at the addresses of the old ones.
         stop(
-            "--max_restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before accelerate launch, and --rdzv_backend c10d "
-            "behind it: else the launcher's store has the old addresses for the restarted processes"
+            "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment: "
+            "restarted processes would find the addresses of the old ones in the launcher's store, and wait for them"
         )
     peers = explain_lost_peers()
     bind_gloo_to_the_route()
