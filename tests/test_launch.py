@@ -116,7 +116,10 @@ def test_accelerate_answers_the_lomo_question_once():
     import accelerate.optimizer
 
     launch.make_accelerator(
-        SimpleNamespace(batch_size=8, gradient_accumulation_steps=1, seed=0, log_with=None, output_dir="x"), 1
+        SimpleNamespace(
+            batch_size=8, gradient_accumulation_steps=1, seed=0, timeout_s=600, log_with=None, output_dir="x"
+        ),
+        1,
     )
     accelerate.optimizer.is_lomo_available()
     before = accelerate.optimizer.is_lomo_available.cache_info().hits

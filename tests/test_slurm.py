@@ -69,13 +69,8 @@ class Slurm:
     def submit(self, file, *flags, options=(), processes=1):
         """Queue one of the sbatch files for the CPU, as its header says; returns the number of the job."""
         overrides = {"PROCESSES_PER_NODE": str(processes), "LAUNCH_FLAGS": "--gpu_ids=-1,-1", "VENV": sys.prefix}
-        options = [
-            "--parsable",
-            "--gpus-per-node=0",
-            "--cpus-per-task=1",
-            f"--output={self.hosts.folder}/job",
-            *options,
-        ]
+        options = ["--parsable", "--gpus-per-node=0", "--cpus-per-task=1", *options]
+        options += [f"--output={self.hosts.folder}/job"]
         file = ROOT / "accelerate_configs" / "slurm" / file
         return self.run("sbatch", *options, file, "scripts/mnist_mlp.py", *flags, **overrides).strip()
 
