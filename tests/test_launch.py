@@ -115,12 +115,8 @@ def test_accelerate_answers_the_lomo_question_once():
     """Two searches of the disk an update otherwise: half of the time of a small step."""
     import accelerate.optimizer
 
-    launch.make_accelerator(
-        SimpleNamespace(
-            batch_size=8, gradient_accumulation_steps=1, seed=0, timeout_s=600, log_with=None, output_dir="x"
-        ),
-        1,
-    )
+    args = {"batch_size": 8, "gradient_accumulation_steps": 1, "seed": 0, "timeout_s": 600, "log_with": None}
+    launch.make_accelerator(SimpleNamespace(**args, output_dir="x"), 1)
     accelerate.optimizer.is_lomo_available()
     before = accelerate.optimizer.is_lomo_available.cache_info().hits
     accelerate.optimizer.is_lomo_available()
