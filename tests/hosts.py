@@ -93,8 +93,8 @@ class Hosts:
             assert any(process.poll() is None for process in self.processes), self.log(0)[-3000:] + self.log(1)[-3000:]
             time.sleep(0.05)
 
-    def ends(self, running, timeout=120) -> tuple[list[int], list[float]]:
-        """Exit codes, and seconds until then; nothing of them is left on either host."""
+    def end(self, running, timeout=120) -> tuple[list[int], list[float]]:
+        """Exit codes, and seconds until then."""
         began, codes, seconds = time.monotonic(), {}, {}
         while len(codes) < len(running):
             for process in set(running) - codes.keys():
@@ -102,8 +102,13 @@ class Hosts:
                     codes[process], seconds[process] = process.returncode, time.monotonic() - began
             assert time.monotonic() < began + timeout, self.log(0)[-3000:] + self.log(1)[-3000:]
             time.sleep(0.05)
-        assert [self.pids(host) for host in (0, 1)] == [[], []]
         return [codes[process] for process in running], [round(seconds[process], 1) for process in running]
+
+    def ends(self, running, timeout=120) -> tuple[list[int], list[float]]:
+        """As `end`, and nothing is left on either host."""
+        codes_and_seconds = self.end(running, timeout)
+        assert [self.pids(host) for host in (0, 1)] == [[], []]
+        return codes_and_seconds
 
     def pids(self, host: int, **environment) -> list[int]:
         """The processes on a host that have these environment variables."""
