@@ -131,7 +131,7 @@ def test_two_nodes_go_on_after_the_time_limit_and_after_scontrol_requeue(slurm, 
 
 
 def test_one_node_goes_on_after_the_signal(slurm, launcher, small_mnist, tmp_path):
-    """A run that fails by itself is not queued again."""
+    """And one that fails by itself is not queued again."""
     number = slurm.submit("one_node.sbatch", *flags(small_mnist, tmp_path / "run"), processes=2)
     slurm.until(lambda: "train epoch" in slurm.log())
     slurm.run("scancel", "--batch", "--signal=USR1", number)
@@ -147,4 +147,4 @@ def test_one_node_goes_on_after_the_signal(slurm, launcher, small_mnist, tmp_pat
     slurm.until(lambda: slurm.job(number)["JobState"] == "FAILED")
     assert slurm.job(number)["Restarts"] == "0"
     assert "error: unrecognized arguments: --no_such_flag" in slurm.log()
-    assert all(f"error: machine {host}, {name}: accelerate launch" in slurm.log() for host, name in enumerate(NAMES))
+    assert all(f"error: {name}: task {host}: Exited with exit code 1" in slurm.log() for host, name in enumerate(NAMES))
