@@ -177,6 +177,7 @@ def test_a_lost_peer_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch, 
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(launch.socket, "gethostname", lambda: "alpha")
+    monkeypatch.setattr(launch, "own_address", lambda: "10.0.0.1")
     peers = launch.explain_lost_peers()
     hosts = [("alpha", "10.0.0.1"), ("alpha", "10.0.0.1"), ("beta", "10.0.0.11"), ("gamma", "10.0.0.111")]
     peers += [{"host": host, "address": address, "restarts": 0} for host, address in hosts]
@@ -203,11 +204,10 @@ def test_a_lost_peer_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch, 
 
 def test_what_differs_between_processes_is_named(monkeypatch, capsys):
     facts = {"lr": 0.1, "output_dir": "a", "seed": 0}
-    others = [("alpha", facts), ("beta", {**facts, "output_dir": "b"}), ("gamma", {**facts, "lr": 0.2})]
-    everyone = [{"host": host, "facts": theirs} for host, theirs in others]
-    monkeypatch.setattr(launch, "gather_object", lambda mine: everyone[:2])
+    shared = [(host, {"lr": lr, "seed": 0}) for host, lr in (("alpha", 0.1), ("beta", 0.1), ("gamma", 0.2))]
+    monkeypatch.setattr(launch, "gather_object", lambda mine: [*mine, *shared[1:2]])
     assert launch.same_on_all(fake_accelerator(), facts) == facts
-    monkeypatch.setattr(launch, "gather_object", lambda mine: everyone)
+    monkeypatch.setattr(launch, "gather_object", lambda mine: shared)
     with pytest.raises(SystemExit):
         launch.same_on_all(fake_accelerator(), facts)
     assert capsys.readouterr().err == "error: rank 2 on gamma has lr 0.2, not 0.1 as rank 0 on alpha\n"

@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import accelerate.optimizer
@@ -39,7 +41,9 @@ EXIT_REQUEUE = 75
 # What a machine may have as its own: where its files are, and how many threads read them.
 OWN = {"output_dir", "dataset", "num_workers"}
 # What gloo, NCCL and their store say when another process is gone or silent, and not when they are used wrongly.
-LOST = re.compile("connection (closed|reset|refused)|broken pipe|timed? ?out|timeout|unreachable|no route|remote", re.I)
+LOST = re.compile(
+    "connection (closed|reset|refused)|broken pipe|timed? ?out|timeout|unreachable|no route|remote process", re.I
+)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -88,12 +92,14 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None) -
     fresh_dir = args.output_dir is None
     if fresh_dir:
         args.output_dir = f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        # pytorch/pytorch#135712: the new processes would look for each other at the addresses of the old ones.
-        stop(
-            "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment: "
-            "restarted processes would find the addresses of the old ones in the launcher's store, and wait for them"
-        )
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # pytorch/pytorch#135712
+            stop(
+                "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment: "
+                "restarted processes would find the addresses of the old ones in the launcher's store, and wait for them"
+            )
+        if fresh_dir:
+            stop("--max_restarts needs an --output_dir, to go on from what is in it")
     peers = explain_lost_peers()
     bind_gloo_to_the_route()
     try:
@@ -165,13 +171,14 @@ def same_on_all(accelerator: Accelerator, facts: dict) -> dict:
     Different arguments or data would train one model on two machines by two recipes, or hang.
     Raises: SystemExit on all processes; names the first one that differs, its host, and in what.
     """
-    everyone = gather_object([{"host": socket.gethostname(), "facts": facts}])
-    for rank, peer in enumerate(everyone):
-        pairs = {name: (peer["facts"].get(name), everyone[0]["facts"].get(name)) for name in {**peer["facts"], **facts}}
-        differ = [f"{name} {theirs!r}, not {first!r}" for name, (theirs, first) in pairs.items() if theirs != first]
-        differ = [text for text in differ if text.split()[0] not in OWN]
+    shared = {name: value for name, value in facts.items() if name not in OWN}
+    everyone = gather_object([(socket.gethostname(), shared)])
+    first_host, first = everyone[0]
+    for rank, (host, theirs) in enumerate(everyone):
+        pairs = {name: (theirs.get(name), first.get(name)) for name in {**first, **theirs}}
+        differ = [f"{name} {their!r}, not {ours!r}" for name, (their, ours) in pairs.items() if their != ours]
         if differ:
-            stop(f"rank {rank} on {peer['host']} has {'; '.join(differ)} as rank 0 on {everyone[0]['host']}")
+            stop(f"rank {rank} on {host} has {'; '.join(differ)} as rank 0 on {first_host}")
     return facts
 
 
@@ -190,21 +197,25 @@ def bind_gloo_to_the_route() -> None:
 def explain_lost_peers() -> list[dict]:
     """Turn the error of a collective whose other end is gone or silent into one sentence, on each process that sees it.
 
-    It names this process, and the ranks on the machine that the error names, or on those that do not answer. Returns
-    a list to be filled with the `introduction`s of all processes.
+    It names this process, the line of code that waited, and the ranks on the machine that the error names, or on those
+    that do not answer. Returns a list to be filled with the `introduction`s of all processes.
     """
     peers, rank, host = [], int(os.environ.get("RANK", 0)), socket.gethostname()
 
     def explain(kind, error, trace):
         if not (issubclass(kind, RuntimeError) and LOST.search(str(error))):
             return sys.__excepthook__(kind, error, trace)
-        reason = " ".join(re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].split(". This is typically")[0].split())
-        addresses = {peer["address"] for peer in peers if peer["host"] != host} - {None}
+        reason = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].split(". This is typically")[0]
+        addresses = {peer["address"] for peer in peers} - {None, own_address()}
         lost = {each for each in addresses if re.search(rf"\b{re.escape(each)}\b", reason)}
-        lost = lost or {each for each in addresses if not is_up(each)}
-        names = [f"rank {n} on {peer['host']}" for n, peer in enumerate(peers) if peer["address"] in lost]
+        if not lost:
+            with ThreadPoolExecutor(64) as pool:
+                lost = {each for each, up in zip(addresses, pool.map(is_up, addresses), strict=True) if not up}
+        names = [f"rank {other} on {peer['host']}" for other, peer in enumerate(peers) if peer["address"] in lost]
+        ours = [frame for frame in traceback.extract_tb(trace) if "site-packages" not in frame.filename]
+        where = f" at {os.path.relpath(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""
         print(
-            f"error: rank {rank} on {host} lost {' or '.join(names) or 'another process'}: {reason}; "
+            f"error: rank {rank} on {host} lost {' or '.join(names) or 'another process'}{where}: {reason}; "
             f"to go on: {resume_command()}",
             file=sys.stderr,
             flush=True,
