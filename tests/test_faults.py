@@ -114,7 +114,7 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, t
             assert "host      : beta" in hosts.log(1)
         if name == "link cut":
             assert hosts.errors(1)[0].startswith("rank 1 on beta lost rank 0 on alpha at ")
-            assert "py:" in hosts.errors(1)[0] and "Timed out waiting" in hosts.errors(1)[0]
+            assert "Timed out waiting" in hosts.errors(1)[0]
     assert hosts.ends(hosts.launch(*flags, "--resume"))[0] == [0, 0], hosts.log(0) + hosts.log(1)
     launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
     resumed_from = [launch["from_step"] for launch in launches[1:]]
@@ -150,4 +150,6 @@ def test_a_killed_worker_is_restarted_without_a_person(hosts, flags, tmp_path):
 
 def test_restarts_that_would_hang_are_refused(launcher):
     done = launcher("cpu_ddp", launch_flags=["--max_restarts", 1], check=False)
-    assert "error: --max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr
+    assert (
+        "error: --max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set" in done.stderr
+    )

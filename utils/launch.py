@@ -42,7 +42,7 @@ EXIT_REQUEUE = 75
 OWN = {"output_dir", "dataset", "num_workers"}
 # What gloo, NCCL and their store say when another process is gone or silent, and not when they are used wrongly.
 LOST = re.compile(
-    "connection (closed|reset|refused)|broken pipe|timed? ?out|timeout|unreachable|no route|remote process", re.I
+    "connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process", re.I
 )
 
 
@@ -95,8 +95,8 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None) -
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # pytorch/pytorch#135712
             stop(
-                "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment: "
-                "restarted processes would find the addresses of the old ones in the launcher's store, and wait for them"
+                "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set: else the "
+                "processes that it restarts find the addresses of the old ones in the launcher's store"
             )
         if fresh_dir:
             stop("--max_restarts needs an --output_dir, to go on from what is in it")
