@@ -115,7 +115,8 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, t
         if name == "link cut":
             assert hosts.errors(1)[0].startswith("rank 1 on beta lost rank 0 on alpha at ")
             assert "Timed out waiting" in hosts.errors(1)[0]
-    assert hosts.ends(hosts.launch(*flags, "--resume"))[0] == [0, 0], hosts.log(0) + hosts.log(1)
+    running = hosts.launch(*flags, "--resume", "--timeout_s", 60)
+    assert hosts.ends(running)[0] == [0, 0], hosts.log(0) + hosts.log(1)
     launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
     resumed_from = [launch["from_step"] for launch in launches[1:]]
     assert all(at <= step < 1600 for at, step in zip([150, 350, 550], resumed_from, strict=True))

@@ -186,12 +186,8 @@ def test_a_lost_peer_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch, 
         sys.excepthook(type(error), error, None)
         return capsys.readouterr().err
 
-    closed = said(
-        RuntimeError("[/gloo/pair.cc:545] Connection closed by peer [10.0.0.11]:64210. This is typically ...")
-    )
-    assert closed.startswith(
-        "error: rank 1 on alpha lost rank 2 on beta: Connection closed by peer [10.0.0.11]:64210; "
-    )
+    closed = said(RuntimeError("[/gloo/pair.cc:545] Connection closed by peer [10.0.0.111]:64. This is typically ..."))
+    assert closed.startswith("error: rank 1 on alpha lost rank 3 on gamma: Connection closed by peer [10.0.0.111]:64; ")
     assert closed.endswith(" --resume\n")
     assert closed.count("\n") == 1
     monkeypatch.setattr(launch, "is_up", lambda address: address == "10.0.0.11")
