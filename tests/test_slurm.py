@@ -22,8 +22,8 @@ ClusterName=test
 SlurmctldHost={names[0]}({addresses[0]})
 SlurmUser=root
 SlurmdUser=root
-# A requeued job waits until its credential has expired: 2 s instead of 2 minutes.
-AuthInfo=socket={folder}/munge.sock,cred_expire=2
+# A requeued job waits until its credential has expired: 5 s, the least there is, instead of 2 minutes.
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 StateSaveLocation={folder}
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -50,9 +50,11 @@ class Slurm:
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, names=NAMES, addresses=ADDRESSES))
         (folder / "munge.key").write_bytes(os.urandom(64))
         (folder / "munge.key").chmod(0o400)
-        files = {"key-file": "munge.key", "socket": "munge.sock", "seed-file": "munge.seed"}
+        files = {"key-file": "munge.key", "socket": "munge.sock", "seed-file": "munge.seed", "pid-file": "munge.pid"}
         self.daemon(0, "munged", "--force", "--foreground", *(f"--{name}={folder / files[name]}" for name in files))
+        self.until((folder / "munge.sock").exists, 10)
         self.daemon(0, "slurmctld", "-D")
+        self.until(lambda: "UP" in self.run("scontrol", "ping", check=False), 30)
         for host, name in enumerate(NAMES):
             (folder / name).mkdir()
             self.daemon(host, "slurmd", "-D", "-N", name)
