@@ -108,14 +108,14 @@ def slurm(tmp_path, home):
             hosts.remove()
 
 
-def flags(small_mnist, output_dir):
-    words = ["--dataset", small_mnist, "--max_steps", 3000, "--batch_size", 64, "--log_every", 50]
+def flags(small_mnist, output_dir, max_steps):
+    words = ["--dataset", small_mnist, "--max_steps", max_steps, "--batch_size", 64, "--log_every", 50]
     return [*words, "--checkpoint_every", 100, "--output_dir", output_dir]
 
 
 def test_two_nodes_go_on_after_the_time_limit_and_after_scontrol_requeue(slurm, small_mnist, tmp_path):
     options = ["--time=1", "--signal=B:USR1@30"]
-    number = slurm.submit("multi_node.sbatch", *flags(small_mnist, tmp_path / "run"), options=options)
+    number = slurm.submit("multi_node.sbatch", *flags(small_mnist, tmp_path / "run", 3000), options=options)
     slurm.until(lambda: slurm.job(number)["Restarts"] == "1")
     slurm.run("scontrol", "update", f"JobId={number}", "TimeLimit=30")
     assert "stopped by a signal" in slurm.log()  # saved by itself: it was not killed
@@ -127,7 +127,7 @@ def test_two_nodes_go_on_after_the_time_limit_and_after_scontrol_requeue(slurm, 
     print(slurm.run("sacct", "--completion", "--format=jobid,jobname,nnodes,nodelist,state,start,end"))
     print((slurm.folder / "jobs.txt").read_text())
     assert slurm.job(number)["Restarts"] == "2"
-    assert [process.wait(120) for process in slurm.hosts.launch(*flags(small_mnist, "whole"))] == [0, 0]
+    assert [process.wait(120) for process in slurm.hosts.launch(*flags(small_mnist, "whole", 3000))] == [0, 0]
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
@@ -135,13 +135,13 @@ def test_two_nodes_go_on_after_the_time_limit_and_after_scontrol_requeue(slurm, 
 
 def test_one_node_goes_on_after_the_signal(slurm, launcher, small_mnist, tmp_path):
     """And one that fails by itself is not queued again."""
-    number = slurm.submit("one_node.sbatch", *flags(small_mnist, tmp_path / "run"), processes=2)
+    number = slurm.submit("one_node.sbatch", *flags(small_mnist, tmp_path / "run", 1000), processes=2)
     slurm.until(lambda: "train epoch" in slurm.log())
     slurm.run("scancel", "--batch", "--signal=USR1", number)
     slurm.until(lambda: slurm.job(number)["JobState"] == "COMPLETED")
     assert slurm.job(number)["Restarts"] == "1"
     assert "stopped by a signal" in slurm.log()
-    launcher("cpu_ddp", *flags(small_mnist, "whole"))
+    launcher("cpu_ddp", *flags(small_mnist, "whole", 1000))
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
