@@ -54,8 +54,9 @@ def test_what_is_wrong_before_training_ends_on_both_hosts(hosts, flags, small_mn
 
     # Another run has the port.
     port = free_port()
-    serve = f"import time, torch; s = torch.distributed.TCPStore('', {port}, is_master=True, wait_for_workers=False); "
-    other = hosts.start(0, sys.executable, "-c", f"{serve}print('listens', flush=True); time.sleep(99)", log="other")
+    serve = f"torch.distributed.TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)"
+    code = f"import time, torch; store = {serve}; print('listens', flush=True); time.sleep(99)"
+    other = hosts.start(0, sys.executable, "-c", code, log="other")
     while "listens" not in (tmp_path / "other").read_text():
         assert other.poll() is None
         time.sleep(0.05)
