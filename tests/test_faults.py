@@ -36,7 +36,7 @@ def shown(name, hosts, codes, seconds):
     print(f"{name}: exit codes {codes} after {seconds} s")
     for host in (0, 1):
         lines = [line for line in hosts.log(host).splitlines() if "rror: " in line or "exitcode  :" in line]
-        lines = [line for line in lines if "] error: " in line or line.startswith("error: ")] or lines
+        lines = [line for line in lines if "error: " in line] or lines
         print(f"  {host}: {lines[-1].partition('; to go on')[0] if lines else '(nothing)'}")
 
 
@@ -68,16 +68,16 @@ def test_what_is_wrong_before_training_ends_on_both_hosts(hosts, flags, small_mn
     assert f"port `{port}`, but another process is utilizing it" in hosts.log(0)
 
     # Other arguments, other data, and a flag that machine 1 alone does not know.
-    (tmp_path / "other").mkdir()
+    (tmp_path / "other_data").mkdir()
     for file in small_mnist.iterdir():
         split = file.name.partition("-")[0]
         other = next(small_mnist.glob("test-*")) if split == "train" else file
-        (tmp_path / "other" / file.name).write_bytes(other.read_bytes())
+        (tmp_path / "other_data" / file.name).write_bytes(other.read_bytes())
     arguments = "rank 1 on beta has lr 0.1, not 0.004 as rank 0 on alpha"
     data = "rank 1 on beta has train 203, not 1003; fingerprint "
     for name, own, sentence in (
         ("other arguments", ["--lr", 0.1], arguments),
-        ("other data", ["--dataset", tmp_path / "other"], data),
+        ("other data", ["--dataset", tmp_path / "other_data"], data),
         ("bad flag", ["--no_such_flag"], None),
     ):
         codes, seconds = hosts.ends(hosts.launch(*flags, each=[{}, {"flags": own}]), 60)
