@@ -208,7 +208,7 @@ def main():
         stop("--compare needs whole gradients in each process, and FSDP has them in pieces: take another config file")
 
     train_data, test_data = load_images(args.dataset, args.num_workers)
-    data = describe(args.dataset, train_data, test_data)
+    data = launch.same_on_all(accelerator, describe(args.dataset, train_data, test_data))
     model = CellNet(train_data.images.shape[1], len(train_data.classes), args.norm, args.variable_length)
     model = launch.data_parallel(model.to(getattr(torch, args.dtype)), accelerator)
     if args.micro_batch_size:

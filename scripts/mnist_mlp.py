@@ -122,7 +122,7 @@ def main():
     tracker = Tracker(accelerator, args)
 
     train_data, test_data = load_images(args.dataset, args.num_workers)
-    data = describe(args.dataset, train_data, test_data)
+    data = launch.same_on_all(accelerator, describe(args.dataset, train_data, test_data))
     accumulation = args.gradient_accumulation_steps
     train_batches = GlobalBatches(train_data, args.batch_size, accelerator, args.seed, accumulation)
     test_batches, steps_per_epoch = GlobalBatches(test_data, TEST_BATCH_SIZE, accelerator), len(train_batches)

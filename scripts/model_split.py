@@ -214,7 +214,8 @@ def main():
         train_data, test_data = (synthetic(count, args.image_size, args.seed) for count in (512, 64))
     else:
         train_data, test_data = load_images(args.dataset, args.num_workers)
-    data = describe("synthetic" if args.synthetic else args.dataset, train_data, test_data)
+    name = "synthetic" if args.synthetic else args.dataset
+    data = launch.same_on_all(accelerator, describe(name, train_data, test_data))
     # All processes of one pipeline see the same samples: the first stage needs the images, the last one the labels.
     rank, processes = accelerator.process_index, accelerator.num_processes
     share = SimpleNamespace(device=accelerator.device, num_processes=copies, process_index=rank // num_stages)

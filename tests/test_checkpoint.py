@@ -63,6 +63,32 @@ def test_everything_that_a_step_needs_comes_back(tmp_path):
     assert tuple(other[1].param_groups[0]["betas"]) == tuple(prepared[1].param_groups[0]["betas"])
 
 
+def test_moments_come_back_in_the_layout_of_their_weights(tmp_path):
+    """A fused step reads the memory of both side by side: with other strides, each weight gets another one's momentum."""
+    accelerator = Accelerator(cpu=True)
+
+    def build_convolution(seed):
+        torch.manual_seed(seed)
+        model = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=True)
+        return accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+
+    def step(model, optimizer, _):
+        accelerator.backward(model(torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first, other = build_convolution(0), build_convolution(1)
+    step(*first)
+    Checkpoints(accelerator, arguments(tmp_path), {}).save(1, *first, {}, {})
+    Checkpoints(accelerator, arguments(tmp_path), {}).load(*other)
+    for parameter, state in other[1].optimizer.state.items():
+        assert state["momentum_buffer"].stride() == parameter.stride()
+    step(*first)
+    step(*other)
+    assert torch.equal(first[0].weight, other[0].weight)
+
+
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
 def test_names_are_those_of_the_bare_model(tmp_path, wrap):
     accelerator = Accelerator(cpu=True)

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -66,3 +67,19 @@ def test_gpu_configs_do_not_want_the_cpu(name, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(launch, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
     assert not launch.wants_cpu()
+
+
+@pytest.mark.parametrize("name", ["one_node", "multi_node"])
+def test_sbatch_files_are_bash_and_take_flags_that_exist(name):
+    """What Slurm makes of them: test_slurm.py."""
+    path = ROOT / "accelerate_configs" / "slurm" / f"{name}.sbatch"
+    subprocess.run(["bash", "-n", path], check=True)
+    text = path.read_text()
+    command = re.search(r"accelerate launch (.+?)\$LAUNCH_FLAGS", text.replace("\\\n", ""), flags=re.S)[1]
+    words = shlex.split(command)
+    parser = launch_command_parser()
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    assert {word for word in words if word.startswith("--")} <= known
+    assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+    options = re.findall(r"^#SBATCH (.+)$", text, flags=re.M)
+    assert {"--signal=B:USR1@120", "--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)

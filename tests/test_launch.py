@@ -115,9 +115,8 @@ def test_accelerate_answers_the_lomo_question_once():
     """Two searches of the disk an update otherwise: half of the time of a small step."""
     import accelerate.optimizer
 
-    launch.make_accelerator(
-        SimpleNamespace(batch_size=8, gradient_accumulation_steps=1, seed=0, log_with=None, output_dir="x"), 1
-    )
+    args = {"batch_size": 8, "gradient_accumulation_steps": 1, "seed": 0, "timeout_s": 600, "log_with": None}
+    launch.make_accelerator(SimpleNamespace(**args, output_dir="x"), 1)
     accelerate.optimizer.is_lomo_available()
     before = accelerate.optimizer.is_lomo_available.cache_info().hits
     accelerate.optimizer.is_lomo_available()
@@ -171,3 +170,62 @@ def test_scripts_find_utils_from_any_folder(launcher):
     done = launcher("cpu", "--help")
     assert ROOT not in launcher.folder.parents
     assert "--batch_size" in done.stdout
+
+
+def test_a_lost_peer_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(launch.socket, "gethostname", lambda: "alpha")
+    monkeypatch.setattr(launch, "own_address", lambda: "10.0.0.1")
+    peers = launch.explain_lost_peers()
+    hosts = [("alpha", "10.0.0.1"), ("alpha", "10.0.0.1"), ("beta", "10.0.0.11"), ("gamma", "10.0.0.111")]
+    peers += [{"host": host, "address": address, "restarts": 0} for host, address in hosts]
+
+    def said(error):
+        sys.excepthook(type(error), error, None)
+        return capsys.readouterr().err
+
+    closed = said(RuntimeError("[/gloo/pair.cc:545] Connection closed by peer [10.0.0.111]:64. This is typically ..."))
+    assert closed.startswith("error: rank 1 on alpha lost rank 3 on gamma: Connection closed by peer [10.0.0.111]:64; ")
+    assert closed.endswith(" --resume\n")
+    assert closed.count("\n") == 1
+    monkeypatch.setattr(launch, "is_up", lambda address: address == "10.0.0.11")
+    assert "rank 1 on alpha lost rank 3 on gamma: Timed out" in said(RuntimeError("Timed out waiting 8001ms for recv"))
+    monkeypatch.setattr(launch, "is_up", lambda address: True)
+    assert "lost another process: Timed out" in said(RuntimeError("Timed out waiting 8001ms for recv"))
+    for bug in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("connection closed")):
+        assert said(bug).startswith(type(bug).__name__)
+
+
+def test_what_differs_between_processes_is_named(monkeypatch, capsys):
+    facts = {"lr": 0.1, "output_dir": "a", "seed": 0}
+    shared = [(host, {"lr": lr, "seed": 0}) for host, lr in (("alpha", 0.1), ("beta", 0.1), ("gamma", 0.2))]
+    monkeypatch.setattr(launch, "gather_object", lambda mine: [*mine, *shared[1:2]])
+    assert launch.same_on_all(fake_accelerator(), facts) == facts
+    monkeypatch.setattr(launch, "gather_object", lambda mine: shared)
+    with pytest.raises(SystemExit):
+        launch.same_on_all(fake_accelerator(), facts)
+    assert capsys.readouterr().err == "error: rank 2 on gamma has lr 0.2, not 0.1 as rank 0 on alpha\n"
+
+
+def test_the_timeout_reaches_the_process_group(monkeypatch):
+    """Accelerate drops one that equals its own default of 600 s, and gloo then waits for half an hour."""
+    made = []
+
+    def refuse(**options):
+        made.extend(options["kwargs_handlers"])
+        raise ValueError
+
+    monkeypatch.setattr(launch, "Accelerator", refuse)
+    args = launch.ArgumentParser().parse_args([])
+    with pytest.raises(SystemExit):
+        launch.make_accelerator(
+            SimpleNamespace(**vars(args), gradient_accumulation_steps=1, log_with=None, output_dir="x")
+        )
+    (kwargs,) = [each.to_kwargs() for each in made if isinstance(each, launch.InitProcessGroupKwargs)]
+    assert kwargs["timeout"].total_seconds() == pytest.approx(600, abs=0.1)
+
+
+def test_a_machine_that_refuses_a_connection_is_up():
+    assert launch.is_up("127.0.0.1")

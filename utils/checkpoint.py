@@ -42,7 +42,7 @@ PART = StateDictOptions(cpu_offload=True)
 # Arguments that may change between a run and its resume: they decide where and how fast, or stand in the facts.
 FREE = {"output_dir", "resume", "dataset", "num_epochs", "max_steps", "gradient_accumulation_steps", "num_workers"}
 FREE |= {"checkpoint_every", "keep_checkpoints", "log_every", "log_with", "predict"}
-FREE |= {"micro_batch_size", "cpu_memory_gib", "compare"}
+FREE |= {"timeout_s", "micro_batch_size", "cpu_memory_gib", "compare"}
 FREE |= {"num_stages", "num_microbatches", "schedule", "split", "balance", "cpu_threads"}
 
 
@@ -142,6 +142,18 @@ def whole_state(accelerator: Accelerator, model, optimizer, copy: int | None) ->
 
 def contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give each state tensor the strides of its parameter, as it had them before it was saved.
+
+    A fused optimizer step goes through the memory of both side by side and looks at no strides: after a load, a weight
+    with channels last would get the momentum of other weights.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, tensor in state.items():
+            if tensor.shape == parameter.shape and tensor.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
 
 
 def checksum(manifest: dict) -> str:

@@ -2,13 +2,17 @@
 
 import argparse
 import ctypes
+import datetime
 import functools
 import os
+import re
 import shlex
 import signal
 import socket
 import sys
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import accelerate.optimizer
@@ -22,6 +26,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
     broadcast_object_list,
     gather_object,
     set_seed,
@@ -33,12 +38,24 @@ from utils import stop
 # BSD's "temporary failure, try again" (sysexits.h): the state is saved, the same command with --resume goes on from it.
 EXIT_REQUEUE = 75
 
+# What a machine may have as its own: where its files are, and how many threads read them.
+OWN = {"output_dir", "dataset", "num_workers"}
+# What gloo, NCCL and their store say when another process is gone or silent, and not when they are used wrongly.
+LOST = re.compile(
+    "connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process", re.I
+)
+
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with defaults in --help, and with an error that is one sentence, printed once and not once a process."""
+    """argparse with defaults in --help, and with an error that is one sentence, printed once and not once a process.
+
+    Has the flag of every script that `make_accelerator` alone reads.
+    """
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+        wait = "seconds that a process waits for another one, in a save of the main process too, before all end"
+        self.add_argument("--timeout_s", type=at_least(1), default=600, help=wait)
 
     def error(self, message):
         stop(f"{message} (--help lists all flags)")
@@ -60,12 +77,15 @@ def at_least(minimum: float, kind: type = int, below: float = float("inf")):
 def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, split_batch: bool = True) -> Accelerator:
     """The Accelerator for the topology in the config file, checked against what really started.
 
-    Reads `batch_size`, `gradient_accumulation_steps`, `seed`, `log_with` and `output_dir` from `args`, and fills in
-    `output_dir` where none was given. `cpu_threads`: threads of a process for work on the CPU; None: its share of the
-    cores. `split_batch`: whether each process takes a share of the batch; not so where processes share the model.
+    Reads `batch_size`, `gradient_accumulation_steps`, `seed`, `timeout_s`, `log_with` and `output_dir` from `args`,
+    fills in `output_dir` where none was given, and sets `resume` where the launcher restarted a run that had failed.
+    `cpu_threads`: threads of a process for work on the CPU; None: its share of the cores. `split_batch`: whether each
+    process takes a share of the batch; not so where processes share the model.
+
+    From here on, a process that loses another one ends with a sentence (`explain_lost_peers`).
 
     Raises: SystemExit, in one sentence, if fewer or other processes run than were asked for, if a GPU was asked for
-    and none is there, or if the global batch does not divide.
+    and none is there, if processes have different arguments, or if the global batch does not divide.
     """
     # Accelerate searches the disk for a package "lomo" in each optimizer.step and zero_grad: as long as a step of a
     # small model takes. The answer does not change.
@@ -73,6 +93,16 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, s
     fresh_dir = args.output_dir is None
     if fresh_dir:
         args.output_dir = f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # pytorch/pytorch#135712
+            stop(
+                "--max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set: else the "
+                "processes that it restarts find the addresses of the old ones in the launcher's store"
+            )
+        if fresh_dir:
+            stop("--max_restarts needs an --output_dir, to go on from what is in it")
+    peers = explain_lost_peers()
+    bind_gloo_to_the_route()
     try:
         accelerator = Accelerator(
             # The launcher of several processes does not hand `use_cpu` on. Without it Accelerate looks for GPUs, finds
@@ -85,11 +115,22 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, s
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
             ),
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                # Not 600 s to the dot: Accelerate leaves out what equals its own default, and gloo's is half an hour.
+                InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=args.timeout_s, milliseconds=1)),
+            ],
         )
     except (ValueError, RuntimeError) as error:  # a precision or a tracker that is not there, FSDP on a CPU, ...
+        if LOST.search(str(error)):
+            raise
         stop(f"Accelerate cannot start with this config and these flags: {' '.join(str(error).split())}")
     check_topology(accelerator)
+    peers += gather_object([introduction()])
+    # Nobody is there to type --resume. On a machine where no process had failed the count stays 0.
+    if any(peer["restarts"] for peer in peers):
+        args.resume = True
+    same_on_all(accelerator, {"script": Path(sys.argv[0]).name, **vars(args)})
     pieces = accelerator.num_processes * args.gradient_accumulation_steps
     if split_batch and args.batch_size % pieces:
         below = args.batch_size - args.batch_size % pieces
@@ -104,6 +145,97 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, s
     if fresh_dir:
         args.output_dir = broadcast_object_list([args.output_dir])[0]
     return accelerator
+
+
+def introduction() -> dict:
+    """This process, for the others: its host, the address it has for them, and how often its launcher restarted it."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return {"host": socket.gethostname(), "address": own_address(), "restarts": restarts}
+
+
+def own_address() -> str | None:
+    """The address by which this machine reaches the main process; None with one machine, or without a route."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing: it only looks the route up
+        except OSError:  # an IPv6 address, or no route
+            return None
+        address = probe.getsockname()[0]
+    return None if address.startswith("127.") else address
+
+
+def same_on_all(accelerator: Accelerator, facts: dict) -> dict:
+    """`facts`, if all processes have the same ones, but for those in OWN. A collective.
+
+    Different arguments or data would train one model on two machines by two recipes, or hang.
+    Raises: SystemExit on all processes; names the first one that differs, its host, and in what.
+    """
+    shared = {name: value for name, value in facts.items() if name not in OWN}
+    everyone = gather_object([(socket.gethostname(), shared)])
+    first_host, first = everyone[0]
+    for rank, (host, theirs) in enumerate(everyone):
+        pairs = {name: (theirs.get(name), first.get(name)) for name in {**first, **theirs}}
+        differ = [f"{name} {their!r}, not {ours!r}" for name, (their, ours) in pairs.items() if their != ours]
+        if differ:
+            stop(f"rank {rank} on {host} has {'; '.join(differ)} as rank 0 on {first_host}")
+    return facts
+
+
+def bind_gloo_to_the_route() -> None:
+    """Have gloo listen on the interface that leads to the main process, unless GLOO_SOCKET_IFNAME names one.
+
+    gloo takes the address that the host's own name resolves to: 127.0.1.1 on a stock Debian or Ubuntu, where no other
+    machine finds it.
+    """
+    address = own_address()
+    for interface, addresses in psutil.net_if_addrs().items():
+        if address in [each.address for each in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def explain_lost_peers() -> list[dict]:
+    """Turn the error of a collective whose other end is gone or silent into one sentence, on each process that sees it.
+
+    It names this process, the line of code that waited, and the ranks on the machine that the error names, or on those
+    that do not answer. Returns a list to be filled with the `introduction`s of all processes.
+    """
+    peers, rank, host = [], int(os.environ.get("RANK", 0)), socket.gethostname()
+
+    def explain(kind, error, trace):
+        if not (issubclass(kind, RuntimeError) and LOST.search(str(error))):
+            return sys.__excepthook__(kind, error, trace)
+        reason = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].split(". This is typically")[0]
+        addresses = {peer["address"] for peer in peers} - {None, own_address()}
+        lost = {each for each in addresses if re.search(rf"\b{re.escape(each)}\b", reason)}
+        if not lost:
+            with ThreadPoolExecutor(64) as pool:
+                lost = {each for each, up in zip(addresses, pool.map(is_up, addresses), strict=True) if not up}
+        names = [f"rank {other} on {peer['host']}" for other, peer in enumerate(peers) if peer["address"] in lost]
+        ours = [frame for frame in traceback.extract_tb(trace) if "site-packages" not in frame.filename]
+        where = f" at {os.path.relpath(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""
+        print(
+            f"error: rank {rank} on {host} lost {' or '.join(names) or 'another process'}{where}: {reason}; "
+            f"to go on: {resume_command()}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    if "RANK" in os.environ:
+        sys.excepthook = explain
+    return peers
+
+
+def is_up(address: str) -> bool:
+    """Whether a machine answers, be it by refusing a connection to a port where nobody listens."""
+    try:
+        socket.create_connection((address, 1), timeout=2).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache

@@ -1,0 +1,143 @@
+"""Two hosts on one machine: network namespaces with an address, a name and an /etc/hosts each, and a cable between."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conftest import ROOT, free_port
+
+NAMES, ADDRESSES = ("alpha", "beta"), ("10.77.0.1", "10.77.0.2")
+
+
+def ip(*words):
+    done = subprocess.run(["ip", *map(str, words)], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(map(str, words))}: {done.stderr.strip()}")
+    return done.stdout
+
+
+class Hosts:
+    """Hosts 0 and 1. Raises: OSError, with the reason, where they cannot be made."""
+
+    def __init__(self, folder: Path, home: Path):
+        self.folder, self.home, self.processes = folder, home, []
+        self.spaces = [f"{name}{os.getpid()}" for name in NAMES]
+        if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
+            raise OSError("network namespaces need root, and the programs ip and unshare")
+        try:
+            for space in self.spaces:
+                ip("netns", "add", space)
+            ip("link", "add", "eth0", "netns", self.spaces[0], "type", "veth", "peer", "eth0", "netns", self.spaces[1])
+            for space, address in zip(self.spaces, ADDRESSES, strict=True):
+                ip("-n", space, "address", "add", f"{address}/24", "dev", "eth0")
+                ip("-n", space, "link", "set", "lo", "up")
+            self.plug("up")
+            self.write_etc_hosts(ADDRESSES)
+        except OSError:
+            self.remove()
+            raise
+
+    def plug(self, up_or_down: str):
+        for space in self.spaces:
+            ip("-n", space, "link", "set", "eth0", up_or_down)
+
+    def write_etc_hosts(self, own: tuple[str, str]):
+        """own: the address that a host's name has on that host itself; `ip netns exec` puts the files into /etc."""
+        for host, space in enumerate(self.spaces):
+            folder = Path("/etc/netns") / space
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = [f"{own[n] if n == host else ADDRESSES[n]} {NAMES[n]}\n" for n in (0, 1)]
+            (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+            (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody: names come from the file alone
+
+    def start(self, host: int, *command, cwd: Path | None = None, log: str | None = None, **environment):
+        """Run a command on a host; what it prints goes to the file `log`, alpha.log or beta.log if none is given."""
+        words = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
+        words += ['hostname "$0"; exec "$@"', NAMES[host], *map(str, command)]
+        environment = {**os.environ, "HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | environment
+        with open(self.folder / (log or f"{NAMES[host]}.log"), "w") as file:
+            process = subprocess.Popen(
+                words, cwd=cwd or self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+        self.processes.append(process)
+        return process
+
+    def launch(self, *flags, launch_flags=(), each=({}, {}), only=(0, 1), processes=2, **environment):
+        """`accelerate launch` of mnist_mlp.py on both hosts. each: flags, launch_flags and cwd of one host alone."""
+        port, running = free_port(), []
+        for host in only:
+            own = each[host]
+            command = [sys.executable, "-m", "accelerate.commands.launch"]
+            command += ["--config_file", ROOT / "accelerate_configs" / "multi_node.yaml", "--machine_rank", host]
+            command += ["--main_process_ip", ADDRESSES[0], "--main_process_port", port, "--num_processes", processes]
+            command += ["--gpu_ids=-1,-1", *launch_flags, *own.get("launch_flags", ())]
+            command += [ROOT / "scripts" / "mnist_mlp.py", *flags, *own.get("flags", ())]
+            running.append(self.start(host, *command, cwd=own.get("cwd"), **environment))
+        return running
+
+    def log(self, host: int) -> str:
+        return (self.folder / f"{NAMES[host]}.log").read_text()
+
+    def errors(self, host: int) -> list[str]:
+        return [line.partition("error: ")[2] for line in self.log(host).splitlines() if "error: rank" in line]
+
+    def wait_for(self, text: str, timeout=120):
+        """Until one of the logs has the text."""
+        end = time.monotonic() + timeout
+        while text not in self.log(0) + self.log(1):
+            assert time.monotonic() < end, self.log(0)[-3000:] + self.log(1)[-3000:]
+            assert any(process.poll() is None for process in self.processes), self.log(0)[-3000:] + self.log(1)[-3000:]
+            time.sleep(0.05)
+
+    def end(self, running, timeout=120) -> tuple[list[int], list[float]]:
+        """Exit codes, and seconds until then."""
+        began, codes, seconds = time.monotonic(), {}, {}
+        while len(codes) < len(running):
+            for process in set(running) - codes.keys():
+                if process.poll() is not None:
+                    codes[process], seconds[process] = process.returncode, time.monotonic() - began
+            assert time.monotonic() < began + timeout, self.log(0)[-3000:] + self.log(1)[-3000:]
+            time.sleep(0.05)
+        return [codes[process] for process in running], [round(seconds[process], 1) for process in running]
+
+    def ends(self, running, timeout=120) -> tuple[list[int], list[float]]:
+        """As `end`, and nothing is left on either host."""
+        codes_and_seconds = self.end(running, timeout)
+        assert [self.pids(host) for host in (0, 1)] == [[], []]
+        return codes_and_seconds
+
+    def pids(self, host: int, **environment) -> list[int]:
+        """The processes on a host that have these environment variables."""
+        found = []
+        for pid in map(int, ip("netns", "pids", self.spaces[host]).split()):
+            try:
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:  # it has just ended
+                continue
+            if all(f"{name}={value}".encode() in words for name, value in environment.items()):
+                found.append(pid)
+        return found
+
+    def kill(self, host: int, **environment):
+        """kill -9; of all processes where no environment is given: the host is gone."""
+        for pid in self.pids(host, **environment):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def remove(self):
+        for host, space in enumerate(self.spaces):
+            try:
+                while self.pids(host):
+                    self.kill(host)
+                ip("netns", "delete", space)  # and the cable with it
+            except OSError:  # not made
+                pass
+            shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
+        for process in self.processes:
+            process.wait(10)
