@@ -64,7 +64,7 @@ def test_everything_that_a_step_needs_comes_back(tmp_path):
 
 
 def test_moments_come_back_in_the_layout_of_their_weights(tmp_path):
-    """A fused step reads the memory of both side by side: with other strides, each weight gets another one's momentum."""
+    """A fused step reads the memory of both side by side: with other strides, a weight gets the momentum of another."""
     accelerator = Accelerator(cpu=True)
 
     def build_convolution(seed):

@@ -292,6 +292,7 @@ class Checkpoints:
         set_model_state_dict(model, model_state, options=options)
         if optimizer_state["state"]:
             set_optimizer_state_dict(model, optimizer.optimizer, optimizer_state, options=options)
+            lay_out_like_parameters(optimizer.optimizer)
         else:  # plain SGD has none, and torch's function then fails
             for group, saved in zip(optimizer.param_groups, manifest["optimizer"], strict=True):
                 group.update({name: value for name, value in saved.items() if name != "params"})
