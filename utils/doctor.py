@@ -10,6 +10,7 @@ import importlib
 import ipaddress
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,16 +31,15 @@ DEFAULT_PORT = 29500  # Accelerate's, where neither a flag nor the config names 
 MIN_SHM_GIB, MIN_GPU_GIB, MIN_DISK_GIB, MIN_DISK_MIB_PER_S = 1, 2, 1, 20
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate")
 TEST_PACKAGES = ("pytest", "pytest-xdist", "ruff")  # no run needs them
-VARIABLES = (  # name, whether a run goes wrong, what it does; the first that fits
-    ("WORLD_SIZE", True, "makes one process wait for others that nobody starts"),
-    ("RANK", True, "makes one process wait for others that nobody starts"),
-    ("LOCAL_RANK", True, "makes one process wait for others that nobody starts"),
-    ("ACCELERATE_USE_*", True, "turns parts of Accelerate on or off behind the config file"),
-    ("ACCELERATE_TORCH_DEVICE", True, "overrides the device that the config file asks for"),
-    ("ACCELERATE_*", False, "is read by Accelerate beside the config file"),
-    ("NCCL_*", False, "changes how GPUs talk, also where it was not meant to"),
-    ("CUDA_VISIBLE_DEVICES", False, "chooses the GPUs that torch sees, and numbers them anew"),
-    ("OMP_NUM_THREADS", False, "limits NumPy and data loading; torch's own threads are set by the scripts"),
+VARIABLES = (  # NAME=value as an expression, where a run goes wrong, why; the first that fits
+    ("WORLD_SIZE=(?!1$).*|LOCAL_RANK=.*", "everywhere", "makes a process look for others that nobody started"),
+    ("ACCELERATE_TORCH_DEVICE=.*", "everywhere", "overrides the config file"),
+    ("ACCELERATE_USE_.*", "on a GPU", "overrides the config file"),
+    ("WORLD_SIZE=1|RANK=.*", "", "is a leftover of another launcher"),
+    ("ACCELERATE_.*", "", "is read by Accelerate beside the config file"),
+    ("NCCL_.*", "", "changes how GPUs talk, also in runs it was not meant for"),
+    ("CUDA_VISIBLE_DEVICES=.*", "", "chooses the GPUs that torch sees, and numbers them anew"),
+    ("OMP_NUM_THREADS=.*", "", "limits NumPy and data loading; torch's own threads are set by the scripts"),
 )
 
 
@@ -196,24 +195,13 @@ def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
     many = f"--num_processes {machines * count} --main_process_ip {address} --machine_rank 0 "
     many_batch = f" --output_dir runs/{machines}_machines --batch_size {128 * machines * count}"
     alone = "the first GPU alone, the others stay free" if count > 1 else "there is one GPU"
+    more = cuda and count > 1
     table = [  # fits, name, why, flags of the launcher, flags of the script
-        (
-            cuda and count > 1,
-            "ddp",
-            f"a process on each of {count} GPUs: the fastest for a model that fits on one",
-            port,
-            batch,
-        ),
-        (cuda and count > 1, "dp", f"the same {count} GPUs by threads of one process: slower, to compare", "", batch),
-        (cuda and count > 1, "fsdp", f"a model too large for one GPU, cut over {count}", port, batch),
+        (more, "ddp", f"a process on each of {count} GPUs, fastest where one holds the model", port, batch),
+        (more, "dp", f"one process over {count} GPUs: slower, to compare", "", batch),
+        (more, "fsdp", f"a model too large for one GPU, cut over {count}", port, batch),
         (count > 0, "single_gpu", alone, "", ""),
-        (
-            cuda,
-            "multi_node",
-            f"{machines} machines like this one; on the others another --machine_rank",
-            many,
-            many_batch,
-        ),
+        (cuda, "multi_node", f"{machines} such machines; each has its own --machine_rank", many, many_batch),
         (True, "cpu", "a first look, the GPUs stay free" if count else "there is no GPU", "", ""),
         (True, "cpu_ddp", "DistributedDataParallel without a GPU, to learn and to test", port, ""),
     ]
@@ -223,13 +211,16 @@ def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
 
 def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
     """What stands in the way, each as (whether a run would fail or go wrong, a sentence with what to do)."""
+    from packaging.version import Version
+
     install = "pip install -r requirements.txt"
     for one in facts.requirements:
         version, needed = facts.versions[one.name], one.name not in TEST_PACKAGES
         if version is None:
             yield needed, f"{one.name} is not installed: {install}"
         elif not one.specifier.contains(version, prereleases=True):
-            yield needed, f"{one.name} {version} is not the {one.specifier} that the tests ran with: {install}"
+            older = Version(version) < max(Version(bound.version) for bound in one.specifier)
+            yield needed and older, f"{one.name} {version} is not the {one.specifier} that was tested: {install}"
     for name, error in facts.broken.items():
         if facts.versions.get(name) and (name == "torch" or "torch" not in facts.broken):  # the others import torch
             pair = f"{name} {facts.versions[name]} does not work with torch {facts.versions['torch']}"
@@ -248,10 +239,11 @@ def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
     if facts.cores < workers:
         yield False, f"{workers} processes would share {facts.cores} cores: pass a smaller --num_processes"
 
-    for name, value in sorted(facts.environment.items()):
-        for pattern, fails, effect in VARIABLES:
-            if fnmatchcase(name, pattern):
-                yield fails, f"{name}={value} in the environment {effect}: unset it, unless you mean it"
+    for setting in sorted(f"{name}={value}" for name, value in facts.environment.items()):
+        for pattern, where, effect in VARIABLES:
+            if re.fullmatch(pattern, setting):
+                fails = where == "everywhere" or (where == "on a GPU" and count > 0)
+                yield fails, f"{setting} in the environment {effect}: unset it, unless you mean it"
                 break
     for name in (name for name, config in facts.configs.items() if config is None):
         yield True, f"accelerate_configs/{name}.yaml cannot be read: mend it"
@@ -259,20 +251,14 @@ def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         path, config = facts.default_config
         keys = ("distributed_type", "num_machines", "num_processes", "use_cpu", "mixed_precision")
         says = ", ".join(f"{key} {config[key]}" for key in keys if key in config) if config else "and cannot be read"
-        yield (
-            False,
-            f"{path} is taken silently where --config_file is missing ({says}): pass it always, or delete the file",
-        )
+        yield False, f"{path} ({says}) is taken silently where --config_file is missing: always pass it, or delete this"
     for port in facts.used_ports:
         owners = [config for config in facts.configs.values() if config and port_of(config) == port]
         fails = facts.device == "cuda" and any(config.get("num_machines", 1) > 1 for config in owners)
         several = "on several machines the same free one on all, for the run would stop"
         yield fails, f"port {port} is in use, perhaps by a run: pass --main_process_port 0 for a free one; {several}"
     if facts.device == "cuda" and not facts.addresses:
-        yield (
-            False,
-            f"the name {facts.host} leads to no address that other machines reach: give --main_process_ip there",
-        )
+        yield False, f"no other machine can reach this one by its name, {facts.host}: pass addresses, not names"
 
     if facts.shm_gib is not None and facts.shm_gib < MIN_SHM_GIB:  # NCCL does not start without its share
         full = f"/dev/shm has {facts.shm_gib * 1024:.0f} MiB free, and data workers that fill it die of a bus error"
@@ -283,10 +269,7 @@ def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         slow = f"{facts.folder} takes {facts.disk_mib_per_s:.1f} MiB/s, and a run waits for each checkpoint"
         yield False, f"{slow}: pass an --output_dir on a local disk"
     if facts.free_disk_gib < MIN_DISK_GIB:
-        yield (
-            False,
-            f"{facts.folder} has {facts.free_disk_gib:.2f} GiB free: delete old runs, or pass another --output_dir",
-        )
+        yield False, f"{facts.folder} has {facts.free_disk_gib:.2f} GiB free: pass an --output_dir on another disk"
 
 
 def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool = False) -> str:
@@ -295,29 +278,22 @@ def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool =
     def paint(code, text):
         return f"\033[{code}m{text}\033[0m" if colour else text
 
-    speed = facts.disk_mib_per_s
-    talk = [
-        f"no {name}" if version is None else f"{name} {version}".strip() for name, version in facts.backends.items()
-    ]
-    shown = [f"{name} {facts.versions.get(name) or 'missing'}" for name in PACKAGES]
-    rows = [
-        (f"GPU {i}", f"{gpu.name}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free")
-        for i, gpu in enumerate(facts.gpus)
-    ]
+    rows = [] if facts.gpus else [("GPU", "none that torch sees")]
+    for index, gpu in enumerate(facts.gpus):
+        rows.append((f"GPU {index}", f"{gpu.name}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"))
     if facts.links:
         links = ", ".join(f"{pairs} pairs by {kind}" for kind, pairs in facts.links.items())
         rows.append(("links", f"{links} (NV: NVLink; PIX, PXB, PHB, NODE: PCIe; SYS: from CPU to CPU)"))
-    rows = [
-        *(rows or [("GPU", "none that torch sees")]),
-        ("CPU", f"{facts.cores} cores, {facts.free_memory_gib:.1f} of {facts.memory_gib:.1f} GiB free"),
-        *([("/dev/shm", f"{facts.shm_gib:.1f} GiB free")] if facts.shm_gib is not None else []),
-        (
-            "disk",
-            f"{facts.free_disk_gib:.0f} GiB free in {facts.folder}, "
-            + (f"{speed:,.0f} MiB/s" if speed else "read-only"),
-        ),
-        ("versions", ", ".join([f"python {platform.python_version()}", *shown])),
-        ("torch with", ", ".join(talk) or "nothing: it cannot be imported"),
+    rows.append(("CPU", f"{facts.cores} cores, {facts.free_memory_gib:.1f} of {facts.memory_gib:.1f} GiB free"))
+    if facts.shm_gib is not None:
+        rows.append(("/dev/shm", f"{facts.shm_gib:.1f} GiB free"))
+    speed = f"{facts.disk_mib_per_s:,.0f} MiB/s" if facts.disk_mib_per_s else "nothing can be written"
+    versions = {"python": platform.python_version(), **{name: facts.versions.get(name) for name in PACKAGES}}
+    backends = [f"{name} {version}".strip() for name, version in facts.backends.items() if version is not None]
+    rows += [
+        ("disk", f"{facts.free_disk_gib:.0f} GiB free in {facts.folder}, {speed}"),
+        ("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())),
+        ("torch with", ", ".join(backends) or "nothing: it cannot be imported"),
     ]
     lines = [paint(1, "This machine"), *(f"  {name:<11}{text}" for name, text in rows)]
 
