@@ -55,8 +55,9 @@ def gather(folder: Path) -> SimpleNamespace:
     from packaging.requirements import Requirement
 
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
-    requirements = [Requirement(line) for line in lines if line]
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("-")]
     configs = {path.stem: read_yaml(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
+    ports = {number(config, "main_process_port", DEFAULT_PORT) for config in configs.values()}
     memory, host = psutil.virtual_memory(), socket.gethostname()
     broken = {name: error for name in ("torch", "torchvision", "accelerate") if (error := import_error(name))}
     device, gpus, backends = ("cpu", [], {}) if "torch" in broken else ask_torch(memory)
@@ -79,7 +80,7 @@ def gather(folder: Path) -> SimpleNamespace:
         environment=dict(os.environ),
         default_config=None if "accelerate" in broken else default_config(),  # path and content
         configs=configs,  # None: cannot be read
-        used_ports=[port for port in sorted({port_of(config) for config in configs.values()}) if port_in_use(port)],
+        used_ports=[port for port in sorted(ports) if port_in_use(port)],
         host=host,
         addresses=reachable_addresses(host),  # by which other machines could find this one
     )
@@ -95,14 +96,15 @@ def read_yaml(path) -> dict | None:
     return content if isinstance(content, dict) else None
 
 
-def port_of(config: dict | None) -> int:
-    return (config or {}).get("main_process_port") or DEFAULT_PORT
+def number(config: dict | None, key: str, default: int) -> int:
+    value = (config or {}).get(key)
+    return value if isinstance(value, int) else default
 
 
 def default_config() -> tuple[str, dict | None] | None:
-    from accelerate.commands.config import default_config_file
+    from accelerate.commands.config import default_config_file as path
 
-    return (default_config_file, read_yaml(default_config_file)) if os.path.isfile(default_config_file) else None
+    return (path, read_yaml(path)) if os.path.isfile(path) else None
 
 
 def output_of(*command: str) -> str:
@@ -139,7 +141,11 @@ def ask_torch(memory) -> tuple[str, list[Gpu], dict[str, str | None]]:
             name, free, total = "Apple GPU", memory.available, memory.total
         else:
             module = torch.get_device_module(device)
-            name, (free, total) = module.get_device_name(index), module.mem_get_info(index)
+            name, total = module.get_device_name(index), module.get_device_properties(index).total_memory
+            try:
+                free, _ = module.mem_get_info(index)
+            except RuntimeError:  # it takes some memory to ask, and not even that is free
+                free = 0
         gpus.append(Gpu(name, total / 2**30, free / 2**30))
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
@@ -172,7 +178,7 @@ def port_in_use(port: int) -> bool:
     try:
         family = socket.AF_INET6 if dual else socket.AF_INET
         socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
-    except OSError:
+    except (OSError, OverflowError):
         return True
     return False
 
@@ -190,7 +196,7 @@ def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
     count, cuda = len(facts.gpus), facts.device == "cuda"
     port = "--main_process_port 0 " if DEFAULT_PORT in facts.used_ports else ""  # 0: a free one
     batch = f" --batch_size {128 * count}"  # divides by any number of GPUs, as the default does not
-    machines = (facts.configs.get("multi_node") or {}).get("num_machines", 2)
+    machines = number(facts.configs.get("multi_node"), "num_machines", 2)
     address = (facts.addresses or ["ADDRESS_OF_MACHINE_0"])[0]
     many = f"--num_processes {machines * count} --main_process_ip {address} --machine_rank 0 "
     many_batch = f" --output_dir runs/{machines}_machines --batch_size {128 * machines * count}"
@@ -219,11 +225,11 @@ def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         if version is None:
             yield needed, f"{one.name} is not installed: {install}"
         elif not one.specifier.contains(version, prereleases=True):
-            older = Version(version) < max(Version(bound.version) for bound in one.specifier)
+            older = Version(version) < max(Version(bound.version.removesuffix(".*")) for bound in one.specifier)
             yield needed and older, f"{one.name} {version} is not the {one.specifier} that was tested: {install}"
     for name, error in facts.broken.items():
         if facts.versions.get(name) and (name == "torch" or "torch" not in facts.broken):  # the others import torch
-            pair = f"{name} {facts.versions[name]} does not work with torch {facts.versions['torch']}"
+            pair = f"{name} {facts.versions[name]} does not work with torch {facts.versions.get('torch')}"
             yield True, f"{pair} ({error}): install both anew, {install} --force-reinstall"
 
     count = len(facts.gpus)
@@ -235,7 +241,7 @@ def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         if facts.device != "mps" and gpu.free_gib < gpu.memory_gib / 2:
             free = f"GPU {index} has {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free, something else holds the rest"
             yield gpu.free_gib < MIN_GPU_GIB, f"{free}: end it (nvidia-smi names it) or pass --gpu_ids without {index}"
-    workers = count if facts.device == "cuda" else (facts.configs.get("cpu_ddp") or {}).get("num_processes", 1)
+    workers = count if facts.device == "cuda" else number(facts.configs.get("cpu_ddp"), "num_processes", 2)
     if facts.cores < workers:
         yield False, f"{workers} processes would share {facts.cores} cores: pass a smaller --num_processes"
 
@@ -253,10 +259,10 @@ def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         says = ", ".join(f"{key} {config[key]}" for key in keys if key in config) if config else "and cannot be read"
         yield False, f"{path} ({says}) is taken silently where --config_file is missing: always pass it, or delete this"
     for port in facts.used_ports:
-        owners = [config for config in facts.configs.values() if config and port_of(config) == port]
-        fails = facts.device == "cuda" and any(config.get("num_machines", 1) > 1 for config in owners)
-        several = "on several machines the same free one on all, for the run would stop"
-        yield fails, f"port {port} is in use, perhaps by a run: pass --main_process_port 0 for a free one; {several}"
+        owners = [one for one in facts.configs.values() if number(one, "main_process_port", DEFAULT_PORT) == port]
+        stops = facts.device == "cuda" and any(number(one, "num_machines", 1) > 1 for one in owners)
+        several = "on several machines a run would stop, and needs another port that is free on the first"
+        yield stops, f"port {port} is in use: pass --main_process_port 0, which finds a free one; {several}"
     if facts.device == "cuda" and not facts.addresses:
         yield False, f"no other machine can reach this one by its name, {facts.host}: pass addresses, not names"
 
@@ -279,18 +285,19 @@ def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool =
         return f"\033[{code}m{text}\033[0m" if colour else text
 
     rows = [] if facts.gpus else [("GPU", "none that torch sees")]
-    for index, gpu in enumerate(facts.gpus):
-        rows.append((f"GPU {index}", f"{gpu.name}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"))
+    for name, total in dict.fromkeys(gpu[:2] for gpu in facts.gpus):
+        free = [f"{gpu.free_gib:.1f}" for gpu in facts.gpus if gpu[:2] == (name, total)]
+        rows.append(("GPU", f"{len(free)} x {name}, {total:.1f} GiB each, free: {' '.join(free)}"))
     if facts.links:
         links = ", ".join(f"{pairs} pairs by {kind}" for kind, pairs in facts.links.items())
         rows.append(("links", f"{links} (NV: NVLink; PIX, PXB, PHB, NODE: PCIe; SYS: from CPU to CPU)"))
-    rows.append(("CPU", f"{facts.cores} cores, {facts.free_memory_gib:.1f} of {facts.memory_gib:.1f} GiB free"))
-    if facts.shm_gib is not None:
-        rows.append(("/dev/shm", f"{facts.shm_gib:.1f} GiB free"))
+    shared = "" if facts.shm_gib is None else f", /dev/shm {facts.shm_gib:.2f} GiB free"
     speed = f"{facts.disk_mib_per_s:,.0f} MiB/s" if facts.disk_mib_per_s else "nothing can be written"
     versions = {"python": platform.python_version(), **{name: facts.versions.get(name) for name in PACKAGES}}
     backends = [f"{name} {version}".strip() for name, version in facts.backends.items() if version is not None]
     rows += [
+        ("CPU", f"{facts.cores} cores"),
+        ("memory", f"{facts.free_memory_gib:.1f} of {facts.memory_gib:.1f} GiB free{shared}"),
         ("disk", f"{facts.free_disk_gib:.0f} GiB free in {facts.folder}, {speed}"),
         ("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())),
         ("torch with", ", ".join(backends) or "nothing: it cannot be imported"),
@@ -307,7 +314,7 @@ def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool =
     lines += [f"  not here: {', '.join(sorted(others))} ({need})"] if others else []
 
     lines += ["", paint(1, "Traps" if found else "No traps found")]
-    for fails, sentence in sorted(found, reverse=True):
+    for fails, sentence in sorted(found, key=lambda trap: not trap[0]):
         lines.append(f"  {paint(31, 'error  ') if fails else paint(33, 'warning')}  {sentence}")
     return "\n".join(lines)
 
@@ -316,7 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output_dir", type=Path, help="where runs will go; its disk is tried (default: ./runs)")
     folder = (parser.parse_args().output_dir or Path("runs")).absolute()
-    folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())  # the run will make the rest
+    folder = next(parent for parent in (folder, *folder.parents) if os.path.isdir(parent))  # the run will make the rest
     try:
         facts = gather(folder)
     except ImportError as error:
