@@ -313,8 +313,10 @@ def test_slow_and_closed_disks(project, machine, monkeypatch):
     [sentence] = sentences(facts, False)
     assert f"takes {facts.disk_mib_per_s:.1f} MiB/s" in sentence
     assert 5 < facts.disk_mib_per_s <= 16
-    [sentence] = sentences(machine(disk_mib_per_s=doctor.write_speed(Path("/proc"))), True)  # closed to root as well
-    assert "nothing can be written" in sentence
+    for closed in (Path("/proc"), project / "requirements.txt"):  # to root as well; no folder
+        facts = machine(disk_mib_per_s=doctor.write_speed(closed), free_disk_gib=0, folder=str(closed))
+        assert sentences(facts, True) == [f"nothing can be written to {closed}: pass an --output_dir that is yours"]
+        assert not sentences(facts, False)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ VARIABLES = (  # NAME=value as an expression, where a run goes wrong, why; the f
     ("ACCELERATE_.*", "", "is read by Accelerate beside the config file"),
     ("NCCL_.*", "", "changes how GPUs talk, also in runs it was not meant for"),
     ("CUDA_VISIBLE_DEVICES=.*", "", "chooses the GPUs that torch sees, and numbers them anew"),
-    ("OMP_NUM_THREADS=.*", "", "limits NumPy and data loading; torch's own threads are set by the scripts"),
+    ("OMP_NUM_THREADS=.*", "", "limits NumPy, and not torch, whose threads the scripts set"),
 )
 
 
@@ -208,7 +208,7 @@ def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
         (more, "fsdp", f"a model too large for one GPU, cut over {count}", port, batch),
         (count > 0, "single_gpu", alone, "", ""),
         (cuda, "multi_node", f"{machines} such machines; each has its own --machine_rank", many, many_batch),
-        (True, "cpu", "a first look, the GPUs stay free" if count else "there is no GPU", "", ""),
+        (True, "cpu", "a first look, the GPUs stay free" if count else "torch sees no GPU", "", ""),
         (True, "cpu_ddp", "DistributedDataParallel without a GPU, to learn and to test", port, ""),
     ]
     launch = "accelerate launch --config_file accelerate_configs/{}.yaml {}scripts/mnist_mlp.py{}"
@@ -271,11 +271,11 @@ def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         yield count > 1, f"{full}: start the container with --shm-size=8g, or pass --num_workers 0"
     if facts.disk_mib_per_s is None:
         yield True, f"nothing can be written to {facts.folder}: pass an --output_dir that is yours"
+    elif facts.free_disk_gib < MIN_DISK_GIB:
+        yield False, f"{facts.folder} has {facts.free_disk_gib:.2f} GiB free: pass an --output_dir on another disk"
     elif facts.disk_mib_per_s < MIN_DISK_MIB_PER_S:
         slow = f"{facts.folder} takes {facts.disk_mib_per_s:.1f} MiB/s, and a run waits for each checkpoint"
         yield False, f"{slow}: pass an --output_dir on a local disk"
-    if facts.free_disk_gib < MIN_DISK_GIB:
-        yield False, f"{facts.folder} has {facts.free_disk_gib:.2f} GiB free: pass an --output_dir on another disk"
 
 
 def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool = False) -> str:
@@ -320,10 +320,12 @@ def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool =
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m utils.doctor", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--output_dir", type=Path, help="where runs will go; its disk is tried (default: ./runs)")
     folder = (parser.parse_args().output_dir or Path("runs")).absolute()
-    folder = next(parent for parent in (folder, *folder.parents) if os.path.isdir(parent))  # the run will make the rest
+    folder = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))  # a run makes the rest
     try:
         facts = gather(folder)
     except ImportError as error:
