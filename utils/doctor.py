@@ -266,9 +266,10 @@ def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
     if facts.device == "cuda" and not facts.addresses:
         yield False, f"no other machine can reach this one by its name, {facts.host}: pass addresses, not names"
 
-    if facts.shm_gib is not None and facts.shm_gib < MIN_SHM_GIB:  # NCCL does not start without its share
-        full = f"/dev/shm has {facts.shm_gib * 1024:.0f} MiB free, and data workers that fill it die of a bus error"
-        yield count > 1, f"{full}: start the container with --shm-size=8g, or pass --num_workers 0"
+    if facts.shm_gib is not None and facts.shm_gib < MIN_SHM_GIB:
+        full = "once it is full, data workers die of a bus error and NCCL does not start"
+        shm = f"/dev/shm has {facts.shm_gib * 1024:.0f} MiB free, and {full}"
+        yield count > 1, f"{shm}: start the container with --shm-size=8g; for the workers, --num_workers 0 will do"
     if facts.disk_mib_per_s is None:
         yield True, f"nothing can be written to {facts.folder}: pass an --output_dir that is yours"
     elif facts.free_disk_gib < MIN_DISK_GIB:
