@@ -316,6 +316,14 @@ def test_a_config_that_cannot_be_read(project, text):
     assert doctor.report(facts, [])
 
 
+def test_no_default_config_is_no_trap(tmp_path, monkeypatch):
+    path = tmp_path / "default_config.yaml"
+    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(path))
+    assert doctor.default_config() is None
+    path.write_text("num_processes: 3")
+    assert doctor.default_config() == (str(path), {"num_processes": 3})
+
+
 def test_slow_and_closed_disks(project, machine, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: time.sleep(1))
     facts = machine(disk_mib_per_s=doctor.write_speed(project))
