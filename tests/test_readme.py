@@ -19,7 +19,12 @@ def blocks(text, language):
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
-COMMANDS = [line for text in TEXTS.values() for block in blocks(text, "bash") for line in block.strip().splitlines()]
+COMMANDS = [
+    line
+    for text in TEXTS.values()
+    for block in blocks(text, "bash")
+    for line in re.sub(r"\\\n\s*", "", block).strip().splitlines()
+]
 
 
 def test_the_two_commands_install_and_train_and_install_and_test():
@@ -31,7 +36,7 @@ def test_the_two_commands_install_and_train_and_install_and_test():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_parses(command, monkeypatch, capsys):
-    words = shlex.split(command.rpartition("&&")[2])
+    words = [word for word in shlex.split(command.rpartition("&&")[2]) if not re.match(r"[A-Z_]+=", word)]
     monkeypatch.chdir(ROOT)
     if words[1:2] == ["-m"]:
         assert words[2] in ("pytest", "utils.doctor")
