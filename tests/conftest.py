@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they wait. By default they
-# spin, and with more threads than cores (two tests at a time) a step of ResNet-50 takes four times as long.
+# Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they wait. By default
+# they spin, and with more threads than cores (two tests at a time) a step of ResNet-50 takes four times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).resolve().parents[1]
