@@ -5,9 +5,8 @@
         --preset v1 --dataset imagenet/ --output_dir runs/imagenet
 
 96.0 % test accuracy on MNIST at 32 pixels after 150 updates: 109 s of training on 2 cores of a 2.8 GHz Xeon.
-Recipes: v1 and v2 of torchvision, https://github.com/pytorch/vision/tree/main/references/classification (76.1 % and
-80.9 % top-1 there); P. Goyal et al., https://arxiv.org/abs/1706.02677, for the learning rate by the batch, the warm-up
-and the last BatchNorm of a block, which begins at 0.
+Recipes: torchvision's, https://github.com/pytorch/vision/tree/main/references/classification (76.1 and 80.9 %);
+learning rate by the batch, warm-up and zero-init: P. Goyal et al., https://arxiv.org/abs/1706.02677.
 """
 
 import argparse

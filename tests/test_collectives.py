@@ -146,6 +146,7 @@ def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_pa
     assert not (tmp_path / "run" / "collectives.json").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_leave_a_table_and_a_picture(launcher):
     flags = ["--output_dir", "run", "--sizes", "1K", 8, "--explain", "--simulate"]
     done = launcher("cpu_ddp", *flags, script="collectives")

@@ -44,6 +44,7 @@ def assert_same_trace(folder, other):
     assert summary(folder)["test_loss"] == pytest.approx(summary(other)["test_loss"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_updates_equal_those_of_the_whole_batch_whatever_auto_chooses(launcher, small_mnist):
     flags = ["--dataset", small_mnist, *FLAGS]
     auto = ["--micro_batch_size", "auto", "--cpu_memory_gib", 0.008]

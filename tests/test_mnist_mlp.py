@@ -59,6 +59,7 @@ def test_one_and_two_processes_train_the_same_model(launcher, small_mnist):
     assert done.stdout.startswith(f"digit.png: {int(model(test.images[:1]).argmax())} (")
 
 
+@pytest.mark.slow
 def test_resume_at_a_step_and_at_the_end(launcher, small_mnist):
     flags = ["--dataset", small_mnist, "--num_epochs", 2, "--log_every", 3, "--output_dir", "run"]
     flags += ["--checkpoint_every", 5, "--keep_checkpoints", 0]
@@ -161,6 +162,7 @@ def test_tensorboard_gets_the_same_numbers(launcher, small_mnist):
     assert logged == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_trains(launcher):
     rng = np.random.default_rng(0)
     for split, count in (("train", 8), ("test", 3)):

@@ -176,6 +176,7 @@ def cases(printed: str) -> list[dict]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_two_processes_cut_without_changing_a_number(launcher):
     found = cases(on_processes(launcher, 2, "differences", 2))
     assert len(found) == 8

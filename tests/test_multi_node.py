@@ -49,7 +49,7 @@ def compare(one, two):
     [
         # On a stock Debian a host's name is 127.0.1.1 to itself. gloo takes that address, if nobody tells it another.
         pytest.param("static", ("127.0.1.1", "127.0.1.1"), id="static"),
-        pytest.param("c10d", ADDRESSES, id="c10d"),
+        pytest.param("c10d", ADDRESSES, id="c10d", marks=pytest.mark.slow),
     ],
 )
 def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_mnist, tmp_path, backend, own):

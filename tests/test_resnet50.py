@@ -207,6 +207,7 @@ def test_pretrained_weights_but_not_the_last_layer(tmp_path):
         load_pretrained(nn.Sequential(), str(tmp_path / "w.pth"), head="fc")
 
 
+@pytest.mark.slow
 def test_a_broken_file_on_one_process_is_named_and_ends_both(launcher):
     rng = np.random.default_rng(0)
     for split in ("train", "test"):
