@@ -99,7 +99,9 @@ def run_here(monkeypatch, *flags):
 
 # 1003 images: the last update of an epoch has 1 image for 3 processes, or 3 for 4. Some get none.
 @pytest.mark.parametrize(
-    ("processes", "batch_size"), [(3, 501), pytest.param(4, 500, marks=pytest.mark.slow)], ids=["3", "4"]
+    ("processes", "batch_size"),
+    [pytest.param(3, 501, marks=pytest.mark.slow), pytest.param(4, 500, marks=pytest.mark.slow)],
+    ids=["3", "4"],
 )
 def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypatch, processes, batch_size):
     flags = ["--dataset", str(small_mnist), *FLAGS, "--batch_size", str(batch_size)]

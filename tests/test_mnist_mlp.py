@@ -151,6 +151,7 @@ def test_a_config_that_is_not_there_is_named(launcher):
     assert done.returncode != 0
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_same_numbers(launcher, small_mnist):
     launcher("cpu", "--dataset", small_mnist, "--max_steps", 4, "--log_with", "tensorboard", "--output_dir", "run")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

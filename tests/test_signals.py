@@ -39,7 +39,7 @@ def wait_for_line(process: subprocess.Popen, word: str) -> str:
     [
         pytest.param("cpu", "launcher", "SIGTERM", marks=pytest.mark.slow),
         pytest.param("cpu_ddp", "worker", "SIGUSR1", marks=pytest.mark.slow),
-        pytest.param("cpu", "worker", "SIGUSR1"),
+        pytest.param("cpu", "worker", "SIGUSR1", marks=pytest.mark.slow),
         pytest.param("cpu", "launcher", "SIGUSR1", marks=pytest.mark.slow),
         pytest.param("cpu", "group", "SIGINT", marks=pytest.mark.slow),
         pytest.param("cpu_ddp", "launcher", "SIGTERM", marks=pytest.mark.slow),
