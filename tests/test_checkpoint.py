@@ -200,6 +200,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_a_model_sharded_by_fsdp2_is_saved_whole_and_goes_on(tmp_path):
     """fully_shard over gloo on the CPU: Accelerate shards on GPUs only, torch's state-dict functions do not mind."""
     (tmp_path / "sharded.py").write_text(SHARDED)

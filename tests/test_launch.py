@@ -95,6 +95,7 @@ def test_configs_that_accelerate_takes_for_something_else(launcher, name, text):
     assert not (launcher.folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_use_cpu_with_several_processes_is_one_job(launcher, small_mnist):
     """Accelerate alone would train two separate models here."""
     config = launcher.folder / "two.yaml"
