@@ -122,7 +122,7 @@ class ResNet50(ResNet):
             return logits
         logits, smoothing = logits.to(self.mean.dtype), self.label_smoothing if self.training else 0.0
         losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-        if partners is not None:
+        if share < 1:  # else nothing is mixed in
             others = F.cross_entropy(logits, partners, reduction="none", label_smoothing=smoothing)
             losses = share * losses + (1 - share) * others
         return losses, logits.argmax(1), (logits > logits.gather(1, labels[:, None])).sum(1)

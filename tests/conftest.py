@@ -108,6 +108,19 @@ def launcher(tmp_path, home):
     launcher.end()
 
 
+@pytest.fixture
+def hosts(tmp_path, home):
+    """Two machines, as in hosts.py; skips with the reason where they cannot be made."""
+    from hosts import Hosts
+
+    try:
+        hosts = Hosts(tmp_path, home)
+    except OSError as reason:
+        pytest.skip(str(reason))
+    yield hosts
+    hosts.remove()
+
+
 @pytest.fixture(scope="session")
 def small_mnist(tmp_path_factory) -> Path:
     """1003 training and 203 test images of MNIST, as parquet: numbers that divide by nothing here."""

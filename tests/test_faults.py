@@ -9,21 +9,10 @@ import time
 
 import pytest
 from conftest import free_port
-from hosts import Hosts
 
 pytestmark = pytest.mark.slow
 FLAGS = ["--max_steps", 1600, "--batch_size", 64, "--log_every", 20, "--checkpoint_every", 50, "--output_dir", "run"]
 TIMEOUT_S = 8
-
-
-@pytest.fixture
-def hosts(tmp_path, home):
-    try:
-        hosts = Hosts(tmp_path, home)
-    except OSError as reason:
-        pytest.skip(str(reason))
-    yield hosts
-    hosts.remove()
 
 
 @pytest.fixture

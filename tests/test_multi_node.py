@@ -7,19 +7,9 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import ROOT, free_port
-from hosts import ADDRESSES, NAMES, Hosts
+from hosts import ADDRESSES, NAMES
 
 FLAGS = ["--num_epochs", 3, "--batch_size", 64, "--log_every", 1, "--dropout", 0.2]
-
-
-@pytest.fixture
-def hosts(tmp_path, home):
-    try:
-        hosts = Hosts(tmp_path, home)
-    except OSError as reason:
-        pytest.skip(str(reason))
-    yield hosts
-    hosts.remove()
 
 
 @pytest.fixture(scope="module")
