@@ -50,18 +50,22 @@ def num_bytes(text: str) -> int:
 
 
 def parse_args():
-    parser = launch.ArgumentParser(description="Check and time every collective on the topology of --config_file.")
-    add, size, real = parser.add_argument, launch.at_least(1), launch.at_least(0.0, float)
-    add("--output_dir", help="folder for collectives.json and .png; None: a new one under runs/")
-    add("--sizes", type=num_bytes, nargs="+", default=[8, 4096, 2**18, 2**22], help="bytes, or 4K, 1M, 2G")
+    parser = launch.ArgumentParser(__doc__)
+    size, real, positive = launch.at_least(1), launch.at_least(0.0, float), launch.at_least(1e-9, float)
+    add = parser.add_argument_group("measuring").add_argument
+    sizes = "bytes, or 4K, 1M, 2G (default: 8 4K 256K 4M)"
+    add("--sizes", type=num_bytes, nargs="+", default=[8, 4096, 2**18, 2**22], metavar="BYTES", help=sizes)
     add("--repetitions", type=size, default=15, help="timed calls of each operation and size")
     add("--warmup", type=launch.at_least(0), default=3, help="calls before those")
     add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of the numbers that are sent")
+    add = parser.add_argument_group("explaining").add_argument
     add("--explain", action="store_true", help="print what each operation does, with a picture")
-    add("--simulate", type=launch.at_least(2), nargs="?", const=8, metavar="NODES", help="what a broadcast would cost")
+    cost = "print what a broadcast to so many nodes would cost; without a number: 8"
+    add("--simulate", type=launch.at_least(2), nargs="?", const=8, metavar="NODES", help=cost)
     add("--simulate_latency_s", type=real, default=0.0, help="of one message between two nodes")
     add("--simulate_gb", type=real, default=1.0, help="length of the message")
-    add("--simulate_gb_per_s", type=launch.at_least(1e-9, float), default=0.2, help="between two nodes")
+    add("--simulate_gb_per_s", type=positive, default=0.2, help="between two nodes")
+    parser.add_run_flags()
     # What launch and Tracker read in scripts that train:
     parser.set_defaults(batch_size=0, gradient_accumulation_steps=1, log_with=None, resume=None)
     args = parser.parse_args()

@@ -149,18 +149,19 @@ ALGORITHMS = {f.__name__: f for f in (ddp, one_by_one, bucketed, ring, local_sgd
 
 
 def parse_args():
-    parser = launch.ArgumentParser(description="Data parallel by hand, beside DistributedDataParallel.")
-    add, size = parser.add_argument, launch.at_least(1)
+    parser = launch.ArgumentParser(__doc__)
+    size, add = launch.at_least(1), parser.add_argument_group("algorithm").add_argument
     add("--algorithm", choices=["all", *ALGORITHMS], default="all", help="ddp always runs, to compare with")
     add("--local_steps", type=size, default=8, help="local_sgd: updates between two averages")
     add("--delay", type=launch.at_least(0), default=4, help="stale: updates that a gradient comes late; 0: not")
+    add = parser.add_argument_group("training").add_argument
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--output_dir", help="folder of run.json; None: a new one under runs/")
-    add("--num_epochs", type=size, default=2)
+    add("--num_epochs", type=size, default=2, help="passes over the training images")
     add("--batch_size", type=size, default=256, help="of one update, over all processes together")
-    add("--lr", type=launch.at_least(0.0, float), default=0.1)
+    add("--lr", type=launch.at_least(0.0, float), default=0.1, help="learning rate")
     add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights and data order")
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
+    parser.add_run_flags()
     parser.set_defaults(gradient_accumulation_steps=1, log_with=None, resume=None)  # launch and Tracker read them
     return parser.parse_args()
 

@@ -45,41 +45,31 @@ def auto_or_size(text: str) -> int | str:
 
 
 def parse_args():
-    parser = launch.ArgumentParser(description="Exact gradient accumulation; --config_file alone is the topology.")
+    parser = launch.ArgumentParser(__doc__)
     count, size, real = launch.at_least(0), launch.at_least(1), launch.at_least(0.0, float)
-    add = parser.add_argument
+    add = parser.add_argument_group("data").add_argument
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--output_dir", help="folder of this run; None: a new one under runs/")
-    add("--num_epochs", type=size, default=3)
-    add("--max_steps", type=count, default=0, help="optimizer updates, instead of num_epochs; 0: off")
+    add("--variable_length", action="store_true", help="a loss over the cells with ink: 9 to 30 of 49 in an image")
+    add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
+    add = parser.add_argument_group("model").add_argument
+    add("--norm", choices=("none", "layer", "batch"), default="none", help="batch: accumulation is not exact")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
+    add = parser.add_argument_group("accumulation").add_argument
     add("--batch_size", type=size, default=512, help="of one optimizer update, over all processes together")
     add("--gradient_accumulation_steps", type=size, default=1, help="micro-batches of a process in one update")
-    add(
-        "--micro_batch_size",
-        type=auto_or_size,
-        metavar="N|auto",
-        help="samples of a micro-batch, at most; auto: as many as fit",
-    )
-    add(
-        "--cpu_memory_gib",
-        type=real,
-        default=0,
-        help="for auto, on a CPU: for what the backward pass needs; 0: what is free",
-    )
-    add("--variable_length", action="store_true", help="a loss over the cells with ink: 9 to 30 of 49 in an image")
-    add("--norm", choices=("none", "layer", "batch"), default="none", help="batch: accumulation is not exact")
+    most = "samples of a micro-batch, at most; auto: as many as fit"
+    add("--micro_batch_size", type=auto_or_size, metavar="N|auto", help=most)
+    room = "for auto, on a CPU: for what the backward pass needs; 0: what is free"
+    add("--cpu_memory_gib", type=real, default=0, help=room)
     add("--compare", action="store_true", help="hold each gradient against the whole batch's; takes its memory")
+    add = parser.add_argument_group("training").add_argument
+    add("--num_epochs", type=size, default=3, help="passes over the training images")
+    add("--max_steps", type=count, default=0, help="optimizer updates, instead of num_epochs; 0: off")
     add("--lr", type=real, default=2e-2, help="highest learning rate of the one-cycle schedule")
-    add("--weight_decay", type=real, default=0.1)
+    add("--weight_decay", type=real, default=0.1, help="of AdamW")
     add("--max_grad_norm", type=real, default=1.0, help="clip the gradient of the update to this length; 0: off")
     add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights and data order")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
-    add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
-    add("--checkpoint_every", type=count, default=0, help="updates; 0: at the end of each epoch")
-    add("--keep_checkpoints", type=count, default=2, help="newest ones that stay; 0: all")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    add("--log_every", type=size, default=20, help="updates")
-    add("--log_with", help="a tracker that Accelerate knows, such as tensorboard")
+    parser.add_run_flags(log_every=20)
     args = parser.parse_args()
     if args.micro_batch_size and args.gradient_accumulation_steps > 1:
         parser.error("give --micro_batch_size or --gradient_accumulation_steps: one follows from the other")

@@ -30,29 +30,27 @@ ACTIVATIONS = {"silu": F.silu, "relu": F.relu}
 
 
 def parse_args():
-    parser = launch.ArgumentParser(description="Train an MLP on MNIST. The topology is chosen by --config_file alone.")
+    parser = launch.ArgumentParser(__doc__)
     count, size, real = launch.at_least(0), launch.at_least(1), launch.at_least(0.0, float)
-    add = parser.add_argument
+    add = parser.add_argument_group("data").add_argument
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--output_dir", help="folder of this run; None: a new one under runs/")
-    add("--num_epochs", type=size, default=6)
-    add("--max_steps", type=count, default=0, help="optimizer updates, instead of num_epochs; 0: off")
-    add("--batch_size", type=size, default=256, help="of one optimizer update, over all processes together")
-    add("--gradient_accumulation_steps", type=size, default=1, help="micro-batches of a process in one update")
+    add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
+    add = parser.add_argument_group("model").add_argument
     add("--hidden", type=size, default=256, help="hidden units")
     add("--activation", choices=ACTIVATIONS, default="silu", help="smooth, so that rounding does not grow; or relu")
     add("--dropout", type=launch.at_least(0.0, float, below=1.0), default=0.0, help="share of hidden units left out")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    add("--lr", type=real, default=4e-3, help="highest learning rate of the one-cycle schedule")
-    add("--weight_decay", type=real, default=0.1)
-    add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights, data order and dropout")
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare topologies to 1e-12")
-    add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
-    add("--checkpoint_every", type=count, default=0, help="updates; 0: at the end of each epoch")
-    add("--keep_checkpoints", type=count, default=2, help="newest ones that stay; 0: all")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    add("--log_every", type=size, default=100, help="updates")
-    add("--log_with", help="a tracker that Accelerate knows, such as tensorboard")
+    add = parser.add_argument_group("training").add_argument
+    add("--num_epochs", type=size, default=6, help="passes over the training images")
+    add("--max_steps", type=count, default=0, help="optimizer updates, instead of num_epochs; 0: off")
+    add("--batch_size", type=size, default=256, help="of one optimizer update, over all processes together")
+    add("--gradient_accumulation_steps", type=size, default=1, help="micro-batches of a process in one update")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd: without momentum")
+    add("--lr", type=real, default=4e-3, help="highest learning rate of the one-cycle schedule")
+    add("--weight_decay", type=real, default=0.1, help="of the optimizer")
+    add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights, data order and dropout")
+    parser.add_run_flags(log_every=100)
+    add = parser.add_argument_group("instead of training").add_argument
     add("--predict", nargs="+", metavar="IMAGE", help="classify images with the model in --output_dir")
     return parser.parse_args()
 

@@ -46,38 +46,35 @@ RECORDED = range(1, 11)  # updates of this launch that the timeline records; the
 
 
 def parse_args():
-    parser = launch.ArgumentParser(description="ResNet-50 as a pipeline; --config_file alone chooses the topology.")
+    parser = launch.ArgumentParser(__doc__)
     count, size, real = launch.at_least(0), launch.at_least(1), launch.at_least(0.0, float)
-    add = parser.add_argument
+    add = parser.add_argument_group("data").add_argument
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--synthetic", action="store_true", help="random images in 1000 classes instead, to measure speed")
     add("--image_size", type=launch.at_least(32), default=224, help="of --synthetic, in pixels")
-    add("--output_dir", help="folder of this run; None: a new one under runs/")
-    add("--num_epochs", type=size, default=1, help="with --max_steps 0")
+    add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
+    add = parser.add_argument_group("pipeline").add_argument
+    stages = "pieces of the model; 0: one a process, or one a GPU of one process"
+    add("--num_stages", type=count, default=0, help=stages)
+    add("--num_microbatches", type=size, default=4, help="in the pipeline, from filling to draining")
+    add("--schedule", choices=("naive", "gpipe", "1f1b", "interleaved"), default="1f1b", help="order of the work")
+    add("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of each later stage (default: auto)")
+    add("--balance", choices=("time", "memory"), default="time", help="what auto makes even")
+    add("--cpu_threads", type=count, default=0, help="of a process; 0: its share of the cores")
+    add = parser.add_argument_group("model").add_argument
+    add("--norm", choices=("batch", "group"), default="batch", help="group: micro-batches change nothing but rounding")
+    url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
+    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="weights to begin with; no name: torchvision's")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
+    add = parser.add_argument_group("training").add_argument
+    add("--num_epochs", type=size, default=1, help="passes over the training images, with --max_steps 0")
     add("--max_steps", type=count, default=60, help="optimizer updates, instead of num_epochs; 0: off")
     add("--batch_size", type=size, default=64, help="of one optimizer update, over all micro-batches together")
     add("--gradient_accumulation_steps", type=size, default=1, help="times the pipeline fills and drains in one update")
-    add("--num_microbatches", type=size, default=4, help="in the pipeline, from filling to draining")
-    add(
-        "--num_stages", type=count, default=0, help="pieces of the model; 0: one a process, or one a GPU of one process"
-    )
-    add("--schedule", choices=("naive", "gpipe", "1f1b", "interleaved"), default="1f1b", help="order of the work")
-    add("--split", nargs="+", default=["auto"], metavar="BLOCK", help="auto, or the first block of each later stage")
-    add("--balance", choices=("time", "memory"), default="time", help="what auto makes even")
-    add("--norm", choices=("batch", "group"), default="batch", help="group: micro-batches change nothing but rounding")
-    url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
-    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=f"weights to begin with; with no name: {url}")
     add("--lr", type=real, default=1e-3, help="highest learning rate of the one-cycle schedule")
-    add("--weight_decay", type=real, default=0.05)
+    add("--weight_decay", type=real, default=0.05, help="of AdamW")
     add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights and data order")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
-    add("--cpu_threads", type=count, default=0, help="of a process; 0: its share of the cores")
-    add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
-    add("--checkpoint_every", type=count, default=0, help="updates; 0: at the end of each epoch")
-    add("--keep_checkpoints", type=count, default=2, help="newest ones that stay; 0: all")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    add("--log_every", type=size, default=10, help="updates")
-    add("--log_with", help="a tracker that Accelerate knows, such as tensorboard")
+    parser.add_run_flags(log_every=10)
     return parser.parse_args()
 
 

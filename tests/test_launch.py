@@ -1,4 +1,6 @@
+import importlib
 import os
+import re
 import signal
 import sys
 from types import SimpleNamespace
@@ -138,6 +140,42 @@ def test_numbers_in_flags_are_checked(capsys):
         assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.stem)
+def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, monkeypatch, capsys):
+    script = importlib.import_module(f"scripts.{path.stem}")
+    monkeypatch.setattr(sys, "argv", [f"scripts/{path.name}"])
+    defaults = vars(script.parse_args())
+    monkeypatch.setattr(sys, "argv", [f"scripts/{path.name}", "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        script.parse_args()
+    assert ended.value.code == 0
+    text, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+    assert re.match(rf"  accelerate launch --config_file accelerate_configs/\w+.yaml scripts/{path.name}\b", examples)
+    assert "None" not in text
+    assert text.isascii()
+    assert max(map(len, text.splitlines()[1:])) <= 80  # behind the usage
+    groups = dict(re.findall(r"(?m)^(\w[\w ]+):\n((?:  .*\n?)+)", text))
+    assert len(groups) >= 4
+    assert ("--resume" in groups["run"]) == ("--profile" in groups["run"]) == (defaults["resume"] is not None)
+    assert "--output_dir FOLDER" in groups["run"]
+    flags = re.findall(r"(?m)^  --(\w+)(.*\n(?: {10}.*\n)*)", text)
+    assert {name for name, _ in flags} >= {"seed", "timeout_s"}
+    for name, rest in flags:
+        assert len(rest.split()) > 2, name  # a word of help
+        if isinstance(defaults[name], (int, float)) and not isinstance(defaults[name], bool) and name != "profile":
+            assert re.search(r"\(default: [\d.e-]+\)", rest), name
+
+
+def test_help_is_printed_once_a_machine(monkeypatch, capsys):
+    for rank, printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            launch.ArgumentParser("What it does.").parse_args(["--help"])
+        assert ended.value.code == 0
+        assert ("What it does." in capsys.readouterr().out) == printed
+
+
 def test_an_error_is_said_once_a_machine(monkeypatch, capsys):
     for rank, expected in (("0", "error: so\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -219,11 +257,11 @@ def test_the_timeout_reaches_the_process_group(monkeypatch):
         raise ValueError
 
     monkeypatch.setattr(launch, "Accelerator", refuse)
-    args = launch.ArgumentParser().parse_args([])
+    parser = launch.ArgumentParser()
+    parser.add_run_flags()
+    args = vars(parser.parse_args(["--output_dir", "x"]))
     with pytest.raises(SystemExit):
-        launch.make_accelerator(
-            SimpleNamespace(**vars(args), gradient_accumulation_steps=1, log_with=None, output_dir="x")
-        )
+        launch.make_accelerator(SimpleNamespace(**args, gradient_accumulation_steps=1, log_with=None))
     (kwargs,) = [each.to_kwargs() for each in made if isinstance(each, launch.InitProcessGroupKwargs)]
     assert kwargs["timeout"].total_seconds() == pytest.approx(600, abs=0.1)
 

@@ -41,7 +41,7 @@ PART = StateDictOptions(cpu_offload=True)
 
 # Arguments that may change between a run and its resume: they decide where and how fast, or stand in the facts.
 FREE = {"output_dir", "resume", "dataset", "num_epochs", "max_steps", "gradient_accumulation_steps", "num_workers"}
-FREE |= {"checkpoint_every", "keep_checkpoints", "log_every", "log_with", "predict"}
+FREE |= {"checkpoint_every", "keep_checkpoints", "log_every", "log_with", "profile", "predict"}
 FREE |= {"timeout_s", "micro_batch_size", "cpu_memory_gib", "compare"}
 FREE |= {"num_stages", "num_microbatches", "schedule", "split", "balance", "cpu_threads"}
 

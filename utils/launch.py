@@ -46,16 +46,72 @@ LOST = re.compile(
 )
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with defaults in --help, and with an error that is one sentence, printed once and not once a process.
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows the default behind a flag's help, unless that speaks of it, and N or X where a number goes."""
 
-    Has the flag of every script that `make_accelerator` alone reads.
+    def __init__(self, prog: str, **kwargs):
+        super().__init__(prog, max_help_position=27, **kwargs)
+
+    def _get_help_string(self, action):
+        default = action.default
+        is_switch = default is None or default == argparse.SUPPRESS or (default is False and action.const is True)
+        if is_switch or "default" in action.help:
+            return action.help
+        if isinstance(default, str) and os.path.isabs(default):
+            default = os.path.relpath(default)
+        # So that no line ends before the value.
+        return f"{action.help} (default:\N{NO-BREAK SPACE}{default})".replace("%", "%%")
+
+    def _fill_text(self, text, width, indent):
+        return text if text.startswith("examples") else super()._fill_text(text, width, indent)
+
+    def format_help(self):
+        return super().format_help().replace("\N{NO-BREAK SPACE}", " ")
+
+    def _get_default_metavar_for_optional(self, action):
+        numbers = {"int": "N", "float": "X"}
+        return numbers.get(getattr(action.type, "__name__", "")) or super()._get_default_metavar_for_optional(action)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, with --help and errors that are printed once and not once a process, an error as one sentence.
+
+    docstring: that of the script; its first line and its indented lines, the commands, are what --help says of it.
     """
 
-    def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
-        wait = "seconds that a process waits for another one, in a save of the main process too, before all end"
-        self.add_argument("--timeout_s", type=at_least(1), default=600, help=wait)
+    def __init__(self, docstring: str | None = None):
+        first, *others = (docstring or "").splitlines() or [""]
+        commands = [f"  {' '.join(line.split())}" for line in others if line.startswith("    ")]
+        super().__init__(
+            usage=f"accelerate launch --config_file CONFIG {sys.argv[0]} [flags]".replace("%", "%%"),
+            description=f"{first} The number of processes, their devices and the precision are in CONFIG alone.",
+            epilog="\n".join(["examples:", *commands]) if commands else None,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def add_run_flags(self, log_every: int | None = None) -> None:
+        """The flags that say where a run writes and how it goes on: the same words, and the last group, in each script.
+
+        log_every: the default of the flag; None: a script that neither logs its updates nor can go on.
+        """
+        add = self.add_argument_group("run").add_argument
+        add("--output_dir", metavar="FOLDER", help="what this run leaves goes here (default: a new one under runs/)")
+        if log_every:
+            count, size = at_least(0), at_least(1)
+            add("--resume", action="store_true", help="go on from the newest checkpoint in --output_dir, if any")
+            add("--checkpoint_every", type=count, default=0, help="updates from one to the next; 0: after each epoch")
+            add("--keep_checkpoints", type=count, default=2, help="the newest ones that stay; 0: all")
+            add("--log_every", type=size, default=log_every, help="updates from one line to the next")
+            add("--log_with", metavar="TRACKER", help="one that Accelerate knows, such as tensorboard")
+            few = "measure so many updates (10) after the first ten: a table, a trace for a viewer (default: none)"
+            add("--profile", nargs="?", type=size, const=10, default=0, metavar="UPDATES", help=few)
+        wait = "seconds that a process waits for another one, also while the main process saves, before all end"
+        add("--timeout_s", type=at_least(1), default=600, help=wait)
+
+    def print_help(self, file=None):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            super().print_help(file)
 
     def error(self, message):
         stop(f"{message} (--help lists all flags)")
