@@ -270,7 +270,7 @@ def main():
         accelerator.print(f"all {total_steps} updates are done: nothing to do")
         return accelerator.end_training()
     topology |= {"num_stages": num_stages, "copies": copies, "stages": table}
-    tracker.start(step, total_steps, extra.get("metrics_bytes", 0), topology, data)
+    tracker.start(step, total_steps, steps_per_epoch, extra.get("metrics_bytes", 0), topology, data)
 
     def save():
         stats.check()
@@ -281,7 +281,8 @@ def main():
     # A run resumed at the end of an epoch finds no batch left in it, and begins with its evaluation.
     for epoch in range(max(step - 1, 0) // steps_per_epoch, num_epochs):
         model.train()
-        batches = tracker.timed(train_batches.epoch(epoch, first_update=step - epoch * steps_per_epoch))
+        batches = train_batches.epoch(epoch, first_update=step - epoch * steps_per_epoch)
+        batches = tracker.timed(batches, pieces)
         for window in zip(*[batches] * pieces, strict=True):  # the micro-batches of one update
             if step - first_step in RECORDED:
                 for device in devices:

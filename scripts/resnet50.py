@@ -225,7 +225,7 @@ def main():
     if step == total_steps and tracker.is_complete():
         accelerator.print(f"all {total_steps} updates are done: nothing to do")
         return accelerator.end_training()
-    tracker.start(step, total_steps, extra.get("metrics_bytes", 0), topology, data)
+    tracker.start(step, total_steps, steps_per_epoch, extra.get("metrics_bytes", 0), topology, data)
 
     def save():
         stats.check()

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from utils import stop
+from utils import show, stop
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "processes.safetensors")
@@ -312,7 +312,7 @@ class Checkpoints:
             try:
                 manifest, tensors = read_checkpoint(path)
             except ValueError as error:
-                self.accelerator.print(f"warning: {path} is skipped: {error}", flush=True)
+                show(f"warning: {path} is skipped: {error}", "yellow")
                 damaged.append(path)
                 continue
             self._compare(manifest["must_match"])

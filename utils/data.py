@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,12 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
     """
     import datasets  # here and not above: it takes a second that a wrong flag need not wait for
 
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # what the Hub says, once a machine is enough
+        import huggingface_hub
+
+        datasets.logging.set_verbosity_error()
+        huggingface_hub.logging.set_verbosity_error()
+        datasets.disable_progress_bars()
     if Path(dataset).is_dir():
         datasets.disable_progress_bars()
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset) or Path(dataset).exists():

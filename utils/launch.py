@@ -33,7 +33,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
-from utils import stop
+from utils import CLEAR_LINE, show, stop
 
 # BSD's "temporary failure, try again" (sysexits.h): the state is saved, the same command with --resume goes on from it.
 EXIT_REQUEUE = 75
@@ -157,7 +157,7 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, s
             )
         if fresh_dir:
             stop("--max_restarts needs an --output_dir, to go on from what is in it")
-    peers = explain_lost_peers()
+    peers = explain_lost_peers(can_resume=args.resume is not None)
     bind_gloo_to_the_route()
     try:
         accelerator = Accelerator(
@@ -200,6 +200,7 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, s
     set_seed(args.seed)
     if fresh_dir:
         args.output_dir = broadcast_object_list([args.output_dir])[0]
+        sys.argv += ["--output_dir", args.output_dir]  # so that the commands that are printed go on in this folder
     return accelerator
 
 
@@ -251,17 +252,17 @@ def bind_gloo_to_the_route() -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def explain_lost_peers() -> list[dict]:
+def explain_lost_peers(can_resume: bool = True) -> list[dict]:
     """Turn the error of a collective whose other end is gone or silent into one sentence, on each process that sees it.
 
     It names this process, the line of code that waited, and the ranks on the machine that the error names, or on those
     that do not answer. Returns a list to be filled with the `introduction`s of all processes.
     """
-    peers, rank, host = [], int(os.environ.get("RANK", 0)), socket.gethostname()
+    peers, rank, host, other_hook = [], int(os.environ.get("RANK", 0)), socket.gethostname(), sys.excepthook
 
     def explain(kind, error, trace):
         if not (issubclass(kind, RuntimeError) and LOST.search(str(error))):
-            return sys.__excepthook__(kind, error, trace)
+            return other_hook(kind, error, trace)
         reason = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].split(". This is typically")[0]
         addresses = {peer["address"] for peer in peers} - {None, own_address()}
         lost = {each for each in addresses if re.search(rf"\b{re.escape(each)}\b", reason)}
@@ -271,12 +272,9 @@ def explain_lost_peers() -> list[dict]:
         names = [f"rank {other} on {peer['host']}" for other, peer in enumerate(peers) if peer["address"] in lost]
         ours = [frame for frame in traceback.extract_tb(trace) if "site-packages" not in frame.filename]
         where = f" at {os.path.relpath(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""
-        print(
-            f"error: rank {rank} on {host} lost {' or '.join(names) or 'another process'}{where}: {reason}; "
-            f"to go on: {resume_command()}",
-            file=sys.stderr,
-            flush=True,
-        )
+        way_on = f"; to go on: {resume_command()}" if can_resume else ""
+        lost = " or ".join(names) or "another process"
+        show(f"error: rank {rank} on {host} lost {lost}{where}: {reason}{way_on}", "red", sys.stderr)
 
     if "RANK" in os.environ:
         sys.excepthook = explain
@@ -399,6 +397,10 @@ def describe(accelerator: Accelerator, split_batch: bool = True) -> dict:
     }
 
 
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 'es' if word.endswith('s') else 's'}"
+
+
 def announce(
     accelerator: Accelerator,
     args: argparse.Namespace,
@@ -417,21 +419,23 @@ def announce(
     first = topology["processes"][0]
     device = first["device_name"] or first["device"]
     if first["device"] == "cpu":
-        device += f" with {first['cpu_threads']} thread{'s' * (first['cpu_threads'] > 1)}"
+        device += f" with {plural(first['cpu_threads'], 'thread')}"
     kind = ""
     if topology["data_parallel_gpus"] > 1:
         kind = f" (DataParallel over {topology['data_parallel_gpus']} GPUs)"
     elif processes > 1:
         kind = f" ({topology['distributed_type']} over {topology['backend']})"
+    dataset = data.get("dataset", "")
+    shown = data | {"dataset": os.path.relpath(dataset)} if os.path.isabs(dataset) else data
     if batch is None:
-        batch = f"{args.batch_size // processes // accumulation} per process x {processes} processes"
+        batch = f"{args.batch_size // processes // accumulation} per process x {plural(processes, 'process')}"
     accelerator.print(
-        f"topology      {processes} process{'es' * (processes > 1)} on {hosts} machine{'s' * (hosts > 1)}{kind}, "
+        f"topology      {plural(processes, 'process')} on {plural(hosts, 'machine')}{kind}, "
         f"each {device}, precision {topology['mixed_precision']}\n"
         f"config        {topology['config_file']}\n"
-        f"global batch  {args.batch_size} = {batch} x {accumulation} accumulation steps\n"
+        f"global batch  {args.batch_size} = {batch} x {plural(accumulation, 'accumulation step')}\n"
         f"steps         {total_steps} updates = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch}\n"
-        f"data          {', '.join(f'{name} {value}' for name, value in data.items())}\n"
+        f"data          {', '.join(f'{name} {value}' for name, value in shown.items())}\n"
         f"output        {args.output_dir}",
         flush=True,
     )
@@ -455,7 +459,7 @@ class StopSignal:
 
     def __init__(self, accelerator: Accelerator, check_every_s: float = 0.25):
         self.accelerator, self.check_every_s = accelerator, check_every_s
-        self.received: signal.Signals | None = None
+        self.received, self.pid = None, os.getpid()
         self.calls, self.next_check, self.checked_at = 0, 1, time.perf_counter()
         for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(name, self._receive)
@@ -465,9 +469,17 @@ class StopSignal:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG, prctl(2)
 
     def _receive(self, number, _frame):
-        if number == self.received == signal.SIGINT:
-            os._exit(130)  # at once: a checkpoint that is being written stays an unnamed temporary folder
-        self.received = signal.Signals(number)
+        if os.getpid() != self.pid:  # a worker that decodes images, which this process will end
+            return
+        again = number == self.received == signal.SIGINT
+        self.received = number
+        if number == signal.SIGINT and self.accelerator.is_main_process:
+            says = (
+                f"stopped at once; to go on: {resume_command()}" if again else "Ctrl-C: saving (a second one: at once)"
+            )
+            os.write(2, f"{CLEAR_LINE * os.isatty(2)}{says}\n".encode())  # not print, which may be at work
+        if again:
+            os._exit(130)  # a checkpoint that is being written stays an unnamed temporary folder
 
     def agreed(self) -> bool:
         """True on every process at the same call, once one of them got a signal. Call it once an update, on all ranks.
@@ -492,6 +504,7 @@ class StopSignal:
     def leave(self, step: int) -> None:
         """End all processes after a save at `step`, with the exit code that asks a scheduler to requeue."""
         self.accelerator.wait_for_everyone()
-        self.accelerator.print(f"stopped by a signal; step {step} is saved; to go on: {resume_command()}", flush=True)
+        if self.accelerator.is_main_process:
+            show(f"stopped by a signal; step {step} is saved; to go on: {resume_command()}", "yellow")
         self.accelerator.end_training()
         sys.exit(EXIT_REQUEUE)

@@ -1,15 +1,19 @@
 """What a run leaves in its folder, and what it shows while it runs. Only the main process writes and prints."""
 
 import argparse
+import atexit
+import contextlib
+import datetime
 import json
 import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,25 +22,58 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from utils import stop
+from utils import show, stop
 
 FORMATS = {
-    "loss": ".4f",
-    "accuracy": ".2%",
-    "top5_accuracy": ".2%",
-    "lr": ".2e",
-    "images_per_s": ",.0f",
-    "data_wait_pct": ".1f",
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.2%}",
+    "top5_accuracy": "top-5 {:.2%}",
+    "ema_accuracy": "EMA's accuracy {:.2%}",
+    "ema_top5_accuracy": "top-5 {:.2%}",
+    "lr": "lr {:.2e}",
+    "images_per_s": "{:,.0f} images/s",
+    "data_wait_pct": "{:.0f}% waiting for data",
 }
 
 
+def write(path: Path, save: Callable[[Path], object]) -> None:
+    """Save under another name first: a reader sees the old file or the new one, never half of one.
+
+    Raises: SystemExit, in one sentence, if the disk is full, or away.
+    """
+    part = path.with_name(f".part_{path.name}")
+    try:
+        save(part)
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        stop(f"{path} cannot be written: {error.strerror or error}")
+
+
 def write_json(path: Path, content: dict) -> None:
-    """Write it under another name first: a reader sees the old file or the new one, never half of one."""
-    part = path.with_name(path.name + ".part")
     text = json.dumps(content, indent=2)
     text = re.sub(r"\[[\d\s,]+\]", lambda row: " ".join(row[0].split()), text)  # a row of numbers on one line
-    part.write_text(text + "\n")
-    part.replace(path)
+    write(path, lambda part: part.write_text(text + "\n"))
+
+
+def remove_if_unused(folder: Path) -> None:
+    """A run that ended before it began, by a wrong --dataset for instance, leaves no folder behind."""
+    if folder.is_dir() and os.listdir(folder) == [".lock"]:
+        shutil.rmtree(folder)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """What this process took at most: on a GPU its tensors, else all of it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if sys.platform == "linux":  # getrusage begins with what the launcher took before it became this process
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # in bytes on macOS
+
+
+def clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def versions() -> dict[str, str]:
@@ -75,13 +112,16 @@ class Tracker:
         self.folder = Path(args.output_dir)
         self.metrics_file = self.bar = self.in_body_since = None
         self.train_time_s = self.wait_time_s = self.shown_train_s = self.shown_wait_s = 0.0
-        self.images = 0
+        self.images = self.batches = 0
+        self.per_update, self.first_update_s, self.test_s, self.drawn_at, self.testing = 1, 0.0, None, 0.0, False
         problem = broadcast_object_list([self._claim() if accelerator.is_main_process else None])[0]
         if problem:
             stop(problem)
 
     def _claim(self) -> str | None:
         try:
+            if not self.folder.exists():
+                atexit.register(remove_if_unused, self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / ".lock")
             self.lock.acquire(timeout=10 if self.args.resume else 0)  # a run told to stop may still be saving
@@ -101,12 +141,17 @@ class Tracker:
         """Whether this run was finished before. A collective."""
         return broadcast_object_list([(self.folder / "summary.json").exists()])[0]
 
-    def start(self, step: int, total_steps: int, metrics_bytes: int, topology: dict, data: dict) -> None:
+    def start(
+        self, step: int, total_steps: int, steps_per_epoch: int, metrics_bytes: int, topology: dict, data: dict
+    ) -> None:
         """Begin at `step`, with the first `metrics_bytes` of metrics.jsonl: what is behind them comes once more.
 
         topology and data go to run.json.
         """
-        self.started_at, self.first_step, self.total_steps = time.time(), step, total_steps
+        self.started_at, self.logged_at = time.time(), time.perf_counter()
+        self.first_step, self.total_steps, self.steps_per_epoch = step, total_steps, steps_per_epoch
+        self.tests_left = -(-total_steps // steps_per_epoch) - max(step - 1, 0) // steps_per_epoch
+        self.test_updates = data.get("test", 0) / self.args.batch_size / 3  # a forward pass is a third of an update
         if self.args.log_with:
             config = {name: value for name, value in vars(self.args).items() if isinstance(value, (int, float, str))}
             self.accelerator.init_trackers("run", config=config)
@@ -130,10 +175,15 @@ class Tracker:
         self.metrics_file = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115  open as long as the run
         self.metrics_file.truncate(metrics_bytes)
         if sys.stderr.isatty():
-            self.bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True)
+            layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} updates{postfix}"
+            self.bar = tqdm(total=total_steps, initial=step, bar_format=layout, leave=False, dynamic_ncols=True)
 
-    def timed(self, batches: Iterable) -> Iterator:
-        """The same batches, with the time in this loop and the time spent waiting for a batch added up."""
+    def timed(self, batches: Iterable, per_update: int | None = None) -> Iterator:
+        """The same batches, with the time in this loop and the time spent waiting for a batch added up.
+
+        per_update: how many of them make one update; None: the accumulation steps.
+        """
+        self.per_update = per_update = per_update or self.accelerator.gradient_accumulation_steps
         asked = time.perf_counter()
         for batch in batches:
             self.in_body_since = got = time.perf_counter()
@@ -145,6 +195,31 @@ class Tracker:
                 asked = time.perf_counter()
                 self.train_time_s += asked - got
                 self.in_body_since = None
+                self.batches += 1
+                if self.batches == per_update:
+                    self.first_update_s = self.train_time_s
+                if self.bar is not None and asked > self.drawn_at + 0.1 and self.batches % per_update == 0:
+                    self.draw_bar(self.first_step + self.batches // per_update)
+
+    def speed(self, step: int) -> tuple[float, float]:
+        """Seconds of an update, and those that are left of the whole run with its evaluations, at `step`."""
+        updates = self.batches // self.per_update
+        update_s = self.train_time_s / max(updates, 1)
+        if updates > 1:  # the first one is slow: memory is allocated, kernels are chosen or compiled
+            update_s = (self.train_time_s - self.first_update_s) / (updates - 1)
+        test_s = self.test_updates * update_s if self.test_s is None else self.test_s
+        return update_s, (self.total_steps - step) * update_s + self.tests_left * test_s
+
+    def draw_bar(self, step: int) -> None:
+        if self.bar is None:
+            return
+        update_s, left_s = self.speed(step)
+        self.bar.n, self.drawn_at = step, time.perf_counter()
+        if update_s:
+            rate = f"{1 / update_s:.1f} updates/s" if update_s < 1 else f"{update_s:.1f} s/update"
+            doing = "testing" if self.testing else rate
+            self.bar.set_postfix_str(f"{doing}, {clock(left_s)} left", refresh=False)
+        self.bar.refresh()
 
     def log(self, split: str, step: int, epoch: int, metrics: dict) -> None:
         """One line to metrics.jsonl, the screen and the trackers. Takes `samples` of train metrics for images/s."""
@@ -168,13 +243,21 @@ class Tracker:
             self.metrics_file.flush()
         except OSError as error:
             stop(f"{self.folder}/metrics.jsonl cannot be written ({error.strerror}); --resume goes on when it can")
-        shown = "  ".join(f"{name} {value:{FORMATS.get(name, '.4g')}}" for name, value in metrics.items())
-        text = f"{split:<5} epoch {epoch:g}  step {step}/{self.total_steps}  {shown}"
-        if self.bar is None:
-            print(text, flush=True)
-        else:
-            self.bar.update(step - self.bar.n)
-            self.bar.write(text, file=sys.stdout)
+        if metrics.get("data_wait_pct", 5) < 5:  # not worth a look
+            del metrics["data_wait_pct"]
+        words = [f"{split:<5} epoch {epoch:g}", f"step {step}/{self.total_steps}"]
+        words += [FORMATS.get(name, name + " {:.4g}").format(value) for name, value in metrics.items()]
+        if split == "test":
+            self.test_s, self.tests_left = time.perf_counter() - self.logged_at, self.tests_left - 1
+        self.logged_at = time.perf_counter()
+        self.testing = split == "train" and (step % self.steps_per_epoch == 0 or step == self.total_steps)
+        if self.bar is None and split == "train":
+            words.append(f"eta {clock(self.speed(step)[1])}")
+        show("  ".join(words))
+        if self.bar is not None and split == "test" and self.tests_left == 0:
+            self.bar.close()
+            self.bar = None
+        self.draw_bar(step)
 
     def metrics_bytes(self) -> int:
         """The length of metrics.jsonl, safe on the disk: a checkpoint holds it as its place in the file."""
@@ -185,15 +268,10 @@ class Tracker:
 
     def finish(self, step: int, test: dict, **more) -> None:
         """summary.json, with the last `test` metrics and `more`, and curves.png."""
-        device = self.accelerator.device
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
+        peak = peak_memory_gib(self.accelerator.device)
         self.accelerator.end_training()
         if not self.accelerator.is_main_process:
             return
-        if self.bar is not None:
-            self.bar.close()
         summary = {
             "step": step,
             **{f"test_{name}": value for name, value in test.items()},
@@ -202,14 +280,14 @@ class Tracker:
             "train_time_s": round(self.train_time_s, 3),
             "train_steps_timed": step - self.first_step,
             "images_per_s": round(self.images / max(self.train_time_s, 1e-9), 1),
-            "peak_memory_gib": round(peak / 2**30, 3),
+            "peak_memory_gib": round(peak, 3),
         }
         plot_curves(self.folder / "metrics.jsonl", self.folder / "curves.png")
         write_json(self.folder / "summary.json", summary)
-        print(
+        show(
             f"done: test loss {test['loss']:.4f}, test accuracy {test['accuracy']:.2%} in "
             f"{summary['train_time_s']:.1f} s of training; model, curves and summary in {self.folder}",
-            flush=True,
+            "green",
         )
 
 
@@ -228,7 +306,7 @@ def plot_curves(metrics_file: Path, picture: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.axes[0].set_yscale("log")
-    figure.savefig(picture, dpi=120)
+    write(picture, lambda part: figure.savefig(part, dpi=120))
 
 
 def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path) -> None:
@@ -250,7 +328,7 @@ def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path
                 if count:
                     color = "white" if shares[row][column] > 0.5 else "black"
                     axes.text(column, row, count, ha="center", va="center", color=color, fontsize=8)
-    figure.savefig(picture, dpi=120)
+    write(picture, lambda part: figure.savefig(part, dpi=120))
 
 
 def plot_images(images: list, titles: list[str], picture: Path) -> None:
@@ -265,4 +343,4 @@ def plot_images(images: list, titles: list[str], picture: Path) -> None:
     for axes, image, title in zip(figure.axes, images, titles, strict=False):
         axes.imshow(image)
         axes.set_title(title, fontsize=8)
-    figure.savefig(picture, dpi=120)
+    write(picture, lambda part: figure.savefig(part, dpi=120))
