@@ -83,3 +83,12 @@ def test_sbatch_files_are_bash_and_take_flags_that_exist(name):
     assert (ROOT / words[words.index("--config_file") + 1]).is_file()
     options = re.findall(r"^#SBATCH (.+)$", text, flags=re.M)
     assert {"--signal=B:USR1@120", "--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)
+
+
+@pytest.mark.parametrize("name", ["cpu", "single_gpu", "dp"])
+def test_the_launcher_of_one_process_is_quiet(name, caplog):
+    """No notice of what it chose, and no traceback of its own behind an error of the script."""
+    words = ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "script.py"]
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert not caplog.records
+    assert options.quiet

@@ -28,6 +28,11 @@ def cluster(**keys):
     return ClusterConfig(compute_environment="LOCAL_MACHINE", mixed_precision="no", **keys)
 
 
+def run_flags(**flags):
+    args = {"batch_size": 8, "gradient_accumulation_steps": 1, "seed": 0, "timeout_s": 600, "log_with": None}
+    return SimpleNamespace(**args, **flags)
+
+
 @pytest.fixture
 def asked(monkeypatch):
     def ask(config, **options):
@@ -118,8 +123,7 @@ def test_accelerate_answers_the_lomo_question_once():
     """Two searches of the disk an update otherwise: half of the time of a small step."""
     import accelerate.optimizer
 
-    args = {"batch_size": 8, "gradient_accumulation_steps": 1, "seed": 0, "timeout_s": 600, "log_with": None}
-    launch.make_accelerator(SimpleNamespace(**args, output_dir="x"), 1)
+    launch.make_accelerator(run_flags(output_dir="x"), 1)
     accelerate.optimizer.is_lomo_available()
     before = accelerate.optimizer.is_lomo_available.cache_info().hits
     accelerate.optimizer.is_lomo_available()
@@ -197,6 +201,15 @@ def test_the_command_to_go_on_is_the_one_that_was_typed(monkeypatch):
     assert launch.resume_command() == expected
 
 
+def test_the_command_to_go_on_names_the_folder_that_was_made(monkeypatch):
+    """Without it, --resume would begin anew in another folder."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    args = run_flags(output_dir=None, resume=False)
+    launch.make_accelerator(args, 1)
+    assert args.output_dir.startswith("runs/train-")
+    assert launch.resume_command().endswith(f"train.py --lr 1 --output_dir {args.output_dir} --resume")
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_asks_for_a_stop(name):
     stop_signal = launch.StopSignal(fake_accelerator())
@@ -233,6 +246,9 @@ def test_a_lost_peer_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch, 
     assert "rank 1 on alpha lost rank 3 on gamma: Timed out" in said(RuntimeError("Timed out waiting 8001ms for recv"))
     monkeypatch.setattr(launch, "is_up", lambda address: True)
     assert "lost another process: Timed out" in said(RuntimeError("Timed out waiting 8001ms for recv"))
+    launch.explain_lost_peers(can_resume=False)
+    assert said(RuntimeError("Timed out waiting 8001ms for recv")).endswith(": Timed out waiting 8001ms for recv\n")
+    launch.explain_lost_peers()
     for bug in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("connection closed")):
         assert said(bug).startswith(type(bug).__name__)
 

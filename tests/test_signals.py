@@ -2,9 +2,13 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
+import sys
+import termios
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -75,6 +79,74 @@ def test_a_signal_saves_and_ends_every_process(launcher, small_mnist, config, ta
     assert after[: len(lines)] == lines
     steps = [line["step"] for line in after if line["split"] == "train"]
     assert steps == sorted(set(steps))  # none twice
+
+
+def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
+    ends = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(launch, "resume_command", lambda: "COMMAND --resume")
+    stop_signal = launch.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    stop_signal.pid = -1  # as in a process that it forked
+    os.kill(os.getpid(), signal.SIGINT)
+    assert not stop_signal.agreed()
+    stop_signal.pid = os.getpid()
+    said = []
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop_signal.agreed()
+        said.append(capfd.readouterr().err)
+    assert said == [
+        "Ctrl-C: the run is saved and ends; a second Ctrl-C ends it at once\n",
+        "stopped at once; to go on from the last checkpoint: COMMAND --resume\n",
+    ]
+    assert ends == [130]
+
+
+def test_ctrl_c_before_training_is_no_traceback(monkeypatch, capsys):
+    for rank, expected in (("0", "stopped by Ctrl-C: nothing was saved\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+        assert capsys.readouterr().err == expected
+    sys.excepthook(KeyError, KeyError("x"), None)
+    assert "KeyError: 'x'" in capsys.readouterr().err
+
+
+def test_on_a_terminal(launcher, small_mnist):
+    """Nothing before our own lines, a bar with the time left, colours; a Ctrl-C leaves a whole line and no bar."""
+    terminal, screen = pty.openpty()
+    termios.tcsetwinsize(screen, (40, 150))
+    config, script = ROOT / "accelerate_configs" / "cpu.yaml", ROOT / "scripts" / "mnist_mlp.py"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, script]
+    command += ["--dataset", small_mnist, *map(str, FLAGS), "--num_epochs", "5000"]
+    environment = {**os.environ, "HF_HOME": str(launcher.home), "TERM": "xterm"}
+    environment.pop("NO_COLOR", None)
+    words = {"cwd": launcher.folder, "env": environment, "start_new_session": True}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=screen, stderr=screen, **words)
+    launcher.processes.append(process)
+    os.close(screen)
+    shown = b""
+    while chunk := read(terminal):
+        shown += chunk
+        if b"step 200/" in shown and b"updates/s, 0:0" in shown.partition(b"step 200/")[2]:
+            (worker,) = workers(process, 1)
+            worker.send_signal(signal.SIGINT)
+            break
+    while chunk := read(terminal):
+        shown += chunk
+    assert process.wait(30) == 1
+    lines = shown.decode().split("\r\n")
+    assert lines[0].startswith("topology ")
+    assert "\r\033[KCtrl-C: the run is saved and ends; a second Ctrl-C ends it at once" in shown.decode()
+    assert "\r\033[K\033[1;33mstopped\033[0m by a signal; step 2" in lines[-2]
+    assert lines[-2].endswith("--num_epochs 5000 --resume")
+    assert not lines[-1].strip()
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # Linux's way to say that all have closed it
+        return b""
 
 
 def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher):

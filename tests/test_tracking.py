@@ -1,4 +1,5 @@
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -6,10 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from filelock import FileLock
 from PIL import Image
 
-from utils import tracking
+from utils import memory, show, tracking
 
 
 @pytest.fixture
@@ -21,10 +23,11 @@ def make(tmp_path):
         accelerator = SimpleNamespace(
             is_main_process=True,
             device=SimpleNamespace(type="cpu"),
+            gradient_accumulation_steps=2,
             log=lambda *_, **__: None,
             end_training=lambda: None,
         )
-        args = argparse.Namespace(output_dir=str(tmp_path / folder), resume=resume, log_with=None)
+        args = argparse.Namespace(output_dir=str(tmp_path / folder), resume=resume, log_with=None, batch_size=2)
         made.append(tracking.Tracker(accelerator, args))
         return made[-1]
 
@@ -34,7 +37,7 @@ def make(tmp_path):
 
 
 def started(tracker, step=0, metrics_bytes=0):
-    tracker.start(step, 10, metrics_bytes, {"num_processes": 1}, {"train": 5})
+    tracker.start(step, 10, 5, metrics_bytes, {"num_processes": 1}, {"train": 10, "test": 6})
     return tracker
 
 
@@ -62,7 +65,8 @@ def test_finish_leaves_summary_and_picture(make, tmp_path, capsys):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test_accuracy"] == 0.6
     assert summary["best_accuracy"] == 0.7
-    assert 0.01 < summary["peak_memory_gib"] < 100
+    peak = memory.own_peak_memory_gib(torch.device("cpu"))  # by now; drawing took some
+    assert peak - 0.2 < summary["peak_memory_gib"] <= peak + 0.001
     with Image.open(tmp_path / "run" / "curves.png") as picture:
         assert picture.width > 800
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 100  # curves, not a blank sheet
@@ -123,6 +127,122 @@ def test_a_read_only_folder_is_refused(tmp_path):
     )
     assert done.returncode == 2, done.stderr
     assert "cannot be written to: Permission denied" in done.stderr
+
+
+def test_a_run_that_never_began_leaves_no_folder(make, tmp_path, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(tracking.atexit, "register", lambda *call: at_exit.append(call))
+    make()
+    (function, folder) = at_exit.pop()
+    function(folder)
+    assert not (tmp_path / "run").exists()
+    function(folder)  # gone already
+    (tmp_path / "run").mkdir()
+    make()
+    assert not at_exit  # it was there before this run
+    started(make(folder="other"))
+    (function, folder) = at_exit.pop()
+    function(folder)
+    assert (tmp_path / "other" / "run.json").exists()
+
+
+@pytest.mark.parametrize("name", ["run.json", "summary.json", "curves.png"])
+def test_a_full_disk_is_one_sentence(make, tmp_path, capsys, name):
+    tracker = make()
+    (tmp_path / "run" / f".part_{name}").symlink_to("/dev/full")
+
+    def run():
+        started(tracker).log("test", 10, 1, {"loss": 1.0, "accuracy": 0.5})
+        tracker.finish(10, {"loss": 1.0, "accuracy": 0.5})
+
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/run/{name} cannot be written: No space left on device\n"
+    assert not (tmp_path / "run" / name).exists()
+    assert not (tmp_path / "run" / f".part_{name}").is_symlink()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    """In the place of the module time: what the run does takes the seconds that the test says."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(tracking, "time", self)
+        self.perf_counter = self.time = lambda: self.now
+        self.strftime = lambda _: "now"
+
+
+@pytest.mark.parametrize("resumed_at", [0, 5])
+def test_the_time_left_counts_updates_and_evaluations(make, monkeypatch, capsys, tmp_path, resumed_at):
+    """10 updates of 2 batches and 1 s, the first one 10 s; an evaluation after 5 and 10, of 3 s; 6 test samples."""
+    clock = Clock(monkeypatch)
+    if resumed_at:
+        started(make()).lock.release()
+    tracker = started(make(resume=True), resumed_at)
+    assert tracker.speed(resumed_at) == (0, 0)  # not known yet
+    evaluated = {0: 0, 5: 1}[resumed_at]  # a run resumed at the end of an epoch begins with its evaluation
+    if evaluated:
+        clock.now += 3
+        tracker.log("test", 5, 1, {"loss": 1.0})
+    step = resumed_at
+    for batch in tracker.timed(range(10)):
+        clock.now += 5 if step == resumed_at else 0.5
+        if batch % 2:
+            step += 1
+            if step % 5 == 0:  # the body of this update is not over
+                tracker.log("train", step, 1, {"loss": 1.0, "samples": 2})
+    left = {0: "0:00:07", 5: "0:00:03"}[resumed_at]  # of the first test only its size is known: that of one update
+    assert f"eta {left}\n" in capsys.readouterr().out
+    clock.now += 3
+    tracker.log("test", step, 1, {"loss": 1.0})
+    assert tracker.speed(step) == (1.0, {0: 5 * 1 + 3, 5: 0}[resumed_at])
+    assert "eta" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_the_bar_is_gone_where_a_line_is_printed_and_at_the_end(make, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    clock = Clock(monkeypatch)
+    tracker = started(make())
+    for batch in tracker.timed(range(20)):
+        clock.now += 0.25
+        if batch % 10 == 9:
+            tracker.log("train", (batch + 1) // 2, 1 + batch // 10, {"loss": 1.0, "accuracy": 0.5, "samples": 2})
+            tracker.log("test", (batch + 1) // 2, 1 + batch // 10, {"loss": 1.0, "accuracy": 0.5})
+    tracker.finish(10, {"loss": 1.0, "accuracy": 0.5})
+    drawn = terminal.getvalue()
+    assert "| 3/10 updates, 2.0 updates/s, 0:00:04 left" in drawn
+    assert "| 5/10 updates, testing, " in drawn
+    screen = []  # what can be read after each line
+    for line in drawn.split("\n"):
+        row = ""
+        for piece in line.split("\r"):
+            row = piece.removeprefix("\033[K") if piece.startswith("\033[K") else piece + row[len(piece) :]
+        screen.append(row.strip())
+    assert [line[:13] for line in screen[:4:2]] == ["train epoch 1", "train epoch 2"]
+    assert [line[:13] for line in screen[1:4:2]] == ["test  epoch 1", "test  epoch 2"]
+    assert "left" not in "".join(screen)
+    assert screen[4].startswith("\033[1;32mdone:\033[0m test loss")
+    assert screen[5:] == [""]
+
+
+def test_colours_on_a_terminal_only(monkeypatch):
+    def said(file):
+        show("error: so", "red", file)
+        return file.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert said(io.StringIO()) == "error: so\n"
+    assert said(Terminal()) == "\033[1;31merror:\033[0m so\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert said(Terminal()) == "error: so\n"
 
 
 def test_json_is_written_whole_and_reads_well(tmp_path):

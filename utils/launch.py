@@ -157,7 +157,7 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, s
             )
         if fresh_dir:
             stop("--max_restarts needs an --output_dir, to go on from what is in it")
-    peers = explain_lost_peers(can_resume=args.resume is not None)
+    peers = explain_lost_peers(can_resume=getattr(args, "resume", None) is not None)
     bind_gloo_to_the_route()
     try:
         accelerator = Accelerator(
@@ -474,10 +474,10 @@ class StopSignal:
         again = number == self.received == signal.SIGINT
         self.received = number
         if number == signal.SIGINT and self.accelerator.is_main_process:
-            says = (
-                f"stopped at once; to go on: {resume_command()}" if again else "Ctrl-C: saving (a second one: at once)"
-            )
-            os.write(2, f"{CLEAR_LINE * os.isatty(2)}{says}\n".encode())  # not print, which may be at work
+            says = "Ctrl-C: the run is saved and ends; a second Ctrl-C ends it at once"
+            if again:
+                says = f"stopped at once; to go on from the last checkpoint: {resume_command()}"
+            os.write(2, f"{CLEAR_LINE * os.isatty(2)}{says}\n".encode())  # print may be in the middle of a line
         if again:
             os._exit(130)  # a checkpoint that is being written stays an unnamed temporary folder
 

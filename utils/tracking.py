@@ -112,8 +112,9 @@ class Tracker:
         self.folder = Path(args.output_dir)
         self.metrics_file = self.bar = self.in_body_since = None
         self.train_time_s = self.wait_time_s = self.shown_train_s = self.shown_wait_s = 0.0
-        self.images = self.batches = 0
-        self.per_update, self.first_update_s, self.test_s, self.drawn_at, self.testing = 1, 0.0, None, 0.0, False
+        self.images = self.batches = self.updates = 0
+        self.first_update_s = self.updates_s = self.drawn_at = 0.0
+        self.test_s, self.testing = None, False
         problem = broadcast_object_list([self._claim() if accelerator.is_main_process else None])[0]
         if problem:
             stop(problem)
@@ -183,7 +184,7 @@ class Tracker:
 
         per_update: how many of them make one update; None: the accumulation steps.
         """
-        self.per_update = per_update = per_update or self.accelerator.gradient_accumulation_steps
+        per_update = per_update or self.accelerator.gradient_accumulation_steps
         asked = time.perf_counter()
         for batch in batches:
             self.in_body_since = got = time.perf_counter()
@@ -196,17 +197,17 @@ class Tracker:
                 self.train_time_s += asked - got
                 self.in_body_since = None
                 self.batches += 1
-                if self.batches == per_update:
-                    self.first_update_s = self.train_time_s
-                if self.bar is not None and asked > self.drawn_at + 0.1 and self.batches % per_update == 0:
-                    self.draw_bar(self.first_step + self.batches // per_update)
+                if self.batches % per_update == 0:
+                    self.updates, self.updates_s = self.updates + 1, self.train_time_s
+                    self.first_update_s = self.first_update_s or self.updates_s
+                    if self.bar is not None and asked > self.drawn_at + 0.1:
+                        self.draw_bar(self.first_step + self.updates)
 
     def speed(self, step: int) -> tuple[float, float]:
         """Seconds of an update, and those that are left of the whole run with its evaluations, at `step`."""
-        updates = self.batches // self.per_update
-        update_s = self.train_time_s / max(updates, 1)
-        if updates > 1:  # the first one is slow: memory is allocated, kernels are chosen or compiled
-            update_s = (self.train_time_s - self.first_update_s) / (updates - 1)
+        update_s = self.updates_s
+        if self.updates > 1:  # the first one is slow: memory is allocated, kernels are chosen or compiled
+            update_s = (self.updates_s - self.first_update_s) / (self.updates - 1)
         test_s = self.test_updates * update_s if self.test_s is None else self.test_s
         return update_s, (self.total_steps - step) * update_s + self.tests_left * test_s
 
@@ -251,7 +252,7 @@ class Tracker:
             self.test_s, self.tests_left = time.perf_counter() - self.logged_at, self.tests_left - 1
         self.logged_at = time.perf_counter()
         self.testing = split == "train" and (step % self.steps_per_epoch == 0 or step == self.total_steps)
-        if self.bar is None and split == "train":
+        if self.bar is None and split == "train" and self.updates:
             words.append(f"eta {clock(self.speed(step)[1])}")
         show("  ".join(words))
         if self.bar is not None and split == "test" and self.tests_left == 0:
