@@ -117,7 +117,7 @@ def test_on_a_terminal(launcher, small_mnist):
     termios.tcsetwinsize(screen, (40, 150))
     config, script = ROOT / "accelerate_configs" / "cpu.yaml", ROOT / "scripts" / "mnist_mlp.py"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, script]
-    command += ["--dataset", small_mnist, *map(str, FLAGS), "--num_epochs", "5000"]
+    command += ["--dataset", small_mnist, *map(str, FLAGS), "--num_epochs", "100"]
     environment = {**os.environ, "HF_HOME": str(launcher.home), "TERM": "xterm"}
     environment.pop("NO_COLOR", None)
     words = {"cwd": launcher.folder, "env": environment, "start_new_session": True}
@@ -138,7 +138,7 @@ def test_on_a_terminal(launcher, small_mnist):
     assert lines[0].startswith("topology ")
     assert "\r\033[KCtrl-C: the run is saved and ends; a second Ctrl-C ends it at once" in shown.decode()
     assert "\r\033[K\033[1;33mstopped\033[0m by a signal; step 2" in lines[-2]
-    assert lines[-2].endswith("--num_epochs 5000 --resume")
+    assert lines[-2].endswith("--num_epochs 100 --resume")
     assert not lines[-1].strip()
 
 
