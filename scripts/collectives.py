@@ -25,7 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder, without an install
 
 from utils import launch
-from utils.tracking import Tracker, git_commit, versions, write_json
+from utils.tracking import Tracker, git_commit, versions, write, write_json
 from utils.wires import (
     describe_pairs,
     describe_simulation,
@@ -418,36 +418,53 @@ def table(rows: list[dict], unsupported: set[str], backend: str) -> str:
     return "\n".join([*lines, "time of the smallest message: latency; bandwidths: of the largest message"])
 
 
-def draw(rows: list[dict], pairs: dict, n: int, title: str, picture: Path) -> None:
-    """Time and bus bandwidth over the size, and the bandwidth of each pair, as a PNG."""
-    from matplotlib.figure import Figure  # not pyplot, which looks for a screen and a font cache of its own
+def in_words(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:g} {unit}"
+        size /= 1024
+    return f"{size:g} GiB"
 
-    figure = Figure(figsize=(16, 5), layout="constrained")
-    times, bandwidth, matrix = figure.subplots(1, 3)
-    for at, name in enumerate(OPERATIONS):
-        mine = [row for row in rows if row["operation"] == name]
-        style = {"label": name, "color": f"C{at % 10}", "linestyle": ("-", "--")[at // 10], "marker": "os^v"[at % 4]}
-        sizes = [row["bytes"] for row in mine]
-        times.loglog(sizes, [row["time_us"] for row in mine], markersize=3, **style)
-        bandwidth.loglog(sizes, [row["bus_gb_per_s"] or math.nan for row in mine], markersize=3, **style)
-    times.set(xlabel="bytes", ylabel="us", title="Time, slowest process")
-    bandwidth.set(xlabel="bytes", ylabel="GB/s", title="Bus bandwidth")
+
+def draw(rows: list[dict], pairs: dict, n: int, title: str, picture: Path) -> None:
+    """A line for each operation: its time by size, and its bus bandwidth; and the bandwidth of each pair. A PNG."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure  # not pyplot, which looks for a screen and a font cache of its own
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure = Figure(figsize=(15, 6), layout="constrained")
+    times, bandwidth, matrix = figure.subplots(1, 3, width_ratios=(5, 3, 5))
+    names, sizes = list(dict.fromkeys(row["operation"] for row in rows)), sorted({row["bytes"] for row in rows})
+    for at, size in enumerate(sizes):
+        mine = [row for row in rows if row["bytes"] == size]
+        style = {"color": colormaps["viridis"](0.95 * at / max(len(sizes) - 1, 1)), "label": in_words(size)}
+        times.plot([row["time_us"] for row in mine], [names.index(row["operation"]) for row in mine], "o", **style)
+    times.set(xscale="log", xlabel="µs", title="Time by size, slowest process")
+    times.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    times.xaxis.set_major_formatter("{x:,.0f}")
+    times.xaxis.set_minor_locator(NullLocator())
+    figure.legend(*times.get_legend_handles_labels(), loc="outside lower left", ncols=8)
+    largest = [row["bus_gb_per_s"] for row in rows if row["bytes"] == sizes[-1]]
+    bandwidth.bar_label(bandwidth.barh(names, largest, color="#0072b2"), fmt=" {:.2f}")
+    bandwidth.set(xlabel="GB/s", title=f"Bus bandwidth, {in_words(sizes[-1])}", xlim=(0, 1.2 * max(largest)))
+    for axes in (times, bandwidth):
+        axes.set_yticks(range(len(names)), names if axes is times else [])
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
     cells = torch.full((n, n), math.nan)
     for (a, b), (_, bytes_per_s) in pairs.items():
         cells[a, b] = cells[b, a] = bytes_per_s / 1e9
     image = matrix.imshow(cells, vmin=0)
     matrix.set(xlabel="rank", ylabel="rank", title="Bandwidth of each pair, GB/s")
-    for a, b in pairs if n <= 8 else ():
-        matrix.text(b, a, f"{cells[a, b]:.2f}", ha="center", va="center", color="white", backgroundcolor="#0008")
+    for a, b in [*pairs, *(pair[::-1] for pair in pairs)] if n <= 8 else ():
+        dark = cells[a, b] < 0.6 * cells.nan_to_num().max()
+        matrix.text(b, a, f"{cells[a, b]:.2f}", ha="center", va="center", color="white" if dark else "black")
     matrix.set_xticks(range(n) if n <= 16 else [0, n - 1])
     matrix.set_yticks(range(n) if n <= 16 else [0, n - 1])
-    figure.colorbar(image, ax=matrix)
-    handles, labels = times.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize="small")
-    for axes in (times, bandwidth):
-        axes.grid(alpha=0.3)
+    figure.colorbar(image, ax=matrix, shrink=0.8)
     figure.suptitle(title)
-    figure.savefig(picture, dpi=110)
+    write(picture, lambda part: figure.savefig(part, dpi=110))
 
 
 def main():

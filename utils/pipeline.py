@@ -17,6 +17,8 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from utils import stop
+
 
 class BlockCost(NamedTuple):
     """What one micro-batch costs in one block."""
@@ -343,4 +345,7 @@ def plot_timeline(spans: list[tuple], title: str, picture: Path) -> None:
     axes.set(yticks=range(len(rows)), yticklabels=labels, xlabel="ms", title=title)
     axes.invert_yaxis()
     figure.legend(handles=[Patch(color=shades[kind][0], label=kind) for kind in shades], loc="outside right upper")
-    figure.savefig(picture, dpi=120)
+    try:
+        figure.savefig(picture, dpi=120)
+    except OSError as error:
+        stop(f"{picture} cannot be written: {error.strerror or error}")

@@ -244,9 +244,10 @@ class Tracker:
             self.metrics_file.flush()
         except OSError as error:
             stop(f"{self.folder}/metrics.jsonl cannot be written ({error.strerror}); --resume goes on when it can")
-        if metrics.get("data_wait_pct", 5) < 5:  # not worth a look
+        if metrics.get("data_wait_pct", 10) < 10:  # not worth a look
             del metrics["data_wait_pct"]
-        words = [f"{split:<5} epoch {epoch:g}", f"step {step}/{self.total_steps}"]
+        width = 6 + 2 * len(str(self.total_steps))  # the columns stay where they are
+        words = [f"{split:<5} epoch {epoch:g}", f"step {step}/{self.total_steps}".ljust(width)]
         words += [FORMATS.get(name, name + " {:.4g}").format(value) for name, value in metrics.items()]
         if split == "test":
             self.test_s, self.tests_left = time.perf_counter() - self.logged_at, self.tests_left - 1
@@ -283,7 +284,8 @@ class Tracker:
             "images_per_s": round(self.images / max(self.train_time_s, 1e-9), 1),
             "peak_memory_gib": round(peak, 3),
         }
-        plot_curves(self.folder / "metrics.jsonl", self.folder / "curves.png")
+        title = f"{self.folder.name}: {step} updates of {self.args.batch_size} images"
+        plot_curves(self.folder / "metrics.jsonl", self.folder / "curves.png", title)
         write_json(self.folder / "summary.json", summary)
         show(
             f"done: test loss {test['loss']:.4f}, test accuracy {test['accuracy']:.2%} in "
@@ -292,21 +294,29 @@ class Tracker:
         )
 
 
-def plot_curves(metrics_file: Path, picture: Path) -> None:
+def plot_curves(metrics_file: Path, picture: Path, title: str = "") -> None:
     """Loss and accuracy of metrics.jsonl over the steps, as a PNG."""
     from matplotlib.figure import Figure  # not pyplot, which looks for a screen and a font cache of its own
+    from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
     lines = [json.loads(line) for line in metrics_file.read_text().splitlines()]
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        for split, style in (("train", {"alpha": 0.8}), ("test", {"marker": "o"})):
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    for axes, name, shown in zip(figure.subplots(1, 2), ("loss", "accuracy"), ("{:.3g}", "{:.2%}"), strict=True):
+        for split, style in (("train", {"color": "#0072b2"}), ("test", {"color": "#d55e00", "marker": "o"})):
             points = [(line["step"], line[name]) for line in lines if line["split"] == split]
             if points:
-                axes.plot(*zip(*points, strict=True), label=split, **style)
-        axes.set(xlabel="step (optimizer updates)", ylabel=name, title=name.capitalize())
+                label = f"{split}, at the end {shown.format(points[-1][1])}"
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.set(xlabel="step (optimizer updates)", ylabel=name)
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.axes[0].set_yscale("log")
+    losses, accuracies = figure.axes
+    losses.set_yscale("log")
+    losses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    losses.yaxis.set_major_formatter("{x:g}")
+    losses.yaxis.set_minor_locator(NullLocator())
+    accuracies.yaxis.set_major_formatter(PercentFormatter(1))
+    figure.suptitle(title)
     write(picture, lambda part: figure.savefig(part, dpi=120))
 
 
@@ -319,7 +329,9 @@ def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
     figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the true class", shrink=0.8)
-    axes.set(xlabel="predicted", ylabel="true", title="Confusion matrix")
+    right, all_of_them = sum(row[i] for i, row in enumerate(confusion)), max(sum(map(sum, confusion)), 1)
+    title = f"{picture.parent.name}\n{right} of {all_of_them} right, {right / all_of_them:.2%}"
+    axes.set(xlabel="predicted", ylabel="true", title=title)
     if len(classes) <= 30:
         names = [name[:20] for name in classes]
         axes.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 2 else 0)
