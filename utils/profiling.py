@@ -178,26 +178,22 @@ def summarize(events: list[dict], names: list[str], updates: int) -> dict:
 
 def as_text(tables: list[dict], folder: Path) -> str:
     """The table for the screen: of rank 0, with the least and the most of all ranks where there are several."""
-    first = tables[0]
-    several = len(tables) > 1
+    first, several = tables[0], len(tables) > 1
     lines = [
         f"profile       {first['updates']} updates after the first {WARM_UP}",
-        f"  {'':<15}{'ms':>10}{'share':>9}{f'   over {len(tables)} ranks' * several}",
+        f"  {'':<15}{'ms':>10}{'share':>9}" + f"   over {len(tables)} ranks" * several,
     ]
 
-    def row(name, read):
-        values = [read(table) for table in tables]
-        share = values[0] / first["mean_ms"]["update"]
+    def row(name, values, whole):
         ranks = f"   {min(values):.3f} to {max(values):.3f}" * several
-        lines.append(f"  {name:<15}{values[0]:>10.3f}{share:>9.1%}{ranks}")
+        lines.append(f"  {name:<15}{values[0]:>10.3f}{values[0] / whole:>9.1%}{ranks}")
 
     for name in first["mean_ms"]:
-        row(name, lambda table, name=name: table["mean_ms"][name])
+        row(name, [table["mean_ms"][name] for table in tables], first["mean_ms"]["update"])
     if first["communication_ms"]:
-        row("communication", lambda table: table["communication_ms"])
-        row("  overlapped", lambda table: table["overlapped_ms"])
-    lines.append(
-        f"  {'unrecorded':<15}{first['unrecorded_ms']:>10.3f}   an update before the recording, which takes time too"
-    )
+        row("communication", [table["communication_ms"] for table in tables], first["mean_ms"]["update"])
+        row("  overlapped", [table["overlapped_ms"] for table in tables], first["communication_ms"])
+        lines[-1] += "   under computation, share of the communication"
+    lines.append(f"  unrecorded     {first['unrecorded_ms']:>10.3f}            an update before the recording")
     lines.append(f"  {folder}/trace_rank*.json.gz: open with https://ui.perfetto.dev")
     return "\n".join(lines)
