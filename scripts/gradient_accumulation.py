@@ -34,6 +34,7 @@ from utils.checkpoint import Checkpoints, save_model
 from utils.data import BUNDLED_MNIST, GlobalBatches, describe, load_images
 from utils.memory import largest_that_fits, peak_memory_gib, reset_peak_memory
 from utils.metrics import SampleStats
+from utils.profiling import Profiler
 from utils.tracking import Tracker
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
@@ -220,12 +221,12 @@ def main():
     checkpoints = Checkpoints(accelerator, args, facts)
     step, extra, saved_stats = checkpoints.load(model, optimizer, scheduler)
     best_accuracy = extra.get("best_accuracy", 0.0)
-    stats = SampleStats(accelerator)
-    stats.load_state(saved_stats)
+    stats = SampleStats(accelerator, saved_stats)
     topology = launch.announce(accelerator, args, steps_per_epoch, total_steps, data)
     if step == total_steps and tracker.is_complete():
         accelerator.print(f"all {total_steps} updates are done: nothing to do")
         return accelerator.end_training()
+    profiler = Profiler(accelerator, args, model, optimizer, total_steps - step)
     tracker.start(step, total_steps, steps_per_epoch, extra.get("metrics_bytes", 0), topology, data)
 
     def save():
@@ -246,7 +247,8 @@ def main():
         model.train()
         started = time.perf_counter()
         reset_peak_memory(accelerator.device)
-        batches = tracker.timed(train_batches.epoch(epoch, first_update=step - epoch * steps_per_epoch))
+        batches = train_batches.epoch(epoch, first_update=step - epoch * steps_per_epoch)
+        batches = tracker.timed(profiler.waits(batches))
         for window in zip(*[batches] * accumulation, strict=True):  # the micro-batches of one update
             # Known before the first backward pass, for the whole window and all processes: a mean of the means of
             # micro-batches is another number as soon as one of them has fewer terms.
@@ -278,6 +280,7 @@ def main():
             scheduler.step()  # once an update
             model.zero_grad()  # Accelerate's optimizer.zero_grad takes 0.1 ms more
             step += 1  # updates done: the one number that says where the run is
+            profiler.step()
             if args.compare:
                 largest_difference = max(largest_difference, difference)
                 tracker.log("compare", step, epoch + 1, {"gradient_difference": difference})

@@ -21,6 +21,7 @@ from utils import launch, stop
 from utils.checkpoint import Checkpoints, save_model
 from utils.data import BUNDLED_MNIST, GlobalBatches, describe, load_grey_image, load_images, random_uniform
 from utils.metrics import SampleStats, classification_metric, gather_predictions
+from utils.profiling import Profiler
 from utils.tracking import Tracker
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
@@ -139,12 +140,12 @@ def main():
     checkpoints = Checkpoints(accelerator, args, facts)
     step, extra, saved_stats = checkpoints.load(model, optimizer, scheduler)
     best_accuracy = extra.get("best_accuracy", 0.0)
-    stats = SampleStats(accelerator)
-    stats.load_state(saved_stats)
+    stats = SampleStats(accelerator, saved_stats)
     topology = launch.announce(accelerator, args, steps_per_epoch, total_steps, data)
     if step == total_steps and tracker.is_complete():
         accelerator.print(f"all {total_steps} updates are done: nothing to do")
         return accelerator.end_training()
+    profiler = Profiler(accelerator, args, model, optimizer, total_steps - step)
     tracker.start(step, total_steps, steps_per_epoch, extra.get("metrics_bytes", 0), topology, data)
 
     def save():
@@ -159,7 +160,7 @@ def main():
     # A run resumed at the end of an epoch finds no batch left in it, and begins with its evaluation.
     for epoch in range(max(step - 1, 0) // steps_per_epoch, num_epochs):
         model.train()
-        for batch in tracker.timed(train_batches.epoch(epoch, first_update=step - epoch * steps_per_epoch)):
+        for batch in tracker.timed(profiler.waits(train_batches.epoch(epoch, step - epoch * steps_per_epoch))):
             keep_if = random_uniform(args.seed, step, batch.indices, (args.hidden,)) if args.dropout else None
             with accelerator.accumulate(model):
                 losses, predicted = model(batch.images, batch.labels, keep_if)
@@ -172,6 +173,7 @@ def main():
             scheduler.step()
             model.zero_grad()  # Accelerate's optimizer.zero_grad takes 0.1 ms more
             step += 1  # updates done: the one number that says where the run is
+            profiler.step()
             epoch_ends = step % steps_per_epoch == 0 or step == total_steps
             if step % args.log_every == 0 or epoch_ends:
                 tracker.log("train", step, epoch + 1, {**stats.reduce(), "lr": lr})

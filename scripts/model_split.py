@@ -34,6 +34,7 @@ from utils.data import BUNDLED_MNIST, GlobalBatches, Images, describe, load_imag
 from utils.memory import own_peak_memory_gib, reset_peak_memory
 from utils.metrics import SampleStats
 from utils.pipeline import OneProcess, OverProcesses, as_text, cut_evenly, measure_blocks, stage_table, sum_over_copies
+from utils.profiling import Profiler
 from utils.tracking import Tracker
 
 # Of ImageNet, 0 to 255, as torchvision's weights expect them: https://pytorch.org/vision/stable/models.html.
@@ -261,8 +262,7 @@ def main():
     checkpoints = Checkpoints(accelerator, args, facts, copy=rank // num_stages)
     step, extra, saved_stats = checkpoints.load(model, optimizer, scheduler)
     best_accuracy = extra.get("best_accuracy", 0.0)
-    stats = SampleStats(accelerator)
-    stats.load_state(saved_stats)
+    stats = SampleStats(accelerator, saved_stats)
     batch = f"{micro_batch_size} per micro-batch x {args.num_microbatches} micro-batches x {copies} copies of the model"
     topology = launch.announce(accelerator, args, steps_per_epoch, total_steps, data, batch)
     accelerator.print(as_text(table), flush=True)
@@ -270,6 +270,7 @@ def main():
         accelerator.print(f"all {total_steps} updates are done: nothing to do")
         return accelerator.end_training()
     topology |= {"num_stages": num_stages, "copies": copies, "stages": table}
+    profiler = Profiler(accelerator, args, model, optimizer, total_steps - step)
     tracker.start(step, total_steps, steps_per_epoch, extra.get("metrics_bytes", 0), topology, data)
 
     def save():
@@ -282,14 +283,14 @@ def main():
     for epoch in range(max(step - 1, 0) // steps_per_epoch, num_epochs):
         model.train()
         batches = train_batches.epoch(epoch, first_update=step - epoch * steps_per_epoch)
-        batches = tracker.timed(batches, pieces)
+        batches = tracker.timed(profiler.waits(batches), pieces)
         for window in zip(*[batches] * pieces, strict=True):  # the micro-batches of one update
             if step - first_step in RECORDED:
                 for device in devices:
                     reset_peak_memory(device)
                 accelerator.wait_for_everyone()  # a common zero
                 pipeline.timeline.begin()
-            with accelerator.autocast():
+            with accelerator.autocast(), profiler.phase("forward, backward"):
                 for first in range(0, pieces, args.num_microbatches):
                     pipeline.run(window[first : first + args.num_microbatches], record_losses(stats, accelerator, step))
             if pipeline.timeline.recording:
@@ -303,6 +304,7 @@ def main():
             scheduler.step()
             model.zero_grad()
             step += 1  # updates done: the one number that says where the run is
+            profiler.step()
             epoch_ends = step % steps_per_epoch == 0 or step == total_steps
             if step % args.log_every == 0 or epoch_ends:
                 tracker.log("train", step, epoch + 1, {**stats.reduce(), "lr": lr})

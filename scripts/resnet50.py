@@ -28,6 +28,7 @@ from utils.batch_norm import average_batch_norms, weigh_batch_norms
 from utils.checkpoint import Checkpoints, load_pretrained, save_model
 from utils.data import BUNDLED_MNIST, GlobalSampler, load_splits
 from utils.metrics import SampleStats, classification_metric, gather_predictions
+from utils.profiling import Profiler
 from utils.tracking import Tracker, plot_confusion, plot_images
 
 # Mean and standard deviation of ImageNet's pixels, 0 to 255, by channel: those of all pretrained weights.
@@ -219,12 +220,12 @@ def main():
     checkpoints = Checkpoints(accelerator, args, facts)
     step, extra, saved_stats = checkpoints.load(model, optimizer, scheduler, ema)
     best_accuracy = extra.get("best_accuracy", 0.0)
-    stats = SampleStats(accelerator)
-    stats.load_state(saved_stats)
+    stats = SampleStats(accelerator, saved_stats)
     topology = launch.announce(accelerator, args, steps_per_epoch, total_steps, data)
     if step == total_steps and tracker.is_complete():
         accelerator.print(f"all {total_steps} updates are done: nothing to do")
         return accelerator.end_training()
+    profiler = Profiler(accelerator, args, model, optimizer, total_steps - step)
     tracker.start(step, total_steps, steps_per_epoch, extra.get("metrics_bytes", 0), topology, data)
 
     def save():
@@ -240,7 +241,7 @@ def main():
     for epoch in range(max(step - 1, 0) // steps_per_epoch, num_epochs):
         model.train()
         pieces = train_sampler.pieces(epoch, first_update=step - epoch * steps_per_epoch)
-        for micro_step, batch in enumerate(tracker.timed(train_loader.load(pieces, epoch))):
+        for micro_step, batch in enumerate(tracker.timed(profiler.waits(train_loader.load(pieces, epoch)))):
             mixed, partners, own = images.mix(batch.images, args.mixup, args.cutmix, args.seed, step)
             weigh_batch_norms(model, micro_step % accumulation, accumulation)
             with accelerator.accumulate(model):
@@ -255,6 +256,7 @@ def main():
             scheduler.step()
             model.zero_grad()
             step += 1  # updates done: the one number that says where the run is
+            profiler.step()
             if ema is not None and step % args.ema_every == 0:
                 if step <= warmup_steps:
                     ema.n_averaged.zero_()  # begins anew, with a copy
@@ -269,9 +271,8 @@ def main():
                 stop_signal.leave(step)
             if step == total_steps:
                 break
-        is_last, averaged = epoch + 1 == num_epochs, {}
-        batches = test_loader.load(test_sampler.pieces())
-        result = evaluate(model, batches, accelerator, stop_signal, len(classes) if is_last else 0)
+        shown_classes, averaged = len(classes) if epoch + 1 == num_epochs else 0, {}
+        result = evaluate(model, test_loader.load(test_sampler.pieces()), accelerator, stop_signal, shown_classes)
         if ema is not None and result is not None:
             averaged = evaluate(ema, test_loader.load(test_sampler.pieces()), accelerator, stop_signal)
         if result is None or averaged is None:

@@ -54,13 +54,11 @@ def test_a_bad_loss_names_its_step_and_samples(accelerator, capsys, bad, call):
 def test_state_is_restored_bit_by_bit(accelerator):
     stats = filled(accelerator, [0.1, 0.7, 3.0], step=3)
     stats.add(torch.tensor([0.3]), torch.tensor([True]), torch.tensor([7]), 4)
-    other = metrics.SampleStats(accelerator)
-    other.load_state(stats.state())
+    other = metrics.SampleStats(accelerator, stats.state())
     assert all(torch.equal(other.state()[name], tensor) for name, tensor in stats.state().items())
     assert other.state()["steps"].tolist() == [3, 3, 3, 4]
     assert other.reduce() == stats.reduce()
-    other.load_state({})
-    assert other.state() == {}
+    assert metrics.SampleStats(accelerator, {}).state() == {}
 
 
 def test_classification_metric_needs_no_network(monkeypatch):

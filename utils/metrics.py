@@ -13,9 +13,13 @@ from utils import stop
 class SampleStats:
     """Loss and accuracy over the samples since the last `reduce`, kept on the device: `add` never waits for it."""
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator, state: dict[str, torch.Tensor] | None = None):
+        """state: what another one's `state()` returned, to go on from it."""
         self.accelerator = accelerator
         self.clear()
+        if state:
+            mine = {name: tensor.to(accelerator.device) for name, tensor in state.items()}
+            self.add(mine["losses"], mine["correct"], mine["indices"], mine["steps"])
 
     def clear(self) -> None:
         self.losses, self.correct, self.indices, self.steps = [], [], [], []
@@ -74,13 +78,6 @@ class SampleStats:
         steps = [torch.as_tensor(step).expand(len(ids)) for step, ids in zip(self.steps, self.indices, strict=True)]
         lists = {"losses": self.losses, "correct": self.correct, "indices": self.indices, "steps": steps}
         return {name: torch.cat(tensors).cpu() for name, tensors in lists.items()}
-
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        self.clear()
-        if state:
-            self.add(
-                **{name.replace("steps", "step"): tensor.to(self.accelerator.device) for name, tensor in state.items()}
-            )
 
 
 def gather_predictions(accelerator: Accelerator, predictions: list[torch.Tensor]) -> np.ndarray:

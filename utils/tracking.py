@@ -322,13 +322,15 @@ def plot_curves(metrics_file: Path, picture: Path, title: str = "") -> None:
 
 def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path) -> None:
     """A confusion matrix, counts by [true][predicted], as a PNG: shares of each true class; with counts up to 30."""
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     shares = [[count / max(sum(row), 1) for count in row] for row in confusion]
     side = min(12, 3 + 0.4 * len(classes))
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
-    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the true class", shrink=0.8)
+    norm = PowerNorm(0.4, 0, 1)  # so that a mistake of a few percent can be seen beside what is right
+    figure.colorbar(axes.imshow(shares, cmap="Blues", norm=norm), label="share of the true class", shrink=0.8)
     right, all_of_them = sum(row[i] for i, row in enumerate(confusion)), max(sum(map(sum, confusion)), 1)
     title = f"{picture.parent.name}\n{right} of {all_of_them} right, {right / all_of_them:.2%}"
     axes.set(xlabel="predicted", ylabel="true", title=title)
@@ -339,7 +341,7 @@ def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path
         for row, counts in enumerate(confusion):
             for column, count in enumerate(counts):
                 if count:
-                    color = "white" if shares[row][column] > 0.5 else "black"
+                    color = "white" if norm(shares[row][column]) > 0.5 else "black"
                     axes.text(column, row, count, ha="center", va="center", color=color, fontsize=8)
     write(picture, lambda part: figure.savefig(part, dpi=120))
 
@@ -356,4 +358,5 @@ def plot_images(images: list, titles: list[str], picture: Path) -> None:
     for axes, image, title in zip(figure.axes, images, titles, strict=False):
         axes.imshow(image)
         axes.set_title(title, fontsize=8)
+    figure.suptitle(f"{picture.parent.name}: {picture.stem.replace('_', ' ')}")
     write(picture, lambda part: figure.savefig(part, dpi=120))

@@ -1,0 +1,99 @@
+"""--profile: the parts of an update add up to it, and the run is the one it would have been."""
+
+import gzip
+import json
+from collections import Counter
+
+import pytest
+
+from utils.profiling import length, summarize
+
+
+def span(name, begin, end, cat="user_annotation"):
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "tid": 1}
+
+
+CPU = [
+    span("update", 0, 10_000),
+    span("data wait", 0, 1_000),
+    span("forward", 1_000, 3_000),
+    span("backward", 3_000, 8_000),
+    span("autograd::engine::evaluate_function: AddmmBackward0", 3_000, 6_000, "cpu_op"),
+    span("gloo:all_reduce", 4_000, 7_000),
+    span("gloo:all_reduce", 5_000, 7_500),  # two at once are one time of waiting
+    span("optimizer", 8_000, 9_500),
+    span("update", 20_000, 20_000),  # a wait for the end of the data
+    span("gloo:all_reduce", 21_000, 23_000),  # of a test between two updates
+    span("update", 30_000, 34_000),
+    span("forward", 30_000, 34_000),
+    {"ph": "M", "name": "process_name"},
+]
+GPU = [
+    span("update", 0, 10_000),
+    span("backward", 0, 10_000),
+    span("autograd::engine::evaluate_function: AddmmBackward0", 0, 9_000, "cpu_op"),  # the CPU only gives the orders
+    span("sgemm", 1_000, 5_000, "kernel"),
+    span("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 4_000, 7_000, "kernel"),
+]
+PARTS = ["update", "data wait", "forward", "backward", "optimizer"]
+
+
+def test_parts_communication_and_overlap_of_a_trace():
+    table = summarize(CPU, PARTS, updates=2)
+    milliseconds = {"data wait": 0.5, "forward": 3.0, "backward": 2.5, "optimizer": 0.75, "other": 0.25, "update": 7.0}
+    assert table["mean_ms"] == milliseconds
+    assert (table["communication_ms"], table["overlapped_ms"]) == (1.75, 1.0)
+    table = summarize(GPU, ["update", "backward"], updates=1)
+    assert (table["communication_ms"], table["overlapped_ms"]) == (3.0, 1.0)
+
+
+def test_length_counts_each_moment_once():
+    assert length([]) == 0
+    assert length([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["split"], line["step"], line["loss"]) for line in lines]
+
+
+def test_recording_changes_no_number_and_leaves_tests_out(train, tmp_path, capfd):
+    flags = ["--batch_size", 100, "--gradient_accumulation_steps", 2, "--max_steps", 26]  # 11 updates an epoch
+    train("plain", *flags)
+    capfd.readouterr()
+    train("profiled", *flags, "--profile", 3)
+    out, err = capfd.readouterr()
+    assert losses(tmp_path / "plain") == losses(tmp_path / "profiled")
+    assert "GetDeviceCount" not in err
+    folder = tmp_path / "profiled" / "profile"
+    (table,) = json.loads((folder / "table.json").read_text())
+    parts = table["mean_ms"]
+    total = parts.pop("update")
+    assert list(parts) == ["data wait", "forward", "backward", "optimizer", "other"]
+    assert min(parts.values()) > 0
+    assert sum(parts.values()) == pytest.approx(total, abs=1e-3)
+    assert f"{total:.3f}" in out
+    events = json.loads(gzip.decompress((folder / "trace_rank0.json.gz").read_bytes()))["traceEvents"]
+    # Updates 11 to 13: an epoch ends behind the 11th, and a test and a checkpoint follow.
+    counts = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    assert (counts["forward"], counts["backward"], counts["optimizer"]) == (6, 6, 3)
+
+
+def test_too_few_updates_are_an_error_before_any(train, tmp_path, capfd):
+    assert train("short", "--profile", 3, "--max_steps", 12) == 2
+    assert "--profile 3 takes 13 updates, 10 of them to warm up, and this run has 12 to go" in capfd.readouterr().err
+    assert not (tmp_path / "short" / "metrics.jsonl").exists()
+
+
+def test_two_processes_record_their_all_reduce(launcher, tmp_path):
+    done = launcher("cpu_ddp", "--profile", 5, "--max_steps", 20, "--batch_size", 64, "--output_dir", tmp_path / "run")
+    tables = json.loads((tmp_path / "run" / "profile" / "table.json").read_text())
+    assert len(tables) == 2
+    for table in tables:
+        assert table["mean_ms"]["backward"] >= table["overlapped_ms"]
+        assert table["mean_ms"]["update"] > table["communication_ms"] > 0
+    assert done.stdout.count("over 2 ranks") == 1
+    assert sorted(path.name for path in (tmp_path / "run" / "profile").glob("trace*")) == [
+        "trace_rank0.json.gz",
+        "trace_rank1.json.gz",
+    ]
