@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from utils import stop
+from utils import show, stop
 
 WARM_UP = 10  # updates before the recording: memory is allocated, kernels are chosen, DDP builds its buckets anew
 
@@ -118,12 +118,11 @@ class Profiler:
         unrecorded_ms = 1000 * statistics.median(self.unrecorded_s[: WARM_UP - 1])
         tables = gather_object([{**table, "unrecorded_ms": round(unrecorded_ms, 3)}])
         problems = [table["problem"] for table in tables if "problem" in table]
-        if problems:
-            self.accelerator.print(f"warning: no profile: {problems[0]}")
-        else:
-            self.accelerator.print(as_text(tables, self.folder), flush=True)
-            if self.accelerator.is_main_process:
-                (self.folder / "table.json").write_text(json.dumps(tables, indent=2) + "\n")
+        if problems and self.accelerator.is_main_process:
+            show(f"warning: no profile: {problems[0]}", "yellow")
+        elif self.accelerator.is_main_process:
+            show(as_text(tables, self.folder))
+            (self.folder / "table.json").write_text(json.dumps(tables, indent=2) + "\n")
         for hook in self.hooks:
             hook.remove()
         del self.accelerator.backward  # the class's own one again
