@@ -3,8 +3,9 @@
     python benchmarks/evaluation.py
 
 Images/s of the scripts' `evaluate`, with all that it counts, over MNIST's test images (ResNet-50: over 512 random
-images of 64 x 64 pixels); of the forward pass alone as training has it, with autograd on, at the script's default batch, over
-as many images; and for MNIST of the test of blog posts, with torchvision's loader at batch 1000. One process, in turns.
+images of 64 x 64 pixels); of the forward pass alone as training has it, with autograd on, at the script's default
+batch, over as many images; and for MNIST of the test of blog posts, with torchvision's loader at batch 1000. One
+process, in turns.
 """
 
 import statistics
