@@ -150,7 +150,9 @@ def report(measured) -> common.Report:
         rows.append(
             [run, *times, sum(own) / parts["step"], 1e6 * parts["bare step"], parts["step"] / parts["bare step"]]
         )
-    return common.Report([common.table(columns, rows)], [common.Bars("Accelerate's share of a step, %", shares)], [])
+    return common.Report(
+        [common.table(columns, rows)], [common.Bars("Accelerate's share of a step, %", shares, ours=len(shares))], []
+    )
 
 
 if __name__ == "__main__":

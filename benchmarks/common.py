@@ -27,12 +27,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Bars(NamedTuple):
-    """A group of bars for the picture, the first one ours. A value is a number, or the parts it is made of, by name."""
+    """A group of bars for the picture. A value is a number, or the parts it is made of, by name."""
 
     title: str
     values: dict[str, float | dict[str, float]]
     format: str = "{:.2f}"
     goal: float | None = None
+    ours: int = 1  # how many of them, from the first on
 
 
 class Goal(NamedTuple):

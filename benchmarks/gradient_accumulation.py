@@ -147,7 +147,9 @@ def report(measured) -> common.Report:
     if measured["memory"]:
         tables.append("Memory of a process:\n\n" + common.table(columns, measured["memory"]))
     above = {f"{p} process{'es' * (p > 1)}, k = {k}": gib for p, k, _, gib, _ in measured["memory"]}
-    bars = [common.Bars(f"Accumulation, batch {MEMORY_BATCH}: GiB of a process", above)] if above else []
+    bars = (
+        [common.Bars(f"Accumulation, batch {MEMORY_BATCH}: GiB of a process", above, ours=len(above))] if above else []
+    )
     return common.Report(tables, bars, [])
 
 

@@ -1,0 +1,163 @@
+"""Run the benchmarks one after another on this machine, and write RESULTS.md, results.png and the README's table.
+
+python benchmarks/run.py                     # all of them
+python benchmarks/run.py mnist_epoch ddp     # these; the others keep the numbers that they have
+python benchmarks/run.py --draw              # measure nothing: table and picture once more from results.json
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+
+# In the order in which they stand in RESULTS.md, with flags that make each of them fit into about two minutes.
+BENCHMARKS = {
+    "mnist_epoch": "",
+    "startup": "",
+    "accelerate_share": "",
+    "ddp": "",
+    "checkpoint": "",
+    "evaluation": "",
+    "memory": "",
+    "resnet50": "--rounds 2",
+    "gradient_accumulation": "--memory_steps 1 8",
+    "model_split": "speed --microbatches 1 4 8",
+}
+HERE = Path(__file__).parent
+README = common.ROOT / "README.md"
+README_TABLE = re.compile(r"(?<=<!-- from benchmarks/run.py -->\n).*?(?=\n<!-- end -->)", re.S)
+BLUE, GREY, RED = "#0072B2", "#9A9A9A", "#D55E00"  # of Okabe and Ito's colours, which the colour-blind tell apart
+PARTS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#9A9A9A")
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; none: all")
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(BENCHMARKS):
+        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    return args
+
+
+def measure(name: str) -> dict:
+    """What results.json says of a benchmark."""
+    command = f"python benchmarks/{name}.py {BENCHMARKS[name]}".strip()
+    with tempfile.TemporaryDirectory() as folder:
+        out, began = Path(folder) / "out.json", time.perf_counter()
+        subprocess.run([sys.executable, *command.split()[1:], "--json", out], check=True, cwd=common.ROOT)
+        seconds, measured = round(time.perf_counter() - began), json.loads(out.read_text())
+    return {"command": command, **common.machine(), "seconds": seconds, "measured": measured}
+
+
+def report(name: str, result: dict) -> common.Report:
+    return importlib.import_module(f"benchmarks.{name}").report(result["measured"])
+
+
+def goals(results: dict) -> str:
+    columns = {"goal": "{}", "limit": "{}", "measured": "{}", "met": "{}"}
+    rows = [
+        [
+            goal.what,
+            f"at {'least' if goal.at_least else 'most'} {goal.format.format(goal.limit)}",
+            goal.format.format(goal.measured),
+            "yes" if goal.is_met() else "**no**",
+        ]
+        for name, result in results.items()
+        for goal in report(name, result).goals
+    ]
+    return common.table(columns, rows)
+
+
+def render(results: dict) -> str:
+    """RESULTS.md."""
+    text = [
+        "# Results",
+        "Written by `python benchmarks/run.py` from [results.json](results.json); run that to measure on your machine.\n"
+        "Ways that are compared took turns, and a ratio is that of their medians: the speed of a shared machine drifts by\n"
+        "more than they differ.",
+        "![each way beside the others, and the goals](results.png)",
+        "## Goals",
+        goals(results),
+    ]
+    for name, result in results.items():
+        doc = importlib.import_module(f"benchmarks.{name}").__doc__
+        heading, _, body = doc.partition("\n\n")
+        body = re.sub(r"^(    .*\n)+", f"    {result['command']}\n", body, count=1, flags=re.M).strip("\n")
+        facts = f"{result['device']}; {result['versions']}; {result['date']}, {result['seconds']} s."
+        text += [f"## {heading.rstrip('.')}", body, facts, *report(name, result).tables]
+    return "\n\n".join(text) + "\n"
+
+
+def digest(results: dict) -> str:
+    """Says in the picture of which results it is."""
+    return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
+
+
+def draw(results: dict, picture: Path) -> None:
+    """A PNG with one group of bars beside the other."""
+    from matplotlib.figure import Figure
+
+    groups = [bars for name, result in results.items() for bars in report(name, result).bars]
+    columns = [groups[::2], groups[1::2]]
+    sizes = [[len(bars.values) + 2.2 for bars in column] for column in columns]
+    figure = Figure(figsize=(12, 0.32 * max(map(sum, sizes))), layout="constrained")
+    for subfigure, column, heights in zip(figure.subfigures(1, 2), columns, sizes, strict=True):
+        rows = subfigure.subplots(len(column), 1, height_ratios=heights, squeeze=False)
+        for axes, bars in zip(rows[:, 0], column, strict=True):
+            draw_bars(axes, bars)
+    figure.savefig(picture, dpi=100, metadata={"Description": digest(results)})
+
+
+def draw_bars(axes, bars: common.Bars) -> None:
+    wholes = []
+    for row, value in enumerate(bars.values.values()):
+        parts = value if isinstance(value, dict) else {None: value}
+        colors = dict(zip(parts, PARTS, strict=False)) if len(parts) > 1 else {None: BLUE if row < bars.ours else GREY}
+        left = 0
+        for part, length in parts.items():
+            label = part if len(parts) > 1 and row == 0 else None
+            axes.barh(row, length, left=left, color=colors[part], height=0.7, label=label)
+            left += length
+        axes.text(left, row, " " + bars.format.format(left), va="center", fontsize=9)
+        wholes.append(left)
+    axes.set_yticks(range(len(bars.values)), bars.values, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(*wholes, bars.goal or 0))
+    axes.set_title(bars.title, fontsize=10, loc="left", fontweight="bold")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if bars.goal:
+        axes.axvline(bars.goal, color=RED, linestyle="--", linewidth=1.5, label=f"goal {bars.goal:g}")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, loc="lower right")
+
+
+def main():
+    args = parse_args()
+    file = HERE / "results.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    for name in [] if args.draw else args.names or BENCHMARKS:
+        print(f"{name} ...", flush=True)
+        results[name] = measure(name)
+        results = {name: results[name] for name in BENCHMARKS if name in results}
+        file.write_text(
+            json.dumps(results, indent=1) + "\n"
+        )  # after each, so that an interrupted run keeps what it has
+    (HERE / "RESULTS.md").write_text(render(results))
+    draw(results, HERE / "results.png")
+    README.write_text(README_TABLE.sub(lambda _: goals(results), README.read_text()))
+
+
+if __name__ == "__main__":
+    main()
