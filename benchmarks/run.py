@@ -83,9 +83,9 @@ def render(results: dict) -> str:
     """RESULTS.md."""
     text = [
         "# Results",
-        "Written by `python benchmarks/run.py` from [results.json](results.json); run that to measure on your machine.\n"
-        "Ways that are compared took turns, and a ratio is that of their medians: the speed of a shared machine drifts by\n"
-        "more than they differ.",
+        "Written by `python benchmarks/run.py` from [results.json](results.json): run that to measure on your machine.\n"
+        "Ways that are compared took turns, and a ratio is that of their medians: the speed of a shared machine\n"
+        "drifts by more than they differ.",
         "![each way beside the others, and the goals](results.png)",
         "## Goals",
         goals(results),
