@@ -103,7 +103,7 @@ def compare(values: dict[str, list[float]], unit: str, base: str, format: str, *
         ]
         for way, each in values.items()
     ]
-    return table(columns | {name.replace("_", " "): "{:,.0f}" for name in more}, rows)
+    return table(columns | dict.fromkeys(more, "{:,.0f}"), rows)
 
 
 def device():

@@ -121,16 +121,12 @@ def report(measured) -> common.Report:
         **{way: seconds for way, seconds in measured.items() if way != "script"},
     }
     medians = {way: statistics.median(each) for way, each in seconds.items()}
-    rows = common.compare(seconds, "s", "bare loop", "{:.2f}", images_per_s=lambda median: 60000 / median)
+    rows = common.compare(seconds, "s", "bare loop", "{:.2f}", **{"images/s": lambda median: 60000 / median})
     bars = {way: median / medians["bare loop"] for way, median in medians.items()}
-    blog = min(median for way, median in medians.items() if "blog" in way)
-    goals = [
-        common.Goal("MNIST epoch, batch 64, against a bare loop", bars["script"], 1.1, "{:.2f} x the time"),
-        common.Goal(
-            "MNIST epoch, batch 64, against the faster of the blog's loops",
-            *(blog / medians["script"], 8, "{:.1f} x as fast", True),
-        ),
-    ]
+    goals = [common.Goal("MNIST epoch, batch 64, against a bare loop", bars["script"], 1.1, "{:.2f} x the time")]
+    for way in ("blog, 0 workers", "blog, 2 workers"):
+        what, faster = f"MNIST epoch, batch 64, against the {way}", medians[way] / medians["script"]
+        goals.append(common.Goal(what, faster, 8, "{:.2f} x as fast", at_least=True))
     return common.Report([rows], [common.Bars("MNIST epoch, time / bare loop", bars, goal=1.1, ours=2)], goals)
 
 

@@ -83,9 +83,8 @@ def render(results: dict) -> str:
     """RESULTS.md."""
     text = [
         "# Results",
-        "Written by `python benchmarks/run.py` from [results.json](results.json): run that to measure on your machine.\n"
-        "Ways that are compared took turns, and a ratio is that of their medians: the speed of a shared machine\n"
-        "drifts by more than they differ.",
+        "Written by `python benchmarks/run.py` from [results.json](results.json): run it to measure your machine.",
+        "Ways that are compared took turns, and a ratio is that of their medians: a shared machine drifts by more.",
         "![each way beside the others, and the goals](results.png)",
         "## Goals",
         goals(results),
@@ -108,11 +107,16 @@ def draw(results: dict, picture: Path) -> None:
     """A PNG with one group of bars beside the other."""
     from matplotlib.figure import Figure
 
-    groups = [bars for name, result in results.items() for bars in report(name, result).bars]
-    columns = [groups[::2], groups[1::2]]
-    sizes = [[len(bars.values) + 2.2 for bars in column] for column in columns]
-    figure = Figure(figsize=(12, 0.32 * max(map(sum, sizes))), layout="constrained")
-    for subfigure, column, heights in zip(figure.subfigures(1, 2), columns, sizes, strict=True):
+    def height(column):
+        return sum(len(bars.values) + 2.2 for bars in column)
+
+    columns = [[], []]
+    for name, result in results.items():
+        for bars in report(name, result).bars:
+            min(columns, key=height).append(bars)
+    figure = Figure(figsize=(12, 0.32 * max(map(height, columns))), layout="constrained")
+    for subfigure, column in zip(figure.subfigures(1, 2), filter(None, columns), strict=False):
+        heights = [height([bars]) for bars in column]
         rows = subfigure.subplots(len(column), 1, height_ratios=heights, squeeze=False)
         for axes, bars in zip(rows[:, 0], column, strict=True):
             draw_bars(axes, bars)

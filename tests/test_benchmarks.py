@@ -67,7 +67,7 @@ def test_missed_goal_says_so():
     slow = json.loads(json.dumps(RESULTS["mnist_epoch"]))
     slow["measured"]["script"] = [[1000.0, 0.0]]
     rows = run.goals({"mnist_epoch": slow}).splitlines()[2:]
-    assert len(rows) == 2
+    assert len(rows) == 3
     assert all(row.endswith("| **no** |") for row in rows)
     slow["measured"]["script"] = [[0.001, 0.0]]
     assert "**no**" not in run.goals({"mnist_epoch": slow})
