@@ -103,13 +103,12 @@ def alternate(accelerator, model, optimizer, scheduler, batch, steps: int, round
         mock.patch.object(optimizer.optimizer, "step", inner["optimizer.step"]),
         mock.patch.object(scheduler.scheduler, "step", inner["scheduler.step"]),
     ):
-        for timed in (False, True):
-            for _ in range(rounds if timed else 1):
-                for way in (with_accelerate, without):
-                    for _ in range(steps):
-                        way()
-            if not timed:
-                seconds.clear()
+        for round in range(-1, rounds):
+            if round == 0:
+                seconds.clear()  # of the warm-up
+            for way in (with_accelerate, without)[:: -1 if round % 2 else 1]:
+                for _ in range(steps):
+                    way()
     return seconds
 
 
@@ -132,10 +131,10 @@ def measure(args) -> dict:
         images = torch.randint(256, shape, dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
         labels = torch.randint(classes, (batch_size,), device=device)
         prepared = accelerator.prepare(model, optimizer, scheduler)
-        measured[f"{name}, batch {batch_size}"] = alternate(
-            accelerator, *prepared, (images, labels), steps, args.rounds
-        )
-    return {run: {part: statistics.median(each) for part, each in parts.items()} for run, parts in measured.items()}
+        rounds = args.rounds if name == "ResNet-50" else 5 * args.rounds
+        parts = alternate(accelerator, *prepared, (images, labels), steps, rounds)
+        measured[f"{name}, batch {batch_size}"] = {part: statistics.median(each) for part, each in parts.items()}
+    return measured
 
 
 def report(measured) -> common.Report:
