@@ -56,9 +56,15 @@ class Report(NamedTuple):
 def make_parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
-        parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each way (default: {rounds})")
+        parser.add_argument("--rounds", type=positive, default=rounds, help=f"turns of each way (default: {rounds})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to this file as well")
     return parser
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1 up")
+    return int(text)
 
 
 def main(args: argparse.Namespace, measure: Callable, report: Callable) -> None:

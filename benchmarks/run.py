@@ -55,7 +55,8 @@ def measure(name: str) -> dict:
     command = f"python benchmarks/{name}.py {BENCHMARKS[name]}".strip()
     with tempfile.TemporaryDirectory() as folder:
         out, began = Path(folder) / "out.json", time.perf_counter()
-        subprocess.run([sys.executable, *command.split()[1:], "--json", out], check=True, cwd=common.ROOT)
+        if subprocess.run([sys.executable, *command.split()[1:], "--json", out], cwd=common.ROOT).returncode:
+            sys.exit(f"error: {command} failed; results of others are kept")
         seconds, measured = round(time.perf_counter() - began), json.loads(out.read_text())
     return {"command": command, **common.machine(), "seconds": seconds, "measured": measured}
 
@@ -147,6 +148,14 @@ def draw_bars(axes, bars: common.Bars) -> None:
         axes.legend(fontsize=8, loc="lower right")
 
 
+def write(results: dict) -> None:
+    text = re.sub(r"\[[^][{}]+\]", lambda row: " ".join(row[0].split()), json.dumps(results, indent=1))
+    (HERE / "results.json").write_text(text + "\n")
+    (HERE / "RESULTS.md").write_text(render(results))
+    draw(results, HERE / "results.png")
+    README.write_text(README_TABLE.sub(lambda _: goals(results), README.read_text()))
+
+
 def main():
     args = parse_args()
     file = HERE / "results.json"
@@ -154,13 +163,9 @@ def main():
     for name in [] if args.draw else args.names or BENCHMARKS:
         print(f"{name} ...", flush=True)
         results[name] = measure(name)
-        results = {name: results[name] for name in BENCHMARKS if name in results}
-        file.write_text(
-            json.dumps(results, indent=1) + "\n"
-        )  # after each, so that an interrupted run keeps what it has
-    (HERE / "RESULTS.md").write_text(render(results))
-    draw(results, HERE / "results.png")
-    README.write_text(README_TABLE.sub(lambda _: goals(results), README.read_text()))
+        write({name: results[name] for name in BENCHMARKS if name in results})  # at once: the next one may fail
+    if args.draw:
+        write(results)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT
 from PIL import Image
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks import common, run
 
@@ -99,7 +100,7 @@ def test_epoch_of_each_way(small_mnist, monkeypatch):
     monkeypatch.setattr(mnist_mlp, "load_images", mnist_mlp.load_images)  # which run_script replaces for good
     updates, threads = [], torch.get_num_threads()
     mnist_epoch.normalised.cache_clear()
-    hook = torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: updates.append(None))
+    hook = register_optimizer_step_post_hook(lambda *_: updates.append(None))
     try:
         measured = mnist_epoch.measure(argparse.Namespace(rounds=1, fast=1))
     finally:
