@@ -38,8 +38,8 @@ def worker(args) -> None:
 
     resident, evaluate = [], mnist_mlp.evaluate
 
-    def watched(*arguments):
-        result = evaluate(*arguments)
+    def watched(*args, **kwargs):
+        result = evaluate(*args, **kwargs)
         resident.append(psutil.Process().memory_info().rss / 2**20)
         return result
 
