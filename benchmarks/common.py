@@ -98,17 +98,10 @@ def compare(values: dict[str, list[float]], unit: str, base: str, format: str, *
     """A table of the ways: median, range and ratio to `base`; more: columns made of the median."""
     columns = {"way": "{}", f"median {unit}": format, "min": format, "max": format, f"/ {base}": "{:.2f}"}
     medians = {way: statistics.median(each) for way, each in values.items()}
-    rows = [
-        [
-            way,
-            medians[way],
-            min(each),
-            max(each),
-            medians[way] / medians[base],
-            *(f(medians[way]) for f in more.values()),
-        ]
-        for way, each in values.items()
-    ]
+    rows = []
+    for way, each in values.items():
+        middle = medians[way]
+        rows.append([way, middle, min(each), max(each), middle / medians[base], *(f(middle) for f in more.values())])
     return table(columns | dict.fromkeys(more, "{:,.0f}"), rows)
 
 
