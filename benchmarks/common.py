@@ -33,7 +33,11 @@ class Bars(NamedTuple):
     values: dict[str, float | dict[str, float]]
     format: str = "{:.2f}"
     goal: float | None = None
+    at_least: bool = False  # else the goal is an upper limit
     ours: int = 1  # how many of them, from the first on
+
+    def is_stacked(self) -> bool:
+        return isinstance(next(iter(self.values.values())), dict)
 
 
 class Goal(NamedTuple):

@@ -109,7 +109,7 @@ def draw(results: dict, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     def height(column):
-        return sum(len(bars.values) + 2.2 for bars in column)
+        return sum(len(bars.values) + (4 if bars.is_stacked() else 2) for bars in column)
 
     columns = [[], []]
     for name, result in results.items():
@@ -125,27 +125,28 @@ def draw(results: dict, picture: Path) -> None:
 
 
 def draw_bars(axes, bars: common.Bars) -> None:
-    wholes = []
-    for row, value in enumerate(bars.values.values()):
-        parts = value if isinstance(value, dict) else {None: value}
-        colors = dict(zip(parts, PARTS, strict=False)) if len(parts) > 1 else {None: BLUE if row < bars.ours else GREY}
-        left = 0
-        for part, length in parts.items():
-            label = part if len(parts) > 1 and row == 0 else None
-            axes.barh(row, length, left=left, color=colors[part], height=0.7, label=label)
-            left += length
-        axes.text(left, row, " " + bars.format.format(left), va="center", fontsize=9)
-        wholes.append(left)
-    axes.set_yticks(range(len(bars.values)), bars.values, fontsize=9)
+    values, rows = list(bars.values.values()), range(len(bars.values))
+    wholes = [0.0] * len(values)
+    if bars.is_stacked():
+        for part, color in zip(values[0], PARTS, strict=False):
+            lengths = [value.get(part, 0.0) for value in values]
+            axes.barh(rows, lengths, left=wholes, color=color, height=0.7, label=part)
+            wholes = [whole + length for whole, length in zip(wholes, lengths, strict=True)]
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.15), ncols=4, frameon=False)
+    else:
+        wholes = values
+        axes.barh(rows, values, color=[BLUE if row < bars.ours else GREY for row in rows], height=0.7)
+    for row, whole in enumerate(wholes):
+        axes.text(whole, row, " " + bars.format.format(whole), va="center", fontsize=9)
+    axes.set_yticks(rows, bars.values, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(*wholes, bars.goal or 0))
     axes.set_title(bars.title, fontsize=10, loc="left", fontweight="bold")
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     if bars.goal:
-        axes.axvline(bars.goal, color=RED, linestyle="--", linewidth=1.5, label=f"goal {bars.goal:g}")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, loc="lower right")
+        axes.axvline(bars.goal, color=RED, linestyle="--", linewidth=1.5)
+        axes.set_title(f"goal {'≥' if bars.at_least else '≤'} {bars.goal:g}", fontsize=9, loc="right", color=RED)
 
 
 def write(results: dict) -> None:
