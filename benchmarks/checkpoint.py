@@ -81,7 +81,7 @@ def report(measured) -> common.Report:
                     common.Goal(f"Checkpoint of ResNet-50, {name}, of 100 updates", 100 * share, 5, "{:.1f} %")
                 )
         shares[name] = 100 * measured["script"][name] / (100 * update_s)
-    bars = common.Bars("A checkpoint of ResNet-50, % of 100 updates", shares, goal=5, ours=len(shares))
+    bars = common.Bars("ResNet-50: checkpoint, % of 100 updates", shares, goal=5, ours=len(shares))
     return common.Report([common.table(columns, rows)], [bars], goals)
 
 

@@ -108,15 +108,16 @@ def measure(args) -> dict:
 def report(measured) -> common.Report:
     columns = {"run": "{}", "way": "{}", "turns": "{}", "median s": "{:.3f}", "min": "{:.3f}", "max": "{:.3f}"}
     columns["/ raw DDP"] = "{:.3f}"
-    rows, bars, goals = [], [], []
+    rows, bars, goals = [], {}, []
     for workload, ways in measured.items():
         medians = {way: statistics.median(seconds) for way, seconds in ways.items()}
         ratios = {way: median / medians["raw DDP"] for way, median in medians.items()}
         for way, seconds in ways.items():
             rows.append([workload, way, len(seconds), medians[way], min(seconds), max(seconds), ratios[way]])
-        bars.append(common.Bars(f"DDP, {workload}: time / raw DDP", ratios, "{:.3f}", goal=1.03))
+        bars[workload] = ratios["script"]
         goals.append(common.Goal(f"DDP, {workload}, against raw DDP", ratios["script"], 1.03, "{:.3f} x the time"))
-    return common.Report([common.table(columns, rows)], bars, goals)
+    bars = common.Bars("DDP, 2 processes: time / raw DDP's", bars, "{:.3f}", goal=1.03, ours=len(bars))
+    return common.Report([common.table(columns, rows)], [bars], goals)
 
 
 if __name__ == "__main__":

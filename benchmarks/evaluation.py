@@ -111,7 +111,7 @@ def report(measured) -> common.Report:
         medians = {way: statistics.median(rates) for way, rates in ways.items()}
         ratios = {way: median / medians["training's forward"] for way, median in medians.items()}
         rows += [[run, way, medians[way], min(rates), max(rates), ratios[way]] for way, rates in ways.items()]
-        bars.append(common.Bars(f"Test of {run}: images/s / training's forward", ratios, goal=1, at_least=True))
+        bars.append(common.Bars(f"{run}: evaluation / training's forward", ratios, goal=1, at_least=True))
         goals.append(
             common.Goal(
                 f"Evaluation of {run} against training's forward", ratios["evaluate"], 1, "{:.2f} x as fast", True

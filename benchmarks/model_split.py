@@ -184,9 +184,7 @@ def report(measured) -> common.Report:
             shares = ", ".join(f"{share:.0%}" for share in idle)
             rows.append([m, unsplit, split, split / unsplit, ideal, split / unsplit / ideal, shares, theory])
         tables.append(f"Speed:\n\n{common.table(columns, rows)}")
-        bars.append(
-            common.Bars("ResNet-50 cut in two: images/s over the unsplit model's", speed_ups, ours=len(speed_ups))
-        )
+        bars.append(common.Bars("ResNet-50 cut in two: speed / the unsplit model's", speed_ups, ours=len(speed_ups)))
     if "split" in measured:
         columns = {
             "split": "{}",

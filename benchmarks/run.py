@@ -37,7 +37,8 @@ HERE = Path(__file__).parent
 README = common.ROOT / "README.md"
 README_TABLE = re.compile(r"(?<=<!-- from benchmarks/run.py -->\n).*?(?=\n<!-- end -->)", re.S)
 BLUE, GREY, RED = "#0072B2", "#9A9A9A", "#D55E00"  # of Okabe and Ito's colours, which the colour-blind tell apart
-PARTS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#9A9A9A")
+BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
+PARTS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#004D6E")
 
 
 def parse_args():
@@ -116,6 +117,8 @@ def draw(results: dict, picture: Path) -> None:
         for bars in report(name, result).bars:
             min(columns, key=height).append(bars)
     figure = Figure(figsize=(12, 0.32 * max(map(height, columns))), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.08)
+    figure.suptitle("Blue and bright: the scripts here. Grey: what you would write instead.", fontsize=10)
     for subfigure, column in zip(figure.subfigures(1, 2), filter(None, columns), strict=False):
         heights = [height([bars]) for bars in column]
         rows = subfigure.subplots(len(column), 1, height_ratios=heights, squeeze=False)
@@ -132,16 +135,16 @@ def draw_bars(axes, bars: common.Bars) -> None:
             lengths = [value.get(part, 0.0) for value in values]
             axes.barh(rows, lengths, left=wholes, color=color, height=0.7, label=part)
             wholes = [whole + length for whole, length in zip(wholes, lengths, strict=True)]
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.15), ncols=4, frameon=False)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.3, -0.12), ncols=4, frameon=False)
     else:
         wholes = values
         axes.barh(rows, values, color=[BLUE if row < bars.ours else GREY for row in rows], height=0.7)
     for row, whole in enumerate(wholes):
-        axes.text(whole, row, " " + bars.format.format(whole), va="center", fontsize=9)
+        axes.text(whole, row, " " + bars.format.format(whole), va="center", fontsize=9, bbox=BEHIND)
     axes.set_yticks(rows, bars.values, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(*wholes, bars.goal or 0))
-    axes.set_title(bars.title, fontsize=10, loc="left", fontweight="bold")
+    axes.set_title(bars.title, fontsize=9, loc="left", fontweight="bold")
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     if bars.goal:

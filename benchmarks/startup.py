@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common  # noqa: E402
 
 PHASES = [
-    "until the script starts",
+    "script starts",
     "imports",
     "Accelerator",
     "data",
-    "model and optimizer",
-    "until the first update is done",
-    "until the end",
+    "model, optimizer",
+    "first update",
+    "training, end",
 ]
 
 
@@ -79,7 +79,7 @@ def worker(out: str, flags: str) -> None:
     stamps.after(mnist_mlp, "load_images", "data")
     from accelerate import Accelerator
 
-    stamps.after(Accelerator, "prepare", "model and optimizer")
+    stamps.after(Accelerator, "prepare", "model, optimizer")
     stamps.first_update()
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = [mnist_mlp.__file__, "--output_dir", folder, *flags.split()]
@@ -106,7 +106,7 @@ def plain(out: str, folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 4e-3, weight_decay=0.1)
     total_steps = epochs * -(-len(images) // batch_size)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps, cycle_momentum=False)
-    stamps.now("model and optimizer")
+    stamps.now("model, optimizer")
     stamps.first_update()
     for _ in range(epochs):
         for indices in torch.randperm(len(images)).split(batch_size):
@@ -159,7 +159,7 @@ def report(measured) -> common.Report:
         common.Goal("MNIST, from command to trained model", statistics.median(wholes["script"]), 15, "{:.1f} s"),
         common.Goal("its test accuracy", 100 * accuracies["script"], 98, "{:.2f} %", at_least=True),
     ]
-    bars = common.Bars("From command to trained model, s", phases, "{:.1f}", goal=15)
+    bars = common.Bars("MNIST: command to trained model, s", phases, "{:.1f}", goal=15)
     return common.Report([common.table(columns, rows)], [bars], goals)
 
 
