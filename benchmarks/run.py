@@ -118,7 +118,9 @@ def draw(results: dict, picture: Path) -> None:
             min(columns, key=height).append(bars)
     figure = Figure(figsize=(12, 0.32 * max(map(height, columns))), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.08)
-    figure.suptitle("Blue and bright: the scripts here. Grey: what you would write instead.", fontsize=10)
+    figure.suptitle(
+        "Blue: the scripts here. Grey: what you would write instead. Colours: where the time goes.", fontsize=10
+    )
     for subfigure, column in zip(figure.subfigures(1, 2), filter(None, columns), strict=False):
         heights = [height([bars]) for bars in column]
         rows = subfigure.subplots(len(column), 1, height_ratios=heights, squeeze=False)
@@ -140,7 +142,8 @@ def draw_bars(axes, bars: common.Bars) -> None:
         wholes = values
         axes.barh(rows, values, color=[BLUE if row < bars.ours else GREY for row in rows], height=0.7)
     for row, whole in enumerate(wholes):
-        axes.text(whole, row, " " + bars.format.format(whole), va="center", fontsize=9, bbox=BEHIND)
+        text = bars.format.format(whole)
+        axes.annotate(text, (whole, row), (4, 0), textcoords="offset points", va="center", fontsize=9, bbox=BEHIND)
     axes.set_yticks(rows, bars.values, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(*wholes, bars.goal or 0))
