@@ -31,7 +31,7 @@ PARTS = ("accumulate", "backward", "optimizer.step", "scheduler.step")
 
 
 def parse_args():
-    return common.make_parser(__doc__, rounds=20).parse_args()
+    return common.make_parser(__doc__, rounds=12).parse_args()
 
 
 class Clock:
