@@ -1,56 +1,64 @@
-"""ResNet-50: training, image files, and two processes, each beside what a user would write instead.
+"""ResNet-50: training, image files, and a second process.
 
-    python benchmarks/resnet50.py                      # all three, on a CPU
-    python benchmarks/resnet50.py train --sizes 224    # or one of: train, files, ddp
+    python benchmarks/resnet50.py                      # all of it
+    python benchmarks/resnet50.py train --sizes 224    # or some of: train, files, scaling
 
-- train: images/s on random images; scripts/resnet50.py in float32 and bf16, a plain loop (float32, contiguous, as blog
-  posts write it), and a loop like that of PyTorch's ImageNet example (accuracy and loss read after each step)
-- files: images/s from JPEG files to a batch on one core; our loader, and torchvision's reference transforms through PIL
-- ddp: images/s of two processes with one thread each, against one process with one thread, 64 pixels
-
-The ways take turns, and a ratio is that of the medians: the speed of a shared machine drifts by more than they differ.
+- train: images/s on random images; scripts/resnet50.py in float32, and in bf16 where the machine has instructions for
+  it; a plain loop (float32, contiguous, as blog posts write it); and a loop like that of PyTorch's ImageNet example
+  (loss, top-1 and top-5 read after each step)
+- files: images/s from JPEG files to a batch of 224 x 224 pixels, random crop and flip, on one core; our loader, and
+  torchvision's reference transforms through PIL; a photograph with grain, quality 90
+- scaling: images/s of two processes with one thread each, against one process with one thread, 64 pixels, 64 images a
+  process and update
 """
 
-import argparse
+import functools
 import io
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
-import numpy as np
+import psutil
 import torch
 import torchvision
-from PIL import Image
-from torchvision import transforms
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from utils.images import ImageLoader, random_augment  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from utils.images import ImageLoader, random_augment
 
 BATCH = {32: 64, 64: 32, 224: 16}
+FILES = {(500, 375): 96, (2000, 1500): 24}
 
 
-def script(size: int, batch: int, steps: int, *launch_flags, config="cpu.yaml", cores=None) -> float:
+def parse_args():
+    parser = common.make_parser(__doc__, rounds=3)
+    parser.add_argument("parts", nargs="*", default=["train", "files", "scaling"], help="train, files, scaling")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[64], help="pixels (default: 64)")
+    parser.add_argument("--steps", type=int, default=8, help="updates; the first two are not timed (default: 8)")
+    parser.add_argument("--worker", help="for the processes that it launches: where to write")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - {"train", "files", "scaling"}:
+        parser.error(f"there is no part {', '.join(unknown)}")
+    return args
+
+
+def script(size: int, batch: int, steps: int) -> float:
     """Images/s of scripts/resnet50.py without its first two updates."""
-    with tempfile.TemporaryDirectory() as output:
-        command = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs" / config]
-        command += [*launch_flags, ROOT / "scripts" / "resnet50.py", "--synthetic", "--image_size", size]
-        command += ["--batch_size", batch, "--max_steps", steps, "--log_every", 2, "--output_dir", output]
-        pin = ["taskset", "-c", cores] if cores else []
-        subprocess.run([*pin, sys.executable, *map(str, command)], check=True, capture_output=True)
-        lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
-        rates = [line["images_per_s"] for line in lines if line["split"] == "train"][1:]
-        return statistics.harmonic_mean(rates)
+    flags = ["--synthetic", "--image_size", size, "--batch_size", batch, "--max_steps", steps, "--log_every", 2]
+    _, lines = common.run_script("resnet50", *flags)
+    rates = [line["images_per_s"] for line in lines if line["split"] == "train"][1:]
+    return statistics.harmonic_mean(rates) if rates else 0.0  # the main process has them
 
 
-def plain(size: int, batch: int, steps: int, device: str = "cpu") -> float:
+def plain(size: int, batch: int, steps: int) -> float:
     """Images/s of the loop in a blog post."""
+    device = common.device()
     model = torchvision.models.resnet50().to(device)
     criterion, optimizer = torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     images, labels = torch.randn(batch, 3, size, size), torch.randint(1000, (batch,))
@@ -66,8 +74,9 @@ def plain(size: int, batch: int, steps: int, device: str = "cpu") -> float:
     return (steps - 2) * batch / (time.perf_counter() - began)
 
 
-def example(size: int, batch: int, steps: int, device: str = "cpu") -> float:
+def example(size: int, batch: int, steps: int) -> float:
     """Images/s of a loop like that of PyTorch's ImageNet example: loss, top-1 and top-5 are read after each step."""
+    device = common.device()
     model = torchvision.models.resnet50().to(device)
     criterion = torch.nn.CrossEntropyLoss().to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
@@ -86,39 +95,29 @@ def example(size: int, batch: int, steps: int, device: str = "cpu") -> float:
     return (steps - 2) * batch / (time.perf_counter() - began)
 
 
-WAYS = {
-    "script, bf16": lambda size, batch, steps: script(size, batch, steps, "--mixed_precision", "bf16"),
-    "script, float32": script,
-    "plain loop": plain,
-    "ImageNet example": example,
-}
+def has_bf16() -> bool:
+    if common.device().type != "cpu":
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def table(rates: dict[str, list[float]], base: str, unit: str = "images/s") -> None:
-    middle = {way: statistics.median(values) for way, values in rates.items()}
-    print(f"| way | median {unit} | min | max | / {base} |\n| --- | --- | --- | --- | --- |")
-    for way, values in rates.items():
-        print(
-            f"| {way} | {middle[way]:.1f} | {min(values):.1f} | {max(values):.1f} | {middle[way] / middle[base]:.2f} |"
-        )
-    print(flush=True)
-
-
-def train(args) -> None:
+def train(args) -> dict:
+    measured = {}
     for size in args.sizes:
-        rates = {way: [] for way in WAYS if args.bf16 or "bf16" not in way}
-        for _ in range(args.rounds):
-            for way, values in rates.items():
-                command = [sys.executable, __file__, "way", "--way", way, "--sizes", size, "--steps", args.steps]
-                done = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
-                values.append(float(done.stdout.split()[-1]))
-        print(f"Training, {size} pixels, batch {BATCH.get(size, 16)}, {args.steps - 2} updates\n")
-        table(rates, "plain loop")
+        batch = BATCH.get(size, 16)
+        ways = {"script": script, "plain loop": plain, "ImageNet example": example}
+        ways = {way: functools.partial(run, size, batch, args.steps) for way, run in ways.items()}
+        if has_bf16():
+            ways["script, bf16"] = mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION="bf16")(ways["script"])
+        measured[f"{size} x {size} pixels, batch {batch}"] = common.take_turns(ways, args.rounds)
+    return measured
 
 
 def photo(width: int, height: int) -> bytes:
     """A JPEG of a photograph (matplotlib's, of Grace Hopper) with the grain of a camera: 0.2 to 0.4 bytes a pixel."""
     import matplotlib
+    import numpy as np
+    from PIL import Image
 
     file = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
     pixels = np.asarray(Image.open(file).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)).astype(float)
@@ -128,7 +127,11 @@ def photo(width: int, height: int) -> bytes:
     return out.getvalue()
 
 
-def files(args) -> None:
+def files(args) -> dict:
+    from PIL import Image
+    from torchvision import transforms
+
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     reference = transforms.Compose(
         [
@@ -139,8 +142,8 @@ def files(args) -> None:
             transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
         ]
     )
-    one = SimpleNamespace(device=torch.device("cpu"))
-    for (width, height), count in {(500, 375): 96, (2000, 1500): 24}.items():
+    one, measured = SimpleNamespace(device=torch.device("cpu")), {}
+    for (width, height), count in FILES.items():
         content = photo(width, height)
         rows = [{"image": {"bytes": content, "path": None}}] * count
         split = SimpleNamespace(rows=rows, image_column="image", dataset="", labels=None, classes=None)
@@ -154,39 +157,47 @@ def files(args) -> None:
             if epoch:  # the first one warms up
                 rates["loader"].append(count / (middle - began))
                 rates["reference"].append(count / (time.perf_counter() - middle))
-        print(f"Files of {width} x {height} pixels, {len(content)} bytes, to 224 x 224, one core\n")
-        table(rates, "reference")
+        measured[f"{width} x {height} pixels, {len(content):,} bytes"] = rates
+    torch.set_num_threads(threads)
+    return measured
 
 
-def ddp(args) -> None:
-    rates = {"1 process": [], "2 processes": []}
-    for _ in range(args.rounds):
-        rates["1 process"].append(script(64, args.ddp_batch, args.steps, cores="0"))
-        rates["2 processes"].append(script(64, 2 * args.ddp_batch, args.steps, config="cpu_ddp.yaml"))
-    print(f"DDP, 64 pixels, {args.ddp_batch} images a process and update, one thread each\n")
-    table(rates, "1 process")
+def worker(args) -> None:
+    """The script in the processes of this launch, 64 images and one thread in each."""
+    with mock.patch.object(psutil, "cpu_count", return_value=1):
+        rate = script(64, 64 * int(os.environ.get("WORLD_SIZE", 1)), args.steps)
+    if os.environ.get("RANK", "0") == "0":
+        Path(args.worker).write_text(json.dumps(rate))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("train", "files", "ddp", "way"))
-    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 224], help="pixels")
-    parser.add_argument("--steps", type=int, default=8, help="updates; the first two are not timed")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ddp_batch", type=int, default=64, help="images of a process")
-    parser.add_argument("--no-bf16", dest="bf16", action="store_false", help="leave bf16 out")
-    parser.add_argument("--way", help=argparse.SUPPRESS)  # how this file starts one way in a process of its own
-    args = parser.parse_args()
-    if args.what == "way":
-        size = args.sizes[0]
-        return print(WAYS[args.way](size, BATCH.get(size, 16), args.steps))
-    capability = torch.backends.cpu.get_cpu_capability()
-    bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    print(f"{os.cpu_count()} cores, {capability}, bf16 in hardware: {bf16}; torch {torch.__version__}\n")
-    for name, function in (("train", train), ("files", files), ("ddp", ddp)):
-        if args.what in (None, name):
-            function(args)
+def scaling(args) -> dict:
+    ways = {
+        way: lambda config=config: common.launch_workers(config, __file__, "--steps", args.steps)
+        for way, config in {"1 process": "cpu", "2 processes": "cpu_ddp"}.items()
+    }
+    return {"64 x 64 pixels, 64 images and one thread in each process": common.take_turns(ways, args.rounds)}
+
+
+def measure(args) -> dict:
+    return {part: globals()[part](args) for part in args.parts}
+
+
+def report(measured) -> common.Report:
+    bases = {"train": "plain loop", "files": "reference", "scaling": "1 process"}
+    tables, bars = [], []
+    for part, runs in measured.items():
+        for run, rates in runs.items():
+            title = f"{part.capitalize()}, {run}"
+            tables.append(f"{title}:\n\n{common.compare(rates, 'images/s', bases[part], '{:.1f}')}")
+            if part == "train":
+                medians = {way: statistics.median(each) for way, each in rates.items()}
+                ratios = {way: medians["plain loop"] / median for way, median in medians.items()}
+                bars.append(common.Bars(f"ResNet-50, {run}: time / plain loop", ratios))
+    return common.Report(tables, bars, [])
 
 
 if __name__ == "__main__":
-    main()
+    args = parse_args()
+    worker(args) if args.worker else common.main(args, measure, report)

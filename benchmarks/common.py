@@ -1,0 +1,221 @@
+"""What the benchmarks share: ways that take turns, runs of the scripts, tables, and the command line.
+
+A benchmark has `parse_args()`, `measure(args)`, which returns what it measured as JSON, and `report(measured)`, which
+makes a `Report` of that and nothing else. Its docstring is its text in RESULTS.md. Nothing heavy is imported up here:
+startup.py times the imports.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib
+import io
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Bars(NamedTuple):
+    """A group of bars for the picture. A value is a number, or the parts it is made of, by name."""
+
+    title: str
+    values: dict[str, float | dict[str, float]]
+    format: str = "{:.2f}"
+    goal: float | None = None
+    at_least: bool = False  # else the goal is an upper limit
+    ours: int = 1  # how many of them, from the first on
+
+    def is_stacked(self) -> bool:
+        return isinstance(next(iter(self.values.values())), dict)
+
+
+class Goal(NamedTuple):
+    what: str
+    measured: float
+    limit: float
+    format: str = "{:.2f}"
+    at_least: bool = False  # else the limit is an upper one
+
+    def is_met(self) -> bool:
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+
+class Report(NamedTuple):
+    tables: list[str]
+    bars: list[Bars]
+    goals: list[Goal]
+
+
+def make_parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds:
+        parser.add_argument("--rounds", type=positive, default=rounds, help=f"turns of each way (default: {rounds})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to this file as well")
+    return parser
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1 up")
+    return int(text)
+
+
+def main(args: argparse.Namespace, measure: Callable, report: Callable) -> None:
+    measured = json.loads(json.dumps(measure(args)))  # as it will be read back
+    if args.json:
+        args.json.write_text(json.dumps(measured))
+    print("\n\n".join(report(measured).tables))
+
+
+def take_turns(ways: dict[str, Callable], rounds: int) -> dict[str, list]:
+    """What each way returns in each round. The speed of a shared machine drifts by more than ways differ, so they take
+    turns, and in every second round the other way round."""
+    results = {way: [] for way in ways}
+    for round in range(rounds):
+        for way in list(ways)[:: -1 if round % 2 else 1]:
+            results[way].append(ways[way]())
+            print(f"round {round + 1} of {rounds}: {way}", file=sys.stderr, flush=True)
+    return results
+
+
+def table(columns: dict[str, str], rows: list) -> str:
+    """Markdown. columns: the name of each, and the format of its cells; None is an empty cell."""
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        cells = zip(columns.values(), row, strict=True)
+        lines.append(["" if cell is None else format.format(cell) for format, cell in cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def compare(values: dict[str, list[float]], unit: str, base: str, format: str, **more: Callable) -> str:
+    """A table of the ways: median, range and ratio to `base`; more: columns made of the median."""
+    columns = {"way": "{}", f"median {unit}": format, "min": format, "max": format, f"/ {base}": "{:.2f}"}
+    medians = {way: statistics.median(each) for way, each in values.items()}
+    rows = []
+    for way, each in values.items():
+        middle = medians[way]
+        rows.append([way, middle, min(each), max(each), middle / medians[base], *(f(middle) for f in more.values())])
+    return table(columns | dict.fromkeys(more, "{:,.0f}"), rows)
+
+
+def device():
+    """The GPU, or else the CPU."""
+    import torch
+
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
+    """`main` of a script in this process: summary.json and the lines of metrics.jsonl, on the main process.
+
+    Without the seconds that a process takes to start, many short runs can take turns with what they are held against.
+    Under the launcher it runs on all processes, and its process group stays for the next run.
+    """
+    from unittest import mock
+
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    script = importlib.import_module(f"scripts.{name}")
+    if hasattr(script, "load_images") and not hasattr(script.load_images, "cache_info"):
+        script.load_images = functools.cache(script.load_images)  # each run reads the same ones, and before its loop
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        words = [f"{name}.py", *map(str, flags), "--output_dir", str(folder)]
+        stack.enter_context(mock.patch.object(sys, "argv", words))
+        stack.enter_context(mock.patch.object(Accelerator, "end_training"))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        try:
+            script.main()
+        except SystemExit:
+            print(printed.getvalue(), file=sys.stderr)
+            raise
+        gc.collect()
+        if not torch.distributed.is_initialized():
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+        if not (folder / "summary.json").exists():  # not the main process
+            return {}, []
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return json.loads((folder / "summary.json").read_text()), lines
+
+
+def launch(config: str, script: Path | str, *flags, launch_flags=(), timeout_s: float = 600) -> None:
+    """`accelerate launch` of a script, as a user types it; its output only if it fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [ROOT / "accelerate_configs" / f"{config}.yaml", "--main_process_port", port, *launch_flags]
+    done = subprocess.run(
+        [str(word) for word in (*command, script, *flags)], capture_output=True, text=True, timeout=timeout_s
+    )
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+
+
+def launch_workers(config: str, file: str, *flags, **options):
+    """Launch `file` with --worker FILE and `flags`; returns the JSON that the main process left in FILE."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        launch(config, file, "--worker", out, *flags, **options)
+        return json.loads(out.read_text())
+
+
+def write_idx(folder: Path) -> None:
+    """The bundled MNIST in the files that torchvision reads."""
+    import gzip
+
+    import torch
+
+    from utils.data import BUNDLED_MNIST, load_images
+
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, split in zip(("train", "t10k"), load_images(BUNDLED_MNIST), strict=True):
+        count = len(split.labels)
+        for name, kind, sizes, tensor in (
+            ("images-idx3-ubyte", 3, (count, 28, 28), split.images),
+            ("labels-idx1-ubyte", 1, (count,), split.labels.to(torch.uint8)),
+        ):
+            header = bytes([0, 0, 8, kind]) + b"".join(size.to_bytes(4, "big") for size in sizes)
+            content = header + tensor.numpy().tobytes()
+            (raw / f"{prefix}-{name}").write_bytes(content)
+            (raw / f"{prefix}-{name}.gz").write_bytes(gzip.compress(content, 0))
+
+
+def machine() -> dict[str, str]:
+    """What the numbers depend on, in words."""
+    import platform
+    from importlib.metadata import version
+
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        names = [
+            line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+        ]
+        cpu = names[0] if names else cpu
+    gpus, kind = "no GPU", device().type
+    if kind != "cpu":
+        gpus = f"{torch.accelerator.device_count()} x {torch.get_device_module(kind).get_device_name()}"
+    versions = [f"{name} {version(name)}" for name in ("torch", "torchvision", "accelerate")]
+    return {
+        "device": f"{os.cpu_count()} cores of {cpu}, {gpus}",
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+        "date": time.strftime("%Y-%m-%d"),
+    }

@@ -1,0 +1,125 @@
+"""Two processes: DDP through Accelerate and raw.
+
+    python benchmarks/ddp.py
+
+Two processes with a thread each, under accelerate_configs/cpu_ddp.yaml. In the same processes, an epoch of MNIST or a
+few updates of ResNet-50 on random images of 64 x 64 pixels: the script as it stands, then a loop of torch.distributed
+alone, with DDP and `gradient_as_bucket_view`, that has the same model, optimizer, schedule and images, and neither
+logs, counts, nor looks for signals. Start-up, and the checkpoint at the script's end, are left out.
+"""
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from scripts import mnist_mlp, resnet50
+from utils.data import BUNDLED_MNIST
+
+CONFIG = "cpu_ddp"
+
+
+def parse_args():
+    parser = common.make_parser(__doc__, rounds=12)
+    parser.add_argument("--steps", type=int, default=8, help="updates of ResNet-50 in a turn (default: 8)")
+    parser.add_argument("--worker", help="for the processes that it launches: where to write")
+    return parser.parse_args()
+
+
+def script(name: str, *flags) -> float:
+    summary, _ = common.run_script(name, *flags)
+    return summary["train_time_s"] - summary["checkpoint_time_s"] if summary else 0.0
+
+
+def raw(model, optimizer, scheduler, batches) -> float:
+    """Seconds of a plain loop; the model's first result are its losses."""
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    distributed.barrier()
+    began = time.perf_counter()
+    for images, labels in batches:
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    loss.item()
+    return time.perf_counter() - began
+
+
+def raw_mnist(batch_size: int) -> float:
+    data, _ = mnist_mlp.load_images(BUNDLED_MNIST, 0)
+    rank, processes = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)
+    model = mnist_mlp.MLP(784, 256, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), 4e-3, weight_decay=0.1, fused=True)
+    shares = [batch.tensor_split(processes)[rank] for batch in torch.randperm(len(data.labels)).split(batch_size)]
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, len(shares), cycle_momentum=False)
+    batches = ((data.images.index_select(0, share), data.labels.index_select(0, share)) for share in shares)
+    return raw(model, optimizer, scheduler, batches)
+
+
+def raw_resnet50(batch_size: int, steps: int) -> float:
+    torch.manual_seed(0)
+    model = resnet50.ResNet50(1000, zero_init=True).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-5, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    share = batch_size // distributed.get_world_size()
+    images = torch.randint(256, (share, 64, 64, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    return raw(model, optimizer, scheduler, [(images, torch.randint(1000, (share,)))] * steps)
+
+
+def worker(args) -> None:
+    size = ["--synthetic", "--image_size", 64, "--batch_size", 32, "--max_steps", args.steps]
+    workloads = {
+        f"MNIST, batch {batch}": (
+            lambda batch=batch: script("mnist_mlp", "--batch_size", batch, "--num_epochs", 1),
+            lambda batch=batch: raw_mnist(batch),
+        )
+        for batch in (512, 256)
+    }
+    workloads["ResNet-50, batch 32"] = (
+        lambda: script("resnet50", *size),
+        lambda: raw_resnet50(32, args.steps),
+    )
+    measured = {}
+    for workload, (ours, theirs) in workloads.items():
+        ways = {"script": ours, "raw DDP": theirs}
+        common.take_turns(ways, 1)  # warm-up; and the script starts the process group
+        rounds = args.rounds if "MNIST" in workload else max(1, args.rounds // 2)
+        measured[workload] = common.take_turns(ways, rounds)
+    if distributed.get_rank() == 0:
+        Path(args.worker).write_text(json.dumps(measured))
+    distributed.destroy_process_group()
+
+
+def measure(args) -> dict:
+    return common.launch_workers(CONFIG, __file__, "--rounds", args.rounds, "--steps", args.steps)
+
+
+def report(measured) -> common.Report:
+    columns = {"run": "{}", "way": "{}", "turns": "{}", "median s": "{:.3f}", "min": "{:.3f}", "max": "{:.3f}"}
+    columns["/ raw DDP"] = "{:.3f}"
+    rows, bars, goals = [], {}, []
+    for workload, ways in measured.items():
+        medians = {way: statistics.median(seconds) for way, seconds in ways.items()}
+        ratios = {way: median / medians["raw DDP"] for way, median in medians.items()}
+        for way, seconds in ways.items():
+            rows.append([workload, way, len(seconds), medians[way], min(seconds), max(seconds), ratios[way]])
+        bars[workload] = ratios["script"]
+        goals.append(common.Goal(f"DDP, {workload}, against raw DDP", ratios["script"], 1.03, "{:.3f} x the time"))
+    bars = common.Bars("DDP, 2 processes: time / raw DDP's", bars, "{:.3f}", goal=1.03, ours=len(bars))
+    return common.Report([common.table(columns, rows)], [bars], goals)
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    worker(args) if args.worker else common.main(args, measure, report)

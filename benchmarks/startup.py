@@ -1,0 +1,173 @@
+"""From the command to the trained model.
+
+    python benchmarks/startup.py
+
+- script: `accelerate launch --config_file accelerate_configs/cpu.yaml scripts/mnist_mlp.py`, its default run of 6
+  epochs with tests, checkpoints, curves and all; started through this file, which notes the times on the way
+- plain script: `python`, and a plain PyTorch loop with the same model, recipe and epochs over torchvision's MNIST as
+  tensors, a test at the end, and nothing else
+"""
+
+import time
+
+STARTED = time.monotonic()  # one clock for all processes of a machine, as far as Linux and macOS go
+
+import json  # noqa: E402
+import statistics  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common  # noqa: E402
+
+PHASES = [
+    "script starts",
+    "imports",
+    "Accelerator",
+    "data",
+    "model, optimizer",
+    "first update",
+    "training, end",
+]
+
+
+def parse_args():
+    parser = common.make_parser(__doc__, rounds=3)
+    parser.add_argument("--worker", help="what it launches: where to write the times")
+    parser.add_argument("--plain", help="the plain script: the folder of MNIST")
+    parser.add_argument("--flags", default="", help="for the script, such as --flags='--max_steps 10'")
+    return parser.parse_args()
+
+
+class Stamps(dict):
+    """The time at which each phase ended."""
+
+    def now(self, phase: str) -> None:
+        self.setdefault(phase, time.monotonic())
+
+    def after(self, owner, name: str, phase: str) -> None:
+        """Note the time when the function `owner.name` returns."""
+        function = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            result = function(*args, **kwargs)
+            self.now(phase)
+            return result
+
+        setattr(owner, name, timed)
+
+    def first_update(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        def done(*_):
+            self.now(PHASES[5])
+            hook.remove()
+
+        hook = register_optimizer_step_post_hook(done)
+
+
+def worker(out: str, flags: str) -> None:
+    """scripts/mnist_mlp.py, with the time noted in between."""
+    stamps = Stamps({PHASES[0]: STARTED})
+    from scripts import mnist_mlp
+
+    stamps.now("imports")
+    stamps.after(mnist_mlp.launch, "make_accelerator", "Accelerator")
+    stamps.after(mnist_mlp, "load_images", "data")
+    from accelerate import Accelerator
+
+    stamps.after(Accelerator, "prepare", "model, optimizer")
+    stamps.first_update()
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv = [mnist_mlp.__file__, "--output_dir", folder, *flags.split()]
+        mnist_mlp.main()
+        accuracy = json.loads((Path(folder) / "summary.json").read_text())["test_accuracy"]
+    Path(out).write_text(json.dumps([stamps, accuracy]))
+
+
+def plain(out: str, folder: str) -> None:
+    stamps = Stamps({PHASES[0]: STARTED})
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+    from torchvision import datasets
+
+    stamps.now("imports")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    train, test = (datasets.MNIST(folder, train=train) for train in (True, False))
+    images, test_images = ((data.data.float() - 33.3184) / 78.5675 for data in (train, test))
+    stamps.now("data")
+    batch_size, epochs = 256, 6
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.SiLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), 4e-3, weight_decay=0.1)
+    total_steps = epochs * -(-len(images) // batch_size)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps, cycle_momentum=False)
+    stamps.now("model, optimizer")
+    stamps.first_update()
+    for _ in range(epochs):
+        for indices in torch.randperm(len(images)).split(batch_size):
+            loss = F.cross_entropy(model(images[indices]), train.targets[indices])
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        accuracy = float((model(test_images).argmax(1) == test.targets).float().mean())
+    Path(out).write_text(json.dumps([stamps, accuracy]))
+
+
+def measure(args) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        common.write_idx(Path(folder))
+        out = Path(folder) / "out.json"
+
+        def timed(run) -> list:
+            """Seconds of each phase, and the test accuracy."""
+            began = time.monotonic()
+            run()
+            ended = time.monotonic()
+            stamps, accuracy = json.loads(out.read_text())
+            ends = {**stamps, PHASES[-1]: ended}
+            starts = [began, *ends.values()]
+            return [{phase: end - start for start, (phase, end) in zip(starts, ends.items(), strict=False)}, accuracy]
+
+        command = [sys.executable, __file__, "--worker", out, "--plain", folder]
+        ways = {
+            "script": lambda: timed(lambda: common.launch("cpu", __file__, "--worker", out, f"--flags={args.flags}")),
+            "plain script": lambda: timed(lambda: subprocess.run(command, check=True, capture_output=True)),
+        }
+        return common.take_turns(ways, args.rounds)
+
+
+def report(measured) -> common.Report:
+    columns = {"seconds, medians": "{}"} | {way: "{:.2f}" for way in measured}
+    phases = {
+        way: {phase: statistics.median(run[phase] for run, _ in runs) for phase in PHASES if phase in runs[0][0]}
+        for way, runs in measured.items()
+    }
+    wholes = {way: [sum(run.values()) for run, _ in runs] for way, runs in measured.items()}
+    accuracies = {way: min(accuracy for _, accuracy in runs) for way, runs in measured.items()}
+    rows = [[phase, *(phases[way].get(phase) for way in measured)] for phase in PHASES]
+    rows.append(["together", *(statistics.median(whole) for whole in wholes.values())])
+    rows += [[name, *(pick(whole) for whole in wholes.values())] for name, pick in (("fastest", min), ("slowest", max))]
+    rows.append(["lowest test accuracy, %", *(100 * accuracy for accuracy in accuracies.values())])
+    goals = [
+        common.Goal("MNIST, from command to trained model", statistics.median(wholes["script"]), 15, "{:.1f} s"),
+        common.Goal("its test accuracy", 100 * accuracies["script"], 98, "{:.2f} %", at_least=True),
+    ]
+    bars = common.Bars("MNIST: command to trained model, s", phases, "{:.1f}", goal=15)
+    return common.Report([common.table(columns, rows)], [bars], goals)
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    if args.plain:
+        plain(args.worker, args.plain)
+    elif args.worker:
+        worker(args.worker, args.flags)
+    else:
+        common.main(args, measure, report)

@@ -1,0 +1,158 @@
+"""The benchmarks run, and what is written of them is what they measured."""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT
+from PIL import Image
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from benchmarks import common, run
+
+RESULTS = json.loads((ROOT / "benchmarks" / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", run.BENCHMARKS)
+def test_help_and_the_flags_of_the_command(name, monkeypatch, capsys):
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr("sys.argv", [name, *run.BENCHMARKS[name].split()])
+    module.parse_args()
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        module.parse_args()
+    assert ended.value.code == 0
+    assert module.__doc__.splitlines()[0] in capsys.readouterr().out
+    assert f"    python benchmarks/{name}.py" in module.__doc__
+
+
+def test_results_are_of_the_commands_that_run_py_runs():
+    assert list(RESULTS) == list(run.BENCHMARKS)
+    for name, result in RESULTS.items():
+        assert result["command"] == f"python benchmarks/{name}.py {run.BENCHMARKS[name]}".strip()
+
+
+def test_page_picture_and_readme_are_made_of_the_results():
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == run.render(RESULTS)
+    with Image.open(ROOT / "benchmarks" / "results.png") as picture:
+        assert picture.text["Description"] == run.digest(RESULTS)
+        assert picture.width == 1200
+    assert run.README_TABLE.search((ROOT / "README.md").read_text())[0] == run.goals(RESULTS)
+
+
+def test_subset_keeps_the_others(tmp_path, monkeypatch):
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- from benchmarks/run.py -->\nold\n<!-- end -->\nb\n")
+    (tmp_path / "results.json").write_text(json.dumps({"memory": RESULTS["memory"], "ddp": {"old": 1}}))
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setattr(run, "README", readme)
+    monkeypatch.setattr(run, "measure", lambda name: RESULTS[name])
+    monkeypatch.setattr("sys.argv", ["run.py", "ddp", "mnist_epoch"])
+    run.main()
+    merged = json.loads((tmp_path / "results.json").read_text())
+    assert list(merged) == ["mnist_epoch", "ddp", "memory"]
+    assert all(merged[name] == RESULTS[name] for name in merged)
+    assert (tmp_path / "RESULTS.md").read_text() == run.render(merged)
+    assert readme.read_text() == f"a\n<!-- from benchmarks/run.py -->\n{run.goals(merged)}\n<!-- end -->\nb\n"
+    with Image.open(tmp_path / "results.png") as picture:
+        assert picture.text["Description"] == run.digest(merged)
+
+
+def test_missed_goal_says_so():
+    slow = json.loads(json.dumps(RESULTS["mnist_epoch"]))
+    slow["measured"]["script"] = [[1000.0, 0.0]]
+    rows = run.goals({"mnist_epoch": slow}).splitlines()[2:]
+    assert len(rows) == 3
+    assert all(row.endswith("| **no** |") for row in rows)
+    slow["measured"]["script"] = [[0.001, 0.0]]
+    assert "**no**" not in run.goals({"mnist_epoch": slow})
+
+
+def test_unknown_name(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run.py", "mnist"])
+    with pytest.raises(SystemExit):
+        run.parse_args()
+    assert "there is no benchmark mnist; there are mnist_epoch, " in capsys.readouterr().err
+
+
+def test_ways_take_turns_in_both_orders():
+    called = []
+    ways = {way: lambda way=way: called.append(way) or len(called) for way in "ab"}
+    assert common.take_turns(ways, 3) == {"a": [1, 4, 5], "b": [2, 3, 6]}
+    assert "".join(called) == "abbaab"
+
+
+def test_epoch_of_each_way(small_mnist, monkeypatch):
+    """A tiny one: 1003 images, of which each way must train on all."""
+    import utils.data
+    from benchmarks import mnist_epoch
+    from scripts import mnist_mlp
+
+    monkeypatch.setattr(utils.data, "BUNDLED_MNIST", str(small_mnist))
+    monkeypatch.setattr(mnist_epoch, "BUNDLED_MNIST", str(small_mnist))
+    monkeypatch.setattr(mnist_epoch, "FLAGS", f"{mnist_epoch.FLAGS} --dataset {small_mnist}")
+    monkeypatch.setattr(mnist_mlp, "load_images", mnist_mlp.load_images)  # which run_script replaces for good
+    updates, threads = [], torch.get_num_threads()
+    mnist_epoch.normalised.cache_clear()
+    hook = register_optimizer_step_post_hook(lambda *_: updates.append(None))
+    try:
+        measured = mnist_epoch.measure(argparse.Namespace(rounds=1, fast=1))
+    finally:
+        hook.remove()
+        torch.set_num_threads(threads)
+        mnist_epoch.normalised.cache_clear()
+    assert len(updates) == 16 * 6  # a warm-up and five ways
+    assert [len(seconds) for seconds in measured.values()] == [1] * 5
+    report = mnist_epoch.report(measured)
+    assert len(report.tables[0].splitlines()) == 2 + 6
+    seconds, checkpoint = measured["script"][0]
+    assert 0 < checkpoint < seconds
+    assert report.goals[0].measured == seconds / measured["bare loop"][0]
+
+
+def test_time_inside_a_wrapper_is_not_its_own():
+    from benchmarks.accelerate_share import alternate
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            time.sleep(0.05)
+            return super().step(closure)
+
+    class Net(torch.nn.Linear):
+        def forward(self, x, labels):
+            return torch.nn.functional.cross_entropy(super().forward(x), labels, reduction="none"), None
+
+    accelerator, model = Accelerator(cpu=True), Net(4, 3)
+    backward = accelerator.backward
+    accelerator.backward = lambda loss: time.sleep(0.05) or backward(loss)
+    optimizer = Slow(model.parameters(), 0.1)
+    prepared = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    before = model.weight.detach().clone()
+    seconds = alternate(accelerator, *prepared, (torch.randn(8, 4), torch.arange(8) % 3), steps=2, rounds=1)
+    assert not torch.equal(model.weight, before)
+    assert min(seconds["backward"]) >= 0.05 > max(seconds["optimizer.step"]) > 0
+    assert min(seconds["step"]) >= 0.1
+    assert min(seconds["bare step"]) >= 0.05
+    assert len(seconds["step"]) == len(seconds["bare step"]) == 2
+
+
+@pytest.mark.slow
+def test_startup_and_memory_as_commands(tmp_path):
+    flags = "--flags=--max_steps 3 --hidden 16"
+    for name, more in (("startup", ["--rounds", "1"]), ("memory", ["--num_epochs", "3"])):
+        command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *more, flags, "--json", tmp_path / name]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    from benchmarks.startup import PHASES
+
+    ours, plain = json.loads((tmp_path / "startup").read_text()).values()
+    assert list(ours[0][0]) == PHASES
+    assert all(seconds >= 0 for seconds in ours[0][0].values())
+    assert list(plain[0][0]) == [phase for phase in PHASES if phase != "Accelerator"]
+    assert plain[0][1] > 0.97
