@@ -33,6 +33,14 @@ BENCHMARKS = {
     "gradient_accumulation": "--memory_steps 1 8",
     "model_split": "speed --microbatches 1 4 8",
 }
+INTRODUCTION = """\
+# Results
+
+Written by `python benchmarks/run.py`, with the picture, from [results.json](results.json); run it on your machine.
+Ways that are compared took turns, and a ratio is that of their medians: the speed of a shared machine drifts by more
+than they differ.
+
+![each way beside the others, and the goals](results.png)"""
 HERE = Path(__file__).parent
 README = common.ROOT / "README.md"
 README_TABLE = re.compile(r"(?<=<!-- from benchmarks/run.py -->\n).*?(?=\n<!-- end -->)", re.S)
@@ -84,10 +92,7 @@ def goals(results: dict) -> str:
 def render(results: dict) -> str:
     """RESULTS.md."""
     text = [
-        "# Results",
-        "Written by `python benchmarks/run.py` from [results.json](results.json): run it to measure your machine.",
-        "Ways that are compared took turns, and a ratio is that of their medians: a shared machine drifts by more.",
-        "![each way beside the others, and the goals](results.png)",
+        INTRODUCTION,
         "## Goals",
         goals(results),
     ]
