@@ -1,8 +1,10 @@
 """Run the benchmarks one after another on this machine, and write RESULTS.md, results.png and the README's table.
 
-python benchmarks/run.py                     # all of them
-python benchmarks/run.py mnist_epoch ddp     # these; the others keep the numbers that they have
-python benchmarks/run.py --draw              # measure nothing: table and picture once more from results.json
+    python benchmarks/run.py                     # all of them
+    python benchmarks/run.py mnist_epoch ddp     # these; the others keep the numbers that they have
+    python benchmarks/run.py --draw              # measure nothing: table and picture once more from results.json
+
+Each is a script of its own too, with its flags in --help, and prints its tables.
 """
 
 import argparse
