@@ -29,8 +29,8 @@ CONFIG = "cpu_ddp"
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=12)
-    parser.add_argument("--steps", type=int, default=8, help="updates of ResNet-50 in a turn (default: 8)")
+    parser = common.make_parser(__doc__, rounds=8)
+    parser.add_argument("--steps", type=int, default=6, help="updates of ResNet-50 in a turn (default: 6)")
     parser.add_argument("--worker", help="for the processes that it launches: where to write")
     return parser.parse_args()
 

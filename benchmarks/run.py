@@ -1,8 +1,10 @@
 """Run the benchmarks one after another on this machine, and write RESULTS.md, results.png and the README's table.
 
-python benchmarks/run.py                     # all of them
-python benchmarks/run.py mnist_epoch ddp     # these; the others keep the numbers that they have
-python benchmarks/run.py --draw              # measure nothing: table and picture once more from results.json
+    python benchmarks/run.py                     # all of them
+    python benchmarks/run.py mnist_epoch ddp     # these; the others keep the numbers that they have
+    python benchmarks/run.py --draw              # measure nothing: table and picture once more from results.json
+
+Each is a script of its own too, with its flags in --help, and prints its tables.
 """
 
 import argparse
@@ -33,6 +35,14 @@ BENCHMARKS = {
     "gradient_accumulation": "--memory_steps 1 8",
     "model_split": "speed --microbatches 1 4 8",
 }
+INTRODUCTION = """\
+# Results
+
+Written by `python benchmarks/run.py`, with the picture, from [results.json](results.json); run it on your machine.
+Ways that are compared took turns, and a ratio is that of their medians: the speed of a shared machine drifts by more
+than they differ.
+
+![each way beside the others, and the goals](results.png)"""
 HERE = Path(__file__).parent
 README = common.ROOT / "README.md"
 README_TABLE = re.compile(r"(?<=<!-- from benchmarks/run.py -->\n).*?(?=\n<!-- end -->)", re.S)
@@ -84,10 +94,7 @@ def goals(results: dict) -> str:
 def render(results: dict) -> str:
     """RESULTS.md."""
     text = [
-        "# Results",
-        "Written by `python benchmarks/run.py` from [results.json](results.json): run it to measure your machine.",
-        "Ways that are compared took turns, and a ratio is that of their medians: a shared machine drifts by more.",
-        "![each way beside the others, and the goals](results.png)",
+        INTRODUCTION,
         "## Goals",
         goals(results),
     ]

@@ -100,7 +100,12 @@ def test_epoch_of_each_way(small_mnist, monkeypatch):
     monkeypatch.setattr(mnist_mlp, "load_images", mnist_mlp.load_images)  # which run_script replaces for good
     updates, threads = [], torch.get_num_threads()
     mnist_epoch.normalised.cache_clear()
-    hook = register_optimizer_step_post_hook(lambda *_: updates.append(None))
+
+    def count(optimizer, *_):
+        if optimizer.param_groups[0]["lr"] > 0:  # a checkpoint makes a step with 0 to find out what state there is
+            updates.append(None)
+
+    hook = register_optimizer_step_post_hook(count)
     try:
         measured = mnist_epoch.measure(argparse.Namespace(rounds=1, fast=1))
     finally:
