@@ -1,6 +1,7 @@
 """Start a run on the topology that the config file asks for, and end it when a signal asks for that."""
 
 import argparse
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -133,8 +134,9 @@ def at_least(minimum: float, kind: type = int, below: float = float("inf")):
 def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, split_batch: bool = True) -> Accelerator:
     """The Accelerator for the topology in the config file, checked against what really started.
 
-    Reads `batch_size`, `gradient_accumulation_steps`, `seed`, `timeout_s`, `log_with` and `output_dir` from `args`,
-    fills in `output_dir` where none was given, and sets `resume` where the launcher restarted a run that had failed.
+    Reads `batch_size`, `gradient_accumulation_steps`, `seed`, `timeout_s`, `log_with`, `output_dir` and `resume` (None:
+    no such flag) from `args`, fills in `output_dir` where none was given, and sets `resume` where the launcher
+    restarted a run that had failed.
     `cpu_threads`: threads of a process for work on the CPU; None: its share of the cores. `split_batch`: whether each
     process takes a share of the batch; not so where processes share the model.
 
@@ -273,8 +275,8 @@ def explain_lost_peers(can_resume: bool = True) -> list[dict]:
         ours = [frame for frame in traceback.extract_tb(trace) if "site-packages" not in frame.filename]
         where = f" at {os.path.relpath(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""
         way_on = f"; to go on: {resume_command()}" if can_resume else ""
-        lost = " or ".join(names) or "another process"
-        show(f"error: rank {rank} on {host} lost {lost}{where}: {reason}{way_on}", "red", sys.stderr)
+        peer = " or ".join(names) or "another process"
+        show(f"error: rank {rank} on {host} lost {peer}{where}: {reason}{way_on}", "red", sys.stderr)
 
     if "RANK" in os.environ:
         sys.excepthook = explain
@@ -477,7 +479,8 @@ class StopSignal:
             says = "Ctrl-C: the run is saved and ends; a second Ctrl-C ends it at once"
             if again:
                 says = f"stopped at once; to go on from the last checkpoint: {resume_command()}"
-            os.write(2, f"{CLEAR_LINE * os.isatty(2)}{says}\n".encode())  # print may be in the middle of a line
+            with contextlib.suppress(OSError):  # of a terminal that is gone: the save counts
+                os.write(2, f"{CLEAR_LINE * os.isatty(2)}{says}\n".encode())  # print may be in the middle of a line
         if again:
             os._exit(130)  # a checkpoint that is being written stays an unnamed temporary folder
 
