@@ -1,6 +1,5 @@
 """Launches scripts as a user does: each with a port, a folder and a time-out of its own, and no process left behind."""
 
-import gc
 import os
 import signal
 import socket
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import several
 
 # Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they wait. By default
 # they spin, and with more threads than cores (two tests at a time) a step of ResNet-50 takes four times as long.
@@ -25,6 +25,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     import torch
 
+    # The long ones first, and before them the two that mostly wait, so that no worker is left with one at the end.
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.stem != "test_slurm"))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
@@ -40,10 +42,7 @@ def free_port() -> int:
 def _fresh_accelerate():
     """Accelerate keeps its state for the process; a test that makes an Accelerator leaves none behind."""
     yield
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    several.reset_accelerate()
 
 
 @pytest.fixture(autouse=True)
@@ -98,12 +97,25 @@ class Launcher:
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("home")
+    """HF_HOME of what the tests launch; this process has its cache of data there as well."""
+    import datasets
+
+    home = tmp_path_factory.mktemp("home")
+    datasets.config.HF_DATASETS_CACHE = home / "datasets"
+    return home
 
 
 @pytest.fixture
 def launcher(tmp_path, home):
     launcher = Launcher(tmp_path, home)
+    yield launcher
+    launcher.end()
+
+
+@pytest.fixture(scope="module")
+def shared_launcher(tmp_path_factory, home):
+    """For what several tests of a module look at. They stay in one process of pytest by `xdist_group`."""
+    launcher = Launcher(tmp_path_factory.mktemp("shared"), home)
     yield launcher
     launcher.end()
 
@@ -141,19 +153,14 @@ def small_mnist(tmp_path_factory) -> Path:
 @pytest.fixture
 def train(small_mnist, tmp_path, monkeypatch, home):
     """Runs mnist_mlp's main in this process, which saves the seconds that importing takes; returns its exit code."""
-    import datasets
-    from accelerate.state import AcceleratorState, GradientState
-
     from scripts import mnist_mlp
     from utils import launch
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
     monkeypatch.setattr(mnist_mlp, "TEST_BATCH_SIZE", 50)  # five calls of `agreed` in an evaluation
 
     def train(folder, *flags, stop_at_call=None):
         words = ["--dataset", small_mnist, "--output_dir", tmp_path / folder, "--num_epochs", 2, "--hidden", 16]
         words += ["--batch_size", 300, "--log_every", 3, "--dropout", 0.1, *flags]
-        monkeypatch.setattr(sys, "argv", ["mnist_mlp.py", *map(str, words)])
         calls = []
 
         class Stop(launch.StopSignal):
@@ -163,14 +170,6 @@ def train(small_mnist, tmp_path, monkeypatch, home):
 
         with monkeypatch.context() as patch:
             patch.setattr(launch, "StopSignal", Stop)
-            try:
-                mnist_mlp.main()
-                return None
-            except SystemExit as stopped:
-                return stopped.code
-            finally:
-                gc.collect()  # the lock of the folder goes with the Tracker, as it would with the process
-                AcceleratorState._reset_state(reset_partial_state=True)
-                GradientState._reset_state()
+            return several.run("mnist_mlp", words)
 
     return train

@@ -5,10 +5,8 @@ This file is also the script that its tests launch on several processes.
 
 import copy
 import functools
-import gc
 import itertools
 import json
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -17,20 +15,17 @@ from types import SimpleNamespace
 import pyarrow.parquet
 import pytest
 import safetensors.torch
+import several
 import torch
 import torchvision
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import gather_object
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from scripts import model_split  # noqa: E402
-from scripts.model_split import BLOCKS, Stage, make_pipeline, make_resnet, record_losses  # noqa: E402
-from utils.data import BUNDLED_MNIST, GlobalBatches, Images, load_images  # noqa: E402
-from utils.metrics import SampleStats  # noqa: E402
-from utils.pipeline import (  # noqa: E402
+from scripts import model_split
+from scripts.model_split import BLOCKS, Stage, make_pipeline, make_resnet, record_losses
+from utils.data import BUNDLED_MNIST, GlobalBatches, Images, load_images
+from utils.metrics import SampleStats
+from utils.pipeline import (
     BlockCost,
     OneProcess,
     cut_evenly,
@@ -44,6 +39,8 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved")
 PIECES = 6  # micro-batches of an update: one of 3 samples and five of 2, an odd number for interleaved
 
 
+FILE = Path(__file__).with_suffix("")
+pytestmark = pytest.mark.xdist_group("model_split")
 NARROW = functools.partial(torchvision.models.resnet50, width_per_group=32)  # half the channels in a block: faster
 
 
@@ -57,14 +54,20 @@ def _narrow_on_one_thread(monkeypatch):
     torch.set_num_threads(threads)
 
 
+def resnet_of_seed_0(norm, made={}):  # noqa: B006  to draw the weights takes longer than to copy them
+    if norm not in made:
+        torch.manual_seed(0)
+        made[norm] = make_resnet(4, norm).double()
+    return copy.deepcopy(made[norm])
+
+
 def reference(norm, copies, data, accelerator):
     """Gradients and buffers of the whole model by plain autograd, and each sample's loss in evaluation, in float64.
 
     With GroupNorm of all samples at once; with BatchNorm of the micro-batches one after another, and the statistics'
     mean over the copies that saw them.
     """
-    torch.manual_seed(0)
-    start = make_resnet(4, norm).double()
+    start = resnet_of_seed_0(norm)
     gradients, buffers = {}, {}
     for index in range(copies):
         whole = copy.deepcopy(start)
@@ -104,17 +107,17 @@ def differences(accelerator, schedule, norm, num_stages, made={}) -> dict[str, f
         made[norm, copies] = reference(norm, copies, data, accelerator)
     gradients, buffers = made[norm, copies]
 
-    torch.manual_seed(0)
-    resnet = make_resnet(4, norm).double()
+    resnet = resnet_of_seed_0(norm)
+    names_of_whole = set(resnet.state_dict())
     num_virtual = num_stages * (2 if schedule == "interleaved" else 1)
     bounds = [round(i * len(BLOCKS) / num_virtual) for i in range(num_virtual + 1)]
     blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(bounds)]
     # What the script learns by measuring: the shape of what goes in and of what each stage hands on.
-    x, ends = torch.zeros(1, 1, 28, 28, dtype=torch.uint8), []
+    x, ends, whole = torch.zeros(1, 1, 28, 28, dtype=torch.uint8), [], resnet_of_seed_0(norm).eval()
     for names in blocks:
         ends.append(x.to("meta"))
         with torch.no_grad():
-            x = Stage(copy.deepcopy(resnet), names).eval()(x)
+            x = Stage(whole, names).eval()(x)
     ends.append(x.to("meta"))
     model, pipeline, group = make_pipeline(
         resnet, blocks, ends, schedule, num_stages, accelerator, [accelerator.device]
@@ -140,7 +143,7 @@ def differences(accelerator, schedule, norm, num_stages, made={}) -> dict[str, f
         set(model.state_dict()),
     ]
     everyone = gather_object([mine])
-    assert set().union(*(names for *_, names in everyone)) == set(make_resnet(4, norm).state_dict())
+    assert set().union(*(names for *_, names in everyone)) == names_of_whole
     # Evaluation, with its own schedules: each sample once, and nothing learnt from it.
     before = copy.deepcopy(model.state_dict())
     result = model_split.evaluate(
@@ -166,30 +169,8 @@ def test_one_process_cuts_without_changing_a_number(norm):
         check(differences(Accelerator(cpu=True), schedule, norm, 3))
 
 
-def on_processes(launcher, processes: int, *words) -> str:
-    """Runs `main` of this file on several processes; returns what they printed."""
-    flags = ["--num_processes", processes]
-    return launcher("cpu_ddp", *words, script=Path(__file__).with_suffix(""), launch_flags=flags, timeout=240).stdout
-
-
 def cases(printed: str) -> list[dict]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-
-
-@pytest.mark.slow
-def test_two_processes_cut_without_changing_a_number(launcher):
-    found = cases(on_processes(launcher, 2, "differences", 2))
-    assert len(found) == 8
-    for case in found:
-        check(case)
-
-
-@pytest.mark.slow
-def test_four_stages_and_two_copies_of_two_change_no_number(launcher):
-    found = cases(on_processes(launcher, 4, "differences", 4, 2))
-    assert len(found) == 16
-    for case in found:
-        check(case)
 
 
 @pytest.fixture(scope="session")
@@ -207,22 +188,53 @@ FLAGS += ["--log_every", 1, "--checkpoint_every", 2, "--keep_checkpoints", 0]
 
 
 @pytest.fixture
-def train(tiny_mnist, home, monkeypatch):
-    """Runs the script's main in this process; returns its folder."""
-    import datasets
+def train(tiny_mnist, home):
+    """Runs the script's main in this process; returns its exit code."""
+    return lambda folder, *flags: several.run("model_split", ["--dataset", tiny_mnist, "--output_dir", folder, *flags])
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
 
-    def train(folder, *flags):
-        words = ["model_split.py", "--dataset", tiny_mnist, "--output_dir", folder, *flags]
-        monkeypatch.setattr(sys, "argv", list(map(str, words)))
-        model_split.main()
-        gc.collect()  # the lock of the folder goes with the Tracker
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        return folder
+@pytest.fixture(scope="module")
+def two_processes(shared_launcher, tiny_mnist):
+    """What is printed by two processes, and the folder of their run."""
+    flags = ["--dataset", tiny_mnist, "--output_dir", "two", *FLAGS]
+    words = several.words("model_split", ["differences", 2], flags)
+    return shared_launcher("cpu_ddp", *words, script=FILE, timeout=240).stdout, shared_launcher.folder / "two"
 
-    return train
+
+@pytest.fixture(scope="module")
+def four_processes(shared_launcher, tiny_mnist):
+    """What is printed by four processes, and the folders of a run of two copies and of one that a signal stopped."""
+    flags = ["--dataset", tiny_mnist, *FLAGS, "--norm", "batch", "--num_microbatches", 2, "--num_stages", 2]
+    runs = [["differences", 4, 2], [*flags, "--output_dir", "whole"], [*flags, "--output_dir", "stopped"]]
+    four = {"script": FILE, "launch_flags": ["--num_processes", 4]}
+    process = shared_launcher.start("cpu_ddp", *several.words("model_split", *runs), **four)
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if line.startswith("train") and "done: " in printed:  # of the second run
+            process.send_signal(signal.SIGTERM)
+            break
+    out, error = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert "stopped by a signal; step" in out, printed + out + error
+    shared_launcher("cpu_ddp", *several.words("model_split", [*runs[-1], "--resume"]), **four)
+    return printed, shared_launcher.folder / "whole", shared_launcher.folder / "stopped"
+
+
+@pytest.mark.slow
+def test_two_processes_cut_without_changing_a_number(two_processes):
+    found = cases(two_processes[0])
+    assert len(found) == 8
+    for case in found:
+        check(case)
+
+
+@pytest.mark.slow
+def test_four_stages_and_two_copies_of_two_change_no_number(four_processes):
+    found = cases(four_processes[0])
+    assert len(found) == 16
+    for case in found:
+        check(case)
 
 
 def trace(folder):
@@ -239,23 +251,20 @@ def assert_same_run(folder, other):
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-7)
 
 
-def back_to_step_2(run, copied):
-    names = ("step_00000003", "step_00000004", "summary.json")
-    shutil.copytree(run, copied, ignore=shutil.ignore_patterns(*names))
-    assert (copied / "checkpoints" / "step_00000002").is_dir()
-    return copied
-
-
 @pytest.mark.slow
-def test_a_run_on_two_stages_goes_on_on_four_or_none_and_loads_into_torchvision(launcher, train, tiny_mnist):
-    folder = launcher.folder
-    run, whole = folder / "two", train(folder / "whole", *FLAGS)
-    printed = on_processes(launcher, 2, "--dataset", tiny_mnist, "--output_dir", run, *FLAGS)
+def test_a_run_on_two_stages_goes_on_on_four_or_none_and_loads_into_torchvision(
+    two_processes, train, tiny_mnist, tmp_path
+):
+    printed, run = two_processes
+    whole = tmp_path / "whole"
+    train(whole, *FLAGS)
     assert "4 per micro-batch x 4 micro-batches x 1 copies of the model" in printed
     assert printed.count("done: ") == 1
     assert_same_run(run, whole)
     for name, flags in (("four", ["--num_stages", 4, "--schedule", "gpipe"]), ("one", [])):
-        assert_same_run(train(back_to_step_2(run, folder / name), *FLAGS, "--resume", *flags), whole)
+        resumed = several.back_to(run, 2, tmp_path / name)
+        train(resumed, *FLAGS, "--resume", *flags)
+        assert_same_run(resumed, whole)
 
     state = safetensors.torch.load_file(run / "model.safetensors")
     norm = functools.partial(torch.nn.GroupNorm, 32)
@@ -278,21 +287,12 @@ def test_a_run_on_two_stages_goes_on_on_four_or_none_and_loads_into_torchvision(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_of_two_copies_goes_on_bit_by_bit(launcher, tiny_mnist):
+def test_a_stopped_run_of_two_copies_goes_on_bit_by_bit(four_processes):
     """A signal in the middle, then the same command with --resume: the weights of the run that was not stopped."""
-    flags = ["--dataset", tiny_mnist, *FLAGS, "--norm", "batch", "--num_microbatches", 2, "--num_stages", 2]
-    on_processes(launcher, 4, *flags, "--output_dir", "whole")
-    on = {"script": Path(__file__).with_suffix(""), "launch_flags": ["--num_processes", 4]}
-    process = launcher.start("cpu_ddp", *flags, "--output_dir", "stopped", **on)
-    for line in process.stdout:
-        if line.startswith("train"):
-            process.send_signal(signal.SIGTERM)
-            break
-    out, _ = process.communicate(timeout=100)
-    assert process.returncode != 0
-    assert "stopped by a signal; step" in out
-    on_processes(launcher, 4, *flags, "--output_dir", "stopped", "--resume")
-    whole, stopped = (launcher.folder / name for name in ("whole", "stopped"))
+    _, whole, stopped = four_processes
+    launches = json.loads((stopped / "run.json").read_text())["launches"]
+    assert [launch["num_processes"] for launch in launches] == [4, 4]
+    assert 0 < launches[1]["from_step"] < 4
     assert trace(stopped) == trace(whole)
     assert (stopped / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
@@ -314,10 +314,9 @@ def test_a_stopped_run_of_two_copies_goes_on_bit_by_bit(launcher, tiny_mnist):
     ],
 )
 def test_bad_input_is_one_sentence_before_any_training(train, tmp_path, capsys, flags, sentence):
-    with pytest.raises(SystemExit) as stopped:
-        train(tmp_path / "run", "--max_steps", 2, *flags.split())
+    code = train(tmp_path / "run", "--max_steps", 2, *flags.split())
     out, error = capsys.readouterr()
-    assert stopped.value.code == 2
+    assert code == 2
     assert error.count("\n") == 1
     assert sentence in error
     assert "train epoch" not in out
@@ -411,17 +410,22 @@ def test_the_order_of_the_work_is_the_schedule_and_idle_time_is_what_is_left():
     assert idle_shares(spans) == {0: 0.5, 1: 0.5}
 
 
-def main():
-    """With "differences": prints those of each case, for each number of stages given. Else: the script, but narrow."""
-    torchvision.models.resnet50 = NARROW
-    if sys.argv[1] != "differences":
-        return model_split.main()
+def print_differences(*numbers_of_stages: int):
+    """On all processes: those of each case, a JSON object a line."""
     accelerator = Accelerator(cpu=True)
     torch.set_num_threads(1)
-    for num_stages, norm, schedule in itertools.product(map(int, sys.argv[2:]), ("group", "batch"), SCHEDULES):
+    for num_stages, norm, schedule in itertools.product(numbers_of_stages, ("group", "batch"), SCHEDULES):
         found = differences(accelerator, schedule, norm, num_stages)
         accelerator.print(json.dumps({"stages": num_stages, "norm": norm, "schedule": schedule, **found}))
-    accelerator.end_training()
+    several.reset_accelerate()
+
+
+def main():
+    """Runs of the script as several.py has them, but narrow; in place of a run's flags also `differences 4 2`."""
+    torchvision.models.resnet50 = NARROW
+    if sys.argv[2].startswith("differences"):
+        print_differences(*map(int, sys.argv.pop(2).split()[1:]))
+    several.main()
 
 
 if __name__ == "__main__":

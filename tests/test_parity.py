@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import several
+import torch
 from conftest import ROOT
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 # 14 x 16 updates, the last of each epoch smaller; the learning rate is the default one scaled to the batch.
 FLAGS = ["--num_epochs", 14, "--batch_size", 64, "--lr", 1e-3, "--hidden", 64, "--dropout", 0.1, "--log_every", 1]
+CHECKPOINTS = ["--checkpoint_every", 20, "--keep_checkpoints", 0]
+pytestmark = pytest.mark.xdist_group("parity")
 
 
 def result(run: Path):
@@ -33,74 +37,94 @@ def compare(reference, other) -> tuple[float, float]:
     return losses, largest
 
 
-@pytest.fixture
-def reference(launcher, small_mnist, request, made={}):  # noqa: B006  one for each dtype
-    def reference(dtype, config):
-        if (dtype, config) not in made:
-            launcher(config, "--dataset", small_mnist, *FLAGS, "--dtype", dtype, "--output_dir", "reference")
-            made[dtype, config] = result(launcher.folder / "reference")
-        return made[dtype, config]
+@pytest.fixture(scope="module")
+def runs(shared_launcher, small_mnist) -> Path:
+    """A folder with the run of each type and topology, as `float64-2x4`: 2 processes x 4 accumulation steps.
 
-    return reference
+    That of two processes has a checkpoint after each 20 updates, and `four` goes on with four processes from its 60th.
+    """
+    for processes in (1, 2, 4):
+        flags = []
+        for dtype in TOLERANCE:
+            for accumulation in (1, 2, 4):
+                own = ["--gradient_accumulation_steps", accumulation, "--dtype", dtype]
+                own += ["--output_dir", f"{dtype}-{processes}x{accumulation}"]
+                flags.append(["--dataset", small_mnist, *FLAGS, *own])
+        resumable = [*flags[3], *CHECKPOINTS]
+        if processes == 2:
+            flags[3] = resumable
+        if processes == 4:
+            flags.append(["--back_to", "float64-2x1", 60, "four", *resumable, "--resume", "--output_dir", "four"])
+        config, launch_flags = ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
+        words = several.words("mnist_mlp", *flags)
+        shared_launcher(config, *words, script=several.FILE, launch_flags=launch_flags, timeout=300)
+    return shared_launcher.folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_processes_and_accumulation_change_nothing(launcher, small_mnist, reference, request, dtype, processes):
-    if request.config.getoption("config_file"):
-        pytest.skip("--config_file asks for one config alone")
+def test_processes_and_accumulation_change_nothing(runs, dtype, processes):
     for accumulation in (1, 2, 4):
-        if (processes, accumulation) == (1, 1):
-            continue
-        run = launcher.folder / f"{processes}x{accumulation}"
-        flags = ["--dataset", small_mnist, *FLAGS, "--dtype", dtype, "--output_dir", run]
-        flags += ["--gradient_accumulation_steps", accumulation]
-        config, launch_flags = ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
-        launcher(config, *flags, launch_flags=launch_flags)
-        losses, weights = compare(reference(dtype, "cpu"), result(run))
+        name = f"{dtype}-{processes}x{accumulation}"
+        (launch,) = json.loads((runs / name / "run.json").read_text())["launches"]
+        assert (launch["num_processes"], launch["gradient_accumulation_steps"]) == (processes, accumulation)
+        losses, weights = compare(result(runs / f"{dtype}-1x1"), result(runs / name))
         print(f"{dtype} {processes} processes x {accumulation} accumulation: loss {losses:.1e}, weights {weights:.1e}")
         assert losses <= TOLERANCE[dtype]
         assert weights <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_the_config_of_this_machine_changes_nothing(launcher, small_mnist, reference, request, dtype):
+def test_the_config_of_this_machine_changes_nothing(launcher, small_mnist, request, dtype):
     """Skipped without --config_file, which names the config to compare with one process on the same kind of device."""
     config = request.config.getoption("config_file")
     if not config:
         pytest.skip("no --config_file given")
-    run = launcher.folder / "run"
+    run, reference = launcher.folder / "run", launcher.folder / "reference"
     path = str((Path(request.config.invocation_params.dir) / config).resolve())
-    launcher(path, "--dataset", small_mnist, *FLAGS, "--dtype", dtype, "--output_dir", run)
+    flags = ["--dataset", small_mnist, *FLAGS, "--dtype", dtype, "--output_dir"]
+    launcher(path, *flags, run)
     on_cpu = json.loads((run / "run.json").read_text())["launches"][0]["processes"][0]["device"] == "cpu"
-    losses, weights = compare(reference(dtype, "cpu" if on_cpu else "single_gpu"), result(run))
+    launcher("cpu" if on_cpu else "single_gpu", *flags, reference)
+    losses, weights = compare(result(reference), result(run))
     print(f"{dtype} {config}: loss {losses:.1e}, weights {weights:.1e}")
     assert losses <= TOLERANCE[dtype]
     assert weights <= TOLERANCE[dtype]
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_processes_and_accumulation(launcher, small_mnist, reference):
-    """Two processes, then one, then four, then one with accumulation: the weights of one process all along."""
-    flags = ["--dataset", small_mnist, *FLAGS, "--dtype", "float64", "--output_dir", "run", "--keep_checkpoints", 0]
-    run = launcher.folder / "run"
-    launcher("cpu_ddp", *flags, "--checkpoint_every", 20)
-    for step, config, more in (
-        (100, "cpu", []),
-        (60, "cpu_ddp", ["--num_processes", 4]),
-        (20, "cpu", []),
+def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, tmp_path):
+    """Two processes, then one; two, then four, then one with accumulation: the weights of one process all along."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--dtype", "float64", *CHECKPOINTS, "--resume"]
+    several.back_to(runs / "float64-2x1", 100, tmp_path / "one")
+    several.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "one"])
+    several.back_to(runs / "four", 120, tmp_path / "accumulated")
+    accumulated = ["--gradient_accumulation_steps", 4, "--output_dir", tmp_path / "accumulated"]
+    several.run("mnist_mlp", [*flags, *accumulated])
+    for run, went_on in (
+        (tmp_path / "one", [(2, 0), (1, 100)]),
+        (runs / "four", [(2, 0), (4, 60)]),
+        (tmp_path / "accumulated", [(2, 0), (4, 60), (1, 120)]),
     ):
-        for path in (run / "checkpoints").glob("step_*"):
-            if int(path.name[5:]) > step:
-                path.rename(run / path.name)
-        (run / "summary.json").unlink()
-        accumulation = ["--gradient_accumulation_steps", 4] if step == 20 else []
-        launcher(config, *flags, "--resume", *accumulation, launch_flags=more)
-        losses, weights = compare(reference("float64", "cpu"), result(run))
+        launches = json.loads((run / "run.json").read_text())["launches"]
+        assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == went_on
+        losses, weights = compare(result(runs / "float64-1x1"), result(run))
         assert max(losses, weights) <= TOLERANCE["float64"]
-        for path in run.glob("step_*"):
-            path.rename(launcher.folder / f"{step}-{path.name}")
+
+
+@pytest.mark.slow
+def test_several_runs_in_one_launch_are_as_many_launches(runs, launcher, small_mnist):
+    """Bit by bit: what the tests above prove holds for separate launches."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--gradient_accumulation_steps", 2, "--output_dir", "run"]
+    launcher("cpu_ddp", *flags)
+    lines, weights = result(launcher.folder / "run")
+    other_lines, other_weights = result(runs / "float32-2x2")  # the second of the launch
+    timeless = ("split", "step", "epoch", "loss", "accuracy", "lr")
+    assert [[line.get(n) for n in timeless] for line in other_lines] == [
+        [line.get(n) for n in timeless] for line in lines
+    ]
+    assert all(torch.equal(other_weights[name], tensor) for name, tensor in weights.items())
 
 
 def test_the_readme_says_how_to_prove_a_machine():

@@ -1,0 +1,78 @@
+"""Several runs of a script in one launch: to start processes takes far longer than the runs of these tests.
+
+    accelerate launch --config_file CONFIG tests/several.py mnist_mlp "--output_dir a --lr 1e-3" "--output_dir b"
+
+Each run leaves what a launch of its own would leave, bit by bit. Before one that begins with `--back_to a 20 b`
+the folder `a` is copied to `b`, as a kill between update 20 and the next checkpoint would have left it.
+"""
+
+import gc
+import importlib
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+FILE = Path(__file__).with_suffix("")  # as `launcher(script=...)` takes it
+
+
+def words(script: str, *runs: list) -> list[str]:
+    """What the launcher hands to this file; runs: the flags of each."""
+    return [script, *(shlex.join(map(str, flags)) for flags in runs)]
+
+
+def reset_accelerate() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def run(script: str, flags: list) -> int | None:
+    """`main` of a script in this process; returns its exit code. Leaves no state of Accelerate, as if it had ended."""
+    own_argv, sys.argv = sys.argv, [str(ROOT / "scripts" / f"{script}.py"), *map(str, flags)]
+    try:
+        importlib.import_module(f"scripts.{script}").main()
+        return None
+    except SystemExit as stopped:
+        return stopped.code
+    finally:
+        sys.argv = own_argv
+        gc.collect()  # the lock of the folder goes with the Tracker
+        reset_accelerate()
+
+
+def back_to(run: Path, step: int, copied: Path) -> Path:
+    """Copy a run's folder without its end and without the checkpoints after `step`, whose own must be there."""
+    shutil.copytree(run, copied, ignore=shutil.ignore_patterns("summary.json", "model*.safetensors", "step_*"))
+    for checkpoint in (run / "checkpoints").glob("step_*"):
+        if int(checkpoint.name[5:]) <= step:
+            shutil.copytree(checkpoint, copied / "checkpoints" / checkpoint.name)
+    assert (copied / "checkpoints" / f"step_{step:08d}").is_dir()
+    return copied
+
+
+def main():
+    import torch.distributed as dist
+
+    # Each run ends the group of the processes, and a second one is not to be had: the launcher's store still has the
+    # addresses of the first.
+    end_group, dist.destroy_process_group = dist.destroy_process_group, lambda group=None: None
+    script, *runs = sys.argv[1:]
+    for flags in map(shlex.split, runs):
+        if flags[0] == "--back_to":
+            (_, folder, step, copied), flags = flags[:4], flags[4:]
+            if not dist.is_initialized() or dist.get_rank() == 0:  # the others wait for it in `make_accelerator`
+                back_to(Path(folder), int(step), Path(copied))
+        if code := run(script, flags):
+            sys.exit(code)
+    if dist.is_initialized():
+        end_group()
+
+
+if __name__ == "__main__":
+    main()
