@@ -120,8 +120,8 @@ def measure(args) -> dict:
     for name, batch_size, steps in (("MNIST", 64, 50), ("MNIST", 256, 50), ("ResNet-50", 32, 1)):
         if name == "MNIST":
             torch.set_num_threads(1)
-            model, shape, classes = mnist_mlp.MLP(784, 256, 10), (batch_size, 28, 28, 1), 10
-            optimizer = torch.optim.AdamW(model.parameters(), 4e-3, weight_decay=0.1, fused=True)
+            model, shape, classes = mnist_mlp.MLP(784, 192, 10), (batch_size, 28, 28, 1), 10
+            optimizer = torch.optim.AdamW(model.parameters(), 6e-3, weight_decay=0.1, fused=True)
         else:
             torch.set_num_threads(threads)
             model, shape, classes = resnet50.ResNet50(1000), (batch_size, 64, 64, 3), 1000

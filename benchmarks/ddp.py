@@ -59,10 +59,10 @@ def raw_mnist(batch_size: int) -> float:
     data, _ = mnist_mlp.load_images(BUNDLED_MNIST, 0)
     rank, processes = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
-    model = mnist_mlp.MLP(784, 256, 10)
-    optimizer = torch.optim.AdamW(model.parameters(), 4e-3, weight_decay=0.1, fused=True)
+    model = mnist_mlp.MLP(784, 192, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), 6e-3, weight_decay=0.1, fused=True)
     shares = [batch.tensor_split(processes)[rank] for batch in torch.randperm(len(data.labels)).split(batch_size)]
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, len(shares), cycle_momentum=False)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, len(shares), cycle_momentum=False)
     batches = ((data.images.index_select(0, share), data.labels.index_select(0, share)) for share in shares)
     return raw(model, optimizer, scheduler, batches)
 

@@ -66,7 +66,7 @@ def measure(args) -> dict:
 
     torch.set_num_threads(1)
     _, test = mnist_mlp.load_images(BUNDLED_MNIST)
-    model = mnist_mlp.MLP(784, 256, 10).to(device)
+    model = mnist_mlp.MLP(784, 192, 10).to(device)
     test_batches = GlobalBatches(test, mnist_mlp.TEST_BATCH_SIZE, accelerator)
     train_batches = GlobalBatches(test, 256, accelerator, seed=0)
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def measure(args) -> dict:
         transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
         loader = torch.utils.data.DataLoader(datasets.MNIST(folder, train=False, transform=transform), 1000)
         plain = torch.nn.Sequential(
-            torch.nn.Flatten(), torch.nn.Linear(784, 256), torch.nn.SiLU(), torch.nn.Linear(256, 10)
+            torch.nn.Flatten(), torch.nn.Linear(784, 192), torch.nn.SiLU(), torch.nn.Linear(192, 10)
         )
         plain.to(device)
         works = {

@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/mnist_mlp.py
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/mnist_mlp.py --batch_size 1024
 
-98.18 % test accuracy after 6 epochs, 8 s of training on one core of a 2.8 GHz Xeon; torch 2.15, accelerate 1.15.
+98.19 % test accuracy after 4 epochs, 4 s of training on one core of a 2.8 GHz Xeon; torch 2.15, accelerate 1.15.
 One-cycle schedule: L. N. Smith and N. Topin, https://arxiv.org/abs/1708.07120.
 """
 
@@ -37,17 +37,17 @@ def parse_args():
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
     add = parser.add_argument_group("model").add_argument
-    add("--hidden", type=size, default=256, help="hidden units")
+    add("--hidden", type=size, default=192, help="hidden units")
     add("--activation", choices=ACTIVATIONS, default="silu", help="smooth, so that rounding does not grow; or relu")
     add("--dropout", type=launch.at_least(0.0, float, below=1.0), default=0.0, help="share of hidden units left out")
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare topologies to 1e-12")
     add = parser.add_argument_group("training").add_argument
-    add("--num_epochs", type=size, default=6, help="passes over the training images")
+    add("--num_epochs", type=size, default=4, help="passes over the training images")
     add("--max_steps", type=count, default=0, help="optimizer updates, instead of num_epochs; 0: off")
     add("--batch_size", type=size, default=256, help="of one optimizer update, over all processes together")
     add("--gradient_accumulation_steps", type=size, default=1, help="micro-batches of a process in one update")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd: without momentum")
-    add("--lr", type=real, default=4e-3, help="highest learning rate of the one-cycle schedule")
+    add("--lr", type=real, default=6e-3, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=real, default=0.1, help="of the optimizer")
     add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights, data order and dropout")
     parser.add_run_flags(log_every=100)

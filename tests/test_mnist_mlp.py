@@ -93,8 +93,8 @@ def test_it_is_the_plain_loop(train, small_mnist, tmp_path, accumulation):
     data = load_images(str(small_mnist))[0]
     torch.manual_seed(0)
     model = mnist_mlp.MLP(784, 16, 10).double()
-    optimizer = torch.optim.AdamW(model.parameters(), 4e-3, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, 8, cycle_momentum=False)
+    optimizer = torch.optim.AdamW(model.parameters(), 6e-3, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, 8, cycle_momentum=False)
     rates = []
     for epoch in range(2):
         order = GlobalBatches(data, 300, SimpleNamespace(device="cpu", num_processes=1, process_index=0), 0).order(

@@ -85,6 +85,9 @@ class Profiler:
 
     def waits(self, batches: Iterable) -> Iterator:
         """The same batches; the time until each is there is the data wait, and the first one begins an update."""
+        if self.recorder is None:
+            yield from batches
+            return
         batches = iter(batches)
         while True:
             if self.recorder is not None and not self.open:
