@@ -202,10 +202,9 @@ def main():
         with torch.no_grad():
             for batch in test_batches.epoch():
                 stats.add(*losses_and_hits(model, batch), batch.indices)
-        result = {"step_time_ms": step_time_ms, "difference_to_ddp": difference.item(), **stats.reduce()}
-        numbers = f"{step_time_ms:>8.2f} {result['difference_to_ddp']:>11.1e} {result['accuracy']:>9.2%}"
+        results[name] = {"step_time_ms": step_time_ms, "difference_to_ddp": difference.item(), **stats.reduce()}
+        numbers = f"{step_time_ms:>8.2f} {difference.item():>11.1e} {results[name]['accuracy']:>9.2%}"
         accelerator.print(f"{name:<10} {numbers}  {ALGORITHMS[name].__doc__}", flush=True)
-        results[name] = result
 
     record = {"arguments": vars(args), **launch.describe(accelerator), "results": results}
     if accelerator.is_main_process:
