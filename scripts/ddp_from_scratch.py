@@ -19,7 +19,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder, without an install
 
-from utils import launch
+from utils import launch, show
 from utils.data import BUNDLED_MNIST, GlobalBatches, load_images
 from utils.metrics import SampleStats
 from utils.tracking import Tracker, write_json
@@ -178,6 +178,7 @@ def main():
     train_batches = GlobalBatches(train_data, args.batch_size, accelerator, args.seed)
     test_batches = GlobalBatches(test_data, 2000, accelerator)
     results, reference = {}, None
+    accelerator.print("algorithm   ms/step  weights-DDP  accuracy  what it does", flush=True)
     for name in ALGORITHMS if args.algorithm == "all" else dict.fromkeys(["ddp", args.algorithm]):
         torch.manual_seed(args.seed + accelerator.process_index)  # other weights in each process ...
         shape = train_data.images[0].numel(), 256, len(train_data.classes)
@@ -202,14 +203,13 @@ def main():
             for batch in test_batches.epoch():
                 stats.add(*losses_and_hits(model, batch), batch.indices)
         results[name] = {"step_time_ms": step_time_ms, "difference_to_ddp": difference.item(), **stats.reduce()}
+        numbers = f"{step_time_ms:>8.2f} {difference.item():>11.1e} {results[name]['accuracy']:>9.2%}"
+        accelerator.print(f"{name:<10} {numbers}  {ALGORITHMS[name].__doc__}", flush=True)
 
-    accelerator.print("algorithm   ms/step  weights-DDP  accuracy  what it does")
-    for name, result in results.items():
-        numbers = f"{result['step_time_ms']:>8.2f} {result['difference_to_ddp']:>11.1e} {result['accuracy']:>9.2%}"
-        accelerator.print(f"{name:<10} {numbers}  {ALGORITHMS[name].__doc__}")
     record = {"arguments": vars(args), **launch.describe(accelerator), "results": results}
     if accelerator.is_main_process:
         write_json(tracker.folder / "run.json", record)
+        show(f"done: these numbers, arguments and topology in {tracker.folder}/run.json", "green")
     dist.destroy_process_group()
 
 

@@ -2,10 +2,10 @@
 
 import json
 import math
-import shutil
 import weakref
 
 import pytest
+import several
 import torch
 from accelerate import Accelerator
 
@@ -17,6 +17,8 @@ from utils.memory import largest_that_fits, limit_of_kept_tensors
 # 1003 images in batches of 250: the last update has 3 images for 10 pieces. Clipping is at work in three of the five.
 FLAGS = ["--batch_size", 250, "--num_epochs", 1, "--log_every", 1, "--variable_length", "--max_grad_norm", 0.2]
 FLAGS += ["--dtype", "float64"]
+FLOAT32 = ["--batch_size", 80, "--num_epochs", 1, "--compare"]
+pytestmark = pytest.mark.xdist_group("gradient_accumulation")
 
 
 def read(folder, split):
@@ -28,11 +30,30 @@ def summary(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def train(launcher, name, config, *flags):
-    """Run the script in a folder of its own; returns the folder and what was printed."""
-    folder = launcher.folder / name
-    done = launcher(config, "--output_dir", folder, *flags, script="gradient_accumulation")
-    return folder, done.stdout
+@pytest.fixture
+def train(home, tmp_path):
+    """Runs the script's main in this process; returns its folder."""
+
+    def train(name, *flags):
+        assert several.run("gradient_accumulation", ["--output_dir", tmp_path / name, *flags]) is None
+        return tmp_path / name
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def two_processes(shared_launcher, small_mnist):
+    """What two processes print, and the folder with their runs: auto, float32 and resumable."""
+    data = ["--dataset", small_mnist]
+    auto = ["--micro_batch_size", "auto", "--cpu_memory_gib", 0.008, "--compare"]
+    checkpoints = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--gradient_accumulation_steps", 5]
+    words = several.words(
+        "gradient_accumulation",
+        [*data, *FLAGS, *auto, "--output_dir", "auto"],
+        [*data, *FLOAT32, "--gradient_accumulation_steps", 4, "--output_dir", "float32"],
+        [*data, *FLAGS, *checkpoints, "--output_dir", "resumable"],
+    )
+    return shared_launcher("cpu_ddp", *words, script=several.FILE).stdout, shared_launcher.folder
 
 
 def assert_same_trace(folder, other):
@@ -45,10 +66,9 @@ def assert_same_trace(folder, other):
 
 
 @pytest.mark.slow
-def test_updates_equal_those_of_the_whole_batch_whatever_auto_chooses(launcher, small_mnist):
-    flags = ["--dataset", small_mnist, *FLAGS]
-    auto = ["--micro_batch_size", "auto", "--cpu_memory_gib", 0.008]
-    folder, printed = train(launcher, "auto", "cpu_ddp", *flags, *auto, "--compare")
+def test_updates_equal_those_of_the_whole_batch_whatever_auto_chooses(two_processes, train, small_mnist):
+    printed, runs = two_processes
+    folder = runs / "auto"
     # 125 images a process, halved: 63, 32; 5 is the first number of pieces, 4 and up, that divides 125.
     assert "micro-batch   25 per process (32 would fit), 5 in an update" in printed
     assert json.loads((folder / "run.json").read_text())["arguments"]["gradient_accumulation_steps"] == 5
@@ -71,7 +91,7 @@ def test_updates_equal_those_of_the_whole_batch_whatever_auto_chooses(launcher, 
         schedule.step()
     assert [line["lr"] for line in read(folder, "train")] == pytest.approx(expected, rel=1e-12)
 
-    whole, _ = train(launcher, "whole", "cpu", *flags)
+    whole = train("whole", "--dataset", small_mnist, *FLAGS)
     assert_same_trace(folder, whole)
     assert summary(whole)["gradient_all_reduces"] == 0
 
@@ -186,47 +206,39 @@ def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "steps"), [("cpu", 8), ("cpu_ddp", 4)])
-def test_float32_is_within_rounding(launcher, small_mnist, config, steps):
-    flags = ["--dataset", small_mnist, "--batch_size", 80, "--num_epochs", 1, "--compare"]
-    folder, _ = train(launcher, "run", config, *flags, "--gradient_accumulation_steps", steps)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_float32_is_within_rounding(two_processes, train, small_mnist, processes):
+    folder = two_processes[1] / "float32"
+    if processes == 1:
+        folder = train("run", "--dataset", small_mnist, *FLOAT32, "--gradient_accumulation_steps", 8)
     differences = [line["gradient_difference"] for line in read(folder, "compare")]
     assert len(differences) == 13
     assert max(differences) <= 1e-6
 
 
 @pytest.mark.slow
-def test_batch_norm_breaks_the_equality_and_layer_norm_keeps_it(launcher, small_mnist):
+def test_batch_norm_breaks_the_equality_and_layer_norm_keeps_it(train, small_mnist):
     flags = ["--dataset", small_mnist, *FLAGS, "--max_steps", 2, "--compare", "--gradient_accumulation_steps", 5]
-    largest = {}
-    for norm in ("batch", "layer"):
-        folder, _ = train(launcher, norm, "cpu", *flags, "--norm", norm)
-        largest[norm] = summary(folder)["largest_gradient_difference"]
-    assert largest["batch"] > 1e-2
-    assert largest["layer"] <= 1e-12
+    batch, layer = (summary(train(norm, *flags, "--norm", norm)) for norm in ("batch", "layer"))
+    assert batch["largest_gradient_difference"] > 1e-2
+    assert layer["largest_gradient_difference"] <= 1e-12
 
 
 @pytest.mark.slow
 def test_peak_memory_falls(launcher):
+    """In this order: memory that the first run left to the second would make the peak of the second smaller."""
     flags = ["--batch_size", 16384, "--max_steps", 2, "--log_every", 1]
-    peaks = {}
-    for steps in (1, 8):
-        folder, _ = train(launcher, f"k{steps}", "cpu", *flags, "--gradient_accumulation_steps", steps)
-        peaks[steps] = summary(folder)["above_start_gib"]
-    assert peaks[8] < 0.5 * peaks[1]
+    runs = [[*flags, "--gradient_accumulation_steps", steps, "--output_dir", f"k{steps}"] for steps in (8, 1)]
+    launcher("cpu", *several.words("gradient_accumulation", *runs), script=several.FILE)
+    k1, k8 = (summary(launcher.folder / name)["above_start_gib"] for name in ("k1", "k8"))
+    print(f"{k1} GiB whole, {k8} GiB in 8 micro-batches")
+    assert k8 < 0.5 * k1
 
 
 @pytest.mark.slow
-def test_resume_goes_on_with_other_accumulation_and_processes(launcher, small_mnist):
-    flags = ["--dataset", small_mnist, *FLAGS, "--checkpoint_every", 2, "--keep_checkpoints", 0]
-    folder, _ = train(launcher, "whole", "cpu_ddp", *flags, "--gradient_accumulation_steps", 5)
-    resumed = launcher.folder / "resumed"
-    shutil.copytree(folder, resumed)
-    (resumed / "summary.json").unlink()
-    for step in (4, 5):
-        shutil.rmtree(resumed / "checkpoints" / f"step_{step:08d}", ignore_errors=True)
-    if not (resumed / "checkpoints" / "step_00000002").exists():
-        pytest.fail("the checkpoint of step 2 is not there any more")
-    train(launcher, "resumed", "cpu", *flags, "--resume", "--micro_batch_size", 50)
+def test_resume_goes_on_with_other_accumulation_and_processes(two_processes, train, small_mnist, tmp_path):
+    folder = two_processes[1] / "resumable"
+    resumed = several.back_to(folder, 2, tmp_path / "resumed")
+    train("resumed", "--dataset", small_mnist, *FLAGS, "--resume", "--micro_batch_size", 50)
     assert summary(resumed)["updates"] == 3
     assert_same_trace(resumed, folder)

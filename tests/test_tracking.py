@@ -203,6 +203,7 @@ def test_the_time_left_counts_updates_and_evaluations(make, monkeypatch, capsys,
     tracker.log("test", step, 1, {"loss": 1.0})
     assert tracker.speed(step) == (1.0, {0: 5 * 1 + 3, 5: 0}[resumed_at])
     assert "eta" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert started(tracker, 7).tests_left == 1  # the first one was before
 
 
 def test_the_bar_is_gone_where_a_line_is_printed_and_at_the_end(make, monkeypatch):
@@ -231,6 +232,7 @@ def test_the_bar_is_gone_where_a_line_is_printed_and_at_the_end(make, monkeypatc
     assert "left" not in "".join(screen)
     assert screen[4].startswith("\033[1;32mdone:\033[0m test loss")
     assert screen[5:] == [""]
+    assert "left" not in drawn.partition("done:")[0].rpartition("\n")[2]  # gone before the model is saved
 
 
 def test_colours_on_a_terminal_only(monkeypatch):
