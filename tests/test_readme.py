@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import sys
 
 import pytest
 import torch
@@ -64,10 +65,12 @@ def test_command_parses(command, monkeypatch, capsys):
 def test_the_saved_model_is_loaded_as_it_says(tmp_path, monkeypatch):
     import safetensors.torch
 
-    from scripts.mnist_mlp import MLP
+    from scripts.mnist_mlp import MLP, parse_args
 
+    monkeypatch.setattr(sys, "argv", ["mnist_mlp.py"])
+    model = MLP(784, parse_args().hidden, 10)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    safetensors.torch.save_file(MLP(784, 256, 10).state_dict(), tmp_path / "runs" / "mine" / "model.safetensors")
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "runs" / "mine" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     scope = {"images": torch.zeros(3, 1, 28, 28, dtype=torch.uint8)}
     for block in blocks(README.replace(LOOPS, ""), "python"):
