@@ -196,8 +196,8 @@ def main():
 
         weights = nn.utils.parameters_to_vector(model.parameters()).detach()
         reference = weights if name == "ddp" else reference
-        difference = (weights - reference).abs().max()
-        dist.all_reduce(difference, dist.ReduceOp.MAX)  # over all processes: one that went astray shows
+        # Over all processes: one that went astray shows.
+        dist.all_reduce(difference := (weights - reference).abs().max(), dist.ReduceOp.MAX)
         stats = SampleStats(accelerator)
         with torch.no_grad():
             for batch in test_batches.epoch():
