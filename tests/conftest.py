@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     import torch
 
-    # The long ones first, and before them the two that mostly wait, so that no worker is left with one at the end.
+    # Files with long tests first, and before them the one that mostly waits: no worker is left with it at the end.
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.stem != "test_slurm"))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -114,7 +114,7 @@ def launcher(tmp_path, home):
 
 @pytest.fixture(scope="module")
 def shared_launcher(tmp_path_factory, home):
-    """For what several tests of a module look at. They stay in one process of pytest by `xdist_group`."""
+    """For runs that several tests of a module look at."""
     launcher = Launcher(tmp_path_factory.mktemp("shared"), home)
     yield launcher
     launcher.end()

@@ -18,7 +18,6 @@ from utils.memory import largest_that_fits, limit_of_kept_tensors
 FLAGS = ["--batch_size", 250, "--num_epochs", 1, "--log_every", 1, "--variable_length", "--max_grad_norm", 0.2]
 FLAGS += ["--dtype", "float64"]
 FLOAT32 = ["--batch_size", 80, "--num_epochs", 1, "--compare"]
-pytestmark = pytest.mark.xdist_group("gradient_accumulation")
 
 
 def read(folder, split):

@@ -40,7 +40,6 @@ PIECES = 6  # micro-batches of an update: one of 3 samples and five of 2, an odd
 
 
 FILE = Path(__file__).with_suffix("")
-pytestmark = pytest.mark.xdist_group("model_split")
 NARROW = functools.partial(torchvision.models.resnet50, width_per_group=32)  # half the channels in a block: faster
 
 

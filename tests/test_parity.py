@@ -17,7 +17,6 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 # 14 x 16 updates, the last of each epoch smaller; the learning rate is the default one scaled to the batch.
 FLAGS = ["--num_epochs", 14, "--batch_size", 64, "--lr", 1e-3, "--hidden", 64, "--dropout", 0.1, "--log_every", 1]
 CHECKPOINTS = ["--checkpoint_every", 20, "--keep_checkpoints", 0]
-pytestmark = pytest.mark.xdist_group("parity")
 
 
 def result(run: Path):
