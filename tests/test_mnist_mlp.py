@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import safetensors.torch
+import several
 import torch
 from conftest import ROOT
 from PIL import Image
@@ -152,30 +153,31 @@ def test_a_config_that_is_not_there_is_named(launcher):
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_the_same_numbers(launcher, small_mnist):
-    launcher("cpu", "--dataset", small_mnist, "--max_steps", 4, "--log_with", "tensorboard", "--output_dir", "run")
+def test_tensorboard_gets_the_same_numbers(train, tmp_path):
+    assert train("run", "--max_steps", 4, "--log_every", 1, "--log_with", "tensorboard") is None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(launcher.folder / "run" / "run"))
+    events = EventAccumulator(str(tmp_path / "run" / "run"))
     events.Reload()
     logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    expected = [(line["step"], line["loss"]) for line in lines(launcher.folder / "run", "train")]
+    expected = [(line["step"], line["loss"]) for line in lines(tmp_path / "run", "train")]
+    assert len(logged) == 4
     assert logged == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
 
 
 @pytest.mark.slow
-def test_a_folder_of_images_trains(launcher):
+def test_a_folder_of_images_trains(tmp_path, home):
     rng = np.random.default_rng(0)
     for split, count in (("train", 8), ("test", 3)):
         for name in ("dark", "light"):
-            folder = launcher.folder / "data" / split / name
+            folder = tmp_path / "data" / split / name
             folder.mkdir(parents=True)
             for i in range(count):
                 pixels = rng.integers(0, 90, (6, 5, 3)) + (150 if name == "light" else 0)
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
-    flags = ["--dataset", "data", "--num_epochs", 25, "--batch_size", 4, "--num_workers", 2, "--output_dir", "run"]
-    launcher("cpu", *flags)
-    summary = json.loads((launcher.folder / "run" / "summary.json").read_text())
+    flags = ["--dataset", tmp_path / "data", "--num_epochs", 25, "--batch_size", 4, "--num_workers", 2]
+    assert several.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "run"]) is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test_accuracy"] == 1.0
     assert summary["test_samples"] == 6
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import safetensors.torch
+import several
 import torch
 from conftest import ROOT, free_port
 from hosts import ADDRESSES, NAMES
@@ -12,13 +13,11 @@ from hosts import ADDRESSES, NAMES
 FLAGS = ["--num_epochs", 3, "--batch_size", 64, "--log_every", 1, "--dropout", 0.2]
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory, small_mnist, home):
-    from conftest import Launcher
-
-    launcher = Launcher(tmp_path_factory.mktemp("one"), home)
-    launcher("cpu", *FLAGS, "--dataset", small_mnist, "--output_dir", "run")
-    return launcher.folder / "run"
+@pytest.fixture
+def one_process(tmp_path, small_mnist, home):
+    run = tmp_path / "one"
+    assert several.run("mnist_mlp", [*FLAGS, "--dataset", small_mnist, "--output_dir", run]) is None
+    return run
 
 
 def metrics(run):
