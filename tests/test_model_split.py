@@ -53,20 +53,14 @@ def _narrow_on_one_thread(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def resnet_of_seed_0(norm, made={}):  # noqa: B006  to draw the weights takes longer than to copy them
-    if norm not in made:
-        torch.manual_seed(0)
-        made[norm] = make_resnet(4, norm).double()
-    return copy.deepcopy(made[norm])
-
-
 def reference(norm, copies, data, accelerator):
     """Gradients and buffers of the whole model by plain autograd, and each sample's loss in evaluation, in float64.
 
     With GroupNorm of all samples at once; with BatchNorm of the micro-batches one after another, and the statistics'
     mean over the copies that saw them.
     """
-    start = resnet_of_seed_0(norm)
+    torch.manual_seed(0)
+    start = make_resnet(4, norm).double()
     gradients, buffers = {}, {}
     for index in range(copies):
         whole = copy.deepcopy(start)
@@ -106,17 +100,17 @@ def differences(accelerator, schedule, norm, num_stages, made={}) -> dict[str, f
         made[norm, copies] = reference(norm, copies, data, accelerator)
     gradients, buffers = made[norm, copies]
 
-    resnet = resnet_of_seed_0(norm)
-    names_of_whole = set(resnet.state_dict())
+    torch.manual_seed(0)
+    resnet = make_resnet(4, norm).double()
     num_virtual = num_stages * (2 if schedule == "interleaved" else 1)
     bounds = [round(i * len(BLOCKS) / num_virtual) for i in range(num_virtual + 1)]
     blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(bounds)]
     # What the script learns by measuring: the shape of what goes in and of what each stage hands on.
-    x, ends, whole = torch.zeros(1, 1, 28, 28, dtype=torch.uint8), [], resnet_of_seed_0(norm).eval()
+    x, ends = torch.zeros(1, 1, 28, 28, dtype=torch.uint8), []
     for names in blocks:
         ends.append(x.to("meta"))
         with torch.no_grad():
-            x = Stage(whole, names).eval()(x)
+            x = Stage(copy.deepcopy(resnet), names).eval()(x)
     ends.append(x.to("meta"))
     model, pipeline, group = make_pipeline(
         resnet, blocks, ends, schedule, num_stages, accelerator, [accelerator.device]
@@ -142,7 +136,7 @@ def differences(accelerator, schedule, norm, num_stages, made={}) -> dict[str, f
         set(model.state_dict()),
     ]
     everyone = gather_object([mine])
-    assert set().union(*(names for *_, names in everyone)) == names_of_whole
+    assert set().union(*(names for *_, names in everyone)) == set(make_resnet(4, norm).state_dict())
     # Evaluation, with its own schedules: each sample once, and nothing learnt from it.
     before = copy.deepcopy(model.state_dict())
     result = model_split.evaluate(
