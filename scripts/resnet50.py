@@ -213,8 +213,8 @@ def main():
     )
     if args.compile:
         model.compile()
-    accelerator.ddp_handler.broadcast_buffers = False  # the statistics of process 0 alone; see average_batch_norms
     model, optimizer, scheduler = accelerator.prepare(launch.data_parallel(model, accelerator), optimizer, scheduler)
+    model.forward_sync_buffers = False  # DDP's: the statistics of process 0 alone; see average_batch_norms
 
     facts = {"data": data["fingerprint"], "steps_per_epoch": steps_per_epoch, "total_steps": total_steps}
     checkpoints = Checkpoints(accelerator, args, facts)
