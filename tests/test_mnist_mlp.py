@@ -50,7 +50,7 @@ def test_one_and_two_processes_train_the_same_model(launcher, small_mnist):
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
 
     # The saved model in the bare class gives the accuracy that the run reported, and names images.
-    model = mnist_mlp.MLP(784, 256, 10)
+    model = mnist_mlp.MLP(784, len(weights[1]["fc1.bias"]), 10)
     model.load_state_dict(weights[1], strict=True)
     test = load_images(str(small_mnist))[1]
     accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()
