@@ -69,7 +69,7 @@ def test_what_is_wrong_before_training_ends_on_both_hosts(hosts, flags, small_mn
         split = file.name.partition("-")[0]
         other = next(small_mnist.glob("test-*")) if split == "train" else file
         (tmp_path / "other_data" / file.name).write_bytes(other.read_bytes())
-    arguments = "rank 1 on beta has lr 0.1, not 0.004 as rank 0 on alpha"
+    arguments = "rank 1 on beta has lr 0.1, not 0.006 as rank 0 on alpha"
     data = "rank 1 on beta has train 203, not 1003; fingerprint "
     for name, own, sentence in (
         ("other arguments", ["--lr", 0.1], arguments),

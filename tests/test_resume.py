@@ -91,7 +91,7 @@ def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path):
         (["--batch_size", 100], "batch_size was 300 and is 100"),
         (["--hidden", 32], "hidden was 16 and is 32"),
         (["--num_epochs", 3], "total_steps was 8 and is 12"),
-        (["--lr", 0.1], "lr was 0.004 and is 0.1"),
+        (["--lr", 0.1], "lr was 0.006 and is 0.1"),
         (["--dataset", str(ROOT / "data" / "mnist")], "data was '"),
         (["--dropout", 0.5], "dropout was 0.1 and is 0.5"),
     ],
