@@ -65,6 +65,12 @@ def make_parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def refuse_unknown(parser: argparse.ArgumentParser, kind: str, names: list[str], known) -> None:
+    """argparse's `choices` do not go with nargs="*" and a default of several."""
+    if unknown := set(names) - set(known):
+        parser.error(f"there is no {kind} {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+
+
 def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 1 up")

@@ -51,8 +51,7 @@ def parse_args():
     parser.add_argument("--steps", type=int, default=7, help="updates of `split`")
     parser.add_argument("--worker", help="for the processes that it launches: where to write")
     args = parser.parse_args()
-    if unknown := set(args.parts) - {"speed", "split", "exact"}:
-        parser.error(f"there is no part {', '.join(unknown)}")
+    common.refuse_unknown(parser, "part", args.parts, ("speed", "split", "exact"))
     return args
 
 

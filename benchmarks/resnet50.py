@@ -43,8 +43,7 @@ def parse_args():
     parser.add_argument("--steps", type=int, default=8, help="updates; the first two are not timed (default: 8)")
     parser.add_argument("--worker", help="for the processes that it launches: where to write")
     args = parser.parse_args()
-    if unknown := set(args.parts) - {"train", "files", "scaling"}:
-        parser.error(f"there is no part {', '.join(unknown)}")
+    common.refuse_unknown(parser, "part", args.parts, ("train", "files", "scaling"))
     return args
 
 

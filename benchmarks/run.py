@@ -56,8 +56,7 @@ def parse_args():
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; none: all")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    if unknown := set(args.names) - set(BENCHMARKS):
-        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    common.refuse_unknown(parser, "benchmark", args.names, BENCHMARKS)
     return args
 
 
