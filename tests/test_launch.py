@@ -2,6 +2,7 @@ import importlib
 import os
 import re
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -117,6 +118,14 @@ def test_a_gpu_config_without_a_gpu_names_the_way_out(launcher):
         pytest.skip("there is a GPU here")
     done = launcher("single_gpu", check=False)
     assert "asks for a GPU and none is visible here: take cpu.yaml or cpu_ddp.yaml" in done.stderr
+
+
+def test_what_was_imported_is_not_searched_for_garbage():
+    code = "from utils import launch; import gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000); "
+    code += f"launch.make_accelerator(launch.argparse.Namespace(**{vars(run_flags(output_dir='x'))}), 1); "
+    code += "print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False False\nTrue True\n", "")
 
 
 def test_accelerate_answers_the_lomo_question_once():
