@@ -23,13 +23,13 @@ def lines(folder, split=None):
     return [line for line in every if split in (None, line["split"])]
 
 
-def test_one_and_two_processes_train_the_same_model(launcher, small_mnist):
+def test_one_and_two_processes_train_the_same_model(launcher, small_mnist, capsys):
     """203 test samples over 2 processes: each counts once; 1003 training samples: the last update is smaller."""
     flags = ["--dataset", small_mnist, "--num_epochs", 3, "--batch_size", 64, "--log_every", 1, "--dropout", 0.2]
-    for config in ("cpu", "cpu_ddp"):
-        done = launcher(config, *flags, "--output_dir", config)
-        assert done.stdout.count("done: ") == 1  # printed once, not once a process
-    one, two = (launcher.folder / config for config in ("cpu", "cpu_ddp"))
+    one, two = launcher.folder / "one", launcher.folder / "two"
+    assert several.run("mnist_mlp", [*flags, "--output_dir", one]) is None
+    done = launcher("cpu_ddp", *flags, "--output_dir", two)
+    assert done.stdout.count("done: ") == 1  # printed once, not once a process
     assert len(lines(one, "train")) == 3 * math.ceil(1003 / 64)
     for a, b in zip(lines(one), lines(two), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
@@ -56,34 +56,9 @@ def test_one_and_two_processes_train_the_same_model(launcher, small_mnist):
     accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()
     assert accuracy == pytest.approx(summaries[1]["test_accuracy"], abs=1e-9)
     Image.fromarray(test.images[0, 0].numpy()).save(launcher.folder / "digit.png")
-    done = launcher("cpu", "--output_dir", "cpu_ddp", "--predict", "digit.png")
-    assert done.stdout.startswith(f"digit.png: {int(model(test.images[:1]).argmax())} (")
-
-
-@pytest.mark.slow
-def test_resume_at_a_step_and_at_the_end(launcher, small_mnist):
-    flags = ["--dataset", small_mnist, "--num_epochs", 2, "--log_every", 3, "--output_dir", "run"]
-    flags += ["--checkpoint_every", 5, "--keep_checkpoints", 0]
-    launcher("cpu", *flags)
-    run = launcher.folder / "run"
-    whole, metrics = (run / "model.safetensors").read_bytes(), lines(run)
-    again = launcher("cpu", *flags, "--resume")
-    assert "nothing to do" in again.stdout
-    refused = launcher("cpu", *flags, check=False)
-    assert "already holds a run: add --resume" in refused.stderr
-    for folder in (run / "checkpoints").iterdir():  # as if killed after step 10, in the middle of the second epoch
-        if int(folder.name[5:]) > 5:
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
-    (run / "model.safetensors").unlink()
-    (run / "summary.json").unlink()
-    launcher("cpu", *flags, "--resume")
-    assert (run / "model.safetensors").read_bytes() == whole
-    timeless = ("split", "step", "epoch", "loss", "accuracy", "lr")
-    assert [{n: line.get(n) for n in timeless} for line in lines(run)] == [
-        {n: line.get(n) for n in timeless} for line in metrics
-    ]
+    capsys.readouterr()
+    assert several.run("mnist_mlp", ["--output_dir", two, "--predict", launcher.folder / "digit.png"]) is None
+    assert f"digit.png: {int(model(test.images[:1]).argmax())} (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -7,7 +7,6 @@ import copy
 import functools
 import itertools
 import json
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from accelerate.utils import gather_object
 
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_pipeline, make_resnet, record_losses
+from utils import launch
 from utils.data import BUNDLED_MNIST, GlobalBatches, Images, load_images
 from utils.metrics import SampleStats
 from utils.pipeline import (
@@ -53,14 +53,19 @@ def _narrow_on_one_thread(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@functools.cache  # to draw its weights takes longer than an update
+def seeded_resnet(norm):
+    torch.manual_seed(0)
+    return make_resnet(4, norm).double()
+
+
 def reference(norm, copies, data, accelerator):
     """Gradients and buffers of the whole model by plain autograd, and each sample's loss in evaluation, in float64.
 
     With GroupNorm of all samples at once; with BatchNorm of the micro-batches one after another, and the statistics'
     mean over the copies that saw them.
     """
-    torch.manual_seed(0)
-    start = make_resnet(4, norm).double()
+    start = seeded_resnet(norm)
     gradients, buffers = {}, {}
     for index in range(copies):
         whole = copy.deepcopy(start)
@@ -100,18 +105,15 @@ def differences(accelerator, schedule, norm, num_stages, made={}) -> dict[str, f
         made[norm, copies] = reference(norm, copies, data, accelerator)
     gradients, buffers = made[norm, copies]
 
-    torch.manual_seed(0)
-    resnet = make_resnet(4, norm).double()
+    resnet = copy.deepcopy(seeded_resnet(norm))
     num_virtual = num_stages * (2 if schedule == "interleaved" else 1)
     bounds = [round(i * len(BLOCKS) / num_virtual) for i in range(num_virtual + 1)]
     blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(bounds)]
     # What the script learns by measuring: the shape of what goes in and of what each stage hands on.
-    x, ends = torch.zeros(1, 1, 28, 28, dtype=torch.uint8), []
+    x, on_meta = torch.zeros(1, 1, 28, 28, dtype=torch.uint8, device="meta"), copy.deepcopy(resnet).to("meta")
+    ends = [x]
     for names in blocks:
-        ends.append(x.to("meta"))
-        with torch.no_grad():
-            x = Stage(copy.deepcopy(resnet), names).eval()(x)
-    ends.append(x.to("meta"))
+        ends.append(Stage(on_meta, names).eval()(ends[-1]).detach())
     model, pipeline, group = make_pipeline(
         resnet, blocks, ends, schedule, num_stages, accelerator, [accelerator.device]
     )
@@ -136,7 +138,7 @@ def differences(accelerator, schedule, norm, num_stages, made={}) -> dict[str, f
         set(model.state_dict()),
     ]
     everyone = gather_object([mine])
-    assert set().union(*(names for *_, names in everyone)) == set(make_resnet(4, norm).state_dict())
+    assert set().union(*(names for *_, names in everyone)) == set(seeded_resnet(norm).state_dict())
     # Evaluation, with its own schedules: each sample once, and nothing learnt from it.
     before = copy.deepcopy(model.state_dict())
     result = model_split.evaluate(
@@ -196,22 +198,12 @@ def two_processes(shared_launcher, tiny_mnist):
 
 @pytest.fixture(scope="module")
 def four_processes(shared_launcher, tiny_mnist):
-    """What is printed by four processes, and the folders of a run of two copies and of one that a signal stopped."""
+    """What is printed by four processes, and the folders of a run of two copies and of one resumed at its update 2."""
     flags = ["--dataset", tiny_mnist, *FLAGS, "--norm", "batch", "--num_microbatches", 2, "--num_stages", 2]
-    runs = [["differences", 4, 2], [*flags, "--output_dir", "whole"], [*flags, "--output_dir", "stopped"]]
-    four = {"script": FILE, "launch_flags": ["--num_processes", 4]}
-    process = shared_launcher.start("cpu_ddp", *several.words("model_split", *runs), **four)
-    printed = ""
-    for line in process.stdout:
-        printed += line
-        if line.startswith("train") and "done: " in printed:  # of the second run
-            process.send_signal(signal.SIGTERM)
-            break
-    out, error = process.communicate(timeout=100)
-    assert process.returncode != 0
-    assert "stopped by a signal; step" in out, printed + out + error
-    shared_launcher("cpu_ddp", *several.words("model_split", [*runs[-1], "--resume"]), **four)
-    return printed, shared_launcher.folder / "whole", shared_launcher.folder / "stopped"
+    resume = ["--back_to", "whole", 2, "resumed", *flags, "--resume", "--output_dir", "resumed"]
+    words = several.words("model_split", ["differences", 4, 2], [*flags, "--output_dir", "whole"], resume)
+    done = shared_launcher("cpu_ddp", *words, script=FILE, launch_flags=["--num_processes", 4], timeout=300)
+    return done.stdout, shared_launcher.folder / "whole", shared_launcher.folder / "resumed"
 
 
 @pytest.mark.slow
@@ -280,14 +272,31 @@ def test_a_run_on_two_stages_goes_on_on_four_or_none_and_loads_into_torchvision(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_of_two_copies_goes_on_bit_by_bit(four_processes):
-    """A signal in the middle, then the same command with --resume: the weights of the run that was not stopped."""
-    _, whole, stopped = four_processes
-    launches = json.loads((stopped / "run.json").read_text())["launches"]
-    assert [launch["num_processes"] for launch in launches] == [4, 4]
-    assert 0 < launches[1]["from_step"] < 4
-    assert trace(stopped) == trace(whole)
-    assert (stopped / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+def test_a_run_of_two_copies_goes_on_bit_by_bit(four_processes):
+    _, whole, resumed = four_processes
+    launches = json.loads((resumed / "run.json").read_text())["launches"]
+    assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == [(4, 0), (4, 2)]
+    assert_same_bits(resumed, whole)
+
+
+def assert_same_bits(run, other):
+    assert trace(run) == trace(other)
+    assert (run / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_signal_saves_in_an_epoch_and_in_its_evaluation(train, tiny_mnist, tmp_path, monkeypatch):
+    """Call 2 of the question whether one came is after update 2 of the 3 of an epoch, call 4 in the evaluation."""
+    assert train(tmp_path / "whole", *FLAGS) is None
+    for call in (2, 4):
+        run = tmp_path / f"stopped{call}"
+        answers = iter([False] * (call - 1) + [True])
+        with monkeypatch.context() as patch:
+            patch.setattr(launch.StopSignal, "agreed", lambda _, answers=answers: next(answers))
+            assert train(run, *FLAGS, "--checkpoint_every", 100) == launch.EXIT_REQUEUE
+        assert train(run, *FLAGS, "--checkpoint_every", 100, "--resume") is None
+        assert json.loads((run / "run.json").read_text())["launches"][1]["from_step"] == min(call, 3)
+        assert_same_bits(run, tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -240,17 +240,17 @@ def test_a_broken_file_on_one_process_is_named_and_ends_both(launcher):
 
 @pytest.mark.slow
 def test_the_default_run_reads_digits(launcher):
-    """A shorter one: 60 updates, and 1000 of the test images."""
+    """A shorter one: 50 updates, and 500 of the test images."""
     data = launcher.folder / "data"
     data.mkdir()
     train, test = (f"{split}-00000-of-00001.parquet" for split in ("train", "test"))
     (data / train).symlink_to(MNIST / train)
-    pyarrow.parquet.write_table(pyarrow.parquet.read_table(MNIST / test).slice(0, 1000), data / test)
-    launcher("cpu", "--dataset", data, "--max_steps", 60, "--output_dir", "run", script="resnet50", timeout=600)
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(MNIST / test).slice(0, 500), data / test)
+    launcher("cpu", "--dataset", data, "--max_steps", 50, "--output_dir", "run", script="resnet50", timeout=600)
     run = launcher.folder / "run"
     losses = [line["loss"] for line in lines(run) if line["split"] == "train"]
     assert losses[-1] < 0.5 * losses[0]
-    assert json.loads((run / "summary.json").read_text())["test_accuracy"] >= 0.7
+    assert json.loads((run / "summary.json").read_text())["test_accuracy"] >= 0.6
 
 
 def test_the_script_is_short_enough_to_read():
