@@ -46,12 +46,14 @@ def _fresh_accelerate():
 
 
 @pytest.fixture(autouse=True)
-def _old_signal_handlers():
+def _old_handlers():
+    """Of signals, and of errors: each process group puts one that says the rank before the one that is there."""
     names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.getsignal(name) for name in names]
+    before, excepthook = [signal.getsignal(name) for name in names], sys.excepthook
     yield
     for name, handler in zip(names, before, strict=True):
         signal.signal(name, handler)
+    sys.excepthook = excepthook
 
 
 class Launcher:

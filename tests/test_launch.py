@@ -236,8 +236,6 @@ def test_scripts_find_utils_from_any_folder(launcher):
 def test_a_lost_peer_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch, capsys):
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    # not the one of now: each process group of an earlier test has put "[rank0]: " before it
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(launch.socket, "gethostname", lambda: "alpha")
     monkeypatch.setattr(launch, "own_address", lambda: "10.0.0.1")
     peers = launch.explain_lost_peers()

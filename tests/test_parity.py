@@ -16,6 +16,7 @@ from conftest import ROOT
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 # 14 x 16 updates, the last of each epoch smaller; the learning rate is the default one scaled to the batch.
 FLAGS = ["--num_epochs", 14, "--batch_size", 64, "--lr", 1e-3, "--hidden", 64, "--dropout", 0.1, "--log_every", 1]
+FLAGS += ["--checkpoint_every", 1000]  # none but the last
 CHECKPOINTS = ["--checkpoint_every", 20, "--keep_checkpoints", 0]
 
 
