@@ -29,7 +29,7 @@ CONFIG = "cpu_ddp"
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=8)
+    parser = common.make_parser(__doc__, rounds=16)
     parser.add_argument("--steps", type=int, default=6, help="updates of ResNet-50 in a turn (default: 6)")
     parser.add_argument("--worker", help="for the processes that it launches: where to write")
     return parser.parse_args()
@@ -94,7 +94,7 @@ def worker(args) -> None:
     for workload, (ours, theirs) in workloads.items():
         ways = {"script": ours, "raw DDP": theirs}
         common.take_turns(ways, 1)  # warm-up; and the script starts the process group
-        rounds = args.rounds if "MNIST" in workload else max(1, args.rounds // 2)
+        rounds = args.rounds if "MNIST" in workload else max(1, args.rounds // 4)
         measured[workload] = common.take_turns(ways, rounds)
     if distributed.get_rank() == 0:
         Path(args.worker).write_text(json.dumps(measured))
