@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT / "data" / "mnist"
+# They come first, in this order, and after them the other long tests: no worker is left with one at the end.
+LONGEST_FILES = [f"test_{name}" for name in ("slurm", "faults", "parity", "resnet50", "model_split", "signals")]
 
 
 def pytest_addoption(parser):
@@ -25,8 +27,11 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     import torch
 
-    # Files with long tests first, and before them the one that mostly waits: no worker is left with it at the end.
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.stem != "test_slurm"))
+    def turn(item):
+        of_minutes = LONGEST_FILES.index(item.path.stem) if item.path.stem in LONGEST_FILES else len(LONGEST_FILES)
+        return item.get_closest_marker("slow") is None, of_minutes
+
+    items.sort(key=turn)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

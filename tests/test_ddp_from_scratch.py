@@ -72,7 +72,7 @@ def run(folder, *flags):
     ddp_from_scratch.main()
 
 
-dist.destroy_process_group = lambda: None  # several runs in one launch
+end_group, dist.destroy_process_group = dist.destroy_process_group, lambda: None  # several runs in one launch
 run("all", "--delay", "2", "--local_steps", "3")
 run("synchronous", "--algorithm", "local_sgd", "--local_steps", "1")
 run("in time", "--algorithm", "stale", "--delay", "0")
@@ -80,7 +80,7 @@ ddp_from_scratch.backward, dist.all_reduce = watched_backward, watched_all_reduc
 run("overlap", "--algorithm", "bucketed")
 say("sent during backward", sent[True])
 run("later than the end", "--algorithm", "stale", "--delay", "100")
-dist.barrier()
+end_group()
 """
 
 
@@ -97,16 +97,12 @@ def run_here(monkeypatch, *flags):
             dist.destroy_process_group()
 
 
-# 1003 images: the last update of an epoch has 1 image for 3 processes, or 3 for 4. Some get none.
-@pytest.mark.parametrize(
-    ("processes", "batch_size"),
-    [pytest.param(3, 501, marks=pytest.mark.slow), pytest.param(4, 500, marks=pytest.mark.slow)],
-    ids=["3", "4"],
-)
-def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypatch, processes, batch_size):
-    flags = ["--dataset", str(small_mnist), *FLAGS, "--batch_size", str(batch_size)]
+@pytest.mark.slow
+def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypatch):
+    """Of 1003 images the last update of an epoch has 3: one of the four processes gets none."""
+    flags = ["--dataset", str(small_mnist), *FLAGS, "--batch_size", "500"]
     (tmp_path / "probe.py").write_text(PROBE.format(root=str(ROOT), flags=flags))
-    options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", processes), "timeout": 150}
+    options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", 4), "timeout": 150}
     printed = launcher("cpu_ddp", **options).stdout
     assert "<ring> equal" in printed
 

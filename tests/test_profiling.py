@@ -85,6 +85,13 @@ def test_too_few_updates_are_an_error_before_any(train, tmp_path, capfd):
     assert not (tmp_path / "short" / "metrics.jsonl").exists()
 
 
+def test_a_table_that_cannot_be_written_is_a_warning(train, tmp_path, capfd):
+    (tmp_path / "run" / "profile" / "table.json").mkdir(parents=True)
+    assert train("run", "--profile", 1, "--batch_size", 100, "--max_steps", 12) is None
+    assert f"warning: {tmp_path}/run/profile/table.json cannot be written: Is a directory" in capfd.readouterr().out
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
 def test_two_processes_record_their_all_reduce(launcher, tmp_path):
     done = launcher("cpu_ddp", "--profile", 5, "--max_steps", 20, "--batch_size", 64, "--output_dir", tmp_path / "run")
     tables = json.loads((tmp_path / "run" / "profile" / "table.json").read_text())

@@ -125,7 +125,10 @@ class Profiler:
             show(f"warning: no profile: {problems[0]}", "yellow")
         elif self.accelerator.is_main_process:
             show(as_text(tables, self.folder))
-            (self.folder / "table.json").write_text(json.dumps(tables, indent=2) + "\n")
+            try:
+                (self.folder / "table.json").write_text(json.dumps(tables, indent=2) + "\n")
+            except OSError as error:
+                show(f"warning: {self.folder}/table.json cannot be written: {error.strerror}", "yellow")
         for hook in self.hooks:
             hook.remove()
         del self.accelerator.backward  # the class's own one again
