@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT / "data" / "mnist"
 # They come first, in this order, and after them the other long tests: no worker is left with one at the end.
-LONGEST_FILES = [f"test_{name}" for name in ("slurm", "faults", "parity", "resnet50", "model_split", "signals")]
+LONGEST = ("slurm", "faults", "parity", "resnet50", "model_split", "signals", "resume")
 
 
 def pytest_addoption(parser):
@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items):
     import torch
 
     def turn(item):
-        of_minutes = LONGEST_FILES.index(item.path.stem) if item.path.stem in LONGEST_FILES else len(LONGEST_FILES)
-        return item.get_closest_marker("slow") is None, of_minutes
+        name = item.path.stem.removeprefix("test_")
+        return item.get_closest_marker("slow") is None, LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=turn)
     for item in items:
