@@ -147,9 +147,10 @@ def make_accelerator(args: argparse.Namespace, cpu_threads: int | None = None, s
     Raises: SystemExit, in one sentence, if fewer or other processes run than were asked for, if a GPU was asked for
     and none is there, if processes have different arguments, or if the global batch does not divide.
     """
-    gc.freeze()
-    gc.enable()  # utils/__init__.py has disabled it
-    atexit.register(gc.unfreeze)  # else triton reports what it finds frozen as leaked
+    if not gc.isenabled():  # utils/__init__.py has disabled it; not again in a second run of one process
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # else triton reports what it finds frozen as leaked
     # Accelerate searches the disk for a package "lomo" in each optimizer.step and zero_grad: as long as a step of a
     # small model takes. The answer does not change.
     accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
