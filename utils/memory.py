@@ -1,10 +1,11 @@
-"""How much memory training takes, and the largest batch that fits into what there is."""
+"""How much memory training takes, and the largest batch that fits into the memory there is."""
 
 import contextlib
 import functools
+import math
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,52 +15,79 @@ from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 
-def largest_that_fits(attempt: Callable, size: int, accelerator: Accelerator, cpu_memory_gib: float = 0) -> int:
-    """Halve `size`, rounding up, until `attempt(size)` fits into the memory of each process; 0 if not even 1 does.
+def largest_that_fits(
+    attempt: Callable[[int], object],
+    size: int,
+    accelerator: Accelerator,
+    cpu_memory_gib: float = 0,
+) -> int:
+    """Halve `size`, rounding up, until `attempt(size)` fits into the memory of every process.
 
-    A collective, but `attempt` must not communicate (so: the bare model, before `prepare`): of two processes that
-    all-reduce, one that runs out of memory leaves the other waiting for ever. They agree when all of them are done, on
-    the smallest answer. `cpu_memory_gib`: on a CPU, the limit for what autograd keeps; 0: a share of what is free.
+    A collective: call it on every rank. All ranks return the same number, the smallest that any of
+    them found; 0 if not even 1 fits. `attempt` itself must not communicate, so it must use the bare
+    model, before `prepare`. If it did, a rank that runs out of memory would leave the others
+    waiting in an all-reduce.
 
-    accelerate.utils.find_executable_batch_size does another thing: it runs the whole training again, with 0.9 of the
-    batch, in the one process that ran out of memory. The others wait in their all-reduce; and if all of them ran out
-    alike, the update is now that of a smaller batch. Its test for an out-of-memory error is the one used here.
+    cpu_memory_gib: on a CPU, the limit for the tensors that autograd keeps for the backward pass.
+        0: the free memory of the machine, divided by the number of processes.
+
+    accelerate.utils.find_executable_batch_size is not enough. Only the process that ran out of
+    memory starts again, with 0.9 of the batch size, while the others wait in their all-reduce. If
+    all of them ran out at the same time, each update uses a smaller batch from then on. The test
+    for an out-of-memory error is taken from there.
     """
-    limit = contextlib.nullcontext
     if accelerator.device.type == "cpu":
-        free = psutil.virtual_memory().available / accelerator.num_processes
-        limit = functools.partial(limit_of_kept_tensors, int(cpu_memory_gib * 2**30 or free))
+        free_bytes = psutil.virtual_memory().available / accelerator.num_processes
+        limit_bytes = int(cpu_memory_gib * 2**30 or free_bytes)
+        limit = functools.partial(limit_of_kept_tensors, limit_bytes)
+    else:
+        limit = contextlib.nullcontext
 
-    def fits() -> bool:  # when it returns, nothing holds what `attempt` left in memory any more, nor its traceback
-        try:
-            with limit():
-                attempt(size)
-        except Exception as error:
-            if isinstance(error, MemoryError) or should_reduce_batch_size(error) or "ALLOC_FAILED" in str(error):
-                return False
-            raise
-        return True
-
-    while size and not fits():
+    while size > 0 and not fits(attempt, size, limit):
         clear_device_cache(garbage_collection=True)
-        size = -(-size // 2) if size > 1 else 0
+        size = math.ceil(size / 2) if size > 1 else 0
     clear_device_cache(garbage_collection=True)
     return min(gather_object([size]))
 
 
-@contextlib.contextmanager
-def limit_of_kept_tensors(limit_bytes: int):
-    """Raise MemoryError as soon as autograd keeps more than `limit_bytes` for backward passes begun in here.
+def fits(attempt: Callable[[int], object], size: int, limit: Callable) -> bool:
+    """Whether `attempt(size)` runs within `limit()` without an out-of-memory error.
 
-    On a CPU memory does not run out with an error: Linux promises more than it has, and kills the process that takes
-    it. A limit of the process (RLIMIT_DATA) gives errors; but oneDNN, refused memory for code once, fails ever after.
+    This is a function of its own so that the error is gone when it returns. The error's traceback
+    would keep the tensors of the attempt in memory.
     """
-    kept = {}  # by address: a tensor that several operations keep, or a weight, counts once
+    try:
+        with limit():
+            attempt(size)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return False
+        raise
+    return True
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that memory ran out; ALLOC_FAILED is cuBLAS's and cuDNN's word."""
+    if isinstance(error, MemoryError) or "ALLOC_FAILED" in str(error):
+        return True
+    return should_reduce_batch_size(error)
+
+
+@contextlib.contextmanager
+def limit_of_kept_tensors(limit_bytes: int) -> Iterator[None]:
+    """Raise MemoryError as soon as autograd keeps more than `limit_bytes` for the backward pass.
+
+    On a CPU there is no error when memory runs out: Linux promises more memory than it has, and
+    kills the process that uses it. A limit of the process (RLIMIT_DATA) does give errors, but after
+    oneDNN was refused memory for its code once, it fails in every later call.
+    """
+    # By address: a tensor that several operations keep, such as a weight, counts once.
+    kept_bytes = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        if sum(kept.values()) > limit_bytes:
+        kept_bytes[storage.data_ptr()] = storage.nbytes()
+        if sum(kept_bytes.values()) > limit_bytes:
             raise MemoryError(f"autograd keeps more than {limit_bytes} bytes")
         return tensor
 
@@ -68,25 +96,30 @@ def limit_of_kept_tensors(limit_bytes: int):
 
 
 def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of `own_peak_memory_gib`; no effect on a CPU without Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark of this process, see man 5 proc
+        # 5 resets the peak resident set size of this process; see man 5 proc.
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def own_peak_memory_gib(device: torch.device) -> float:
-    """What this process took at most, since the last reset.
+    """Peak memory of this process in GiB since the last reset.
 
-    On a GPU: of its tensors; on a CPU: of the whole process, and elsewhere than under Linux since its start. (There
-    getrusage would not do: it begins with what the launcher took before it became this process.)
+    On an NVIDIA or AMD GPU: the peak of its tensors. Otherwise: the peak of the whole process,
+    which without Linux counts from the start of the process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if sys.platform == "linux":
-        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**20
+        # Not getrusage: its peak includes what the launcher took before this program started.
+        status = Path("/proc/self/status").read_text()
+        peak_kib = int(status.partition("VmHWM:")[2].split()[0])
+        return peak_kib / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # in bytes on macOS
 
 
 def peak_memory_gib(accelerator: Accelerator) -> float:
-    """`own_peak_memory_gib` of the process that took most. A collective."""
+    """The largest `own_peak_memory_gib` of all processes. A collective: call it on every rank."""
     return max(gather_object([own_peak_memory_gib(accelerator.device)]))
