@@ -1,230 +1,144 @@
-import importlib
-import os
-import re
-import signal
-import subprocess
+"""make_accelerator: the flags it reads, trackers, the time-out, and what it remembers."""
+
+import gc
+import inspect
 import sys
+import weakref
 from types import SimpleNamespace
 
+import accelerate.optimizer
 import pytest
 import torch
-from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from conftest import ROOT
 from torch import nn
 
-from utils import launch, stop
-
-
-def fake_accelerator(processes=1, device="cpu", kind="NO"):
-    return SimpleNamespace(
-        num_processes=processes,
-        device=torch.device(device),
-        distributed_type=launch.DistributedType(kind),
-        is_main_process=True,
-    )
-
-
-def cluster(**keys):
-    keys = {"distributed_type": "NO", "num_processes": 1, "use_cpu": False, "debug": False} | keys
-    return ClusterConfig(compute_environment="LOCAL_MACHINE", mixed_precision="no", **keys)
+from utils import launch
+from utils.flags import ArgumentParser
+from utils.launch import make_accelerator, remember_accelerates_answers
+from utils.topology import resume_command
 
 
 def run_flags(**flags):
-    args = {"batch_size": 8, "gradient_accumulation_steps": 1, "seed": 0, "timeout_s": 600, "log_with": None}
-    return SimpleNamespace(**args, **flags)
+    args = {"batch_size": 8, "gradient_accumulation_steps": 1, "seed": 0, "output_dir": "x"}
+    return SimpleNamespace(**{**args, **flags})
+
+
+class Notes(GeneralTracker):
+    """A tracker of the user's own."""
+
+    name = "notes"
+    requires_logging_directory = False
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    @property
+    def tracker(self):
+        return self.logged
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step=None, **kwargs):
+        self.logged.append((step, values))
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    def ask(config, **options):
-        options = SimpleNamespace(cpu=False, num_processes=None, config_file="some.yaml", **options)
-        monkeypatch.setattr(launch, "requested_topology", lambda: (options, config))
+def handed_over(monkeypatch):
+    """The arguments that Accelerator would have got."""
 
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return ask
+    def hand_over(*args, **kwargs):
+        taken = {}
 
+        def refuse(**options):
+            taken.update(options)
+            raise ValueError
 
-@pytest.mark.parametrize(
-    ("config", "environment", "runs", "sentence"),
-    [
-        ({}, {"WORLD_SIZE": "2"}, {}, "the launcher started 2 processes, but they do not find each other"),
-        ({"distributed_type": "MULTI_CPU", "num_processes": 4, "use_cpu": True}, {}, {}, "asks for 4 processes"),
-        ({}, {}, {}, "asks for a GPU and none is visible"),
-        ({"distributed_type": "FSDP", "gpu_ids": "-1,-1"}, {}, {"kind": "MULTI_CPU"}, "asks for FSDP"),
-        ({"num_processes": 8}, {"WORLD_SIZE": "4"}, {"processes": 4, "device": "cuda"}, "asks for 8 processes"),
-    ],
-)
-def test_another_topology_than_asked_for_stops_the_run(asked, monkeypatch, capsys, config, environment, runs, sentence):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if "gpu_ids" in config:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", config["gpu_ids"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    asked(cluster(**config))
-    with pytest.raises(SystemExit):
-        launch.check_topology(fake_accelerator(**runs))
-    assert sentence in capsys.readouterr().err
+        monkeypatch.setattr(launch, "Accelerator", refuse)
+        with pytest.raises(SystemExit):
+            make_accelerator(*args, **kwargs)
+        return taken
+
+    return hand_over
 
 
-def test_more_processes_than_gpus_stop_the_run(monkeypatch, capsys):
-    """Accelerate itself takes the local rank modulo the number of GPUs, and two processes share one."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit):
-        launch.check_topology(fake_accelerator(4, "cuda", "MULTI_GPU"))
-    assert "4 processes were started on a machine where 2 GPUs are visible" in capsys.readouterr().err
+def handler(handed, kind):
+    (found,) = [each for each in handed["kwargs_handlers"] if isinstance(each, kind)]
+    return found
 
 
-@pytest.mark.parametrize(("devices", "processes", "wrapped"), [(4, 1, True), (1, 1, False), (4, 4, False)])
-def test_data_parallel_is_one_process_with_several_gpus(monkeypatch, devices, processes, wrapped):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    made = []
-    monkeypatch.setattr(launch.nn, "DataParallel", lambda model: made.append(model) or model)
-    model = nn.Linear(1, 1)
-    monkeypatch.setattr(model, "to", lambda device: model)
-    launch.data_parallel(model, fake_accelerator(processes, "cuda"))
-    assert bool(made) == wrapped
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n", "asks for 2 processes"),
-        ("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n", "no available devices found"),
-    ],
-)
-def test_configs_that_accelerate_takes_for_something_else(launcher, name, text):
-    config = launcher.folder / "trap.yaml"
-    config.write_text(name)
-    done = launcher(str(config), "--output_dir", "run", check=False)
-    assert done.returncode != 0
-    assert text in done.stderr
-    assert not (launcher.folder / "run").exists()
-
-
-@pytest.mark.slow
-def test_use_cpu_with_several_processes_is_one_job(launcher, small_mnist):
-    """Accelerate alone would train two separate models here."""
-    config = launcher.folder / "two.yaml"
-    config.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n")
-    done = launcher(str(config), "--dataset", small_mnist, "--max_steps", 2, "--output_dir", "run")
-    assert "2 processes on 1 machine (MULTI_CPU over gloo)" in done.stdout
-    assert done.stdout.count("done: ") == 1
-
-
-def test_a_gpu_config_without_a_gpu_names_the_way_out(launcher):
-    if torch.accelerator.is_available():
-        pytest.skip("there is a GPU here")
-    done = launcher("single_gpu", check=False)
-    assert "asks for a GPU and none is visible here: take cpu.yaml or cpu_ddp.yaml" in done.stderr
-
-
-def test_what_was_imported_is_not_searched_for_garbage():
-    code = "from utils import launch; import gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000); "
-    code += f"launch.make_accelerator(launch.argparse.Namespace(**{vars(run_flags(output_dir='x'))}), 1); "
-    code += "print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("False False\nTrue True\n", "")
-
-
-def test_accelerate_answers_the_lomo_question_once():
-    """Two searches of the disk an update otherwise: half of the time of a small step."""
-    import accelerate.optimizer
-
-    launch.make_accelerator(run_flags(output_dir="x"), 1)
-    accelerate.optimizer.is_lomo_available()
-    before = accelerate.optimizer.is_lomo_available.cache_info().hits
-    accelerate.optimizer.is_lomo_available()
-    assert accelerate.optimizer.is_lomo_available.cache_info().hits == before + 1
+def test_accelerate_asks_its_slow_questions_once():
+    """Searches of the disk in each update otherwise: half of the time of a small step."""
+    accelerator = make_accelerator(run_flags(), cpu_threads=1)
+    remember_accelerates_answers()  # a second call changes nothing
+    module = accelerate.optimizer
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    optimizer.zero_grad()
+    optimizer.step()
+    hits = module.is_lomo_available.cache_info().hits
+    for _ in range(3):
+        optimizer.step()
+    assert module.is_lomo_available.cache_info().hits == hits + 6
+    assert module.is_lomo_available.cache_info().misses <= 1
+    method = optimizer.optimizer.zero_grad
+    first = module.inspect.signature(method)
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    assert module.inspect.signature(other.zero_grad) is first
+    assert first == inspect.signature(method)
     assert torch.get_num_threads() == 1
 
 
-def test_numbers_in_flags_are_checked(capsys):
-    parser = launch.ArgumentParser()
-    parser.add_argument("--count", type=launch.at_least(1))
-    parser.add_argument("--share", type=launch.at_least(0.0, float, below=1.0))
-    assert parser.parse_args(["--count", "3", "--share", "0.5"]).count == 3
-    for words in (["--count", "0"], ["--count", "x"], ["--share", "1"], ["--share", "nan"], ["--cou", "3"], ["--no"]):
-        with pytest.raises(SystemExit):
-            parser.parse_args(words)
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert len(error.splitlines()) == 1
+def test_zero_grad_does_as_before_and_no_optimizer_is_kept():
+    class WithoutFlag(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad()
+
+    accelerator = make_accelerator(run_flags(), cpu_threads=1)
+    for kind, takes_flag in ((torch.optim.SGD, True), (WithoutFlag, False)):
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer = accelerator.prepare_optimizer(kind([parameter], lr=0.1))
+        parameter.grad = torch.ones(1)
+        optimizer.zero_grad()
+        assert parameter.grad is None
+        parameter.grad = torch.ones(1)
+        if takes_flag:
+            optimizer.zero_grad(set_to_none=False)
+            assert parameter.grad.item() == 0
+        else:
+            with pytest.raises(ValueError, match="not supported"):
+                optimizer.zero_grad(set_to_none=False)
+    inner = WithoutFlag([nn.Parameter(torch.ones(1))])
+    inner.zero_grad = lambda: None  # an optimizer's own function
+    accelerate.optimizer.inspect.signature(inner.zero_grad)
+    kept = weakref.ref(inner)
+    del inner
+    gc.collect()
+    assert kept() is None
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.stem)
-def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, monkeypatch, capsys):
-    script = importlib.import_module(f"scripts.{path.stem}")
-    monkeypatch.setattr(sys, "argv", [f"scripts/{path.name}"])
-    defaults = vars(script.parse_args())
-    monkeypatch.setattr(sys, "argv", [f"scripts/{path.name}", "--help"])
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as ended:
-        script.parse_args()
-    assert ended.value.code == 0
-    text, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
-    assert re.match(rf"  accelerate launch --config_file accelerate_configs/\w+.yaml scripts/{path.name}\b", examples)
-    assert "None" not in text
-    assert text.isascii()
-    assert max(map(len, text.splitlines()[1:])) <= 80  # behind the usage
-    groups = dict(re.findall(r"(?m)^(\w[\w ]+):\n((?:  .*\n?)+)", text))
-    assert len(groups) >= 4
-    assert ("--resume" in groups["run"]) == ("--profile" in groups["run"]) == (defaults["resume"] is not None)
-    assert "--output_dir FOLDER" in groups["run"]
-    flags = re.findall(r"(?m)^  --(\w+)(.*\n(?: {10}.*\n)*)", text)
-    assert {name for name, _ in flags} >= {"seed", "timeout_s"}
-    for name, rest in flags:
-        assert len(rest.split()) > 2, name  # a word of help
-        if isinstance(defaults[name], (int, float)) and not isinstance(defaults[name], bool) and name != "profile":
-            assert re.search(r"\(default: [\d.e-]+\)", rest), name
-
-
-def test_help_is_printed_once_a_machine(monkeypatch, capsys):
-    for rank, printed in (("0", True), ("1", False)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as ended:
-            launch.ArgumentParser("What it does.").parse_args(["--help"])
-        assert ended.value.code == 0
-        assert ("What it does." in capsys.readouterr().out) == printed
-
-
-def test_an_error_is_said_once_a_machine(monkeypatch, capsys):
-    for rank, expected in (("0", "error: so\n"), ("1", "")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit):
-            stop("so")
-        assert capsys.readouterr().err == expected
-
-
-def test_the_command_to_go_on_is_the_one_that_was_typed(monkeypatch):
-    words = ["--config_file", "accelerate_configs/cpu.yaml", "scripts/mnist_mlp.py", "--output_dir", "a b"]
-    monkeypatch.setattr(launch, "launcher_words", lambda: words)
-    monkeypatch.setattr(launch, "requested_topology", lambda: (launch.launch_command_parser().parse_args(words), None))
-    monkeypatch.setattr(sys, "argv", words[2:])
-    expected = (
-        "accelerate launch --config_file accelerate_configs/cpu.yaml scripts/mnist_mlp.py --output_dir 'a b' --resume"
-    )
-    assert launch.resume_command() == expected
-    monkeypatch.setattr(sys, "argv", [*words[2:], "--resume"])
-    assert launch.resume_command() == expected
-
-
-def test_the_command_to_go_on_names_the_folder_that_was_made(monkeypatch):
-    """Without it, --resume would begin anew in another folder."""
+def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
+    """Without it, --resume would start from nothing in another folder."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
     args = run_flags(output_dir=None, resume=False)
-    launch.make_accelerator(args, 1)
+    make_accelerator(args, 1)
     assert args.output_dir.startswith("runs/train-")
-    assert launch.resume_command().endswith(f"train.py --lr 1 --output_dir {args.output_dir} --resume")
+    end = f"train.py --lr 1 --output_dir {args.output_dir} --resume"
+    assert resume_command().endswith(end)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-def test_a_signal_asks_for_a_stop(name):
-    stop_signal = launch.StopSignal(fake_accelerator())
-    assert not stop_signal.agreed()
-    os.kill(os.getpid(), getattr(signal, name))
-    assert stop_signal.agreed()
+def test_flags_that_a_parser_lacks_have_defaults(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["own.py"])
+    args = SimpleNamespace(lr=0.1)
+    accelerator = make_accelerator(args)
+    assert accelerator.gradient_accumulation_steps == 1
+    assert args.output_dir.startswith("runs/own-")
+    assert torch.initial_seed() == 0
+    assert not hasattr(args, "resume")
 
 
 def test_scripts_find_utils_from_any_folder(launcher):
@@ -233,62 +147,103 @@ def test_scripts_find_utils_from_any_folder(launcher):
     assert "--batch_size" in done.stdout
 
 
-def test_a_lost_peer_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch, capsys):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch.socket, "gethostname", lambda: "alpha")
-    monkeypatch.setattr(launch, "own_address", lambda: "10.0.0.1")
-    peers = launch.explain_lost_peers()
-    hosts = [("alpha", "10.0.0.1"), ("alpha", "10.0.0.1"), ("beta", "10.0.0.11"), ("gamma", "10.0.0.111")]
-    peers += [{"host": host, "address": address, "restarts": 0} for host, address in hosts]
-
-    def said(error):
-        sys.excepthook(type(error), error, None)
-        return capsys.readouterr().err
-
-    closed = said(RuntimeError("[/gloo/pair.cc:545] Connection closed by peer [10.0.0.111]:64. This is typically ..."))
-    assert closed.startswith("error: rank 1 on alpha lost rank 3 on gamma: Connection closed by peer [10.0.0.111]:64; ")
-    assert closed.endswith(" --resume\n")
-    assert closed.count("\n") == 1
-    monkeypatch.setattr(launch, "is_up", lambda address: address == "10.0.0.11")
-    assert "rank 1 on alpha lost rank 3 on gamma: Timed out" in said(RuntimeError("Timed out waiting 8001ms for recv"))
-    monkeypatch.setattr(launch, "is_up", lambda address: True)
-    assert "lost another process: Timed out" in said(RuntimeError("Timed out waiting 8001ms for recv"))
-    launch.explain_lost_peers(can_resume=False)
-    assert said(RuntimeError("Timed out waiting 8001ms for recv")).endswith(": Timed out waiting 8001ms for recv\n")
-    launch.explain_lost_peers()
-    for bug in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("connection closed")):
-        assert said(bug).startswith(type(bug).__name__)
-
-
-def test_what_differs_between_processes_is_named(monkeypatch, capsys):
-    facts = {"lr": 0.1, "output_dir": "a", "seed": 0}
-    shared = [(host, {"lr": lr, "seed": 0}) for host, lr in (("alpha", 0.1), ("beta", 0.1), ("gamma", 0.2))]
-    monkeypatch.setattr(launch, "gather_object", lambda mine: [*mine, *shared[1:2]])
-    assert launch.same_on_all(fake_accelerator(), facts) == facts
-    monkeypatch.setattr(launch, "gather_object", lambda mine: shared)
-    with pytest.raises(SystemExit):
-        launch.same_on_all(fake_accelerator(), facts)
-    assert capsys.readouterr().err == "error: rank 2 on gamma has lr 0.2, not 0.1 as rank 0 on alpha\n"
-
-
-def test_the_timeout_reaches_the_process_group(monkeypatch):
-    """Accelerate drops one that equals its own default of 600 s, and gloo then waits for half an hour."""
-    made = []
-
-    def refuse(**options):
-        made.extend(options["kwargs_handlers"])
-        raise ValueError
-
-    monkeypatch.setattr(launch, "Accelerator", refuse)
-    parser = launch.ArgumentParser()
+def test_the_timeout_reaches_the_process_group(handed_over):
+    """Accelerate drops one that equals its own default of 600 s; gloo then waits for 30 minutes."""
+    parser = ArgumentParser()
     parser.add_run_flags()
-    args = vars(parser.parse_args(["--output_dir", "x"]))
+    handed = handed_over(parser.parse_args(["--output_dir", "x"]))
+    timeout = handler(handed, InitProcessGroupKwargs).to_kwargs()["timeout"]
+    assert timeout.total_seconds() == pytest.approx(600, abs=0.1)
+
+
+def test_the_users_own_handlers_take_the_place_of_ours(handed_over):
+    handed = handed_over(run_flags(), find_unused_parameters=True)
+    ddp = handler(handed, DistributedDataParallelKwargs)
+    assert ddp.gradient_as_bucket_view
+    assert ddp.find_unused_parameters
+    own = DistributedDataParallelKwargs(static_graph=True)
+    handed = handed_over(run_flags(), kwargs_handlers=[own])
+    assert handler(handed, DistributedDataParallelKwargs) is own
+    assert handler(handed, InitProcessGroupKwargs)
+
+
+def test_a_schedule_counts_updates_and_not_micro_batches():
+    accelerator = make_accelerator(run_flags(gradient_accumulation_steps=4), cpu_threads=1)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    counted = scheduler.scheduler._step_count
+    for _ in range(8):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert scheduler.scheduler.last_epoch == 2
+    assert scheduler.scheduler._step_count == counted + 2
+
+
+def test_an_own_tracker_logs_beside_those_of_the_flag(handed_over):
+    notes = Notes()
+    handed = handed_over(run_flags(log_with="all"), log_with=notes)
+    assert handed["log_with"] == ["all", notes]
+    handed = handed_over(run_flags(log_with=None), log_with=[notes])
+    assert handed["log_with"] == [notes]
+    assert handed_over(run_flags(log_with=None))["log_with"] is None
+
+
+def test_an_own_tracker_gets_what_is_logged():
+    notes = Notes()
+    accelerator = make_accelerator(run_flags(), log_with=notes)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0}, step=3)
+    assert notes.logged == [(3, {"loss": 1.0})]
+
+
+def test_a_tracker_that_is_not_there_stops_the_run(monkeypatch, capsys):
+    """Accelerate leaves it out and says so at log level debug only."""
+    monkeypatch.setattr(launch, "get_available_trackers", lambda: [])
+    monkeypatch.setattr(launch, "Accelerator", None)  # it stops before any work
+    for flag, sentence in (
+        (
+            "wandb",
+            "error: --log_with wandb needs a package that is not installed: pip install wandb",
+        ),
+        ("wandbb", "error: Accelerate has no tracker wandbb: use --log_with with one of aim, "),
+    ):
+        with pytest.raises(SystemExit):
+            make_accelerator(run_flags(log_with=flag))
+        error = capsys.readouterr().err
+        assert error.startswith(sentence)
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("batch_size", "way_out"), [(63, "62 or 64"), (1, "2")])
+def test_a_batch_that_does_not_divide_stops_the_run(capsys, batch_size, way_out):
+    args = run_flags(batch_size=batch_size, gradient_accumulation_steps=2)
     with pytest.raises(SystemExit):
-        launch.make_accelerator(SimpleNamespace(**args, gradient_accumulation_steps=1, log_with=None))
-    (kwargs,) = [each.to_kwargs() for each in made if isinstance(each, launch.InitProcessGroupKwargs)]
-    assert kwargs["timeout"].total_seconds() == pytest.approx(600, abs=0.1)
+        make_accelerator(args)
+    assert capsys.readouterr().err == (
+        f"error: --batch_size {batch_size} does not divide by 1 process x 2 accumulation steps: "
+        f"use {way_out}\n"
+    )
+    make_accelerator(args, split_batch=False)
 
 
-def test_a_machine_that_refuses_a_connection_is_up():
-    assert launch.is_up("127.0.0.1")
+def test_a_run_that_the_launcher_restarted_resumes(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    args = run_flags(resume=False)
+    make_accelerator(args)
+    assert args.resume is True
+
+
+def test_restarts_need_a_folder_and_a_store_of_their_own(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags(output_dir=None))
+    assert "--max_restarts needs an --output_dir" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags())
+    assert "--max_restarts needs --rdzv_backend c10d" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C, to the launcher or to one worker: all ranks save together, and nothing is lost."""
+"""SIGTERM, SIGUSR1 and Ctrl-C, to the launcher or to one worker.
+
+All ranks save together, and nothing is lost.
+"""
 
 import json
 import os
@@ -15,7 +18,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from utils import launch
+from utils import signals
 
 FLAGS = ["--hidden", 32, "--batch_size", 128, "--log_every", 100, "--output_dir", "run"]
 
@@ -41,15 +44,22 @@ def wait_for_line(process: subprocess.Popen, word: str) -> str:
 
 STOPS = {
     "cpu": ["launcher SIGTERM", "launcher SIGUSR1", "group SIGINT"],
-    "cpu_ddp": ["worker SIGUSR1", "launcher SIGTERM", "launcher SIGUSR1", "launcher SIGKILL", "group SIGINT"],
+    "cpu_ddp": [
+        "worker SIGUSR1",
+        "launcher SIGTERM",
+        "launcher SIGUSR1",
+        "launcher SIGKILL",
+        "group SIGINT",
+    ],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", STOPS)
 def test_a_signal_saves_and_ends_every_process(launcher, small_mnist, config):
-    """One run, stopped in each way and resumed each time. It saves nothing but at the signal and at its end."""
-    flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 16, "--num_epochs", 60, "--checkpoint_every", 10**6]
+    """One run, stopped in each way and resumed each time. It saves only then and at the end."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 16, "--num_epochs", 60]
+    flags += ["--checkpoint_every", 10**6]
     run, saved, lines = launcher.folder / "run", 0, []
     for stop in STOPS[config]:
         target, name = stop.split()
@@ -82,11 +92,35 @@ def test_a_signal_saves_and_ends_every_process(launcher, small_mnist, config):
     assert steps == sorted(set(steps))  # none twice
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_asks_for_a_stop(name):
+    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    assert not stop_signal.agreed()
+    os.kill(os.getpid(), getattr(signal, name))
+    assert stop_signal.agreed()
+
+
+def test_the_launcher_is_told_why_the_processes_ended(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    accelerator = SimpleNamespace(
+        is_main_process=False,
+        num_processes=1,
+        wait_for_everyone=lambda: None,
+        end_training=lambda: None,
+    )
+    with pytest.raises(SystemExit) as ended:
+        signals.StopSignal(accelerator).leave(step=7)
+    assert ended.value.code == signals.EXIT_REQUEUE
+    report = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert report.startswith("stopped by a signal; step 7 is saved; to continue: ")
+    assert capsys.readouterr().out == ""  # the main process prints it
+
+
 def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
     ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr(launch, "resume_command", lambda: "COMMAND --resume")
-    stop_signal = launch.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    monkeypatch.setattr(signals, "resume_command", lambda: "COMMAND --resume")
+    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
     stop_signal.pid = -1  # as in a process that it forked
     os.kill(os.getpid(), signal.SIGINT)
     assert not stop_signal.agreed()
@@ -97,13 +131,15 @@ def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
         assert stop_signal.agreed()
         said.append(capfd.readouterr().err)
     assert said == [
-        "Ctrl-C: the run is saved and ends; a second Ctrl-C ends it at once\n",
-        "stopped at once; to go on from the last checkpoint: COMMAND --resume\n",
+        "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once\n",
+        "stopped at once; to continue from the last checkpoint: COMMAND --resume\n",
     ]
     assert ends == [130]
 
 
 def test_ctrl_c_before_training_is_no_traceback(monkeypatch, capsys):
+    signals.explain_ctrl_c()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, expected in (("0", "stopped by Ctrl-C: nothing was saved\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
@@ -112,8 +148,12 @@ def test_ctrl_c_before_training_is_no_traceback(monkeypatch, capsys):
     assert "KeyError: 'x'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_on_a_terminal(launcher, small_mnist):
-    """Nothing before our own lines, a bar with the time left, colours; a Ctrl-C leaves a whole line and no bar."""
+    """Our own lines come first; there is a bar with the time left, and colours.
+
+    A Ctrl-C leaves a whole line and no bar.
+    """
     terminal, screen = pty.openpty()
     termios.tcsetwinsize(screen, (40, 150))
     config, script = ROOT / "accelerate_configs" / "cpu.yaml", ROOT / "scripts" / "mnist_mlp.py"
@@ -122,7 +162,9 @@ def test_on_a_terminal(launcher, small_mnist):
     environment = {**os.environ, "HF_HOME": str(launcher.home), "TERM": "xterm"}
     environment.pop("NO_COLOR", None)
     words = {"cwd": launcher.folder, "env": environment, "start_new_session": True}
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=screen, stderr=screen, **words)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=screen, stderr=screen, **words
+    )
     launcher.processes.append(process)
     os.close(screen)
     shown = b""
@@ -137,8 +179,11 @@ def test_on_a_terminal(launcher, small_mnist):
     assert process.wait(30) == 1
     lines = shown.decode().split("\r\n")
     assert lines[0].startswith("topology ")
-    assert "\r\033[KCtrl-C: the run is saved and ends; a second Ctrl-C ends it at once" in shown.decode()
-    assert re.search(r"\r\033\[K\033\[1;33mstopped\033\[0m by a signal; step \d+ is saved", lines[-2])
+    message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
+    assert f"\r\033[K{message}" in shown.decode()
+    assert re.search(
+        r"\r\033\[K\033\[1;33mstopped\033\[0m by a signal; step \d+ is saved", lines[-2]
+    )
     assert lines[-2].endswith("--num_epochs 3000 --resume")
     assert not lines[-1].strip()
 
@@ -151,11 +196,11 @@ def read(terminal: int) -> bytes:
 
 
 def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher):
-    """The launcher makes 1 of every failure; the script itself, under `python` or torchrun, ends with 75."""
+    """The script itself ends with 75. `accelerate launch` turns every failure into 1."""
     launcher.start  # noqa: B018  for its clean-up
     process = subprocess.Popen(
         [
-            launch.sys.executable,
+            sys.executable,
             ROOT / "scripts" / "mnist_mlp.py",
             "--dataset",
             small_mnist,
@@ -174,8 +219,8 @@ def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher):
     wait_for_line(process, "step 100/")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
-    assert process.returncode == launch.EXIT_REQUEUE == 75
-    assert "to go on: python" in out
+    assert process.returncode == signals.EXIT_REQUEUE == 75
+    assert "to continue: python" in out
     assert out.strip().endswith("--output_dir run --num_epochs 500 --resume")
 
 
@@ -183,7 +228,9 @@ def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher):
 def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(launcher, small_mnist):
     first = launcher.start("cpu", "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000)
     wait_for_line(first, "step 100/")
-    second = launcher("cpu", "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000, "--resume", check=False)
+    second = launcher(
+        "cpu", "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000, "--resume", check=False
+    )
     assert "another run is writing to run" in second.stderr
     assert first.poll() is None
     first.terminate()

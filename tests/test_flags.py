@@ -1,0 +1,104 @@
+"""Flags: numbers are checked, --help is complete, and fixed flags are known."""
+
+import importlib
+import re
+import sys
+
+import pytest
+from conftest import ROOT
+
+from utils.flags import ArgumentParser, at_least
+
+
+def test_numbers_in_flags_are_checked(capsys):
+    parser = ArgumentParser()
+    parser.add_argument("--count", type=at_least(1))
+    parser.add_argument("--share", type=at_least(0.0, float, below=1.0))
+    assert parser.parse_args(["--count", "3", "--share", "0.5"]).count == 3
+    wrong = (
+        ["--count", "0"],
+        ["--count", "x"],
+        ["--share", "1"],
+        ["--share", "nan"],
+        ["--cou", "3"],
+        ["--no"],
+    )
+    for words in wrong:
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert len(error.splitlines()) == 1
+
+
+def test_flags_of_a_fixed_group_are_named_in_the_namespace():
+    parser = ArgumentParser()
+    parser.add_argument_group("recipe", fixed=True).add_argument("--lr", type=float)
+    group = parser.add_argument_group("model", fixed=True)
+    group.add_mutually_exclusive_group().add_argument("--hidden-units", type=int)
+    parser.add_argument_group("data").add_argument("--dataset")
+    parser.add_run_flags(log_every=10)
+    assert parser.parse_args([]).fixed_flags == ("lr", "hidden_units")
+    assert parser.parse_known_args(["--other"])[0].fixed_flags == ("lr", "hidden_units")
+    assert ArgumentParser().parse_args([]).fixed_flags == ()
+
+
+def test_only_scripts_that_can_resume_get_the_flags_for_that(capsys):
+    parser = ArgumentParser()
+    parser.add_run_flags(log_every=10)
+    args = parser.parse_args([])
+    assert (args.keep_best, args.patience, args.resume, args.log_every) == (None, 0, False, 10)
+    args = parser.parse_args(["--keep_best", "accuracy", "--patience", "3"])
+    assert (args.keep_best, args.patience) == ("accuracy", 3)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--patience", "-1"])
+    parser = ArgumentParser()
+    parser.add_run_flags()
+    assert set(vars(parser.parse_args([]))) == {"output_dir", "timeout_s", "fixed_flags"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.stem
+)
+def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, monkeypatch, capsys):
+    script = importlib.import_module(f"scripts.{path.stem}")
+    monkeypatch.setattr(sys, "argv", [f"scripts/{path.name}"])
+    defaults = vars(script.parse_args())
+    monkeypatch.setattr(sys, "argv", [f"scripts/{path.name}", "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        script.parse_args()
+    assert ended.value.code == 0
+    text, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+    command = (
+        rf"  accelerate launch --config_file accelerate_configs/\w+.yaml scripts/{path.name}\b"
+    )
+    assert re.match(command, examples)
+    assert "None" not in text
+    assert text.isascii()
+    assert max(map(len, text.splitlines()[1:])) <= 80  # after the usage
+    groups = dict(re.findall(r"(?m)^(\w[\w ]+):\n((?:  .*\n?)+)", text))
+    assert len(groups) >= 4
+    can_resume = defaults.get("resume") is not None
+    for flag in ("--resume", "--profile", "--keep_best", "--patience"):
+        assert (flag in groups["run"]) == can_resume
+    assert "--output_dir FOLDER" in groups["run"]
+    flags = re.findall(r"(?m)^  --(\w+)(.*\n(?: {10}.*\n)*)", text)
+    assert {name for name, _ in flags} >= {"seed", "timeout_s"}
+    assert set(defaults["fixed_flags"]) <= set(defaults)
+    for name, rest in flags:
+        assert len(rest.split()) > 2, name  # a word of help
+        default = defaults[name]
+        is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+        if is_number and name != "profile":
+            assert re.search(r"\(default: [\d.e-]+\)", rest), name
+
+
+def test_help_is_printed_once_a_machine(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            ArgumentParser("What it does.").parse_args(["--help"])
+        assert ended.value.code == 0
+        assert ("What it does." in capsys.readouterr().out) == printed

@@ -1,0 +1,84 @@
+"""Print a line, and end the process with one sentence."""
+
+import json
+import os
+import sys
+import time
+
+CLEAR_LINE = "\r\033[K"
+COLOURS = {"red": 31, "green": 32, "yellow": 33}
+
+
+def is_local_main() -> bool:
+    """Whether this process prints: local rank 0, or a process that no launcher started.
+
+    A LOCAL_RANK that is set without a WORLD_SIZE was left in the environment by something else.
+    """
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    return local_rank == "0" or world_size in ("", "0", "1")
+
+
+def show(text: str, colour: str = "", file=None) -> None:
+    """Print a line. On a terminal, clear a progress bar first, and colour the first word.
+
+    Args:
+        text: the line.
+        colour: a key of COLOURS; "" for none. Not used if NO_COLOR is set or `file` is no terminal.
+        file: default: stdout.
+    """
+    file = file or sys.stdout
+    if sys.stderr.isatty():
+        sys.stderr.write(CLEAR_LINE)  # a progress bar stands there and has no line end
+        sys.stderr.flush()
+    if colour and file.isatty() and not os.environ.get("NO_COLOR"):
+        first, space, others = text.partition(" ")
+        text = f"\033[1;{COLOURS[colour]}m{first}\033[0m{space}{others}"
+    print(text, file=file, flush=True)
+
+
+def report_to_launcher(sentence: str) -> None:
+    """Have the launcher's report of the failure end with `sentence`.
+
+    The launcher (torchrun, accelerate launch) names a file for this in TORCHELASTIC_ERROR_FILE.
+    Without such a file its report says "To enable traceback see ...".
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    details = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    report = {"message": {"message": sentence, "extraInfo": details}}
+    try:
+        with open(path, "w") as file:
+            json.dump(report, file)
+    except OSError:
+        pass  # the report is a courtesy: the sentence is on stderr too
+
+
+def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
+    """End this process with one sentence on stderr.
+
+    The sentence is printed once a machine, by local rank 0, and handed to the launcher by every
+    process.
+
+    Args:
+        sentence: what is wrong, the value, what to do.
+        code: the exit code.
+        alone: this process may be the only one that stops (its data are bad, say). It then prints
+            whatever its rank is.
+
+    Raises:
+        SystemExit: always.
+    """
+    report_to_launcher(f"error: {sentence}")
+    if alone or is_local_main():
+        show(f"error: {sentence}", "red", sys.stderr)
+    raise SystemExit(code)
+
+
+def plural(count: int, word: str) -> str:
+    """`count` and `word` in the singular or the plural: "1 process", "2 processes"."""
+    if count == 1:
+        return f"{count} {word}"
+    ending = "es" if word.endswith(("s", "ch")) else "s"
+    return f"{count} {word}{ending}"

@@ -1,0 +1,184 @@
+"""Command-line flags: argparse with one-sentence errors, and the flags that every script has."""
+
+import argparse
+import os
+import sys
+
+from .console import is_local_main, stop
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Adds the default to a flag's help, and shows N for an integer and X for a float.
+
+    No default is added to a switch, to a flag whose default is None, or where the help text already
+    contains the word "default".
+    """
+
+    def __init__(self, prog: str, **kwargs):
+        super().__init__(prog, max_help_position=27, **kwargs)
+
+    def _get_help_string(self, action):
+        default = action.default
+        has_no_default = default is None or default == argparse.SUPPRESS
+        is_switch = default is False and action.const is True
+        if has_no_default or is_switch or "default" in action.help:
+            return action.help
+        if isinstance(default, str) and os.path.isabs(default):
+            default = os.path.relpath(default)
+        # The no-break space keeps "default:" and its value on one line.
+        return f"{action.help} (default:\N{NO-BREAK SPACE}{default})".replace("%", "%%")
+
+    def _fill_text(self, text, width, indent):
+        if text.startswith("examples"):
+            return text  # commands keep their line breaks
+        return super()._fill_text(text, width, indent)
+
+    def format_help(self):
+        return super().format_help().replace("\N{NO-BREAK SPACE}", " ")
+
+    def _get_default_metavar_for_optional(self, action):
+        metavars = {"int": "N", "float": "X"}
+        type_name = getattr(action.type, "__name__", "")
+        return metavars.get(type_name) or super()._get_default_metavar_for_optional(action)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose help and errors are printed once a machine, an error as one sentence.
+
+    The parsed namespace has an attribute `fixed_flags`: the names (dest) of all flags in groups
+    made with `fixed=True`, as a tuple. These must have the same value when a run is resumed.
+
+    Args:
+        docstring: the script's. --help shows its first line, and its indented lines as examples.
+    """
+
+    def __init__(self, docstring: str | None = None):
+        first, *others = (docstring or "").splitlines() or [""]
+        commands = [f"  {' '.join(line.split())}" for line in others if line.startswith("    ")]
+        self.fixed_groups = []
+        sets = "CONFIG alone sets the number of processes, devices and precision."
+        usage = f"accelerate launch --config_file CONFIG {sys.argv[0]} [flags]"
+        super().__init__(
+            usage=usage.replace("%", "%%"),
+            description=f"{first} {sets}",
+            epilog="\n".join(["examples:", *commands]) if commands else None,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def add_argument_group(self, title=None, description=None, *, fixed: bool = False, **kwargs):
+        """A group of flags; fixed: a resumed run must have the same values for all of them."""
+        group = super().add_argument_group(title, description, **kwargs)
+        if fixed:
+            self.fixed_groups.append(group)
+        return group
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As in argparse, plus `fixed_flags`; parse_args() calls this method too."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        names = []
+        for group in self.fixed_groups:
+            names += [action.dest for action in group._group_actions]
+        namespace.fixed_flags = tuple(names)
+        return namespace, unknown
+
+    def add_run_flags(self, log_every: int | None = None) -> None:
+        """Add the last group, "run": where the output goes, and how to save, resume and log.
+
+        Args:
+            log_every: default of --log_every. None: for a script that neither logs its updates nor
+                can be resumed; it gets --output_dir and --timeout_s only.
+        """
+        add = self.add_argument_group("run").add_argument
+        add(
+            "--output_dir",
+            metavar="FOLDER",
+            help="where this run writes its files (default: a new folder under runs/)",
+        )
+        if log_every:
+            count = at_least(0)
+            positive = at_least(1)
+            add(
+                "--resume",
+                action="store_true",
+                help="continue from the newest checkpoint in --output_dir, if there is one",
+            )
+            add(
+                "--checkpoint_every",
+                type=count,
+                default=0,
+                help="save a checkpoint every N updates; 0: after each epoch",
+            )
+            add(
+                "--keep_checkpoints",
+                type=count,
+                default=2,
+                help="keep the newest N checkpoints; 0: all",
+            )
+            add(
+                "--keep_best",
+                metavar="METRIC",
+                help="also keep the model of the best test METRIC, such as loss or accuracy "
+                "(default: none)",
+            )
+            add(
+                "--patience",
+                type=count,
+                default=0,
+                help="stop after N tests in a row without a better METRIC of --keep_best, or "
+                "without a better loss; 0: never",
+            )
+            add("--log_every", type=positive, default=log_every, help="log every N updates")
+            add(
+                "--log_with",
+                metavar="TRACKER",
+                help="also log to a tracker of Accelerate, such as tensorboard",
+            )
+            add(
+                "--profile",
+                nargs="?",
+                type=positive,
+                const=10,
+                default=0,
+                metavar="UPDATES",
+                help="profile UPDATES updates (10 if no number is given) after the first ten: a "
+                "table and a trace file (default: none)",
+            )
+        add(
+            "--timeout_s",
+            type=at_least(1),
+            default=600,
+            help="seconds that a process waits for another one, also while the main process saves, "
+            "before the run ends",
+        )
+
+    def print_help(self, file=None):
+        if is_local_main():
+            super().print_help(file)
+
+    def error(self, message):
+        stop(f"{message} (--help lists all flags)")
+
+
+def at_least(minimum: float, kind: type = int, below: float = float("inf")):
+    """An argparse type: a number of type `kind` with minimum <= number < below."""
+
+    def number(text: str):
+        value = kind(text)
+        if not minimum <= value < below:  # also true for NaN
+            limit = "" if below == float("inf") else f" and below {below}"
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} up{limit}")
+        return value
+
+    number.__name__ = kind.__name__  # argparse puts it into "invalid int value"
+    return number
+
+
+def as_json(flags: dict) -> dict:
+    """The parsed flags for run.json, without `fixed_flags`; what JSON cannot hold becomes text."""
+    known = (bool, int, float, str, list, tuple, type(None))
+    record = {}
+    for name, value in flags.items():
+        if name != "fixed_flags":
+            record[name] = value if isinstance(value, known) else str(value)
+    return record

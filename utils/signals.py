@@ -1,0 +1,122 @@
+"""Signals: stop after the current update, on all processes together, and save first."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch
+from accelerate import Accelerator
+
+from .console import CLEAR_LINE, is_local_main, report_to_launcher, show
+from .topology import launcher_words, resume_command
+
+# "Temporary failure, try again" (BSD's sysexits.h): the state is saved, and the same command with
+# --resume continues.
+EXIT_REQUEUE = 75
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def explain_ctrl_c() -> None:
+    """From now on a Ctrl-C prints one sentence and no traceback, until StopSignal handles it."""
+    other_hook = sys.excepthook
+
+    def explain_interrupt(kind, error, trace):
+        if not issubclass(kind, KeyboardInterrupt):
+            other_hook(kind, error, trace)
+        elif is_local_main():
+            show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
+
+    sys.excepthook = explain_interrupt
+
+
+class StopSignal:
+    """SIGTERM, SIGUSR1 or Ctrl-C asks for a stop after the current update.
+
+    A second Ctrl-C stops at once. `agreed()` gives the same answer on all processes, whichever of
+    them got the signal.
+
+    Args:
+        check_every_s: seconds between two questions to the other processes.
+    """
+
+    def __init__(self, accelerator: Accelerator, check_every_s: float = 0.25):
+        self.accelerator = accelerator
+        self.check_every_s = check_every_s
+        self.received = None
+        self.pid = os.getpid()
+        self.calls = 0
+        self.next_check = 1
+        self.checked_at = time.perf_counter()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._receive)
+        has_launcher = launcher_words() is not None or "TORCHELASTIC_RUN_ID" in os.environ
+        if sys.platform == "linux" and has_launcher:
+            # A launcher that is killed would leave its processes running, unseen. The kernel now
+            # sends them a SIGTERM. Not without a launcher: then the parent is a shell, which may
+            # well end before the run does.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def _receive(self, number, _frame):
+        if os.getpid() != self.pid:  # a forked data worker, which this process will end
+            return
+        second_ctrl_c = number == signal.SIGINT and self.received == signal.SIGINT
+        self.received = number
+        if number == signal.SIGINT and self.accelerator.is_main_process:
+            message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
+            if second_ctrl_c:
+                message = (
+                    "stopped at once; to continue from the last checkpoint: " + resume_command()
+                )
+            # os.write, because print may be in the middle of a line. The terminal may be gone: the
+            # save matters more than the message.
+            with contextlib.suppress(OSError):
+                clear = CLEAR_LINE if os.isatty(2) else ""
+                os.write(2, f"{clear}{message}\n".encode())
+        if second_ctrl_c:
+            os._exit(130)  # a checkpoint that is being written stays an unnamed temporary folder
+
+    def agreed(self) -> bool:
+        """Whether any process got a signal. Collective: call it on every rank, once an update.
+
+        To ask costs an all-reduce, so the processes ask only every `check_every_s`. They also agree
+        on the number of calls until the next time.
+        """
+        if self.accelerator.num_processes == 1:
+            return self.received is not None
+        self.calls += 1
+        if self.calls < self.next_check:
+            return False
+        now = time.perf_counter()
+        calls_per_s = self.calls / max(now - self.checked_at, 1e-9)
+        calls_to_next = max(1, int(calls_per_s * self.check_every_s))
+        # One maximum answers both questions: was there a signal, and which rank's number of calls
+        # is smallest.
+        votes = [float(self.received is not None), -float(calls_to_next)]
+        votes = torch.tensor(votes, device=self.accelerator.device)
+        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
+        stopped, negative_calls = votes.tolist()
+        self.calls = 0
+        self.next_check = int(-negative_calls)
+        self.checked_at = now
+        return bool(stopped)
+
+    def leave(self, step: int) -> None:
+        """End all processes after a save. Collective: call it on every rank.
+
+        Args:
+            step: updates done, as saved.
+
+        Raises:
+            SystemExit: always, with EXIT_REQUEUE, which asks a scheduler to queue the job again.
+        """
+        self.accelerator.wait_for_everyone()
+        sentence = f"stopped by a signal; step {step} is saved; to continue: {resume_command()}"
+        report_to_launcher(sentence)
+        if self.accelerator.is_main_process:
+            show(sentence, "yellow")
+        self.accelerator.end_training()
+        sys.exit(EXIT_REQUEUE)
