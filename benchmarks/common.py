@@ -1,8 +1,8 @@
-"""What the benchmarks share: ways that take turns, runs of the scripts, tables, and the command line.
+"""What the benchmarks share: ways that take turns, runs of the scripts, tables, the command line.
 
-A benchmark has `parse_args()`, `measure(args)`, which returns what it measured as JSON, and `report(measured)`, which
-makes a `Report` of that and nothing else. Its docstring is its text in RESULTS.md. Nothing heavy is imported up here:
-startup.py times the imports.
+A benchmark has `parse_args()`; `measure(args)`, which returns what it measured as JSON; and
+`report(measured)`, which makes a `Report` from that and nothing else. Its docstring is its text in
+RESULTS.md. Nothing large is imported at the top: startup.py times the imports.
 """
 
 import argparse
@@ -58,17 +58,22 @@ class Report(NamedTuple):
 
 
 def make_parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if rounds:
-        parser.add_argument("--rounds", type=positive, default=rounds, help=f"turns of each way (default: {rounds})")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to this file as well")
+        help = f"turns of each way (default: {rounds})"
+        parser.add_argument("--rounds", type=positive, default=rounds, help=help)
+    help = "write what was measured to this file as well"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=help)
     return parser
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, kind: str, names: list[str], known) -> None:
     """argparse's `choices` do not go with nargs="*" and a default of several."""
-    if unknown := set(names) - set(known):
-        parser.error(f"there is no {kind} {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        parser.error(f"there is no {kind} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
 def positive(text: str) -> int:
@@ -85,8 +90,11 @@ def main(args: argparse.Namespace, measure: Callable, report: Callable) -> None:
 
 
 def take_turns(ways: dict[str, Callable], rounds: int) -> dict[str, list]:
-    """What each way returns in each round. The speed of a shared machine drifts by more than ways differ, so they take
-    turns, and in every second round the other way round."""
+    """What each way returns in each round.
+
+    The speed of a shared machine drifts by more than the ways differ, so they take turns, in every
+    second round in reverse order.
+    """
     results = {way: [] for way in ways}
     for round in range(rounds):
         for way in list(ways)[:: -1 if round % 2 else 1]:
@@ -104,14 +112,18 @@ def table(columns: dict[str, str], rows: list) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def compare(values: dict[str, list[float]], unit: str, base: str, format: str, **more: Callable) -> str:
+def compare(
+    values: dict[str, list[float]], unit: str, base: str, format: str, **more: Callable
+) -> str:
     """A table of the ways: median, range and ratio to `base`; more: columns made of the median."""
-    columns = {"way": "{}", f"median {unit}": format, "min": format, "max": format, f"/ {base}": "{:.2f}"}
+    columns = {"way": "{}", f"median {unit}": format, "min": format, "max": format}
+    columns[f"/ {base}"] = "{:.2f}"
     medians = {way: statistics.median(each) for way, each in values.items()}
     rows = []
     for way, each in values.items():
         middle = medians[way]
-        rows.append([way, middle, min(each), max(each), middle / medians[base], *(f(middle) for f in more.values())])
+        others = [column(middle) for column in more.values()]
+        rows.append([way, middle, min(each), max(each), middle / medians[base], *others])
     return table(columns | dict.fromkeys(more, "{:,.0f}"), rows)
 
 
@@ -123,10 +135,11 @@ def device():
 
 
 def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
-    """`main` of a script in this process: summary.json and the lines of metrics.jsonl, on the main process.
+    """`main` of a script in this process: summary.json and the lines of metrics.jsonl.
 
-    Without the seconds that a process takes to start, many short runs can take turns with what they are held against.
-    Under the launcher it runs on all processes, and its process group stays for the next run.
+    Both are empty where it is not the main process. Without the seconds that a process takes to
+    start, many short runs can take turns with what they are compared with. Under the launcher it
+    runs on all processes, and its process group stays for the next run.
     """
     from unittest import mock
 
@@ -136,7 +149,8 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
 
     script = importlib.import_module(f"scripts.{name}")
     if hasattr(script, "load_images") and not hasattr(script.load_images, "cache_info"):
-        script.load_images = functools.cache(script.load_images)  # each run reads the same ones, and before its loop
+        # Each run reads the same ones, before its loop.
+        script.load_images = functools.cache(script.load_images)
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -159,22 +173,24 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
         return json.loads((folder / "summary.json").read_text()), lines
 
 
-def launch(config: str, script: Path | str, *flags, launch_flags=(), timeout_s: float = 600) -> None:
+def launch(
+    config: str, script: Path | str, *flags, launch_flags=(), timeout_s: float = 600
+) -> None:
     """`accelerate launch` of a script, as a user types it; its output only if it fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [ROOT / "accelerate_configs" / f"{config}.yaml", "--main_process_port", port, *launch_flags]
-    done = subprocess.run(
-        [str(word) for word in (*command, script, *flags)], capture_output=True, text=True, timeout=timeout_s
-    )
+    config_file = ROOT / "accelerate_configs" / f"{config}.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file]
+    command += ["--main_process_port", port, *launch_flags]
+    words = [str(word) for word in (*command, script, *flags)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
 
 
 def launch_workers(config: str, file: str, *flags, **options):
-    """Launch `file` with --worker FILE and `flags`; returns the JSON that the main process left in FILE."""
+    """Launch `file` with --worker OUT and `flags`; returns what its main process wrote to OUT."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         launch(config, file, "--worker", out, *flags, **options)
@@ -212,13 +228,14 @@ def machine() -> dict[str, str]:
 
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
-        names = [
-            line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-        ]
-        cpu = names[0] if names else cpu
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if "model name" in line:
+                cpu = line.partition(": ")[2]
+                break
     gpus, kind = "no GPU", device().type
     if kind != "cpu":
-        gpus = f"{torch.accelerator.device_count()} x {torch.get_device_module(kind).get_device_name()}"
+        name = torch.get_device_module(kind).get_device_name()
+        gpus = f"{torch.accelerator.device_count()} x {name}"
     versions = [f"{name} {version(name)}" for name in ("torch", "torchvision", "accelerate")]
     return {
         "device": f"{os.cpu_count()} cores of {cpu}, {gpus}",

@@ -2,12 +2,15 @@
 
     python benchmarks/evaluation.py
 
-Images/s of the scripts' `evaluate`, with all that it counts, over MNIST's test images (ResNet-50: over 512 random
-images of 64 x 64 pixels); of the forward pass alone as training has it, with autograd on, at the script's default
-batch, over as many images; and for MNIST of the test of blog posts, with torchvision's loader at batch 1000. One
-process, in turns.
+Images/s of the scripts' `evaluate`, with all that it counts, over MNIST's test images (ResNet-50:
+over 512 random images of 64 x 64 pixels); of the forward pass alone as in training, with autograd
+on, at the script's default batch size, over as many images; and for MNIST of the test of blog
+posts, with torchvision's loader at batch size 1000. One process, in turns.
 """
 
+import argparse
+import contextlib
+import io
 import statistics
 import sys
 import tempfile
@@ -15,22 +18,28 @@ import time
 from pathlib import Path
 
 import torch
+import torchvision
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts import mnist_mlp, resnet50
-from utils.data import BUNDLED_MNIST, GlobalBatches, GlobalSampler
-from utils.images import SyntheticLoader
+from utils.data import BUNDLED_MNIST
+from utils.images import SyntheticImages
+from utils.loader import GlobalLoader
+from utils.run import Run
 
 
 def parse_args():
     return common.make_parser(__doc__, rounds=8).parse_args()
 
 
-class NoSignal:
-    def agreed(self) -> bool:
-        return False
+def start_run(accelerator, folder: Path, loader, test_loader) -> Run:
+    """A Run in which `evaluate` can test; it prints nothing."""
+    run = Run(accelerator, argparse.Namespace(output_dir=folder))
+    with contextlib.redirect_stdout(io.StringIO()):
+        run.start(loader, len(loader), test_loader)
+    return run
 
 
 def images_per_s(images: int, work) -> float:
@@ -39,10 +48,11 @@ def images_per_s(images: int, work) -> float:
     return images / (time.perf_counter() - began)
 
 
-def forward(model, batches) -> None:
+def forward(losses_and_predictions, model, batches) -> None:
     model.train()
     for batch in batches:
-        losses = model(batch.images, batch.labels)[0]
+        images, labels = batch.data
+        losses, *_ = losses_and_predictions(model, images, labels)
     losses.sum().item()  # a GPU is done only now
 
 
@@ -59,42 +69,64 @@ def blog(model, loader) -> None:
 
 def measure(args) -> dict:
     from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=common.device().type == "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        mnist = measure_mnist(accelerator, Path(folder), args.rounds)
+        torch.set_num_threads(threads)
+        resnet = measure_resnet50(accelerator, Path(folder), max(1, args.rounds // 2))
+    return {"MNIST": mnist, "ResNet-50": resnet}
+
+
+def measure_mnist(accelerator, folder: Path, rounds: int) -> dict[str, list[float]]:
     from torchvision import datasets, transforms
 
-    accelerator, threads = Accelerator(cpu=common.device().type == "cpu"), torch.get_num_threads()
-    device, measured = accelerator.device, {}
+    _, test_data = mnist_mlp.load_images(BUNDLED_MNIST)
+    num_classes = len(test_data.classes)
+    model = mnist_mlp.MLP(784, 192, num_classes).to(accelerator.device)
+    train_loader = GlobalLoader(test_data, 256, accelerator, seed=0)
+    test_loader = GlobalLoader(test_data, mnist_mlp.TEST_BATCH_SIZE, accelerator)
+    run = start_run(accelerator, folder / "mnist", train_loader, test_loader)
 
-    torch.set_num_threads(1)
-    _, test = mnist_mlp.load_images(BUNDLED_MNIST)
-    model = mnist_mlp.MLP(784, 192, 10).to(device)
-    test_batches = GlobalBatches(test, mnist_mlp.TEST_BATCH_SIZE, accelerator)
-    train_batches = GlobalBatches(test, 256, accelerator, seed=0)
-    with tempfile.TemporaryDirectory() as folder:
-        common.write_idx(Path(folder))
-        transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-        loader = torch.utils.data.DataLoader(datasets.MNIST(folder, train=False, transform=transform), 1000)
-        plain = torch.nn.Sequential(
-            torch.nn.Flatten(), torch.nn.Linear(784, 192), torch.nn.SiLU(), torch.nn.Linear(192, 10)
-        )
-        plain.to(device)
-        works = {
-            "evaluate": lambda: mnist_mlp.evaluate(model, test_batches, accelerator, NoSignal()),
-            "training's forward": lambda: forward(model, train_batches.epoch()),
-            "blog's test": lambda: blog(plain, loader),
-        }
-        measured["MNIST"] = take_turns(works, len(test.labels), args.rounds)
-
-    torch.set_num_threads(threads)
-    images, model = 512, resnet50.ResNet50(1000).to(device, memory_format=torch.channels_last)
-    loader = SyntheticLoader(images, 64, accelerator)
-    test_sampler = GlobalSampler(loader.labels, resnet50.TEST_BATCH_SIZE, accelerator)
-    train_sampler = GlobalSampler(loader.labels, 64, accelerator, seed=0)
+    common.write_idx(folder)
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    )
+    dataset = datasets.MNIST(folder, train=False, transform=transform)
+    blog_loader = torch.utils.data.DataLoader(dataset, 1000)
+    plain = torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(784, 192),
+        torch.nn.SiLU(),
+        torch.nn.Linear(192, 10),
+    )
+    plain.to(accelerator.device)
     works = {
-        "evaluate": lambda: resnet50.evaluate(model, loader.load(test_sampler.pieces()), accelerator, NoSignal()),
-        "training's forward": lambda: forward(model, loader.load(train_sampler.pieces())),
+        "evaluate": lambda: mnist_mlp.evaluate(model, test_loader, run, num_classes),
+        "training's forward": lambda: forward(
+            mnist_mlp.losses_and_predictions, model, train_loader
+        ),
+        "blog's test": lambda: blog(plain, blog_loader),
     }
-    measured["ResNet-50"] = take_turns(works, images, max(1, args.rounds // 2))
-    return measured
+    return take_turns(works, len(test_data), rounds)
+
+
+def measure_resnet50(accelerator, folder: Path, rounds: int) -> dict[str, list[float]]:
+    data = SyntheticImages(512, 64, accelerator.device)
+    num_classes = len(data.classes)
+    model = torchvision.models.resnet50(num_classes=num_classes)
+    model.to(accelerator.device, memory_format=torch.channels_last)
+    options = {"accelerator": accelerator, "collate_fn": data.collate}
+    train_loader = GlobalLoader(data, 64, seed=0, **options)
+    test_loader = GlobalLoader(data, resnet50.TEST_BATCH_SIZE, **options)
+    run = start_run(accelerator, folder / "resnet50", train_loader, test_loader)
+    works = {
+        "evaluate": lambda: resnet50.evaluate(model, test_loader, run, num_classes),
+        "training's forward": lambda: forward(resnet50.losses_and_predictions, model, train_loader),
+    }
+    return take_turns(works, len(data), rounds)
 
 
 def take_turns(works, images: int, rounds: int) -> dict[str, list[float]]:
@@ -104,19 +136,18 @@ def take_turns(works, images: int, rounds: int) -> dict[str, list[float]]:
 
 
 def report(measured) -> common.Report:
-    columns = {"run": "{}", "way": "{}", "median images/s": "{:,.0f}", "min": "{:,.0f}", "max": "{:,.0f}"}
-    columns["/ training's forward"] = "{:.2f}"
+    columns = {"run": "{}", "way": "{}", "median images/s": "{:,.0f}"}
+    columns |= {"min": "{:,.0f}", "max": "{:,.0f}", "/ training's forward": "{:.2f}"}
     rows, bars, goals = [], [], []
     for run, ways in measured.items():
         medians = {way: statistics.median(rates) for way, rates in ways.items()}
         ratios = {way: median / medians["training's forward"] for way, median in medians.items()}
-        rows += [[run, way, medians[way], min(rates), max(rates), ratios[way]] for way, rates in ways.items()]
-        bars.append(common.Bars(f"{run}: evaluation / training's forward", ratios, goal=1, at_least=True))
-        goals.append(
-            common.Goal(
-                f"Evaluation of {run} against training's forward", ratios["evaluate"], 1, "{:.2f} x as fast", True
-            )
-        )
+        for way, rates in ways.items():
+            rows.append([run, way, medians[way], min(rates), max(rates), ratios[way]])
+        title = f"{run}: evaluation / training's forward"
+        bars.append(common.Bars(title, ratios, goal=1, at_least=True))
+        what = f"Evaluation of {run} against training's forward"
+        goals.append(common.Goal(what, ratios["evaluate"], 1, "{:.2f} x as fast", at_least=True))
     return common.Report([common.table(columns, rows)], bars, goals)
 
 

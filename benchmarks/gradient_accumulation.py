@@ -2,16 +2,17 @@
 
     python benchmarks/gradient_accumulation.py
 
-1069 images of MNIST, batch 128: 8 updates and a last one of 45. For k micro-batches on P processes, the largest
-relative difference of the gradient to that of the whole batch at once: in the full windows of the epoch, and in the
-last one.
+1069 images of MNIST, batch size 128: 8 updates and a last one of 45 images. For k micro-batches on
+P processes, the largest relative difference of the gradient to that of the whole batch at once: in
+the full updates of the epoch, and in the last one.
 
-- ours: scripts/gradient_accumulation.py as it stands, with --compare
-- naive: `loss = criterion(...) / k; backward(); if (i + 1) % k == 0 or last: step()` with a mean as criterion, a
-  prepared DataLoader and DDP as they come
+- ours: scripts/gradient_accumulation.py, unchanged, with --compare
+- naive: `loss = criterion(...) / k; backward(); if (i + 1) % k == 0 or last: step()` with a mean as
+  criterion, a prepared DataLoader and DDP, unchanged
 
-All-reduces are those of gradients, counted in DDP's communication hook. Then BatchNorm against LayerNorm, on one
-process in float64, and memory: the peak of two updates of 16384 images above what the process had before them.
+All-reduces are those of gradients, counted in DDP's communication hook. Then BatchNorm against
+LayerNorm, on one process in float64, and memory: the peak of two updates of 16384 images above what
+the process had before them.
 """
 
 import json
@@ -21,12 +22,21 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from scripts.gradient_accumulation import CellNet, count_all_reduces, gradient_difference
-from utils.data import BUNDLED_MNIST, GlobalBatches, load_images
+from scripts.gradient_accumulation import (
+    CellNet,
+    count_all_reduces,
+    count_ink_cells,
+    gradient_difference,
+    losses_and_predictions,
+)
+from utils.console import plural
+from utils.data import BUNDLED_MNIST, load_images
+from utils.loader import GlobalSampler
 
 NUM_IMAGES, BATCH, MEMORY_BATCH = 1069, 128, 16384
 CONFIGS = {1: "cpu", 2: "cpu_ddp"}
@@ -35,8 +45,9 @@ DTYPES = ("float64", "float32")
 
 def parse_args():
     parser = common.make_parser(__doc__)
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8], help="accumulation steps (k)")
-    parser.add_argument("--memory_steps", type=int, nargs="*", default=[1, 2, 4, 8], help="the same, for memory")
+    steps = {"type": int, "default": [1, 2, 4, 8]}
+    parser.add_argument("--steps", nargs="+", help="accumulation steps (k)", **steps)
+    parser.add_argument("--memory_steps", nargs="*", help="the same, for memory", **steps)
     parser.add_argument("--worker", help="for the processes that it launches: where to write")
     parser.add_argument("--flags", help="for the processes that it launches: those of one run")
     parser.add_argument("--dataset", help="for the processes that it launches")
@@ -44,28 +55,31 @@ def parse_args():
 
 
 def naive(data, variable_length: bool, dtype: str, k: int) -> tuple[list[float], int]:
-    """The blog's loop: the differences of all windows, and the all-reduces."""
+    """The loop of blog posts: the differences of all updates, and the all-reduces."""
     from accelerate import Accelerator
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader, Subset
 
     accelerator = Accelerator(cpu=True)
-    batches = GlobalBatches(data, BATCH, accelerator, seed=0)
-    order = batches.order(0)
+    order, _ = GlobalSampler(len(data), BATCH, seed=0).items(epoch=0)
     torch.manual_seed(0)
     model = CellNet(1, 10, "none", variable_length).to(getattr(torch, dtype))
-    share = BATCH // k // accelerator.num_processes
-    loader = DataLoader(TensorDataset(data.images[order], data.labels[order]), share)
+    loader = DataLoader(Subset(data, order.tolist()), BATCH // k // accelerator.num_processes)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     counts, differences = count_all_reduces(model), []
     for i, (images, labels) in enumerate(loader):
-        losses, terms, _ = model(images, labels)
-        accelerator.backward(losses.sum() / terms.sum() / k)
+        losses, _ = losses_and_predictions(model, images, labels)
+        weights = torch.ones_like(losses)
+        if variable_length:
+            weights = count_ink_cells([images, labels])
+        mean = (losses * weights).sum() / weights.sum()
+        accelerator.backward(mean / k)
         if (i + 1) % k == 0 or i + 1 == len(loader):
-            indices = order[len(differences) * BATCH :][:BATCH]
+            first = len(differences) * BATCH
+            whole_batch = data[order[first : first + BATCH]]
             bare = accelerator.unwrap_model(model)
-            norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), math.inf)
-            differences.append(gradient_difference(bare, norm, batches, indices, math.inf))
+            norm = nn.utils.clip_grad_norm_(bare.parameters(), math.inf)
+            differences.append(gradient_difference(bare, norm, *whole_batch, math.inf))
             optimizer.step()
             optimizer.zero_grad()
     return differences, counts["gradient_all_reduces"]
@@ -112,13 +126,15 @@ def measure(args) -> dict:
             part = pyarrow.parquet.read_table(f"{BUNDLED_MNIST}/{name}").slice(0, rows)
             pyarrow.parquet.write_table(part, Path(folder) / name)
         flags = ["--dataset", folder, "--steps", *args.steps]
-        measured = {processes: common.launch_workers(config, __file__, *flags) for processes, config in CONFIGS.items()}
+        measured = {}
+        for processes, config in CONFIGS.items():
+            measured[processes] = common.launch_workers(config, __file__, *flags)
     memory = []
     for processes, config in CONFIGS.items():
         for k in args.memory_steps:
             flags = f"--batch_size {MEMORY_BATCH} --max_steps 2 --gradient_accumulation_steps {k}"
             summary = common.launch_workers(config, __file__, f"--flags={flags}")
-            names = ("train_peak_memory_gib", "above_start_gib", "train_images_per_s")
+            names = ("train_peak_memory_gib", "above_start_gib", "samples_per_s")
             memory.append([processes, k, *(summary[name] for name in names)])
     return {"by_processes": measured, "memory": memory}
 
@@ -131,26 +147,29 @@ def report(measured) -> common.Report:
     rows = {False: {}, True: {}}
     for processes, results in measured["by_processes"].items():
         for each in results["gradients"]:
-            row = rows[each["variable_length"]].setdefault((processes, each["k"]), {"ours": [], "naive": []})
+            key = processes, each["k"]
+            row = rows[each["variable_length"]].setdefault(key, {"ours": [], "naive": []})
             for who, cells in row.items():
                 differences, reduces = each[who]
-                cells[2:] = [max(differences[:-1]), differences[-1], reduces]  # as many in either type
+                # Of both types; the number of all-reduces is the same.
+                cells[2:] = [max(differences[:-1]), differences[-1], reduces]
     titles = {False: "One term a sample", True: "Terms differ by sample (`--variable_length`)"}
-    tables = [
-        f"{titles[kind]}:\n\n"
-        + common.table(columns, [[*key, *row["ours"], *row["naive"]] for key, row in rows[kind].items()])
-        for kind in titles
-    ]
-    norms = [[norm, by_k["1"], by_k["4"]] for norm, by_k in measured["by_processes"]["1"]["norms"].items()]
-    tables.append("Norms:\n\n" + common.table({"norm": "{}", "k = 1": "{:.1e}", "k = 4": "{:.1e}"}, norms))
-    columns = {"P": "{}", "k": "{}", "peak, GiB": "{:.2f}", "above the start, GiB": "{:.2f}", "images/s": "{:,.0f}"}
-    if measured["memory"]:
-        tables.append("Memory of a process:\n\n" + common.table(columns, measured["memory"]))
-    above = {f"{p} process{'es' * (p > 1)}, k = {k}": gib for p, k, _, gib, _ in measured["memory"]}
-    bars = (
-        [common.Bars(f"Accumulation, batch {MEMORY_BATCH}: GiB of a process", above, ours=len(above))] if above else []
-    )
-    return common.Report(tables, bars, [])
+    tables = []
+    for kind, title in titles.items():
+        cells = [[*key, *row["ours"], *row["naive"]] for key, row in rows[kind].items()]
+        tables.append(f"{title}:\n\n{common.table(columns, cells)}")
+    norms = measured["by_processes"]["1"]["norms"]
+    cells = [[norm, by_k["1"], by_k["4"]] for norm, by_k in norms.items()]
+    columns = {"norm": "{}", "k = 1": "{:.1e}", "k = 4": "{:.1e}"}
+    tables.append(f"Norms:\n\n{common.table(columns, cells)}")
+    if not measured["memory"]:
+        return common.Report(tables, [], [])
+    columns = {"P": "{}", "k": "{}", "peak, GiB": "{:.2f}", "above the start, GiB": "{:.2f}"}
+    columns["images/s"] = "{:,.0f}"
+    tables.append(f"Memory of a process:\n\n{common.table(columns, measured['memory'])}")
+    above = {f"{plural(p, 'process')}, k = {k}": gib for p, k, _, gib, _ in measured["memory"]}
+    title = f"Accumulation, batch {MEMORY_BATCH}: GiB of a process"
+    return common.Report(tables, [common.Bars(title, above, ours=len(above))], [])
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py
 
-scripts/mnist_mlp.py with its default settings, but for 20 epochs, on one process and on two: what a process takes at
-most from its start to its end, libraries included; and what it holds after an epoch (resident set size, of the process
-that grew most).
+scripts/mnist_mlp.py with its default settings, but for 20 epochs, on one process and on two: the
+peak memory of a process from its start to its end, libraries included; and its resident set size
+after an epoch, of the process that grew most.
 """
 
 import json
@@ -59,16 +59,20 @@ def measure(args) -> dict:
 
 
 def report(measured) -> common.Report:
-    columns = {"config": "{}", "peak of a process, GiB": "{:.2f}", "epochs": "{}", "held after epoch 3, MiB": "{:.0f}"}
-    columns |= {"after the last one": "{:.0f}", "grown by, MiB": "{:+.1f}"}
+    columns = {"config": "{}", "peak of a process, GiB": "{:.2f}", "epochs": "{}"}
+    columns |= {"held after epoch 3, MiB": "{:.0f}", "after the last one": "{:.0f}"}
+    columns["grown by, MiB"] = "{:+.1f}"
     rows, peaks, goals = [], {}, []
     for config, processes in measured.items():
         peak = peaks[config] = max(each["peak_gib"] for each in processes)
-        resident = max((each["resident_mib"] for each in processes), key=lambda each: each[-1] - each[2])
+        histories = [each["resident_mib"] for each in processes]
+        resident = max(histories, key=lambda each: each[-1] - each[2])
         epochs, growth = len(resident), resident[-1] - resident[2]
         rows.append([f"{config}.yaml", peak, epochs, resident[2], resident[-1], growth])
-        goals.append(common.Goal(f"MNIST, peak memory of a process, {config}.yaml", peak, 1.2, "{:.2f} GiB"))
-        goals.append(common.Goal(f"its growth over {epochs} epochs, from the third on", growth, 10, "{:.1f} MiB"))
+        what = f"MNIST, peak memory of a process, {config}.yaml"
+        goals.append(common.Goal(what, peak, 1.2, "{:.2f} GiB"))
+        what = f"its growth over {epochs} epochs, from the third on"
+        goals.append(common.Goal(what, growth, 10, "{:.1f} MiB"))
     bars = common.Bars("MNIST, peak GiB of a process", peaks, goal=1.2, ours=len(peaks))
     return common.Report([common.table(columns, rows)], [bars], goals)
 

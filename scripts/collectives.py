@@ -1,13 +1,17 @@
-"""What the wires between the processes do: each collective checked, timed and drawn, before GPU-hours are spent on it.
+"""Checks, times and draws each collective, to test a network before GPU-hours are spent on it.
 
-    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/collectives.py --explain --simulate
-    accelerate launch --config_file accelerate_configs/multi_node.yaml scripts/collectives.py --sizes 8 1M 256M
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/collectives.py \
+        --explain --simulate
+    accelerate launch --config_file accelerate_configs/multi_node.yaml scripts/collectives.py \
+        --sizes 8 1M 256M
 
-Every operation is first run on numbers whose result is known, on every process and at every size; a wrong result ends
-the run with exit code 1 and its name. Then it is timed: a barrier, the call, the slowest process counts, the median of
-the repetitions. Over gloo on 2 CPU cores, torch 2.15: 10 s, and 1.3 GB/s of bus bandwidth for an all_reduce of 4 MiB
-between 2 processes; 24 s and 0.5 GB/s between 4.
-Bandwidths as in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+Every operation first runs on numbers whose result is known, on every process and at every size. A
+wrong result ends the run with exit code 1 and the name of the operation. Then each is timed: a
+barrier, the call, the time of the slowest process, the median of the repetitions. Over gloo on 2
+CPU cores, torch 2.15: 10 s, and 1.3 GB/s of bus bandwidth for an all_reduce of 4 MiB between 2
+processes; 24 s and 0.5 GB/s between 4.
+Source of the bandwidths: nccl-tests,
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
 import inspect
@@ -15,6 +19,7 @@ import math
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +27,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder, without an install
+# Finds utils from any folder, without an install.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import launch
-from utils.tracking import Tracker, git_commit, versions, write, write_json
+from utils import flags, launch, topology
+from utils.console import plural
+from utils.files import write, write_json
+from utils.tracking import Tracker, git_commit, versions
 from utils.wires import (
     describe_pairs,
     describe_simulation,
@@ -37,48 +45,72 @@ from utils.wires import (
     timed,
 )
 
-CHECK_BYTES = 2**30  # a check makes the inputs of all processes; sizes for which that takes more are only timed
+# A check makes the inputs of all processes. Sizes for which these take more are timed only.
+CHECK_BYTES = 2**30
 NOT_SUPPORTED = re.compile("not support|unsupported|cannot use|not implemented", re.IGNORECASE)
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def num_bytes(text: str) -> int:
-    """8, 4K, 1M, 2G: units of 1024, as in nccl-tests."""
-    digits, unit = text[:-1], text[-1:].upper()
-    if unit not in "KMG":
-        digits, unit = text, " "
-    return launch.at_least(1)(digits) * 1024 ** " KMG".index(unit)
+    """8, 4K, 1M or 2G as a number: units of 1024, as in nccl-tests."""
+    unit = text[-1:].upper()
+    if unit in UNITS:
+        return flags.at_least(1)(text[:-1]) * UNITS[unit]
+    return flags.at_least(1)(text)
 
 
 def parse_args():
-    parser = launch.ArgumentParser(__doc__)
-    size, real, positive = launch.at_least(1), launch.at_least(0.0, float), launch.at_least(1e-9, float)
+    parser = flags.ArgumentParser(__doc__)
+    count, size, real = flags.at_least(0), flags.at_least(1), flags.at_least(0.0, float)
+
     add = parser.add_argument_group("measuring").add_argument
-    sizes = "bytes, or 4K, 1M, 2G (default: 8 4K 256K 4M)"
-    add("--sizes", type=num_bytes, nargs="+", default=[8, 4096, 2**18, 2**22], metavar="BYTES", help=sizes)
+    add(
+        "--sizes",
+        type=num_bytes,
+        nargs="+",
+        default=[8, 4096, 2**18, 2**22],
+        metavar="BYTES",
+        help="bytes, or 4K, 1M, 2G (default: 8 4K 256K 4M)",
+    )
     add("--repetitions", type=size, default=15, help="timed calls of each operation and size")
-    add("--warmup", type=launch.at_least(0), default=3, help="calls before those")
-    add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of the numbers that are sent")
+    add("--warmup", type=count, default=3, help="calls before those")
+    add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of the numbers sent")
+
     add = parser.add_argument_group("explaining").add_argument
     add("--explain", action="store_true", help="print what each operation does, with a picture")
-    cost = "print what a broadcast to so many nodes would cost; without a number: 8"
-    add("--simulate", type=launch.at_least(2), nargs="?", const=8, metavar="NODES", help=cost)
-    add("--simulate_latency_s", type=real, default=0.0, help="of one message between two nodes")
-    add("--simulate_gb", type=real, default=1.0, help="length of the message")
-    add("--simulate_gb_per_s", type=positive, default=0.2, help="between two nodes")
+    add(
+        "--simulate",
+        type=flags.at_least(2),
+        nargs="?",
+        const=8,
+        metavar="NODES",
+        help="print what a broadcast to NODES nodes costs in theory; without a number: 8",
+    )
+    add(
+        "--simulate_latency_s",
+        type=real,
+        default=0.0,
+        help="seconds that one message takes besides its bytes",
+    )
+    add("--simulate_gb", type=real, default=1.0, help="size of the message in GB")
+    add(
+        "--simulate_gb_per_s",
+        type=flags.at_least(1e-9, float),
+        default=0.2,
+        help="bandwidth between two nodes",
+    )
     parser.add_run_flags()
-    # What launch and Tracker read in scripts that train:
-    parser.set_defaults(batch_size=0, gradient_accumulation_steps=1, log_with=None, resume=None)
     args = parser.parse_args()
     args.sizes = sorted(set(args.sizes))
     return args
 
 
 class World(NamedTuple):
-    """This process and the others. halves: the sub-groups; every process must make both, also the one it is not in."""
+    """This process and the others."""
 
     rank: int
-    n: int
-    halves: list
+    n: int  # world size
+    halves: list  # sub-groups; every process must make both, also the one that it is not in
 
     @property
     def right(self):
@@ -89,14 +121,15 @@ class World(NamedTuple):
         return (self.rank - 1) % self.n
 
 
-# The operations. x: this process's input, float32 (count,), count a multiple of n; out: room for as much. Returns where
-# the result is, or None on a process that gets none. The result may be in x itself.
+# The operations. Arguments: x, this process's input, float32 (count,), with a count that n divides;
+# out, an uninitialised tensor of the same shape. Each returns the tensor with the result, which may
+# be x itself, or None on a process that gets no result.
 
 
 def send_recv(x, out, world):
-    """each passes its message on to the next; blocking, so that half of them must receive first
+    """each sends a message to the next; the calls block, so half of the processes receive first
     0 [a]   [d] 0
-    1 [b]   [a] 1      If all sent first, all would wait for a receiver for ever.
+    1 [b]   [a] 1      If all sent first, all would wait for a receiver forever.
     2 [c]   [b] 2
     3 [d]   [c] 3"""
     if world.rank % 2 == 0:
@@ -109,19 +142,20 @@ def send_recv(x, out, world):
 
 
 def isend_irecv(x, out, world):
-    """the same without blocking: both are on their way at once, and wait() says when they are there
+    """the same without blocking: both messages travel at once; wait() returns when they are done
     0 [a]   [d] 0
-    1 [b]   [a] 1      Keep what isend returns until wait(): dropped, the message may never leave.
+    1 [b]   [a] 1      Keep what isend returns until wait(), or the message may never be sent.
     2 [c]   [b] 2
     3 [d]   [c] 3"""
-    operations = [dist.P2POp(dist.isend, x, world.right), dist.P2POp(dist.irecv, out, world.left)]
-    for work in dist.batch_isend_irecv(operations):
+    send = dist.P2POp(dist.isend, x, world.right)
+    receive = dist.P2POp(dist.irecv, out, world.left)
+    for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
     return out
 
 
 def broadcast(x, out, world):
-    """one process's message goes to all: weights at the start
+    """one process sends its message to all: weights at the start
     0 [a]   [a] 0
     1 [ ]   [a] 1
     2 [ ]   [a] 2
@@ -133,7 +167,7 @@ def broadcast(x, out, world):
 def reduce(x, out, world):
     """the sum of all, on one process: a metric to print
     0 [a]   [a+b+c+d] 0
-    1 [b]   [?]       1      The others' tensors are left with partial sums: do not read them.
+    1 [b]   [?]       1      The other tensors hold partial sums: do not read them.
     2 [c]   [?]       2
     3 [d]   [?]       3"""
     dist.reduce(x, dst=0)
@@ -142,7 +176,7 @@ def reduce(x, out, world):
 
 def all_reduce(operation):
     def run(x, out, world):
-        """the sum (or product, maximum, minimum, mean) of all, on all: gradients in data parallel training
+        """the sum (product, maximum, minimum, mean) of all, on all: gradients in data parallelism
         0 [a]   [a+b+c+d] 0
         1 [b]   [a+b+c+d] 1      = reduce_scatter, then all_gather
         2 [c]   [a+b+c+d] 2
@@ -154,29 +188,29 @@ def all_reduce(operation):
 
 
 def gather(x, out, world):
-    """one process gets the pieces of all: predictions to save
+    """one process gets a chunk from each: predictions to save
     0 [a]   [a b c d] 0
     1 [b]             1
     2 [c]             2
     3 [d]             3"""
-    pieces = list(out.chunk(world.n)) if world.rank == 0 else None
-    dist.gather(x.chunk(world.n)[world.rank], pieces)
+    chunks = list(out.chunk(world.n)) if world.rank == 0 else None
+    dist.gather(x.chunk(world.n)[world.rank], chunks)
     return out if world.rank == 0 else None
 
 
 def scatter(x, out, world):
-    """one process hands out pieces: data that only one can read
+    """one process sends a chunk to each: data that only one can read
     0 [a b c d]   [a] 0
     1 [       ]   [b] 1
     2 [       ]   [c] 2
     3 [       ]   [d] 3"""
-    mine = out.chunk(world.n)[0]
-    dist.scatter(mine, list(x.chunk(world.n)) if world.rank == 0 else None)
-    return mine
+    result = out.chunk(world.n)[0]
+    dist.scatter(result, list(x.chunk(world.n)) if world.rank == 0 else None)
+    return result
 
 
 def all_gather(x, out, world):
-    """all get the pieces of all: sharded weights (FSDP) before a layer runs
+    """all get a chunk from each: sharded weights (FSDP) before a layer runs
     0 [a]   [a b c d] 0
     1 [b]   [a b c d] 1
     2 [c]   [a b c d] 2
@@ -186,18 +220,18 @@ def all_gather(x, out, world):
 
 
 def reduce_scatter(x, out, world):
-    """each gets one piece of the sum: gradients of sharded weights (FSDP)
+    """each gets one chunk of the sum: gradients of sharded weights (FSDP)
     0 [a0 a1 a2 a3]   [a0+b0+c0+d0] 0
     1 [b0 b1 b2 b3]   [a1+b1+c1+d1] 1
     2 [c0 c1 c2 c3]   [a2+b2+c2+d2] 2
     3 [d0 d1 d2 d3]   [a3+b3+c3+d3] 3"""
-    mine = out.chunk(world.n)[0]
-    dist.reduce_scatter_tensor(mine, x)
-    return mine
+    result = out.chunk(world.n)[0]
+    dist.reduce_scatter_tensor(result, x)
+    return result
 
 
 def all_to_all(x, out, world):
-    """piece j of process i becomes piece i of process j, a transpose: tokens to their experts
+    """chunk j of process i becomes chunk i of process j, a transpose: tokens to their experts
     0 [a0 a1 a2 a3]   [a0 b0 c0 d0] 0
     1 [b0 b1 b2 b3]   [a1 b1 c1 d1] 1
     2 [c0 c1 c2 c3]   [a2 b2 c2 d2] 2
@@ -207,17 +241,17 @@ def all_to_all(x, out, world):
 
 
 def new_group(x, out, world):
-    """an all_reduce in each half of the processes, both at once: tensor parallel inside, data parallel across
+    """an all_reduce in each half of the processes, both at once: tensor parallelism in each half
     0 [a]   [a+b] 0
     1 [b]   [a+b] 1
-    2 [c]   [c+d] 2      All must call new_group, in the same order, also for groups they are not in.
+    2 [c]   [c+d] 2      All processes must call new_group, in the same order, for both groups.
     3 [d]   [c+d] 3"""
     dist.all_reduce(x, group=world.halves[world.rank >= world.n // 2])
     return x
 
 
 def broadcast_one_by_one(x, out, world):
-    """a broadcast by hand: n - 1 messages, one after another, and only one process ever sends
+    """a broadcast by hand: n - 1 messages, one after another, all from one process
     0 > 1,  0 > 2,  0 > 3,  0 > 4,  0 > 5,  0 > 6,  0 > 7"""
     if world.rank > 0:
         dist.recv(x, 0)
@@ -228,7 +262,7 @@ def broadcast_one_by_one(x, out, world):
 
 
 def broadcast_tree(x, out, world):
-    """a broadcast by hand: who has the message helps to send it; each round doubles those who have it
+    """a broadcast by hand: all that have the message send it, so their number doubles each round
     round 1: 0 > 1;  round 2: 0 > 2, 1 > 3;  round 3: 0 > 4, 1 > 5, 2 > 6, 3 > 7"""
     have = 1
     while have < world.n:
@@ -241,35 +275,34 @@ def broadcast_tree(x, out, world):
 
 
 def broadcast_ring(x, out, world):
-    """a broadcast by hand: along a chain in n pieces; while the second goes 0 > 1, the first goes 1 > 2
+    """a broadcast by hand: a chain of chunks; the second goes 0 > 1 while the first goes 1 > 2
     0 > 1 > 2 > 3 > 4 > 5 > 6 > 7"""
     sending = None
-    for piece in x.chunk(world.n):
+    for chunk in x.chunk(world.n):
         if world.rank > 0:
-            dist.recv(piece, world.left)
+            dist.recv(chunk, world.left)
         if sending is not None:
             sending.wait()
         if world.rank < world.n - 1:
-            sending = dist.isend(piece, world.right)
+            sending = dist.isend(chunk, world.right)
     if sending is not None:
         sending.wait()
     return x
 
 
 class Operation(NamedTuple):
-    """run: one of the functions above. expected(inputs, rank, n): its result, from the inputs of all, (n, count).
-
-    bus_factor(n): by this the bandwidth S / t becomes that of the busiest wire, whatever n is (nccl-tests).
-    exact: the result does not depend on the order of the additions.
-    """
-
-    run: callable
-    expected: callable
-    bus_factor: callable
-    exact: bool = True
+    run: Callable  # one of the functions above
+    # expected(inputs, rank, n): the result of `rank`, from the inputs of all ranks, (n, count)
+    expected: Callable
+    # bus_factor(n): the bandwidth S / t times this is that of the busiest link, for any n
+    bus_factor: Callable
+    exact: bool = True  # the result does not depend on the order of the additions
 
 
-def once(n):
+# The factors of nccl-tests.
+
+
+def one(n):
     return 1.0
 
 
@@ -285,34 +318,85 @@ def larger_half(n):
     return there_and_back((n + 1) // 2)
 
 
-def own_pieces(inputs, n):
+# Expected results.
+
+
+def from_first(inputs, rank, n):
+    return inputs[0]
+
+
+def from_left(inputs, rank, n):
+    return inputs[rank - 1]
+
+
+def total(inputs, rank, n):
+    return inputs.sum(0)
+
+
+def product(inputs, rank, n):
+    return inputs.prod(0)
+
+
+def maximum(inputs, rank, n):
+    return inputs.amax(0)
+
+
+def minimum(inputs, rank, n):
+    return inputs.amin(0)
+
+
+def mean(inputs, rank, n):
+    return inputs.mean(0)
+
+
+def on_first(expected):
+    """As `expected` on rank 0; no result on the others."""
+    return lambda inputs, rank, n: expected(inputs, rank, n) if rank == 0 else None
+
+
+def own_chunks(inputs, rank, n):
+    """Chunk r of rank r, for all r."""
     return torch.cat([row.chunk(n)[sender] for sender, row in enumerate(inputs)])
 
 
-def half_of(inputs, rank, n):
-    return inputs[n // 2 :] if rank >= n // 2 else inputs[: n // 2]
+def chunks_for_rank(inputs, rank, n):
+    """Chunk `rank` of each rank."""
+    return torch.cat([row.chunk(n)[rank] for row in inputs])
+
+
+def total_of_half(inputs, rank, n):
+    half = inputs[n // 2 :] if rank >= n // 2 else inputs[: n // 2]
+    return half.sum(0)
+
+
+def chunk_of_first(inputs, rank, n):
+    return inputs[0].chunk(n)[rank]
+
+
+def chunk_of_total(inputs, rank, n):
+    return inputs.sum(0).chunk(n)[rank]
 
 
 Op = dist.ReduceOp
 OPERATIONS = {
-    "send/recv": Operation(send_recv, lambda x, rank, n: x[rank - 1], once),
-    "isend/irecv": Operation(isend_irecv, lambda x, rank, n: x[rank - 1], once),
-    "broadcast": Operation(broadcast, lambda x, rank, n: x[0], once),
-    "reduce": Operation(reduce, lambda x, rank, n: x.sum(0) if rank == 0 else None, once),
-    "all_reduce SUM": Operation(all_reduce(Op.SUM), lambda x, rank, n: x.sum(0), there_and_back),
-    "all_reduce PRODUCT": Operation(all_reduce(Op.PRODUCT), lambda x, rank, n: x.prod(0), there_and_back),
-    "all_reduce MAX": Operation(all_reduce(Op.MAX), lambda x, rank, n: x.amax(0), there_and_back),
-    "all_reduce MIN": Operation(all_reduce(Op.MIN), lambda x, rank, n: x.amin(0), there_and_back),
-    "all_reduce AVG": Operation(all_reduce(Op.AVG), lambda x, rank, n: x.mean(0), there_and_back, exact=False),
-    "gather": Operation(gather, lambda x, rank, n: own_pieces(x, n) if rank == 0 else None, all_but_own),
-    "scatter": Operation(scatter, lambda x, rank, n: x[0].chunk(n)[rank], all_but_own),
-    "all_gather": Operation(all_gather, lambda x, rank, n: own_pieces(x, n), all_but_own),
-    "reduce_scatter": Operation(reduce_scatter, lambda x, rank, n: x.sum(0).chunk(n)[rank], all_but_own),
-    "all_to_all": Operation(all_to_all, lambda x, rank, n: torch.cat([r.chunk(n)[rank] for r in x]), all_but_own),
-    "new_group": Operation(new_group, lambda x, rank, n: half_of(x, rank, n).sum(0), larger_half),
-    "broadcast one by one": Operation(broadcast_one_by_one, lambda x, rank, n: x[0], once),
-    "broadcast tree": Operation(broadcast_tree, lambda x, rank, n: x[0], once),
-    "broadcast ring": Operation(broadcast_ring, lambda x, rank, n: x[0], once),
+    "send/recv": Operation(send_recv, from_left, one),
+    "isend/irecv": Operation(isend_irecv, from_left, one),
+    "broadcast": Operation(broadcast, from_first, one),
+    "reduce": Operation(reduce, on_first(total), one),
+    "all_reduce SUM": Operation(all_reduce(Op.SUM), total, there_and_back),
+    "all_reduce PRODUCT": Operation(all_reduce(Op.PRODUCT), product, there_and_back),
+    "all_reduce MAX": Operation(all_reduce(Op.MAX), maximum, there_and_back),
+    "all_reduce MIN": Operation(all_reduce(Op.MIN), minimum, there_and_back),
+    "all_reduce AVG": Operation(all_reduce(Op.AVG), mean, there_and_back, exact=False),
+    "gather": Operation(gather, on_first(own_chunks), all_but_own),
+    "scatter": Operation(scatter, chunk_of_first, all_but_own),
+    "all_gather": Operation(all_gather, own_chunks, all_but_own),
+    "reduce_scatter": Operation(reduce_scatter, chunk_of_total, all_but_own),
+    "all_to_all": Operation(all_to_all, chunks_for_rank, all_but_own),
+    "new_group": Operation(new_group, total_of_half, larger_half),
+    "broadcast one by one": Operation(broadcast_one_by_one, from_first, one),
+    "broadcast tree": Operation(broadcast_tree, from_first, one),
+    "broadcast ring": Operation(broadcast_ring, from_first, one),
 }
 
 
@@ -325,21 +409,21 @@ def explain() -> str:
 
 
 def message_length(size: int, n: int) -> int:
-    """float32 numbers in a message of at least `size` bytes that n processes can share evenly."""
+    """float32 numbers in a message of at least `size` bytes that divides into n chunks."""
     return n * math.ceil(size / 4 / n)
 
 
 def make_inputs(count: int, n: int, seed: int) -> torch.Tensor:
-    """Numbers that each process knows of all, float32 (n, count), on the CPU.
+    """The inputs of all ranks, float32 (n, count), on the CPU; the same numbers on every rank.
 
-    Powers of two from 1/4 to 4: their sums and products are exact in float32, in any order.
+    They are powers of two from 1/4 to 4, whose sums and products are exact in float32 in any order.
     """
     generator = torch.Generator().manual_seed(seed)
     return 2.0 ** torch.randint(-2, 3, (n, count), generator=generator)
 
 
 def check(operation: Operation, inputs: torch.Tensor, world: World, device) -> str:
-    """Run it once. What is wrong with this process's result; "" for nothing."""
+    """Run an operation once. Returns what is wrong with this rank's result; "" if it is right."""
     x = inputs[world.rank].to(device, copy=True)
     result = operation.run(x, torch.full_like(x, math.nan), world)
     expected = operation.expected(inputs, world.rank, world.n)
@@ -350,11 +434,18 @@ def check(operation: Operation, inputs: torch.Tensor, world: World, device) -> s
     if not wrong.any():
         return ""
     at = int(wrong.nonzero()[0])
-    return f"{int(wrong.sum())} of {len(result)} numbers, [{at}] is {result[at]:g} and should be {expected[at]:g}"
+    return (
+        f"{int(wrong.sum())} of {len(result)} numbers, "
+        f"[{at}] is {result[at]:g} and should be {expected[at]:g}"
+    )
 
 
 def check_all(sizes: list[int], world: World, device, seed: int) -> tuple[list[str], set[str]]:
-    """Every operation at every size: the wrong results in words, and the operations that the backend does not have."""
+    """Check every operation at every size. Collective: call it on every rank.
+
+    Returns:
+        the wrong results in words, and the operations that the backend does not support.
+    """
     wrong, unsupported = {}, set()
     for size in sizes:
         count = message_length(size, world.n)
@@ -379,9 +470,10 @@ def check_all(sizes: list[int], world: World, device, seed: int) -> tuple[list[s
 
 
 def bandwidths(operation: Operation, size: int, time_s: float, n: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in GB/s (1e9 bytes); 0 where nothing is sent, in sub-groups of one.
+    """Algorithm and bus bandwidth in GB/s (1e9 bytes); 0 if nothing is sent, in groups of one.
 
-    size: bytes of the whole message, which is what a process has after an all_gather, or before a reduce_scatter.
+    size: bytes of the whole message, which a process has after an all_gather, or before a
+    reduce_scatter.
     """
     factor = operation.bus_factor(n)
     algorithm = size / time_s / 1e9 if factor else 0.0
@@ -389,33 +481,44 @@ def bandwidths(operation: Operation, size: int, time_s: float, n: int) -> tuple[
 
 
 def time_all(args, world: World, device, unsupported: set[str]) -> list[dict]:
-    """One row for each operation and size. A collective."""
+    """One row for each operation and size. Collective: call it on every rank."""
     rows = []
     for name, operation in OPERATIONS.items():
-        for size in args.sizes if name not in unsupported else ():
-            x = torch.zeros(message_length(size, world.n), device=device)  # zeros stay zeros, however often added up
-            out = torch.empty_like(x)
-            times = timed(partial(operation.run, x, out, world), args.repetitions, args.warmup, device)
-            time_s = statistics.median(times)
+        if name in unsupported:
+            continue
+        for size in args.sizes:
+            # Zeros stay zeros, however often they are added up.
+            x = torch.zeros(message_length(size, world.n), device=device)
+            call = partial(operation.run, x, torch.empty_like(x), world)
+            time_s = statistics.median(timed(call, args.repetitions, args.warmup, device))
             algorithm, bus = bandwidths(operation, x.nbytes, time_s, world.n)
-            row = {"operation": name, "bytes": x.nbytes, "time_us": time_s * 1e6}
-            rows.append({**row, "algorithm_gb_per_s": algorithm, "bus_gb_per_s": bus})
+            row = {
+                "operation": name,
+                "bytes": x.nbytes,
+                "time_us": time_s * 1e6,
+                "algorithm_gb_per_s": algorithm,
+                "bus_gb_per_s": bus,
+            }
+            rows.append(row)
     return rows
 
 
 def table(rows: list[dict], unsupported: set[str], backend: str) -> str:
-    """A line for each operation, with its time for each size, for people."""
+    """One line for each operation, with its time for each size."""
     sizes = sorted({row["bytes"] for row in rows})
-    lines = ["operation            " + "".join(f"{size:>10} B" for size in sizes) + "     alg GB/s  bus GB/s"]
+    columns = "".join(f"{size:>10} B" for size in sizes)
+    lines = [f"operation            {columns}     alg GB/s  bus GB/s"]
     for name in OPERATIONS:
-        mine = [row for row in rows if row["operation"] == name]
         if name in unsupported:
             lines.append(f"{name:<21} not supported by {backend}")
-        else:
-            times = "".join(f"{row['time_us']:>9,.0f} us" for row in mine)
-            last = mine[-1]
-            lines.append(f"{name:<21}{times}  {last['algorithm_gb_per_s']:>10.3f} {last['bus_gb_per_s']:>9.3f}")
-    return "\n".join([*lines, "time of the smallest message: latency; bandwidths: of the largest message"])
+            continue
+        own_rows = [row for row in rows if row["operation"] == name]
+        times = "".join(f"{row['time_us']:>9,.0f} us" for row in own_rows)
+        last = own_rows[-1]
+        rates = f"{last['algorithm_gb_per_s']:>10.3f} {last['bus_gb_per_s']:>9.3f}"
+        lines.append(f"{name:<21}{times}  {rates}")
+    lines.append("latency: time of the smallest message; bandwidths: of the largest message")
+    return "\n".join(lines)
 
 
 def in_words(size: float) -> str:
@@ -427,44 +530,105 @@ def in_words(size: float) -> str:
 
 
 def draw(rows: list[dict], pairs: dict, n: int, title: str, picture: Path) -> None:
-    """A line for each operation: its time by size, and its bus bandwidth; and the bandwidth of each pair. A PNG."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure  # not pyplot, which looks for a screen and a font cache of its own
-    from matplotlib.ticker import LogLocator, NullLocator
+    """A PNG: times by size and bus bandwidth of each operation, and the bandwidth of each pair."""
+    from matplotlib.figure import Figure  # not pyplot, which looks for a screen and a font cache
 
     figure = Figure(figsize=(15, 6), layout="constrained")
     times, bandwidth, matrix = figure.subplots(1, 3, width_ratios=(5, 3, 5))
-    names, sizes = list(dict.fromkeys(row["operation"] for row in rows)), sorted({row["bytes"] for row in rows})
-    for at, size in enumerate(sizes):
-        mine = [row for row in rows if row["bytes"] == size]
-        style = {"color": colormaps["viridis"](0.95 * at / max(len(sizes) - 1, 1)), "label": in_words(size)}
-        times.plot([row["time_us"] for row in mine], [names.index(row["operation"]) for row in mine], "o", **style)
-    times.set(xscale="log", xlabel="µs", title="Time by size, slowest process")
-    times.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    times.xaxis.set_major_formatter("{x:,.0f}")
-    times.xaxis.set_minor_locator(NullLocator())
+    names = list(dict.fromkeys(row["operation"] for row in rows))
+    sizes = sorted({row["bytes"] for row in rows})
+    draw_times(times, rows, names, sizes)
     figure.legend(*times.get_legend_handles_labels(), loc="outside lower left", ncols=8)
     largest = [row["bus_gb_per_s"] for row in rows if row["bytes"] == sizes[-1]]
     bandwidth.bar_label(bandwidth.barh(names, largest, color="#0072b2"), fmt=" {:.2f}")
-    bandwidth.set(xlabel="GB/s", title=f"Bus bandwidth, {in_words(sizes[-1])}", xlim=(0, 1.2 * max(largest)))
+    bandwidth.set(
+        xlabel="GB/s",
+        title=f"Bus bandwidth, {in_words(sizes[-1])}",
+        xlim=(0, 1.2 * max(largest)),
+    )
     for axes in (times, bandwidth):
         axes.set_yticks(range(len(names)), names if axes is times else [])
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
-    cells = torch.full((n, n), math.nan)
-    for (a, b), (_, bytes_per_s) in pairs.items():
-        cells[a, b] = cells[b, a] = bytes_per_s / 1e9
-    image = matrix.imshow(cells, vmin=0)
-    matrix.set(xlabel="rank", ylabel="rank", title="Bandwidth of each pair, GB/s")
-    for a, b in [*pairs, *(pair[::-1] for pair in pairs)] if n <= 8 else ():
-        dark = cells[a, b] < 0.6 * cells.nan_to_num().max()
-        matrix.text(b, a, f"{cells[a, b]:.2f}", ha="center", va="center", color="white" if dark else "black")
-    matrix.set_xticks(range(n) if n <= 16 else [0, n - 1])
-    matrix.set_yticks(range(n) if n <= 16 else [0, n - 1])
+    image = draw_pairs(matrix, pairs, n)
     figure.colorbar(image, ax=matrix, shrink=0.8)
     figure.suptitle(title)
     write(picture, lambda part: figure.savefig(part, dpi=110))
+
+
+def draw_times(axes, rows: list[dict], names: list[str], sizes: list[int]) -> None:
+    """A line for each operation, with a point for each size."""
+    from matplotlib import colormaps
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    for place, size in enumerate(sizes):
+        of_size = [row for row in rows if row["bytes"] == size]
+        axes.plot(
+            [row["time_us"] for row in of_size],
+            [names.index(row["operation"]) for row in of_size],
+            "o",
+            color=colormaps["viridis"](0.95 * place / max(len(sizes) - 1, 1)),
+            label=in_words(size),
+        )
+    axes.set(xscale="log", xlabel="µs", title="Time by size, slowest process")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def draw_pairs(axes, pairs: dict, n: int):
+    """The bandwidth of each pair of ranks, as a matrix. Returns the image, for a colour bar."""
+    cells = torch.full((n, n), math.nan)
+    for (a, b), (_, bytes_per_s) in pairs.items():
+        cells[a, b] = cells[b, a] = bytes_per_s / 1e9
+    image = axes.imshow(cells, vmin=0)
+    axes.set(xlabel="rank", ylabel="rank", title="Bandwidth of each pair, GB/s")
+    if n <= 8:
+        for a, b in pairs:
+            is_dark = cells[a, b] < 0.6 * cells.nan_to_num().max()
+            for row, column in ((a, b), (b, a)):
+                axes.text(
+                    column,
+                    row,
+                    f"{cells[a, b]:.2f}",
+                    ha="center",
+                    va="center",
+                    color="white" if is_dark else "black",
+                )
+    ticks = range(n) if n <= 16 else [0, n - 1]
+    axes.set_xticks(ticks)
+    axes.set_yticks(ticks)
+    return image
+
+
+def save(folder: Path, args, facts: dict, rows: list[dict], unsupported: set, pairs: dict) -> None:
+    """Write run.json and collectives.json; facts: what topology.describe returned."""
+    hosts = [process["host"] for process in facts["processes"]]
+    record = {
+        "arguments": flags.as_json(vars(args)),
+        "command": sys.argv,
+        "versions": versions(),
+        "git_commit": git_commit(),
+        **facts,
+    }
+    write_json(folder / "run.json", record)
+    links = []
+    for ranks, (latency_s, bytes_per_s) in pairs.items():
+        link = {
+            "ranks": ranks,
+            "hosts": [hosts[rank] for rank in ranks],
+            "latency_us": latency_s * 1e6,
+            "gb_per_s": bytes_per_s / 1e9,
+        }
+        links.append(link)
+    results = {
+        "operations": rows,
+        "not_supported": sorted(unsupported),
+        "pairs": links,
+        "slow_pairs": slow_pairs(pairs),
+    }
+    write_json(folder / "collectives.json", results)
 
 
 def main():
@@ -473,15 +637,23 @@ def main():
     if args.explain:
         accelerator.print(explain(), end="\n\n")
     if args.simulate:
-        textbook = args.simulate_gb * 1e9, args.simulate_latency_s, args.simulate_gb_per_s * 1e9
-        accelerator.print(describe_simulation("textbook", args.simulate, *textbook), end="\n\n")
+        theory = describe_simulation(
+            "in theory",
+            args.simulate,
+            args.simulate_gb * 1e9,
+            args.simulate_latency_s,
+            args.simulate_gb_per_s * 1e9,
+        )
+        accelerator.print(theory, end="\n\n")
     n, device = accelerator.num_processes, accelerator.device
     if n == 1:
-        accelerator.print("one process: there is nothing to send; accelerate_configs/cpu_ddp.yaml starts two")
+        accelerator.print(
+            "one process: there is nothing to send; accelerate_configs/cpu_ddp.yaml starts two"
+        )
         return accelerator.end_training()
-    tracker = Tracker(accelerator, args)
-    topology = launch.describe(accelerator)
-    backend, hosts = topology["backend"], [process["host"] for process in topology["processes"]]
+    tracker = Tracker(accelerator, args.output_dir, None)
+    facts = topology.describe(accelerator)
+    backend, hosts = facts["backend"], [process["host"] for process in facts["processes"]]
     halves = [dist.new_group(list(ranks)) for ranks in (range(n // 2), range(n // 2, n))]
     world = World(accelerator.process_index, n, halves)
 
@@ -492,27 +664,25 @@ def main():
             print("\n".join(wrong), file=sys.stderr, flush=True)
         leave_together()
         sys.exit(1)
-    machines = len(set(hosts))
-    title = f"{n} processes on {machines} machine{'s' * (machines > 1)}, {device.type}, {backend}"
-    accelerator.print(f"{title}: {len(OPERATIONS) - len(unsupported)} operations give the right results", flush=True)
+    machines = plural(len(set(hosts)), "machine")
+    title = f"{n} processes on {machines}, {device.type}, {backend}"
+    right = len(OPERATIONS) - len(unsupported)
+    accelerator.print(f"{title}: {right} operations give the right results", flush=True)
     if len(checked) < len(args.sizes):
-        accelerator.print(f"messages of more than {CHECK_BYTES // n:,} bytes are timed and not checked")
+        accelerator.print(
+            f"messages of more than {CHECK_BYTES // n:,} bytes are timed and not checked"
+        )
     rows = time_all(args, world, device, unsupported)
     pairs = time_pairs(args.repetitions, args.warmup, device)
 
-    accelerator.print(table(rows, unsupported, backend), describe_pairs(pairs, hosts), sep="\n\n", flush=True)
+    accelerator.print(table(rows, unsupported, backend), end="\n\n")
+    accelerator.print(describe_pairs(pairs, hosts), flush=True)
     if args.simulate:
         largest = max(row["bytes"] for row in rows)
-        accelerator.print("\n" + describe_simulation("this run", n, largest, *median_pair(pairs), rows))
+        computed = describe_simulation("this run", n, largest, *median_pair(pairs), rows)
+        accelerator.print(f"\n{computed}")
     if accelerator.is_main_process:
-        facts = {"arguments": vars(args), "command": sys.argv, "versions": versions(), "git_commit": git_commit()}
-        write_json(tracker.folder / "run.json", {**facts, **topology})
-        links = [
-            {"ranks": pair, "hosts": [hosts[rank] for rank in pair], "latency_us": s * 1e6, "gb_per_s": speed / 1e9}
-            for pair, (s, speed) in pairs.items()
-        ]
-        results = {"operations": rows, "not_supported": sorted(unsupported), "pairs": links}
-        write_json(tracker.folder / "collectives.json", {**results, "slow_pairs": slow_pairs(pairs)})
+        save(tracker.folder, args, facts, rows, unsupported, pairs)
         draw(rows, pairs, n, title, tracker.folder / "collectives.png")
         print(f"\ntable and picture in {tracker.folder}/collectives.json and .png", flush=True)
     accelerator.end_training()

@@ -1,80 +1,167 @@
-"""ResNet-50 cut over devices or processes: cut evenly, pipelined, and with the numbers of the model that is not cut.
+"""ResNet-50 split over devices or processes: balanced, pipelined, and equal to the unsplit model.
 
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/model_split.py
-    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/model_split.py --num_stages 2 \
-        --batch_size 256 --num_microbatches 8
+    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/model_split.py \
+        --num_stages 2 --batch_size 256 --num_microbatches 8
 
-One process cuts it over its devices (dp.yaml: all GPUs), several take a stage each, and with --num_stages below the
-number of processes several copies of the pipeline share the batch.
+One process splits the model over its devices (dp.yaml: all GPUs). Several processes have one stage
+each. With --num_stages below the number of processes, several copies of the pipeline share the
+batch.
 
-On 2 CPU cores, torch 2.15, two processes with one thread each train at 1.67 times the images/s of the model that is not
-cut on one thread (8 micro-batches of 8 images of 64 pixels; ideal is 1.78), with the same weights.
-Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B and interleaved 1F1B, D. Narayanan et al.,
-https://arxiv.org/abs/2104.04473; ResNet-50, K. He et al., https://arxiv.org/abs/1512.03385.
+On 2 CPU cores with torch 2.15, two processes with one thread each reach 1.67 times the images/s of
+the unsplit model on one thread, with the same weights (8 micro-batches of 8 images of 64 pixels;
+the ideal is 1.78).
+
+Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B and interleaved 1F1B,
+D. Narayanan et al., https://arxiv.org/abs/2104.04473; ResNet-50, K. He et al.,
+https://arxiv.org/abs/1512.03385.
 """
 
 import functools
 import itertools
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torchvision
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder, without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder
 
-from utils import launch, stop
-from utils.checkpoint import Checkpoints, load_pretrained, save_model
-from utils.data import BUNDLED_MNIST, GlobalBatches, Images, describe, load_images
-from utils.memory import own_peak_memory_gib, reset_peak_memory
-from utils.metrics import SampleStats
-from utils.pipeline import OneProcess, OverProcesses, as_text, cut_evenly, measure_blocks, stage_table, sum_over_copies
-from utils.profiling import Profiler
-from utils.tracking import Tracker
+from utils import flags, launch
+from utils.checkpoint import load_pretrained
+from utils.console import plural, stop
+from utils.data import BUNDLED_MNIST, LabelledImages, describe, load_images
+from utils.loader import GlobalLoader
+from utils.pipeline import (
+    OneProcess,
+    OverProcesses,
+    UpdateRecorder,
+    as_text,
+    balance_stages,
+    measure_blocks,
+    stage_table,
+    sum_over_copies,
+)
+from utils.run import Run
 
-# Of ImageNet, 0 to 255, as torchvision's weights expect them: https://pytorch.org/vision/stable/models.html.
+# Of ImageNet, 0 to 255, for torchvision's weights: https://pytorch.org/vision/stable/models.html.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-# What is cut, in order. The first and the last consist of modules that torchvision has side by side.
-BLOCKS = ["stem", *(f"layer{i + 1}.{j}" for i, count in enumerate((3, 4, 6, 3)) for j in range(count)), "head"]
+# The model can be split between any two blocks. "stem" and "head" are our names for several modules
+# of torchvision's.
+BLOCKS = ["stem"]
+for layer, count in (("layer1", 3), ("layer2", 4), ("layer3", 6), ("layer4", 3)):
+    BLOCKS += [f"{layer}.{number}" for number in range(count)]
+BLOCKS += ["head"]
 PARTS = {"stem": ("conv1", "bn1", "relu", "maxpool"), "head": ("avgpool", "flatten", "fc")}
-STAGES_PER_PROCESS = {"interleaved": 2}  # else 1
-RECORDED = range(1, 11)  # updates of this launch that the timeline records; the first one warms up
+STAGES_PER_PROCESS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2}
 
 
 def parse_args():
-    parser = launch.ArgumentParser(__doc__)
-    count, size, real = launch.at_least(0), launch.at_least(1), launch.at_least(0.0, float)
+    parser = flags.ArgumentParser(__doc__)
+    count, size, real = flags.at_least(0), flags.at_least(1), flags.at_least(0.0, float)
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--synthetic", action="store_true", help="random images in 1000 classes instead, to measure speed")
-    add("--image_size", type=launch.at_least(32), default=224, help="of --synthetic, in pixels")
-    add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
+    add(
+        "--dataset",
+        default=BUNDLED_MNIST,
+        help="Hub id, or folder of parquet files or of <split>/<class>/ images",
+    )
+    add(
+        "--synthetic",
+        action="store_true",
+        help="random images in 1000 classes instead, to measure speed",
+    )
+    add("--image_size", type=flags.at_least(32), default=224, help="of --synthetic, in pixels")
+    add(
+        "--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none"
+    )
+
+    # All of these may change when a run is resumed.
     add = parser.add_argument_group("pipeline").add_argument
-    stages = "pieces of the model; 0: one a process, or one a GPU of one process"
-    add("--num_stages", type=count, default=0, help=stages)
-    add("--num_microbatches", type=size, default=4, help="in the pipeline, from filling to draining")
-    add("--schedule", choices=("naive", "gpipe", "1f1b", "interleaved"), default="1f1b", help="order of the work")
-    add("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of each later stage (default: auto)")
-    add("--balance", choices=("time", "memory"), default="time", help="what auto makes even")
-    add("--cpu_threads", type=count, default=0, help="of a process; 0: its share of the cores")
-    add = parser.add_argument_group("model").add_argument
-    add("--norm", choices=("batch", "group"), default="batch", help="group: micro-batches change nothing but rounding")
+    add(
+        "--num_stages",
+        type=count,
+        default=0,
+        help="processes, or devices of one process, in a pipeline; 0: all",
+    )
+    add("--num_microbatches", type=size, default=4, help="each time the pipeline is filled")
+    add(
+        "--schedule",
+        choices=STAGES_PER_PROCESS,
+        default="1f1b",
+        help="order of the forward and backward passes",
+    )
+    add(
+        "--split",
+        nargs="+",
+        default=["auto"],
+        metavar="BLOCK",
+        help="first block of each stage but the first (default: auto)",
+    )
+    add("--balance", choices=("time", "memory"), default="time", help="what --split auto balances")
+    add(
+        "--cpu_threads",
+        type=count,
+        default=0,
+        help="of each process; 0: the cores of the machine divided by its processes",
+    )
+
+    # fixed: a resumed run must have the same values.
+    add = parser.add_argument_group("model", fixed=True).add_argument
+    add(
+        "--norm",
+        choices=("batch", "group"),
+        default="batch",
+        help="group: numbers do not depend on the micro-batch size",
+    )
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
-    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="weights to begin with; no name: torchvision's")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
-    add = parser.add_argument_group("training").add_argument
-    add("--num_epochs", type=size, default=1, help="passes over the training images, with --max_steps 0")
-    add("--max_steps", type=count, default=60, help="optimizer updates, instead of num_epochs; 0: off")
-    add("--batch_size", type=size, default=64, help="of one optimizer update, over all micro-batches together")
-    add("--gradient_accumulation_steps", type=size, default=1, help="times the pipeline fills and drains in one update")
+    add(
+        "--pretrained",
+        nargs="?",
+        const=url,
+        metavar="FILE|URL",
+        help="weights to begin with; without a name: torchvision's",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "float64"),
+        default="float32",
+        help="float64: to compare to 1e-12",
+    )
+    add = parser.add_argument_group("training", fixed=True).add_argument
+    add(
+        "--batch_size",
+        type=size,
+        default=64,
+        help="of one optimizer update, over all micro-batches and copies of the pipeline",
+    )
     add("--lr", type=real, default=1e-3, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=real, default=0.05, help="of AdamW")
-    add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights and data order")
+    add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of weights and data order")
+
+    add = parser.add_argument_group("length and memory").add_argument
+    add(
+        "--num_epochs",
+        type=size,
+        default=1,
+        help="passes over the training images, with --max_steps 0",
+    )
+    add(
+        "--max_steps",
+        type=count,
+        default=60,
+        help="optimizer updates, instead of num_epochs; 0: off",
+    )
+    add(
+        "--gradient_accumulation_steps",
+        type=size,
+        default=1,
+        help="how often the pipeline is filled in one update",
+    )
     parser.add_run_flags(log_every=10)
     return parser.parse_args()
 
@@ -87,20 +174,24 @@ def make_resnet(num_classes: int, norm: str = "batch") -> nn.Module:
 
 
 class Stage(nn.Module):
-    """Some blocks of a ResNet, its own modules under its own names: state dicts need no translation."""
+    """Some blocks of a ResNet, under the names that they have in the whole model.
+
+    So state dicts of stages and of the whole model fit together without a translation.
+    """
 
     def __init__(self, resnet: nn.Module, blocks: list[str]):
         super().__init__()
-        self.sequence = []  # a list and no ModuleList, which would give the modules a second name
-        for name in itertools.chain.from_iterable(PARTS.get(block, (block,)) for block in blocks):
-            parent, _, _ = name.rpartition(".")
-            if parent and not hasattr(self, parent):
-                self.add_module(parent, nn.Module())
-            self.set_submodule(name, resnet.get_submodule(name))
-            self.sequence.append(self.get_submodule(name))
+        self.sequence = []  # not a ModuleList, which would give the modules a second name
+        for block in blocks:
+            for name in PARTS.get(block, (block,)):
+                parent, _, _ = name.rpartition(".")
+                if parent and not hasattr(self, parent):
+                    self.add_module(parent, nn.Module())
+                self.set_submodule(name, resnet.get_submodule(name))
+                self.sequence.append(self.get_submodule(name))
 
     def forward(self, x):
-        """x: uint8 (N, 1 or 3, H, W) for the stem, else what the block before returned."""
+        """x: uint8 (N, 1 or 3, H, W) for the stem, else the output of the block before."""
         if x.dtype == torch.uint8:
             x = to_input(x, next(self.parameters()).dtype)
         for module in self.sequence:
@@ -108,234 +199,306 @@ class Stage(nn.Module):
         return x
 
 
-def to_input(images, dtype):
-    """uint8 (N, 1 or 3, H, W) to normalised RGB (N, 3, H, W), H and W at least 32: five halvings leave one pixel."""
-    x = images.to(dtype).expand(-1, 3, -1, -1)
-    mean, std = (torch.tensor(values, dtype=dtype, device=x.device)[:, None, None] for values in (MEAN, STD))
-    height, width = (max(32 - side, 0) for side in x.shape[2:])
-    return F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2)).sub(mean).div_(std)
+def to_input(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 (N, 1 or 3, H, W) to normalised RGB (N, 3, H, W), padded to H, W >= 32.
 
-
-def make_pipeline(resnet, blocks, ends, schedule, num_stages, accelerator, devices):
-    """Returns what this process has of the model, the pipeline to run it in, and the group of the copies of this part.
-
-    blocks: the names of each stage's blocks; ends: tensors on the meta device, a micro-batch that goes into the first
-    stage and what comes out of each.
+    ResNet-50 halves the sides five times, so 32 pixels leave one.
     """
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    own = range(len(blocks)) if processes == 1 else range(rank % num_stages, len(blocks), num_stages)
-    places = [(index % num_stages, devices[index % num_stages % len(devices)]) for index in own]  # line in the picture
-    stages = {index: Stage(resnet, blocks[index]).to(device) for index, (_, device) in zip(own, places, strict=True)}
-    model = Stage(resnet, [block for index in own for block in blocks[index]])  # the same modules, for the optimizer
+    x = images.to(dtype).expand(-1, 3, -1, -1)
+    mean = torch.tensor(MEAN, dtype=dtype, device=x.device)[:, None, None]
+    std = torch.tensor(STD, dtype=dtype, device=x.device)[:, None, None]
+    height, width = (max(32 - side, 0) for side in x.shape[2:])
+    padding = (width // 2, width - width // 2, height // 2, height - height // 2)
+    return F.pad(x, padding).sub(mean).div_(std)
+
+
+class Layout(NamedTuple):
+    """How the processes share the model and the batch."""
+
+    num_stages: int  # processes, or devices of one process, in a pipeline
+    num_virtual_stages: int  # parts of the model: an interleaved schedule has two a process
+    devices: list[torch.device]  # of this process
+    copies: int  # of the pipeline
+    copy: int  # the one of this process
+    accumulation: int  # micro-batches of each copy in one update
+    micro_batch_size: int
+
+
+def choose_layout(args, accelerator) -> Layout:
+    """Raises: SystemExit if the flags and the processes do not fit together."""
+    processes = accelerator.num_processes
+    devices = [accelerator.device]
+    if processes == 1 and accelerator.device.type == "cuda":
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    num_stages = args.num_stages or max(processes, len(devices))
+    num_virtual_stages = num_stages * STAGES_PER_PROCESS[args.schedule]
+    copies = 1 if processes == 1 else processes // num_stages
+    accumulation = args.num_microbatches * args.gradient_accumulation_steps
+    if accelerator.distributed_type == DistributedType.FSDP or accelerator.scaler is not None:
+        stop(
+            "a split model runs neither under FSDP nor in fp16: use ddp.yaml with mixed_precision "
+            "no or bf16"
+        )
+    if processes > 1 and processes % num_stages:
+        stop(f"--num_stages {num_stages} does not divide the {processes} processes")
+    if processes > 1 and num_stages == 1:
+        stop(
+            "--num_stages 1 on several processes does not split the model: use another value, or "
+            "resnet50.py for data parallelism alone"
+        )
+    if num_virtual_stages > len(BLOCKS):
+        stop(
+            f"{num_virtual_stages} stages are more than the {len(BLOCKS)} blocks of ResNet-50: "
+            "use a smaller --num_stages"
+        )
+    micro_batches = accumulation * copies
+    if args.batch_size % micro_batches:
+        below = args.batch_size - args.batch_size % micro_batches
+        above = below + micro_batches
+        stop(
+            f"--batch_size {args.batch_size} does not divide by {plural(copies, 'pipeline')} x "
+            f"{plural(args.num_microbatches, 'micro-batch')} x "
+            f"{plural(args.gradient_accumulation_steps, 'accumulation step')}: use "
+            + (f"{below} or {above}" if below else f"{above}")
+        )
+    if args.split != ["auto"]:
+        first_blocks = [BLOCKS.index(name) if name in BLOCKS else -1 for name in args.split]
+        in_order = first_blocks == sorted(set(first_blocks)) and min(first_blocks) > 0
+        if len(first_blocks) != num_virtual_stages - 1 or not in_order:
+            stop(
+                f"--split {' '.join(args.split)} must be {plural(num_virtual_stages - 1, 'block')} "
+                f"in order, for {plural(num_virtual_stages, 'stage')}; the blocks are "
+                f"{' '.join(BLOCKS[1:])}"
+            )
+    return Layout(
+        num_stages=num_stages,
+        num_virtual_stages=num_virtual_stages,
+        devices=devices,
+        copies=copies,
+        copy=accelerator.process_index // num_stages,
+        accumulation=accumulation,
+        micro_batch_size=args.batch_size // micro_batches,
+    )
+
+
+def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
+    """BatchNorm needs more than one number of each channel: several images, or several pixels.
+
+    Raises: SystemExit if a micro-batch has one image that is one pixel at the end of the model.
+    """
+    if args.norm != "batch" or max(train_data.images.shape[2:]) > 32:
+        return
+    smallest = layout.micro_batch_size
+    last_update = len(train_data) % args.batch_size
+    ends_an_epoch = total_steps * args.batch_size >= len(train_data)
+    if last_update and ends_an_epoch:
+        # Micro-batches without any image are left out.
+        smallest = max(1, last_update // (layout.accumulation * layout.copies))
+    if smallest == 1:
+        stop(
+            f"--batch_size {args.batch_size} leads to micro-batches of one sample, which has one "
+            "pixel in the end, and BatchNorm cannot normalise one number: use fewer "
+            "--num_microbatches, another batch size, or --norm group"
+        )
+
+
+def load_data(args) -> tuple[LabelledImages, LabelledImages]:
+    if args.synthetic:
+        return synthetic(512, args.image_size, args.seed), synthetic(64, args.image_size, args.seed)
+    return load_images(args.dataset, args.num_workers)
+
+
+def synthetic(count: int, image_size: int, seed: int) -> LabelledImages:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, 3, image_size, image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, 1000, (count,), generator=generator)
+    return LabelledImages(images, labels, [str(label) for label in range(1000)])
+
+
+def split_model(args, layout, train_data, accelerator):
+    """Make the model and split it. Collective.
+
+    Returns: as make_pipeline, and a table of the stages.
+    """
+    resnet = make_resnet(len(train_data.classes), args.norm).to(getattr(torch, args.dtype))
+    if args.pretrained:
+        load_pretrained(resnet, args.pretrained, head="fc")
+    items = torch.arange(layout.micro_batch_size) % len(train_data)
+    images = train_data.images[items].to(accelerator.device)
+    with accelerator.autocast():
+        costs = measure_blocks({block: Stage(resnet, [block]) for block in BLOCKS}, images)
+    if args.split == ["auto"]:
+        blocks = balance_stages(
+            costs, layout.num_virtual_stages, args.balance, args.schedule, args.num_microbatches
+        )
+    else:
+        boundaries = [0, *(BLOCKS.index(name) for name in args.split), len(BLOCKS)]
+        blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(boundaries)]
+    examples = [images.to("meta"), *(costs[names[-1]].output for names in blocks)]
+    model, pipeline, copy_group = make_pipeline(
+        resnet, blocks, examples, args.schedule, layout.num_stages, accelerator, layout.devices
+    )
+    return model, pipeline, copy_group, stage_table(blocks, costs)
+
+
+def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, devices):
+    """Put the stages of this process on its devices. Collective.
+
+    Args:
+        blocks: the names of the blocks of each stage.
+        examples: a micro-batch as it goes into the first stage and as it comes out of each stage,
+            on the meta device.
+        num_stages: processes, or devices of one process, in a pipeline.
+        devices: those of this process.
+
+    Returns:
+        The part of the model that this process has; the pipeline to run it in; and the process
+        group of all copies of this part, None if there is only one.
+    """
+    rank = accelerator.process_index
+    processes = accelerator.num_processes
+    if processes == 1:
+        own = range(len(blocks))
+    else:
+        own = range(rank % num_stages, len(blocks), num_stages)
+    stages, places = {}, []
+    for index in own:
+        row = index % num_stages  # in the timeline
+        device = devices[row % len(devices)]
+        stages[index] = Stage(resnet, blocks[index]).to(device)
+        places.append((row, device))
+    # The same modules once more in one object, for the optimizer and the checkpoints.
+    model = Stage(resnet, [block for index in own for block in blocks[index]])
     if processes == 1:
         return model, OneProcess(stages, places, schedule), None
-    shape = (processes // num_stages, num_stages)
-    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("copy", "stage"))
-    pipeline = OverProcesses(stages, ends, schedule, mesh.get_group("stage"), accelerator.device, rank)
-    return model, pipeline, mesh.get_group("copy") if shape[0] > 1 else None
+    copies = processes // num_stages
+    names = ("copy", "stage")
+    mesh = init_device_mesh(accelerator.device.type, (copies, num_stages), mesh_dim_names=names)
+    group = mesh.get_group("stage")
+    pipeline = OverProcesses(stages, examples, schedule, group, accelerator.device, rank)
+    return model, pipeline, mesh.get_group("copy") if copies > 1 else None
 
 
-def record_losses(stats, accelerator, step=0):
-    """A loss function for `run`: it adds a micro-batch to `stats`, and returns its part of the mean over the update."""
+def make_loss_fn(count):
+    """The function that the last stage calls with the logits and the Batch of a micro-batch.
+
+    count: gets the batch and its metrics.
+    """
 
     def loss_fn(logits, batch):
-        labels = batch.labels.to(logits.device, non_blocking=True)
+        _, labels = batch.data
+        labels = labels.to(logits.device, non_blocking=True)
         losses = F.cross_entropy(logits, labels, reduction="none")
         correct = logits.argmax(1) == labels
-        stats.add(losses.detach().to(accelerator.device), correct.to(accelerator.device), batch.indices, step)
+        device = batch.indices.device  # with several GPUs in one process, that of the first stage
+        count(batch, loss=losses.detach().to(device), accuracy=correct.to(device))
+        # Gradients of micro-batches and copies are summed: this makes them the mean's. Not
+        # batch.mean_over_update, which is for DDP and accelerator.backward.
         return losses.sum() / batch.update_size
 
     return loss_fn
 
 
 @torch.no_grad()
-def evaluate(model, pipeline, batches, accelerator, stop_signal) -> dict | None:
-    """Loss and accuracy, each test sample counted once, through the pipeline; None if a signal came."""
+def evaluate(model, pipeline, loader, run) -> dict:
+    """Loss and accuracy through the pipeline; each test sample counts once."""
     model.eval()
-    stats = SampleStats(accelerator)
-    for window in zip(*[batches.epoch()] * batches.accumulation, strict=True):
-        with accelerator.autocast():
-            pipeline.run(window, record_losses(stats, accelerator))
-        if stop_signal.agreed():
-            return None
-    return stats.reduce()
+    metrics = run.new_metrics()
+    loss_fn = make_loss_fn(metrics.add)
+    for micro_batches in run.test_updates(loader):
+        with run.accelerator.autocast():
+            images = [batch.data[0] for batch in micro_batches]
+            pipeline.run(images, micro_batches, loss_fn)
+    return metrics.reduce()
 
 
-def layout(args, accelerator) -> tuple[int, int, list[torch.device]]:
-    """Stages, copies of the pipeline, and the devices of this process. Raises: SystemExit if they do not fit."""
-    processes, devices = accelerator.num_processes, [accelerator.device]
-    if processes == 1 and accelerator.device.type == "cuda":
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    stages = args.num_stages or max(processes, len(devices))
-    copies = 1 if processes == 1 else processes // stages
-    virtual, pieces = stages * STAGES_PER_PROCESS.get(args.schedule, 1), args.num_microbatches * copies
-    pieces *= args.gradient_accumulation_steps
-    if accelerator.distributed_type == DistributedType.FSDP or accelerator.scaler is not None:
-        stop("a split model runs neither under FSDP nor in fp16: take ddp.yaml, with mixed_precision no or bf16")
-    if processes > 1 and processes % stages:
-        stop(f"--num_stages {stages} does not divide the {processes} processes")
-    if processes > 1 and stages == 1:
-        stop("--num_stages 1 on several processes splits nothing: data parallelism alone is what resnet50.py does")
-    if virtual > len(BLOCKS):
-        stop(f"{virtual} stages are more than the {len(BLOCKS)} blocks of ResNet-50: take a smaller --num_stages")
-    if args.batch_size % pieces:
-        below = args.batch_size - args.batch_size % pieces
-        stop(
-            f"--batch_size {args.batch_size} does not divide by {copies} copies of the pipeline x "
-            f"{args.num_microbatches} micro-batches x {args.gradient_accumulation_steps} accumulation steps: "
-            f"take {below or pieces} or {below + pieces}"
-        )
-    if args.split != ["auto"]:
-        places = [BLOCKS.index(name) if name in BLOCKS else -1 for name in args.split]
-        if len(places) != virtual - 1 or places != sorted(set(places)) or min(places, default=1) < 1:
-            stop(
-                f"--split {' '.join(args.split)} must be {virtual - 1} blocks in order, for {virtual} stages; "
-                f"the blocks are {' '.join(BLOCKS[1:])}"
-            )
-    return stages, copies, devices
-
-
-def synthetic(count: int, image_size: int, seed: int) -> Images:
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randint(0, 256, (count, 3, image_size, image_size), dtype=torch.uint8, generator=generator)
-    return Images(images, torch.randint(0, 1000, (count,), generator=generator), [str(i) for i in range(1000)])
+def report(args, layout, recorder, pipeline, run) -> None:
+    """Peak memory and idle time of the recorded updates: timeline.png, summary.json. Collective."""
+    peaks_gib = recorder.peak_memory_gib()
+    if not peaks_gib:
+        return
+    accelerator = run.accelerator
+    # One CPU runs one stage at a time.
+    overlap = accelerator.num_processes > 1 or len(layout.devices) > 1
+    passes = 1
+    if overlap and args.schedule != "naive":
+        passes = args.num_microbatches * STAGES_PER_PROCESS[args.schedule]
+    idle = layout.num_stages - 1
+    title = (
+        f"{args.schedule}, {layout.num_stages} stages, {args.num_microbatches} micro-batches of "
+        f"{layout.micro_batch_size}"
+    )
+    numbers = {
+        "peak_memory_gib_above_start": peaks_gib,
+        "idle_share": pipeline.timeline.report(accelerator, title, run.folder / "timeline.png"),
+        "idle_share_in_theory": round(idle / (passes + idle), 4),
+    }
+    for name, value in numbers.items():
+        accelerator.print(name, value, flush=True)
+    run.note(**numbers)
 
 
 def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args, args.cpu_threads or None, split_batch=False)
-    num_stages, copies, devices = layout(args, accelerator)
-    stop_signal = launch.StopSignal(accelerator)
-    tracker = Tracker(accelerator, args)
+    layout = choose_layout(args, accelerator)
+    run = Run(accelerator, args)
 
-    if args.synthetic:
-        train_data, test_data = (synthetic(count, args.image_size, args.seed) for count in (512, 64))
-    else:
-        train_data, test_data = load_images(args.dataset, args.num_workers)
-    name = "synthetic" if args.synthetic else args.dataset
-    data = launch.same_on_all(accelerator, describe(name, train_data, test_data))
-    # All processes of one pipeline see the same samples: the first stage needs the images, the last one the labels.
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    share = SimpleNamespace(device=accelerator.device, num_processes=copies, process_index=rank // num_stages)
-    pieces = args.num_microbatches * args.gradient_accumulation_steps
-    train_batches = GlobalBatches(train_data, args.batch_size, share, args.seed, pieces)
-    test_batches = GlobalBatches(test_data, args.batch_size, share, accumulation=pieces)
-    steps_per_epoch = len(train_batches)
-    total_steps = args.max_steps or args.num_epochs * steps_per_epoch
-    num_epochs = -(-total_steps // steps_per_epoch)
-    micro_batch_size = args.batch_size // (copies * pieces)
-    last = len(train_data.labels) % args.batch_size if total_steps >= steps_per_epoch else 0  # update of an epoch
-    alone = micro_batch_size == 1 or (last and last < 2 * copies * pieces)
-    if args.norm == "batch" and alone and max(train_data.images.shape[2:]) <= 32:
-        stop(
-            f"--batch_size {args.batch_size} leads to micro-batches of one sample, which has one pixel in the end, and "
-            "BatchNorm cannot normalise one number: take fewer --num_microbatches, another batch, or --norm group"
-        )
+    train_data, test_data = load_data(args)
+    # All processes of a pipeline get the same samples: the first stage needs the images, the last
+    # one the labels.
+    parts = {"shard": (layout.copy, layout.copies), "accumulation": layout.accumulation}
+    train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, **parts)
+    test_loader = GlobalLoader(test_data, args.batch_size, accelerator, **parts)
+    total_steps = args.max_steps or args.num_epochs * len(train_loader)
+    check_batch_norm(args, layout, train_data, total_steps)
 
-    reset_peak_memory(accelerator.device)
-    start_gib = [own_peak_memory_gib(device) for device in devices]
-    resnet = make_resnet(len(train_data.classes), args.norm).to(getattr(torch, args.dtype))
-    if args.pretrained:
-        load_pretrained(resnet, args.pretrained, head="fc")
-    images = train_data.images[torch.arange(micro_batch_size) % len(train_data.labels)].to(accelerator.device)
-    with accelerator.autocast():
-        costs = measure_blocks({block: Stage(resnet, [block]) for block in BLOCKS}, images)
-    num_virtual = num_stages * STAGES_PER_PROCESS.get(args.schedule, 1)
-    if args.split == ["auto"]:
-        blocks = cut_evenly(costs, num_virtual, args.balance, args.schedule, args.num_microbatches)
-    else:
-        bounds = [0, *map(BLOCKS.index, args.split), len(BLOCKS)]
-        blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(bounds)]
-    table = stage_table(blocks, costs)
+    recorder = UpdateRecorder(layout.devices)  # of timeline and peak memory
+    model, pipeline, copy_group, table = split_model(args, layout, train_data, accelerator)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, total_steps, cycle_momentum=False
+    )
+    # Not the model: DDP would copy and reduce it.
+    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
 
-    ends = [images.to("meta"), *(costs[names[-1]].output for names in blocks)]
-    model, pipeline, copy_group = make_pipeline(resnet, blocks, ends, args.schedule, num_stages, accelerator, devices)
-    del resnet  # and with it the blocks of other processes
-
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
-    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)  # not the model: DDP would copy and reduce it
-
-    facts = {"data": data["fingerprint"], "steps_per_epoch": steps_per_epoch, "total_steps": total_steps}
-    if args.norm == "batch":
-        facts["micro_batch_size"] = micro_batch_size  # BatchNorm's numbers depend on it
-    checkpoints = Checkpoints(accelerator, args, facts, copy=rank // num_stages)
-    step, extra, saved_stats = checkpoints.load(model, optimizer, scheduler)
-    best_accuracy = extra.get("best_accuracy", 0.0)
-    stats = SampleStats(accelerator, saved_stats)
-    batch = f"{micro_batch_size} per micro-batch x {args.num_microbatches} micro-batches x {copies} copies of the model"
-    topology = launch.announce(accelerator, args, steps_per_epoch, total_steps, data, batch)
+    batch_norm_sees = {"micro_batch_size": layout.micro_batch_size}
+    run.start(
+        train_loader,
+        total_steps,
+        test_loader,
+        data=describe("synthetic" if args.synthetic else args.dataset, train_data, test_data),
+        must_match=batch_norm_sees if args.norm == "batch" else None,
+        describe_batch=f"{layout.micro_batch_size} per micro-batch x "
+        f"{plural(args.num_microbatches, 'micro-batch')} x {plural(layout.copies, 'pipeline')}",
+        launch_notes={"num_stages": layout.num_stages, "copies": layout.copies, "stages": table},
+        copy=layout.copy,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
     accelerator.print(as_text(table), flush=True)
-    if step == total_steps and tracker.is_complete():
-        accelerator.print(f"all {total_steps} updates are done: nothing to do")
-        return accelerator.end_training()
-    topology |= {"num_stages": num_stages, "copies": copies, "stages": table}
-    profiler = Profiler(accelerator, args, model, optimizer, total_steps - step)
-    tracker.start(step, total_steps, steps_per_epoch, extra.get("metrics_bytes", 0), topology, data)
 
-    def save():
-        stats.check()
-        extra = {"best_accuracy": best_accuracy, "metrics_bytes": tracker.metrics_bytes()}
-        checkpoints.save(step, model, optimizer, scheduler, stats.state(), extra)
-
-    first_step, peaks = step, []
-    # A run resumed at the end of an epoch finds no batch left in it, and begins with its evaluation.
-    for epoch in range(max(step - 1, 0) // steps_per_epoch, num_epochs):
+    loss_fn = make_loss_fn(run.count)
+    for epoch in run.epochs():
         model.train()
-        batches = train_batches.epoch(epoch, first_update=step - epoch * steps_per_epoch)
-        batches = tracker.timed(profiler.waits(batches), pieces)
-        for window in zip(*[batches] * pieces, strict=True):  # the micro-batches of one update
-            if step - first_step in RECORDED:
-                for device in devices:
-                    reset_peak_memory(device)
-                accelerator.wait_for_everyone()  # a common zero
-                pipeline.timeline.begin()
-            with accelerator.autocast(), profiler.phase("forward, backward"):
-                for first in range(0, pieces, args.num_microbatches):
-                    pipeline.run(window[first : first + args.num_microbatches], record_losses(stats, accelerator, step))
-            if pipeline.timeline.recording:
-                pipeline.timeline.end()
-            if copy_group is not None:
+        for micro_batches in run.updates(train_loader, epoch):
+            with recorder.update(accelerator, pipeline.timeline):
+                with accelerator.autocast(), run.profiler.phase("forward, backward"):
+                    for first in range(0, len(micro_batches), args.num_microbatches):
+                        batches = micro_batches[first : first + args.num_microbatches]
+                        images = [batch.data[0] for batch in batches]
+                        pipeline.run(images, batches, loss_fn)
                 sum_over_copies(model, copy_group)
-            optimizer.step()
-            if step - first_step in RECORDED:  # now, because a save takes memory as well
-                peaks.append([own_peak_memory_gib(device) for device in devices])
-            lr = optimizer.param_groups[0]["lr"]
-            scheduler.step()
-            model.zero_grad()
-            step += 1  # updates done: the one number that says where the run is
-            profiler.step()
-            epoch_ends = step % steps_per_epoch == 0 or step == total_steps
-            if step % args.log_every == 0 or epoch_ends:
-                tracker.log("train", step, epoch + 1, {**stats.reduce(), "lr": lr})
-            if step == total_steps or (step % args.checkpoint_every == 0 if args.checkpoint_every else epoch_ends):
-                save()
-            if stop_signal.agreed():
-                save()
-                stop_signal.leave(step)
-            if step == total_steps:
-                break
-        result = evaluate(model, pipeline, test_batches, accelerator, stop_signal)
-        if result is None:
-            save()
-            stop_signal.leave(step)
-        best_accuracy = max(best_accuracy, result["accuracy"])
-        tracker.log("test", step, epoch + 1, {name: result[name] for name in ("loss", "accuracy", "samples")})
-
-    report = {}
-    if peaks:
-        peaks = [max(column) - start for *column, start in zip(*peaks, start_gib, strict=True)]
-        overlap = args.schedule != "naive" and (processes > 1 or len(devices) > 1)  # one CPU runs one stage at a time
-        rounds = args.num_microbatches * num_virtual // num_stages if overlap else 1
-        title = f"{args.schedule}, {num_stages} stages, {args.num_microbatches} micro-batches of {micro_batch_size}"
-        report = {
-            "peak_memory_gib_above_start": [round(gib, 3) for gib in gather_object(peaks)],
-            "idle_share": pipeline.timeline.report(accelerator, title, Path(args.output_dir) / "timeline.png"),
-            "idle_share_in_theory": round((num_stages - 1) / (rounds + num_stages - 1), 4),
-        }
-    accelerator.print("\n".join(f"{name} {value}" for name, value in report.items()), flush=True)
-    save_model(accelerator, model, Path(args.output_dir) / "model.safetensors", copy=rank // num_stages)
-    tracker.finish(step, result, best_accuracy=best_accuracy, **report)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        run.test(evaluate(model, pipeline, test_loader, run))
+    report(args, layout, recorder, pipeline, run)
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -1,99 +1,162 @@
-"""ResNet-50 on images of any size, with the recipes that people train with: from a first look on a CPU to ImageNet.
+"""ResNet-50 on images of any size, with the recipes that people train with.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/resnet50.py
-    accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision bf16 scripts/resnet50.py \
-        --preset v1 --dataset imagenet/ --output_dir runs/imagenet
+    accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision bf16 \
+        scripts/resnet50.py --preset v1 --dataset imagenet/ --output_dir runs/imagenet
 
-96.0 % test accuracy on MNIST at 32 pixels after 150 updates: 109 s of training on 2 cores of a 2.8 GHz Xeon.
-Recipes: torchvision's, https://github.com/pytorch/vision/tree/main/references/classification (76.1 and 80.9 %);
-learning rate by the batch, warm-up and zero-init: P. Goyal et al., https://arxiv.org/abs/1706.02677.
+95.9 % test accuracy on MNIST at 32 pixels after 150 updates: 109 s of training on 2 cores of a
+2.8 GHz Xeon. Recipes: those of torchvision for ImageNet (76.1 % and 80.9 %),
+https://github.com/pytorch/vision/tree/main/references/classification; a learning rate in proportion
+to the batch size, warm-up and zero-init: P. Goyal et al., https://arxiv.org/abs/1706.02677.
 """
 
 import argparse
+import functools
 import math
 import sys
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
+import torchvision
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torchvision.models import ResNet, ResNet50_Weights
-from torchvision.models.resnet import Bottleneck
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder, without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
 
-from utils import images, launch, stop
+from utils import flags, launch
 from utils.batch_norm import average_batch_norms, weigh_batch_norms
-from utils.checkpoint import Checkpoints, load_pretrained, save_model
-from utils.data import BUNDLED_MNIST, GlobalSampler, load_splits
-from utils.metrics import SampleStats, classification_metric, gather_predictions
-from utils.profiling import Profiler
-from utils.tracking import Tracker, plot_confusion, plot_images
+from utils.checkpoint import load_pretrained
+from utils.console import stop
+from utils.data import BUNDLED_MNIST, load_splits
+from utils.data_parallel import data_parallel, in_each_replica
+from utils.images import (
+    CenterCrop,
+    ImageFiles,
+    RandomAugment,
+    SyntheticImages,
+    default_num_workers,
+    mix,
+    without_bad_images,
+)
+from utils.loader import GlobalLoader
+from utils.metrics import classification_metrics, gather_samples
+from utils.plots import draw_images, plot_confusion, save_picture
+from utils.run import Run
 
-# Mean and standard deviation of ImageNet's pixels, 0 to 255, by channel: those of all pretrained weights.
+# Mean and standard deviation of the pixels of ImageNet, 0 to 255, by channel. torchvision's weights
+# were trained with them.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 TEST_BATCH_SIZE = 256
+IMAGENET_SIZE = 1_281_167  # training images
+WORST_SHOWN = 24
 
-# Without one: a quick look at 32 pixels, made for the bundled MNIST.
+# Without a preset: a quick look at 32 pixels, made for the bundled MNIST.
 PRESETS = {
     "v1": {
-        "image_size": 224, "eval_resize": 256, "min_crop": 0.08, "flip": 0.5,
-        "num_epochs": 90, "max_steps": 0, "batch_size": 256, "lr": 0.1, "schedule": "step", "warmup_epochs": 0,
-        "weight_decay": 1e-4, "norm_weight_decay": 1e-4, "nesterov": False, "zero_init": False,
+        "image_size": 224,
+        "eval_resize": 256,
+        "min_crop": 0.08,
+        "flip": 0.5,
+        "num_epochs": 90,
+        "max_steps": 0,
+        "batch_size": 256,
+        "lr": 0.1,
+        "schedule": "step",
+        "warmup_epochs": 0,
+        "weight_decay": 1e-4,
+        "norm_weight_decay": 1e-4,
+        "nesterov": False,
+        "zero_init": False,
     },
     "v2": {
-        "image_size": 176, "eval_size": 224, "eval_resize": 232, "min_crop": 0.08, "flip": 0.5,
-        "num_epochs": 600, "max_steps": 0, "batch_size": 1024, "lr": 0.125, "schedule": "cosine", "warmup_epochs": 5,
-        "weight_decay": 2e-5, "norm_weight_decay": 0.0, "nesterov": False, "zero_init": False,
-        "label_smoothing": 0.1, "mixup": 0.2, "cutmix": 1.0, "trivial_augment": True, "erase": 0.1, "repeats": 4,
-        "ema_decay": 0.9989, "ema_every": 32,
+        "image_size": 176,
+        "eval_size": 224,
+        "eval_resize": 232,
+        "min_crop": 0.08,
+        "flip": 0.5,
+        "num_epochs": 600,
+        "max_steps": 0,
+        "batch_size": 1024,
+        "lr": 0.125,
+        "schedule": "cosine",
+        "warmup_epochs": 5,
+        "weight_decay": 2e-5,
+        "norm_weight_decay": 0.0,
+        "nesterov": False,
+        "zero_init": False,
+        "label_smoothing": 0.1,
+        "mixup": 0.2,
+        "cutmix": 1.0,
+        "trivial_augment": True,
+        "erase": 0.1,
+        "repeats": 4,
+        "ema_decay": 0.9989,
+        "ema_every": 32,
     },
-}  # fmt: skip
+}
 
 
 def parse_args():
-    parser = launch.ArgumentParser(__doc__)
-    count, size, real = launch.at_least(0), launch.at_least(1), launch.at_least(0.0, float)
-    part, flag = launch.at_least(0.0, float, below=1.0), argparse.BooleanOptionalAction
-    parser.add_argument("--preset", choices=PRESETS, help="torchvision's recipe for ImageNet; flags beside it count")
+    parser = flags.ArgumentParser(__doc__)
+    count, size, real = flags.at_least(0), flags.at_least(1), flags.at_least(0.0, float)
+    fraction = flags.at_least(0.0, float, below=1.0)
+    probability = flags.at_least(0.0, float, below=1.01)
+    switch = argparse.BooleanOptionalAction
+    recipe = "torchvision's recipe for ImageNet; flags beside it replace its values"
+    parser.add_argument("--preset", choices=PRESETS, help=recipe)
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--synthetic", action="store_true", help="random images of 1000 classes that lie on the device, for speed")
-    add("--skip_bad_images", action="store_true", help="read all images first, and leave out what cannot be decoded")
-    add("--num_workers", type=count, help="processes that decode (default: chosen for the machine)")
+    folders = "Hub id, or folder of parquet files or of <split>/<class>/ images"
+    add("--dataset", default=BUNDLED_MNIST, help=folders)
+    add("--synthetic", action="store_true", help="random images of 1000 classes, to measure speed")
+    bad = "read all images first, and leave out those that cannot be decoded"
+    add("--skip_bad_images", action="store_true", help=bad)
+    add("--num_workers", type=count, help="processes that decode (default: by the machine)")
+    add("--max_test_samples", type=count, default=0, help="test on the first N images; 0: all")
+    # fixed: a resumed run must have the same values.
+    add = parser.add_argument_group("image size", fixed=True).add_argument
     add("--image_size", type=size, default=32, help="pixels of a side in training")
-    add("--eval_size", type=count, default=0, help="pixels of a side in the test; 0: image_size")
-    add("--eval_resize", type=count, default=0, help="shorter side before the middle is cut out; 0: eval_size")
-    add = parser.add_argument_group("augmentation").add_argument
-    add("--min_crop", type=launch.at_least(0.01, float, below=1.01), default=0.85, help="smallest area of a crop")
-    add("--flip", type=launch.at_least(0.0, float, below=1.01), default=0.0, help="probability of a mirror image")
-    add("--trivial_augment", action=flag, default=False, help="one random operation at random strength")
-    add("--erase", type=part, default=0.0, help="probability of an erased rectangle")
+    add("--eval_size", type=count, default=0, help="pixels of a side in tests; 0: image_size")
+    add("--eval_resize", type=count, default=0, help="shorter side before the crop; 0: eval_size")
+    add = parser.add_argument_group("augmentation", fixed=True).add_argument
+    area = flags.at_least(0.01, float, below=1.01)
+    add("--min_crop", type=area, default=0.85, help="smallest area of a crop, as a fraction")
+    add("--flip", type=probability, default=0.0, help="probability of a horizontal flip")
+    operation = "one random operation at a random strength"
+    add("--trivial_augment", action=switch, default=False, help=operation)
+    add("--erase", type=fraction, default=0.0, help="probability of an erased rectangle")
     add("--mixup", type=real, default=0.0, help="alpha of the Beta distribution; 0: off")
-    add("--cutmix", type=real, default=0.0, help="alpha of the Beta distribution; 0: off; with mixup: half of each")
+    add("--cutmix", type=real, default=0.0, help="as --mixup; with both: half of the updates each")
     add("--repeats", type=size, default=1, help="augmented copies of a sample in one update")
-    add = parser.add_argument_group("model").add_argument
-    url = ResNet50_Weights.IMAGENET1K_V2.url
-    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="weights to begin with; no name: torchvision's")
-    add("--zero_init", action=flag, default=True, help="begin with residual blocks that do nothing")
-    add("--bn", choices=("local", "sync"), default="local", help="sync: statistics over all processes, on GPUs")
+    add = parser.add_argument_group("model", fixed=True).add_argument
+    pretrained = "weights to start from; without a value: torchvision's"
+    url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
+    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=pretrained)
+    residual = "start with residual blocks that are the identity"
+    add("--zero_init", action=switch, default=True, help=residual)
+    statistics = "BatchNorm; sync: statistics over all processes, on GPUs"
+    add("--bn", choices=("local", "sync"), default="local", help=statistics)
     add("--compile", action="store_true", help="torch.compile the model")
-    add = parser.add_argument_group("training").add_argument
+    add = parser.add_argument_group("training", fixed=True).add_argument
+    update = "of one optimizer update, over all processes together"
+    add("--batch_size", type=size, default=64, help=update)
+    rate = "highest learning rate for a batch of 256; scaled with the batch size"
+    add("--lr", type=real, default=0.1, help=rate)
+    stairs = "step: a tenth after every 30 epochs"
+    add("--schedule", choices=("cosine", "step"), default="cosine", help=stairs)
+    add("--warmup_epochs", type=real, default=0.02, help="epochs in which the learning rate rises")
+    add("--weight_decay", type=real, default=5e-5, help="of the convolutions and the last layer")
+    add("--norm_weight_decay", type=real, default=0.0, help="of BatchNorm and the biases")
+    add("--nesterov", action=switch, default=True, help="Nesterov's form of momentum 0.9")
+    add("--label_smoothing", type=fraction, default=0.0, help="of the cross-entropy in training")
+    add("--ema_decay", type=fraction, default=0.0, help="of a moving average of the model; 0: none")
+    add("--ema_every", type=size, default=1, help="updates between two steps of that average")
+    seed = flags.at_least(0, below=2**31)
+    add("--seed", type=seed, default=0, help="of weights, data order and augmentation")
+    add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=size, default=1, help="passes over the training images")
-    add("--max_steps", type=count, default=150, help="optimizer updates, instead of num_epochs; 0: off")
-    add("--batch_size", type=size, default=64, help="of one optimizer update, over all processes together")
-    add("--gradient_accumulation_steps", type=size, default=1, help="micro-batches of a process in one update")
-    add("--lr", type=real, default=0.1, help="highest learning rate for a batch of 256; scaled by the batch size")
-    add("--schedule", choices=("cosine", "step"), default="cosine", help="step: a tenth after each 30 epochs")
-    add("--warmup_epochs", type=real, default=0.02, help="in which the learning rate rises")
-    add("--weight_decay", type=real, default=5e-5, help="of SGD")
-    add("--norm_weight_decay", type=real, default=0.0, help="weight decay of BatchNorm and of the biases")
-    add("--nesterov", action=flag, default=True, help="momentum 0.9 by Nesterov's rule")
-    add("--label_smoothing", type=part, default=0.0, help="share of the label that all classes have alike")
-    add("--ema_decay", type=part, default=0.0, help="moving average of the weights; 0: none")
-    add("--ema_every", type=size, default=1, help="updates between two steps of the moving average")
-    add("--seed", type=launch.at_least(0, below=2**31), default=0, help="of weights, data order and augmentation")
+    add("--max_steps", type=count, default=150, help="updates, instead of num_epochs; 0: off")
+    micro_batches = "micro-batches of a process in one update"
+    add("--gradient_accumulation_steps", type=size, default=1, help=micro_batches)
     parser.add_run_flags(log_every=10)
     parser.set_defaults(**PRESETS.get(parser.parse_known_args()[0].preset, {}))
     args = parser.parse_args()
@@ -102,197 +165,239 @@ def parse_args():
     return args
 
 
-class ResNet50(ResNet):
-    """torchvision's resnet50, keys and all, that takes bytes and returns a loss for each sample."""
-
-    def __init__(self, num_classes: int, zero_init: bool = False, label_smoothing: float = 0.0):
-        super().__init__(Bottleneck, [3, 4, 6, 3], num_classes, zero_init_residual=zero_init)
-        self.label_smoothing = label_smoothing
-        for name, values in (("mean", MEAN), ("std", STD)):
-            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
-
-    def forward(self, images, labels=None, partners=None, share=1.0):
-        """images: uint8, or float, 0 to 255 (N, 3, H, W); labels: (N,); partners: labels of what is mixed in (N,).
-
-        Returns logits (N, classes); with labels: losses (N,), predictions (N,), and how many classes were thought
-        likelier than the right one (N,), computed inside each replica of nn.DataParallel.
-        """
-        logits = super().forward((images.to(self.mean.dtype) - self.mean) / self.std)
-        if labels is None:
-            return logits
-        logits, smoothing = logits.to(self.mean.dtype), self.label_smoothing if self.training else 0.0
-        losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-        if share < 1:  # else nothing is mixed in
-            others = F.cross_entropy(logits, partners, reduction="none", label_smoothing=smoothing)
-            losses = share * losses + (1 - share) * others
-        return losses, logits.argmax(1), (logits > logits.gather(1, labels[:, None])).sum(1)
+def check_args(args, accelerator):
+    """Raises: SystemExit if a micro-batch has a size that BatchNorm or mixup cannot work with."""
+    num_parts = accelerator.num_processes * args.gradient_accumulation_steps
+    micro_batch = args.batch_size // num_parts
+    is_odd = micro_batch % 2 == 1 and (args.mixup or args.cutmix)
+    if micro_batch < 2 or is_odd or args.batch_size % args.repeats:
+        stop(
+            f"--batch_size {args.batch_size} makes micro-batches of {micro_batch}: BatchNorm needs "
+            "2 images or more, mixup and cutmix an even number, and --repeats "
+            f"{args.repeats} must divide the batch"
+        )
+    if args.bn == "sync" and accelerator.device.type != "cuda":
+        stop("--bn sync works on GPUs only, PyTorch has it for no other device: leave it out here")
 
 
-def lr_factor(step: int, schedule: str, warmup_steps: float, steps_per_epoch: int, total_steps: int) -> float:
-    """Share of the highest learning rate after `step` updates: a linear rise, then half a cosine, or stairs."""
+def load_data(args, accelerator):
+    """The training set, the test set, and what run.json says of them."""
+    if args.synthetic:
+        train_data = SyntheticImages(IMAGENET_SIZE, args.image_size, accelerator.device)
+        test_data = SyntheticImages(128, args.eval_size, accelerator.device)
+        return train_data, test_data, {"dataset": "synthetic"}
+    splits, num_bad = [], 0
+    for split in load_splits(args.dataset):
+        if args.skip_bad_images:
+            split, bad = without_bad_images(split, accelerator, args.num_workers)
+            num_bad += len(bad)
+            for reason in bad.values():
+                accelerator.print(f"left out: {reason}")
+        splits.append(split)
+    augment = RandomAugment(
+        args.image_size, args.min_crop, args.flip, args.trivial_augment, args.erase
+    )
+    train_data = ImageFiles(splits[0], augment)
+    test_data = ImageFiles(splits[1], CenterCrop(args.eval_size, args.eval_resize))
+    about = {"dataset": args.dataset, "classes": len(train_data.classes), "bad_images": num_bad}
+    return train_data, test_data, about
+
+
+def make_model(args, num_classes, accelerator):
+    """torchvision's ResNet-50 on the device, in channels_last."""
+    zero_init = args.zero_init and not args.pretrained
+    model = torchvision.models.resnet50(num_classes=num_classes, zero_init_residual=zero_init)
+    if args.pretrained:
+        load_pretrained(model, args.pretrained, head="fc")
+    if args.bn == "sync":
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model.to(accelerator.device, memory_format=torch.channels_last)
+
+
+def make_optimizer(args, model, accelerator):
+    """SGD, with a weight decay of its own for BatchNorm and the biases."""
+    lr = args.lr * args.batch_size / 256
+    accelerator.print(f"learning rate {lr:.4g} = {args.lr:g} x {args.batch_size} / 256")
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": args.norm_weight_decay},
+    ]
+    return torch.optim.SGD(groups, lr, momentum=0.9, nesterov=args.nesterov, fused=True)
+
+
+def lr_factor(step, schedule, warmup_steps, steps_per_epoch, total_steps) -> float:
+    """Learning rate of update `step` over the highest one: a linear rise, then cosine or steps."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if schedule == "step":
         return 0.1 ** (step // (30 * steps_per_epoch))
-    return 0.5 + 0.5 * math.cos(math.pi * (step - warmup_steps) / max(total_steps - warmup_steps, 1))
+    progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
+    return 0.5 + 0.5 * math.cos(math.pi * progress)
+
+
+@functools.cache
+def mean_and_std(device, dtype):
+    """MEAN and STD, (3, 1, 1). Cached: each copy to a GPU would wait until the GPU is idle."""
+    values = torch.tensor([MEAN, STD], device=device, dtype=dtype)
+    return values[:, :, None, None].unbind()
+
+
+def normalize(images):
+    """Images, uint8 or float32, 0 to 255, (N, 3, H, W), as torchvision's weights expect them."""
+    mean, std = mean_and_std(images.device, torch.get_default_dtype())
+    return (images.to(mean.dtype) - mean) / std
+
+
+@in_each_replica  # dp.yaml: each GPU computes its own losses, and the first one gathers no logits
+def losses_and_predictions(model, images, labels, partners=None, own=1.0, label_smoothing=0.0):
+    """Losses, predictions, and the number of classes with a larger logit than the true one; (N,).
+
+    partners: labels of the images that were mixed in, (N,); own: the fraction that was not.
+    """
+    inputs = normalize(images)
+    logits = model(inputs).to(inputs.dtype)
+    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    if own < 1:
+        others = F.cross_entropy(
+            logits, partners, reduction="none", label_smoothing=label_smoothing
+        )
+        losses = own * losses + (1 - own) * others
+    num_larger = (logits > logits.gather(1, labels[:, None])).sum(1)
+    return losses, logits.argmax(1), num_larger
 
 
 @torch.no_grad()
-def evaluate(model, batches, accelerator, stop_signal, num_classes: int = 0) -> dict | None:
-    """Loss, top-1 and top-5 accuracy, each sample counted once; None if a signal came.
+def evaluate(model, loader, run, num_classes=None) -> dict:
+    """Loss, top-1 and top-5 accuracy; each test image counts once.
 
-    With num_classes: F1 and confusion matrix too, and the 24 samples of largest loss: (loss, index, prediction, label).
+    With num_classes also F1, the confusion matrix, and "worst": (loss, index, prediction, label) of
+    the images with the largest losses.
     """
     model.eval()
-    stats, top5, predictions, labels, worst = SampleStats(accelerator), SampleStats(accelerator), [], [], []
-    for batch in batches:
-        with accelerator.autocast():  # for the moving average, which `prepare` has not seen
-            losses, predicted, likelier = model(batch.images, batch.labels)
-        stats.add(losses, predicted == batch.labels, batch.indices)
-        top5.add(losses, likelier < 5, batch.indices)
-        predictions.append(predicted)
-        labels.append(batch.labels)
-        if num_classes:
-            columns = (column.tolist() for column in (losses, batch.indices, predicted, batch.labels))
-            worst = sorted([*worst, *zip(*columns, strict=True)])[-24:]
-        if stop_signal.agreed():
-            return None
-    result = {**stats.reduce(), "top5_accuracy": top5.reduce()["accuracy"]}
-    if num_classes:
-        predictions, labels = (gather_predictions(accelerator, each) for each in (predictions, labels))
-        result |= classification_metric(num_classes).compute(predictions=predictions, references=labels)
-        result["worst"] = sorted(gather_object(worst))[:-25:-1]
+    metrics, samples = run.new_metrics(), []
+    for batch in run.test_batches(loader):
+        images, labels = batch.data
+        with run.accelerator.autocast():  # the moving average was not passed to `prepare`
+            losses, predicted, num_larger = losses_and_predictions(model, images, labels)
+        correct = predicted == labels
+        metrics.add(batch, loss=losses, accuracy=correct, top5_accuracy=num_larger < 5)
+        samples.append((losses, batch.indices, predicted, labels))
+    result = metrics.reduce()
+    if num_classes is None:
+        return result
+    losses, indices, predicted, labels = (list(column) for column in zip(*samples, strict=True))
+    result |= classification_metrics(run.accelerator, num_classes, predicted, labels)
+    columns = (losses, indices, predicted, labels)
+    columns = [gather_samples(run.accelerator, column) for column in columns]
+    worst = columns[0].argsort(descending=True, stable=True)[:WORST_SHOWN]
+    result["worst"] = list(zip(*(column[worst].tolist() for column in columns), strict=True))
     return result
+
+
+def draw_worst(worst, test_data, picture):
+    """The test images with the largest losses, each with its label and the prediction."""
+    classes, pixels, titles = test_data.classes, [], []
+    for loss, index, predicted, label in worst:
+        pixels.append(test_data.read(index).numpy())
+        titles.append(f"{classes[label]}, predicted {classes[predicted]}\nloss {loss:.2f}")
+    return draw_images(pixels, titles, picture)
 
 
 def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args)
-    stop_signal = launch.StopSignal(accelerator)
-    tracker = Tracker(accelerator, args)
-    accumulation = args.gradient_accumulation_steps
-    share = args.batch_size // (accelerator.num_processes * accumulation)
-    if share < 2 or (share % 2 and (args.mixup or args.cutmix)) or args.batch_size % args.repeats:
-        stop(
-            f"--batch_size {args.batch_size} makes micro-batches of {share}: BatchNorm needs 2 images or more, mixup "
-            f"and cutmix an even number, and --repeats {args.repeats} must divide the batch"
-        )
-    if args.bn == "sync" and accelerator.device.type != "cuda":
-        stop("--bn sync is made for GPUs alone by PyTorch: leave it out here")
+    check_args(args, accelerator)
+    run = Run(accelerator, args)
 
-    splits = None if args.synthetic else load_splits(args.dataset)
-    train_loader, test_loader, data = images.make_loaders(args, splits, accelerator)
-    data, classes = launch.same_on_all(accelerator, data), train_loader.classes
-    train_sampler = GlobalSampler(
-        train_loader.labels, args.batch_size, accelerator, args.seed, accumulation, drop_last=True, repeats=args.repeats
+    train_data, test_data, about_data = load_data(args, accelerator)
+    num_classes = len(train_data.classes)
+    num_workers = args.num_workers
+    if num_workers is None:
+        num_workers = default_num_workers(accelerator)
+    if args.synthetic:
+        num_workers = 0  # its images lie on the device
+    train_loader = GlobalLoader(
+        train_data,
+        args.batch_size,
+        accelerator,
+        seed=args.seed,
+        collate_fn=train_data.collate,
+        num_workers=num_workers,
+        drop_last=True,  # a micro-batch of one image has no variance
+        repeats=args.repeats,
     )
-    test_sampler = GlobalSampler(test_loader.labels, TEST_BATCH_SIZE, accelerator)
-    steps_per_epoch = len(train_sampler)
-    if steps_per_epoch == 0:
-        stop(f"--batch_size {args.batch_size} is more than the {len(train_loader.labels)} training images")
+    test_loader = GlobalLoader(
+        test_data,
+        TEST_BATCH_SIZE,
+        accelerator,
+        collate_fn=test_data.collate,
+        num_workers=num_workers,
+        max_samples=args.max_test_samples,
+    )
+    steps_per_epoch = len(train_loader)
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
-    num_epochs, warmup_steps = -(-total_steps // steps_per_epoch), args.warmup_epochs * steps_per_epoch
+    warmup_steps = args.warmup_epochs * steps_per_epoch
 
-    model = ResNet50(len(classes), args.zero_init and not args.pretrained, args.label_smoothing)
-    if args.pretrained:
-        load_pretrained(model, args.pretrained, head="fc")
-    if args.bn == "sync":
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = model.to(accelerator.device, memory_format=torch.channels_last)
-    average = get_ema_multi_avg_fn(args.ema_decay)
-    ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True) if args.ema_decay else None
-    lr = args.lr * args.batch_size / 256
-    accelerator.print(f"learning rate {lr:.4g} = {args.lr:g} x {args.batch_size} / 256")
-    groups = [
-        {"params": [weight for weight in model.parameters() if weight.ndim > 1], "weight_decay": args.weight_decay},
-        {"params": [each for each in model.parameters() if each.ndim == 1], "weight_decay": args.norm_weight_decay},
-    ]
-    optimizer = torch.optim.SGD(groups, lr, momentum=0.9, nesterov=args.nesterov, fused=True)
+    model = make_model(args, num_classes, accelerator)
+    ema = None
+    if args.ema_decay:
+        average = get_ema_multi_avg_fn(args.ema_decay)
+        ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+    optimizer = make_optimizer(args, model, accelerator)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(step, args.schedule, warmup_steps, steps_per_epoch, total_steps)
+        optimizer,
+        lambda step: lr_factor(step, args.schedule, warmup_steps, steps_per_epoch, total_steps),
     )
     if args.compile:
         model.compile()
-    model, optimizer, scheduler = accelerator.prepare(launch.data_parallel(model, accelerator), optimizer, scheduler)
-    model.forward_sync_buffers = False  # DDP's: the statistics of process 0 alone; see average_batch_norms
+    model = data_parallel(model, accelerator)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    # DDP copies the running statistics of rank 0 to all ranks before each forward pass. Here they
+    # are averaged over the ranks instead, once an update. Other models ignore the attribute.
+    model.forward_sync_buffers = False
 
-    facts = {"data": data["fingerprint"], "steps_per_epoch": steps_per_epoch, "total_steps": total_steps}
-    checkpoints = Checkpoints(accelerator, args, facts)
-    step, extra, saved_stats = checkpoints.load(model, optimizer, scheduler, ema)
-    best_accuracy = extra.get("best_accuracy", 0.0)
-    stats = SampleStats(accelerator, saved_stats)
-    topology = launch.announce(accelerator, args, steps_per_epoch, total_steps, data)
-    if step == total_steps and tracker.is_complete():
-        accelerator.print(f"all {total_steps} updates are done: nothing to do")
-        return accelerator.end_training()
-    profiler = Profiler(accelerator, args, model, optimizer, total_steps - step)
-    tracker.start(step, total_steps, steps_per_epoch, extra.get("metrics_bytes", 0), topology, data)
-
-    def save():
-        stats.check()
-        extra = {"best_accuracy": best_accuracy, "metrics_bytes": tracker.metrics_bytes()}
-        checkpoints.save(step, model, optimizer, scheduler, stats.state(), extra, ema)
-
-    # DDP averages over the processes and accelerator.backward divides by the accumulation steps: undo both, and divide
-    # the sum of the losses by the samples of the update.
-    undo = accelerator.num_processes * accumulation
-
-    # A run resumed at the end of an epoch finds no batch left in it, and begins with its evaluation.
-    for epoch in range(max(step - 1, 0) // steps_per_epoch, num_epochs):
-        model.train()
-        pieces = train_sampler.pieces(epoch, first_update=step - epoch * steps_per_epoch)
-        for micro_step, batch in enumerate(tracker.timed(profiler.waits(train_loader.load(pieces, epoch)))):
-            mixed, partners, own = images.mix(batch.images, args.mixup, args.cutmix, args.seed, step)
-            weigh_batch_norms(model, micro_step % accumulation, accumulation)
-            with accelerator.accumulate(model):
-                losses, predicted, _ = model(mixed, batch.labels, batch.labels[partners], own)
-                accelerator.backward(losses.sum() * (undo / batch.update_size))
-                optimizer.step()
-            stats.add(losses, predicted == batch.labels, batch.indices % len(train_loader.labels), step)
-            if not accelerator.sync_gradients:
-                continue
-            average_batch_norms(model, accelerator)
-            lr = optimizer.param_groups[0]["lr"]
-            scheduler.step()
-            model.zero_grad()
-            step += 1  # updates done: the one number that says where the run is
-            profiler.step()
-            if ema is not None and step % args.ema_every == 0:
-                if step <= warmup_steps:
-                    ema.n_averaged.zero_()  # begins anew, with a copy
-                ema.update_parameters(accelerator.unwrap_model(model))
-            epoch_ends = step % steps_per_epoch == 0 or step == total_steps
-            if step % args.log_every == 0 or epoch_ends:
-                tracker.log("train", step, epoch + 1, {**stats.reduce(), "lr": lr})
-            if step == total_steps or (step % args.checkpoint_every == 0 if args.checkpoint_every else epoch_ends):
-                save()
-            if stop_signal.agreed():
-                save()
-                stop_signal.leave(step)
-            if step == total_steps:
-                break
-        shown_classes, averaged = len(classes) if epoch + 1 == num_epochs else 0, {}
-        result = evaluate(model, test_loader.load(test_sampler.pieces()), accelerator, stop_signal, shown_classes)
-        if ema is not None and result is not None:
-            averaged = evaluate(ema, test_loader.load(test_sampler.pieces()), accelerator, stop_signal)
-        if result is None or averaged is None:
-            save()
-            stop_signal.leave(step)
-        result |= {f"ema_{name}": value for name, value in averaged.items()}
-        best_accuracy = max(best_accuracy, result["accuracy"])
-        shown = ("loss", "accuracy", "top5_accuracy", "ema_accuracy", "ema_top5_accuracy", "samples")
-        tracker.log("test", step, epoch + 1, {name: result[name] for name in shown if name in result})
-
-    folder = Path(args.output_dir)
-    save_model(accelerator, model, folder / "model.safetensors")
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if ema is not None:
-        save_model(accelerator, ema.module, folder / "model_ema.safetensors")
-    worst = result.pop("worst")
+        state["model_ema"] = ema
+    run.start(train_loader, total_steps, test_loader, data=about_data, **state)  # resumes if asked
+
+    for epoch in run.epochs():
+        model.train()
+        for batch in run.batches(train_loader, epoch):
+            images, labels = batch.data
+            images, partners, own = mix(images, args.mixup, args.cutmix, args.seed, run.step)
+            weigh_batch_norms(model, batch.micro_step, args.gradient_accumulation_steps)
+            with accelerator.accumulate(model):
+                losses, predicted, _ = losses_and_predictions(
+                    model, images, labels, labels[partners], own, args.label_smoothing
+                )
+                accelerator.backward(batch.mean_over_update(losses))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            run.count(batch, loss=losses, accuracy=predicted == labels)  # for the log
+            if accelerator.sync_gradients:  # the last micro-batch of the update
+                average_batch_norms(model, accelerator)
+                step = run.step + 1  # updates done, with this one
+                if ema is not None and step % args.ema_every == 0:
+                    if step <= warmup_steps:
+                        ema.n_averaged.zero_()  # start again, with a copy of the model
+                    ema.update_parameters(accelerator.unwrap_model(model))
+        result = evaluate(model, test_loader, run, num_classes)
+        worst = result.pop("worst")
+        if ema is not None:
+            averaged = evaluate(ema, test_loader, run)
+            del averaged["samples"]
+            result |= {f"ema_{name}": value for name, value in averaged.items()}
+        run.test(result)
+    run.finish()
+
     if accelerator.is_main_process and not args.synthetic:
-        plot_confusion(result["confusion"], classes, folder / "confusion.png")
-        titles = [f"{classes[label]}, taken for {classes[guess]}\nloss {loss:.2f}" for loss, _, guess, label in worst]
-        plot_images([test_loader.reader.read(row) for _, row, _, _ in worst], titles, folder / "worst_predictions.png")
-    tracker.finish(step, result, best_accuracy=best_accuracy, checkpoint_time_s=round(checkpoints.save_time_s, 4))
+        plot_confusion(result["confusion"], test_data.classes, run.folder / "confusion.png")
+        picture = run.folder / "worst_predictions.png"
+        save_picture(picture, lambda: draw_worst(worst, test_data, picture))
 
 
 if __name__ == "__main__":

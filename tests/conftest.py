@@ -1,4 +1,7 @@
-"""Launches scripts as a user does: each with a port, a folder and a time-out of its own, and no process left behind."""
+"""Launches scripts as a user does.
+
+Each launch has its own port, folder and time-out, and leaves no process behind.
+"""
 
 import os
 import signal
@@ -10,18 +13,22 @@ from pathlib import Path
 import pytest
 import several
 
-# Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they wait. By default
-# they spin, and with more threads than cores (two tests at a time) a step of ResNet-50 takes four times as long.
+# Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they
+# wait. By default they spin, and with more threads than cores (two tests at a time) a step of
+# ResNet-50 takes four times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT / "data" / "mnist"
-# They come first, in this order, and after them the other long tests: no worker is left with one at the end.
+# These files run first, in this order, and then the other long tests: no worker is left with a long
+# one at the end.
 LONGEST = ("slurm", "faults", "parity", "resnet50", "model_split", "signals", "resume")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--config_file", help="tests/test_parity.py: a config to compare with one process")
+    parser.addoption(
+        "--config_file", help="tests/test_parity.py: a config to compare with one process"
+    )
 
 
 def pytest_collection_modifyitems(items):
@@ -29,7 +36,8 @@ def pytest_collection_modifyitems(items):
 
     def turn(item):
         name = item.path.stem.removeprefix("test_")
-        return item.get_closest_marker("slow") is None, LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        position = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        return item.get_closest_marker("slow") is None, position
 
     items.sort(key=turn)
     for item in items:
@@ -45,14 +53,17 @@ def free_port() -> int:
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerate():
-    """Accelerate keeps its state for the process; a test that makes an Accelerator leaves none behind."""
+    """Remove the state of an Accelerator, which Accelerate keeps until the process ends."""
     yield
     several.reset_accelerate()
 
 
 @pytest.fixture(autouse=True)
 def _old_handlers():
-    """Of signals, and of errors: each process group puts one that says the rank before the one that is there."""
+    """Restore the handlers of signals and of uncaught errors.
+
+    Each process group installs an excepthook that prints the rank and then calls the one before.
+    """
     names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before, excepthook = [signal.getsignal(name) for name in names], sys.excepthook
     yield
@@ -62,7 +73,10 @@ def _old_handlers():
 
 
 class Launcher:
-    """`launcher(config, *flags)` runs `accelerate launch` to its end; `launcher.start(...)` returns the process."""
+    """`launcher(config, *flags)` runs `accelerate launch` and waits for its end.
+
+    `launcher.start(...)` returns the process.
+    """
 
     def __init__(self, folder: Path, home: Path):
         self.folder, self.home, self.processes = folder, home, []
@@ -70,9 +84,15 @@ class Launcher:
     def start(self, config, *flags, script="mnist_mlp", launch_flags=()) -> subprocess.Popen:
         config = config if os.sep in str(config) else ROOT / "accelerate_configs" / f"{config}.yaml"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
-        command += ["--main_process_port", free_port(), *launch_flags, ROOT / "scripts" / f"{script}.py", *flags]
+        command += ["--main_process_port", free_port(), *launch_flags]
+        command += [ROOT / "scripts" / f"{script}.py", *flags]
         # A home of its own: a default_config.yaml of whoever runs the tests must not change them.
-        environment = {**os.environ, "HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+        environment = {
+            **os.environ,
+            "HF_HOME": str(self.home),
+            "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "200",
+        }
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=self.folder,
@@ -96,7 +116,8 @@ class Launcher:
     def end(self):
         for process in self.processes:
             try:
-                os.killpg(process.pid, signal.SIGKILL)  # the launcher leads a session, and its workers are in it
+                # The launcher leads a session, and its workers are in it.
+                os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
             process.wait(10)
@@ -142,7 +163,7 @@ def hosts(tmp_path, home):
 
 @pytest.fixture(scope="session")
 def small_mnist(tmp_path_factory) -> Path:
-    """1003 training and 203 test images of MNIST, as parquet: numbers that divide by nothing here."""
+    """1003 training and 203 test images of MNIST as parquet. No batch size here divides them."""
     import datasets
 
     folder = tmp_path_factory.mktemp("small_mnist")
@@ -159,24 +180,28 @@ def small_mnist(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def train(small_mnist, tmp_path, monkeypatch, home):
-    """Runs mnist_mlp's main in this process, which saves the seconds that importing takes; returns its exit code."""
+    """Runs mnist_mlp's main in this process and returns its exit code.
+
+    A process of its own would take seconds to import everything.
+    """
     from scripts import mnist_mlp
-    from utils import launch
+    from utils.signals import StopSignal
 
     monkeypatch.setattr(mnist_mlp, "TEST_BATCH_SIZE", 50)  # five calls of `agreed` in an evaluation
 
     def train(folder, *flags, stop_at_call=None):
-        words = ["--dataset", small_mnist, "--output_dir", tmp_path / folder, "--num_epochs", 2, "--hidden", 16]
+        words = ["--dataset", small_mnist, "--output_dir", tmp_path / folder]
+        words += ["--num_epochs", 2, "--hidden", 16]
         words += ["--batch_size", 300, "--log_every", 3, "--dropout", 0.1, *flags]
         calls = []
+        agreed = StopSignal.agreed
 
-        class Stop(launch.StopSignal):
-            def agreed(self):
-                calls.append(None)
-                return len(calls) == stop_at_call or super().agreed()
+        def agreed_or_at_call(stop_signal):
+            calls.append(None)
+            return len(calls) == stop_at_call or agreed(stop_signal)
 
         with monkeypatch.context() as patch:
-            patch.setattr(launch, "StopSignal", Stop)
+            patch.setattr(StopSignal, "agreed", agreed_or_at_call)
             return several.run("mnist_mlp", words)
 
     return train

@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces with an address, a name and an /etc/hosts each, and a cable between."""
+"""Two hosts on one machine: network namespaces with an address, a name and an /etc/hosts each, and
+a cable between."""
 
 import os
 import shutil
@@ -31,7 +32,19 @@ class Hosts:
         try:
             for space in self.spaces:
                 ip("netns", "add", space)
-            ip("link", "add", "eth0", "netns", self.spaces[0], "type", "veth", "peer", "eth0", "netns", self.spaces[1])
+            ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                self.spaces[0],
+                "type",
+                "veth",
+                "peer",
+                "eth0",
+                "netns",
+                self.spaces[1],
+            )
             for space, address in zip(self.spaces, ADDRESSES, strict=True):
                 ip("-n", space, "address", "add", f"{address}/24", "dev", "eth0")
                 ip("-n", space, "link", "set", "lo", "up")
@@ -46,34 +59,65 @@ class Hosts:
             ip("-n", space, "link", "set", "eth0", up_or_down)
 
     def write_etc_hosts(self, own: tuple[str, str]):
-        """own: the address that a host's name has on that host itself; `ip netns exec` puts the files into /etc."""
+        """own: the address that a host's name has on that host itself; `ip netns exec` puts the
+        files into /etc."""
         for host, space in enumerate(self.spaces):
             folder = Path("/etc/netns") / space
             folder.mkdir(parents=True, exist_ok=True)
             lines = [f"{own[n] if n == host else ADDRESSES[n]} {NAMES[n]}\n" for n in (0, 1)]
             (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
-            (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody: names come from the file alone
+            (folder / "resolv.conf").write_text(
+                "nameserver 127.0.0.1\n"
+            )  # nobody: names come from the file alone
 
-    def start(self, host: int, *command, cwd: Path | None = None, log: str | None = None, **environment):
-        """Run a command on a host; what it prints goes to the file `log`, alpha.log or beta.log if none is given."""
+    def start(
+        self, host: int, *command, cwd: Path | None = None, log: str | None = None, **environment
+    ):
+        """Run a command on a host; what it prints goes to the file `log`, alpha.log or beta.log if
+        none is given."""
         words = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
         words += ['hostname "$0"; exec "$@"', NAMES[host], *map(str, command)]
-        environment = {**os.environ, "HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | environment
+        environment = {
+            **os.environ,
+            "HF_HOME": str(self.home),
+            "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "200",
+        } | environment
         with open(self.folder / (log or f"{NAMES[host]}.log"), "w") as file:
             process = subprocess.Popen(
-                words, cwd=cwd or self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                words,
+                cwd=cwd or self.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
             )
         self.processes.append(process)
         return process
 
-    def launch(self, *flags, launch_flags=(), each=({}, {}), only=(0, 1), processes=2, **environment):
-        """`accelerate launch` of mnist_mlp.py on both hosts. each: flags, launch_flags and cwd of one host alone."""
+    def launch(
+        self, *flags, launch_flags=(), each=({}, {}), only=(0, 1), processes=2, **environment
+    ):
+        """`accelerate launch` of mnist_mlp.py on both hosts. each: flags, launch_flags and cwd of
+        one host alone."""
         port, running = free_port(), []
         for host in only:
             own = each[host]
             command = [sys.executable, "-m", "accelerate.commands.launch"]
-            command += ["--config_file", ROOT / "accelerate_configs" / "multi_node.yaml", "--machine_rank", host]
-            command += ["--main_process_ip", ADDRESSES[0], "--main_process_port", port, "--num_processes", processes]
+            command += [
+                "--config_file",
+                ROOT / "accelerate_configs" / "multi_node.yaml",
+                "--machine_rank",
+                host,
+            ]
+            command += [
+                "--main_process_ip",
+                ADDRESSES[0],
+                "--main_process_port",
+                port,
+                "--num_processes",
+                processes,
+            ]
             command += ["--gpu_ids=-1,-1", *launch_flags, *own.get("launch_flags", ())]
             command += [ROOT / "scripts" / "mnist_mlp.py", *flags, *own.get("flags", ())]
             running.append(self.start(host, *command, cwd=own.get("cwd"), **environment))
@@ -83,14 +127,20 @@ class Hosts:
         return (self.folder / f"{NAMES[host]}.log").read_text()
 
     def errors(self, host: int) -> list[str]:
-        return [line.partition("error: ")[2] for line in self.log(host).splitlines() if "error: rank" in line]
+        return [
+            line.partition("error: ")[2]
+            for line in self.log(host).splitlines()
+            if "error: rank" in line
+        ]
 
     def wait_for(self, text: str, timeout=120):
         """Until one of the logs has the text."""
         end = time.monotonic() + timeout
         while text not in self.log(0) + self.log(1):
             assert time.monotonic() < end, self.log(0)[-3000:] + self.log(1)[-3000:]
-            assert any(process.poll() is None for process in self.processes), self.log(0)[-3000:] + self.log(1)[-3000:]
+            assert any(process.poll() is None for process in self.processes), (
+                self.log(0)[-3000:] + self.log(1)[-3000:]
+            )
             time.sleep(0.05)
 
     def end(self, running, timeout=120) -> tuple[list[int], list[float]]:
@@ -102,7 +152,9 @@ class Hosts:
                     codes[process], seconds[process] = process.returncode, time.monotonic() - began
             assert time.monotonic() < began + timeout, self.log(0)[-3000:] + self.log(1)[-3000:]
             time.sleep(0.05)
-        return [codes[process] for process in running], [round(seconds[process], 1) for process in running]
+        return [codes[process] for process in running], [
+            round(seconds[process], 1) for process in running
+        ]
 
     def ends(self, running, timeout=120) -> tuple[list[int], list[float]]:
         """As `end`, and nothing is left on either host."""

@@ -1,13 +1,18 @@
-"""Several runs of a script in one launch: to start processes takes far longer than the runs of these tests.
+"""Several runs of a script in one launch: to start processes takes far longer than the runs of
+these tests.
 
-    accelerate launch --config_file CONFIG tests/several.py mnist_mlp "--output_dir a --lr 1e-3" "--output_dir b"
+    accelerate launch --config_file CONFIG tests/several.py mnist_mlp \\
+        "--output_dir a --lr 1e-3" "--output_dir b"
 
-Each run leaves what a launch of its own would leave, bit by bit. Before one that begins with `--back_to a 20 b`
-the folder `a` is copied to `b`, as a kill between update 20 and the next checkpoint would have left it.
+Each run leaves what a launch of its own would leave, bit by bit. Before one that begins with
+`--back_to a 20 b` the folder `a` is copied to `b`, as a kill between update 20 and the next
+checkpoint would have left it. One that begins with `--script path.py` is a run of another script,
+and so are those after it.
 """
 
 import gc
 import importlib
+import importlib.util
 import shlex
 import shutil
 import sys
@@ -32,14 +37,31 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
+def load(script: str, path: Path):
+    """The module of a script; one that lies elsewhere finds what lies beside it."""
+    if path.parent == ROOT / "scripts":
+        return importlib.import_module(f"scripts.{script}")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where workers of data loaders look for its classes
+    spec.loader.exec_module(module)
+    return module
+
+
 def run(script: str, flags: list) -> int | None:
-    """`main` of a script in this process; returns its exit code. Leaves no state of Accelerate, as if it had ended."""
-    own_argv, sys.argv = sys.argv, [str(ROOT / "scripts" / f"{script}.py"), *map(str, flags)]
+    """`main` of a script in this process; returns its exit code. Leaves no state of Accelerate, as
+    if it had ended.
+
+    script: the name of one of ours, or the path of any other.
+    """
+    path = Path(script) if script.endswith(".py") else ROOT / "scripts" / f"{script}.py"
+    own_argv, sys.argv = sys.argv, [str(path), *map(str, flags)]
     try:
-        importlib.import_module(f"scripts.{script}").main()
+        load(script, path).main()
         return None
     except SystemExit as stopped:
-        return stopped.code
+        return stopped.code or None  # 0: the run was complete
     finally:
         sys.argv = own_argv
         gc.collect()  # the lock of the folder goes with the Tracker
@@ -47,8 +69,11 @@ def run(script: str, flags: list) -> int | None:
 
 
 def back_to(run: Path, step: int, copied: Path) -> Path:
-    """Copy a run's folder without its end and without the checkpoints after `step`, whose own must be there."""
-    shutil.copytree(run, copied, ignore=shutil.ignore_patterns("summary.json", "model*.safetensors", "step_*"))
+    """Copy a run's folder without its end and without the checkpoints after `step`, whose own must
+    be there."""
+    shutil.copytree(
+        run, copied, ignore=shutil.ignore_patterns("summary.json", "*.safetensors", "step_*")
+    )
     for checkpoint in (run / "checkpoints").glob("step_*"):
         if int(checkpoint.name[5:]) <= step:
             shutil.copytree(checkpoint, copied / "checkpoints" / checkpoint.name)
@@ -59,14 +84,18 @@ def back_to(run: Path, step: int, copied: Path) -> Path:
 def main():
     import torch.distributed as dist
 
-    # Each run ends the group of the processes, and a second one is not to be had: the launcher's store still has the
-    # addresses of the first.
+    # Each run ends the group of the processes, and a second one is not to be had: the launcher's
+    # store still has the addresses of the first.
     end_group, dist.destroy_process_group = dist.destroy_process_group, lambda group=None: None
     script, *runs = sys.argv[1:]
     for flags in map(shlex.split, runs):
+        if flags[0] == "--script":
+            script, flags = flags[1], flags[2:]
         if flags[0] == "--back_to":
             (_, folder, step, copied), flags = flags[:4], flags[4:]
-            if not dist.is_initialized() or dist.get_rank() == 0:  # the others wait for it in `make_accelerator`
+            if (
+                not dist.is_initialized() or dist.get_rank() == 0
+            ):  # the others wait for it in `make_accelerator`
                 back_to(Path(folder), int(step), Path(copied))
         if code := run(script, flags):
             sys.exit(code)

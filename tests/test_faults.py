@@ -1,4 +1,5 @@
-"""What can go wrong between two machines: each fault ends on both, in time, and says where; --resume goes on from it.
+"""What can go wrong between two machines: each fault ends on both, in time, and says where;
+--resume goes on from it.
 
 Two machines as in hosts.py, with one process each where that is enough.
 """
@@ -11,7 +12,18 @@ import pytest
 from conftest import free_port
 
 pytestmark = pytest.mark.slow
-FLAGS = ["--max_steps", 800, "--batch_size", 64, "--log_every", 20, "--checkpoint_every", 50, "--output_dir", "run"]
+FLAGS = [
+    "--max_steps",
+    800,
+    "--batch_size",
+    64,
+    "--log_every",
+    20,
+    "--checkpoint_every",
+    50,
+    "--output_dir",
+    "run",
+]
 TIMEOUT_S = 8
 
 
@@ -22,7 +34,8 @@ def flags(small_mnist):
 
 @pytest.fixture(scope="module")
 def whole(shared_launcher, small_mnist):
-    """The run that nothing happens to, on one machine: the sum of two processes is the same wherever they are."""
+    """The run that nothing happens to, on one machine: the sum of two processes is the same
+    wherever they are."""
     shared_launcher("cpu_ddp", *FLAGS, "--dataset", small_mnist)
     return shared_launcher.folder / "run"
 
@@ -31,7 +44,11 @@ def shown(name, hosts, codes, seconds):
     """A row of the table in the README (pytest -rP)."""
     print(f"{name}: exit codes {codes} after {seconds} s")
     for host in (0, 1):
-        lines = [line for line in hosts.log(host).splitlines() if "rror: " in line or "exitcode  :" in line]
+        lines = [
+            line
+            for line in hosts.log(host).splitlines()
+            if "rror: " in line or "exitcode  :" in line
+        ]
         lines = [line for line in lines if "error: " in line] or lines
         print(f"  {host}: {lines[-1].partition('; to go on')[0] if lines else '(nothing)'}")
 
@@ -46,12 +63,19 @@ def test_what_is_wrong_before_training_ends_on_both_hosts(hosts, flags, small_mn
     shown("wrong address, a host that never comes", hosts, codes, seconds)
     assert codes == [1, 1]
     assert "1/2 clients joined" in hosts.log(0)
-    nobody_answers = ("failed to connect to any network address of (10.77.0.9", "No route to host")  # what ends first
-    assert any(text in hosts.log(1).splitlines()[-1] for text in nobody_answers), hosts.log(1)[-3000:]
+    nobody_answers = (
+        "failed to connect to any network address of (10.77.0.9",
+        "No route to host",
+    )  # what ends first
+    assert any(text in hosts.log(1).splitlines()[-1] for text in nobody_answers), hosts.log(1)[
+        -3000:
+    ]
 
     # Another run has the port.
     port = free_port()
-    serve = f"torch.distributed.TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)"
+    serve = (
+        f"torch.distributed.TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)"
+    )
     code = f"import time, torch; store = {serve}; print('listens', flush=True); time.sleep(99)"
     other = hosts.start(0, sys.executable, "-c", code, log="other")
     while "listens" not in (tmp_path / "other").read_text():
@@ -90,16 +114,24 @@ def test_what_is_wrong_before_training_ends_on_both_hosts(hosts, flags, small_mn
 
 
 def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, whole, tmp_path):
-    """One run, hit three times and resumed each time, has the weights of one that was left alone."""
+    """One run, hit three times and resumed each time, has the weights of one that was left
+    alone."""
     for step, name, fault, lost in (
-        (200, "worker killed", lambda: hosts.kill(1, LOCAL_RANK=0), "rank 0 on alpha lost rank 1 on beta at "),
+        (
+            200,
+            "worker killed",
+            lambda: hosts.kill(1, LOCAL_RANK=0),
+            "rank 0 on alpha lost rank 1 on beta at ",
+        ),
         (400, "host killed", lambda: hosts.kill(1), "rank 0 on alpha lost rank 1 on beta at "),
         (600, "link cut", lambda: hosts.plug("down"), "rank 0 on alpha lost rank 1 on beta at "),
     ):
         running = hosts.launch(*flags, "--resume")
         hosts.wait_for(f"step {step}/")
         fault()
-        codes, seconds = hosts.ends(running, TIMEOUT_S + 45)  # the launchers look every 0.1 s, and wait for SIGTERM
+        codes, seconds = hosts.ends(
+            running, TIMEOUT_S + 45
+        )  # the launchers look every 0.1 s, and wait for SIGTERM
         hosts.plug("up")
         shown(name, hosts, codes, seconds)
         assert codes[0] == 1
@@ -126,7 +158,9 @@ def losses(run) -> list[tuple[int, float]]:
 
 
 def same_run(whole, resumed):
-    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert (resumed / "model.safetensors").read_bytes() == (
+        whole / "model.safetensors"
+    ).read_bytes()
     assert losses(resumed) == losses(whole)
 
 
@@ -148,5 +182,6 @@ def test_a_killed_worker_is_restarted_without_a_person(hosts, flags, whole, tmp_
 def test_restarts_that_would_hang_are_refused(launcher):
     done = launcher("cpu_ddp", launch_flags=["--max_restarts", 1], check=False)
     assert (
-        "error: --max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set" in done.stderr
+        "error: --max_restarts needs --rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+        "set" in done.stderr
     )

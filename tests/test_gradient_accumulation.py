@@ -1,22 +1,33 @@
-"""The update of k micro-batches on P processes is the gradient of the mean over the whole batch, whatever k and P."""
+"""k micro-batches on P processes give the gradient of the mean over the whole batch."""
 
 import json
 import math
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import several
 import torch
 from accelerate import Accelerator
+from conftest import ROOT
 
 from scripts import gradient_accumulation
-from scripts.gradient_accumulation import CellNet, choose_accumulation, gradient_difference
-from utils.data import Images
+from scripts.gradient_accumulation import (
+    CellNet,
+    choose_accumulation,
+    count_ink_cells,
+    gradient_difference,
+    losses_and_predictions,
+    samples_of_update,
+)
+from utils.data import LabelledImages
+from utils.loader import GlobalLoader
 from utils.memory import largest_that_fits, limit_of_kept_tensors
 
-# 1003 images in batches of 250: the last update has 3 images for 10 pieces. Clipping is at work in three of the five.
-FLAGS = ["--batch_size", 250, "--num_epochs", 1, "--log_every", 1, "--variable_length", "--max_grad_norm", 0.2]
-FLAGS += ["--dtype", "float64"]
+# 1003 images in batches of 250: the last update has 3 images for 10 micro-batches. Three of the
+# five updates have a gradient that is clipped.
+FLAGS = ["--batch_size", 250, "--num_epochs", 1, "--log_every", 1, "--dtype", "float64"]
+FLAGS += ["--variable_length", "--max_grad_norm", 0.2]
 FLOAT32 = ["--batch_size", 80, "--num_epochs", 1, "--compare"]
 
 
@@ -34,7 +45,8 @@ def train(home, tmp_path):
     """Runs the script's main in this process; returns its folder."""
 
     def train(name, *flags):
-        assert several.run("gradient_accumulation", ["--output_dir", tmp_path / name, *flags]) is None
+        words = ["--output_dir", tmp_path / name, *flags]
+        assert several.run("gradient_accumulation", words) is None
         return tmp_path / name
 
     return train
@@ -45,12 +57,15 @@ def two_processes(shared_launcher, small_mnist):
     """What two processes print, and the folder with their runs: auto, float32 and resumable."""
     data = ["--dataset", small_mnist]
     auto = ["--micro_batch_size", "auto", "--cpu_memory_gib", 0.008, "--compare"]
-    checkpoints = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--gradient_accumulation_steps", 5]
+    checkpoints = ["--checkpoint_every", 2, "--keep_checkpoints", 0]
     words = several.words(
         "gradient_accumulation",
         [*data, *FLAGS, *auto, "--output_dir", "auto"],
         [*data, *FLOAT32, "--gradient_accumulation_steps", 4, "--output_dir", "float32"],
-        [*data, *FLAGS, *checkpoints, "--output_dir", "resumable"],
+        [
+            *[*data, *FLAGS, *checkpoints],
+            *["--gradient_accumulation_steps", 5, "--output_dir", "resumable"],
+        ],
     )
     return shared_launcher("cpu_ddp", *words, script=several.FILE).stdout, shared_launcher.folder
 
@@ -65,22 +80,26 @@ def assert_same_trace(folder, other):
 
 
 @pytest.mark.slow
-def test_updates_equal_those_of_the_whole_batch_whatever_auto_chooses(two_processes, train, small_mnist):
+def test_updates_equal_those_of_the_whole_batch_whatever_auto_chooses(
+    two_processes, train, small_mnist
+):
     printed, runs = two_processes
     folder = runs / "auto"
-    # 125 images a process, halved: 63, 32; 5 is the first number of pieces, 4 and up, that divides 125.
+    # 125 images a process, halved: 63, 32. The first number of steps from 4 on to divide 125: 5.
     assert "micro-batch   25 per process (32 would fit), 5 in an update" in printed
-    assert json.loads((folder / "run.json").read_text())["arguments"]["gradient_accumulation_steps"] == 5
+    (launch,) = json.loads((folder / "run.json").read_text())["launches"]
+    assert launch["gradient_accumulation_steps"] == 5
 
-    differences = [line["gradient_difference"] for line in read(folder, "compare")]
-    assert len(differences) == 5
+    compared = read(folder, "compare")
+    differences = [line["gradient_difference"] for line in compared]
+    assert [line["step"] for line in compared] == [1, 2, 3, 4, 5]
     assert max(differences) <= 1e-12
     totals = summary(folder)
     assert totals["largest_gradient_difference"] == max(differences)
     assert (totals["updates"], totals["micro_batches"]) == (5, 25)
     assert (totals["gradient_all_reduces"], totals["scalar_all_reduces"]) == (5, 5)
 
-    # The schedule counts updates: 5 of them run through the whole curve.
+    # The schedule counts updates: 5 of them go through the whole curve.
     optimizer = torch.optim.SGD([torch.zeros(1)], 2e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, 5, cycle_momentum=False)
     expected = []
@@ -88,14 +107,18 @@ def test_updates_equal_those_of_the_whole_batch_whatever_auto_chooses(two_proces
         expected.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-    assert [line["lr"] for line in read(folder, "train")] == pytest.approx(expected, rel=1e-12)
+    used = [line["lr"] for line in read(folder, "train")]
+    assert used == pytest.approx(expected, rel=1e-12)
 
     whole = train("whole", "--dataset", small_mnist, *FLAGS)
     assert_same_trace(folder, whole)
     assert summary(whole)["gradient_all_reduces"] == 0
 
 
-@pytest.mark.parametrize("flags", ["--micro_batch_size 8 --gradient_accumulation_steps 2", "--micro_batch_size none"])
+@pytest.mark.parametrize(
+    "flags",
+    ["--micro_batch_size 8 --gradient_accumulation_steps 2", "--micro_batch_size none"],
+)
 def test_a_wrong_micro_batch_is_refused_in_one_sentence(flags, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gradient_accumulation.py", *flags.split()])
     with pytest.raises(SystemExit) as stopped:
@@ -106,14 +129,18 @@ def test_a_wrong_micro_batch_is_refused_in_one_sentence(flags, monkeypatch, caps
 
 @pytest.mark.parametrize(
     "error",
-    [lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError, None],
+    [
+        lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError,
+        None,
+    ],
     ids=["cuda", "python", "cpu allocator"],
 )
 def test_halves_until_it_fits_and_frees_what_failed(error):
     tried, left = [], []
 
     def attempt(size):
-        assert all(tensor() is None for tensor in left), "what the last attempt allocated is still in memory"
+        assert all(tensor() is None for tensor in left), "memory of the last attempt is not free"
         tried.append(size)
         activations = torch.zeros(size)
         left.append(weakref.ref(activations))
@@ -152,35 +179,53 @@ def test_the_limit_counts_what_autograd_keeps():
 @pytest.mark.parametrize(
     ("batch_size", "micro_batch_size", "steps"), [(128, 32, 4), (125, 32, 5), (7, 2, 7), (8, 9, 1)]
 )
-def test_micro_batches_are_of_one_size_and_no_larger_than_asked(batch_size, micro_batch_size, steps):
-    class Args:
-        pass
-
-    args = Args()
-    args.batch_size, args.micro_batch_size = batch_size, micro_batch_size
+def test_micro_batches_are_of_one_size_and_no_larger_than_asked(
+    batch_size, micro_batch_size, steps
+):
+    args = SimpleNamespace(batch_size=batch_size, micro_batch_size=micro_batch_size)
     assert choose_accumulation(args, None, None, Accelerator(cpu=True)) == steps
 
 
 @pytest.mark.parametrize("variable_length", [False, True])
 def test_the_difference_sees_a_mean_of_means(variable_length):
-    """Sums over terms agree with the whole batch to rounding; the naive mean of micro-batch means does not."""
+    """A weighted mean agrees with the whole batch to rounding; a mean of means does not."""
     torch.manual_seed(0)
     images = torch.randint(0, 256, (10, 1, 28, 28), dtype=torch.uint8)
     images[:, :, :, 14:] = 0
     images[6:, :, 10:] = 0  # fewer cells with ink
-    data = Images(images, torch.arange(10), [str(digit) for digit in range(10)])
+    labels = torch.arange(10)
+    weights = torch.ones(10)
+    if variable_length:
+        weights = count_ink_cells([images, labels])
     model = CellNet(1, 10, variable_length=variable_length).double()
-    pieces = torch.arange(10).split(4)  # the last one is smaller
-    outputs = [model(images[rows], data.labels[rows]) for rows in pieces]
-    terms = sum(terms.sum() for _, terms, _ in outputs)
-    sum(losses.sum() / terms for losses, _, _ in outputs).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-    assert gradient_difference(model, norm, data, torch.arange(10), math.inf) < 1e-14
-    assert gradient_difference(model, norm * 1.01, data, torch.arange(10), math.inf) == pytest.approx(0.01)
-    model.zero_grad()
-    outputs = [model(images[rows], data.labels[rows]) for rows in pieces]
-    sum(losses.sum() / terms.sum() / len(pieces) for losses, terms, _ in outputs).backward()
-    assert gradient_difference(model, norm, data, torch.arange(10), math.inf) > 1e-2
+
+    def run_micro_batches():
+        model.zero_grad()
+        for rows in torch.arange(10).split(4):  # the last one is smaller
+            losses, _ = losses_and_predictions(model, images[rows], labels[rows])
+            yield losses * weights[rows], weights[rows].sum()
+
+    def difference(factor=1.0):
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        return gradient_difference(model, norm * factor, images, labels, math.inf)
+
+    sum(losses.sum() / weights.sum() for losses, _ in run_micro_batches()).backward()
+    assert difference() < 1e-14
+    assert difference(1.01) == pytest.approx(0.01)
+    sum(losses.sum() / weight / 3 for losses, weight in run_micro_batches()).backward()
+    assert difference() > 1e-2
+
+
+def test_the_samples_of_an_update_are_those_of_its_micro_batches():
+    images = torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1)
+    data = LabelledImages(images, torch.arange(10), [str(digit) for digit in range(10)])
+    loader = GlobalLoader(data, 4, Accelerator(cpu=True), seed=0, accumulation=2)
+    for epoch in (0, 1):
+        batches = list(loader.epoch(epoch))
+        for update in range(3):
+            images, labels = samples_of_update(loader, epoch, 3 * epoch + update)
+            expected = torch.cat([batch.indices for batch in batches[2 * update : 2 * update + 2]])
+            assert labels.tolist() == expected.tolist() == images.flatten().tolist()
 
 
 @pytest.mark.slow
@@ -188,14 +233,15 @@ def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher, tmp_p
     script = tmp_path / "probe.py"
     script.write_text(
         "import sys\n"
-        f"sys.path.insert(0, {str(gradient_accumulation.Path(gradient_accumulation.__file__).parents[1])!r})\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from accelerate import Accelerator\n"
         "from utils.memory import largest_that_fits\n"
         "accelerator = Accelerator(cpu=True)\n"
         "def attempt(size):\n"
         "    if accelerator.process_index == 1 and size > 10:\n"
         "        raise MemoryError\n"
-        "print(f'process {accelerator.process_index}: {largest_that_fits(attempt, 64, accelerator)}')\n"
+        "size = largest_that_fits(attempt, 64, accelerator)\n"
+        "print(f'process {accelerator.process_index}: {size}')\n"
         "accelerator.wait_for_everyone()\n"
         "accelerator.end_training()\n"
     )
@@ -209,7 +255,9 @@ def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher, tmp_p
 def test_float32_is_within_rounding(two_processes, train, small_mnist, processes):
     folder = two_processes[1] / "float32"
     if processes == 1:
-        folder = train("run", "--dataset", small_mnist, *FLOAT32, "--gradient_accumulation_steps", 8)
+        folder = train(
+            "run", "--dataset", small_mnist, *FLOAT32, "--gradient_accumulation_steps", 8
+        )
     differences = [line["gradient_difference"] for line in read(folder, "compare")]
     assert len(differences) == 13
     assert max(differences) <= 1e-6
@@ -217,7 +265,8 @@ def test_float32_is_within_rounding(two_processes, train, small_mnist, processes
 
 @pytest.mark.slow
 def test_batch_norm_breaks_the_equality_and_layer_norm_keeps_it(train, small_mnist):
-    flags = ["--dataset", small_mnist, *FLAGS, "--max_steps", 2, "--compare", "--gradient_accumulation_steps", 5]
+    flags = ["--dataset", small_mnist, *FLAGS, "--max_steps", 2, "--compare"]
+    flags += ["--gradient_accumulation_steps", 5]
     batch, layer = (summary(train(norm, *flags, "--norm", norm)) for norm in ("batch", "layer"))
     assert batch["largest_gradient_difference"] > 1e-2
     assert layer["largest_gradient_difference"] <= 1e-12
@@ -225,9 +274,12 @@ def test_batch_norm_breaks_the_equality_and_layer_norm_keeps_it(train, small_mni
 
 @pytest.mark.slow
 def test_peak_memory_falls(launcher):
-    """In this order: memory that the first run left to the second would make the peak of the second smaller."""
+    """In this order: memory that the first run leaves would make the peak of the second smaller."""
     flags = ["--batch_size", 16384, "--max_steps", 2, "--log_every", 1]
-    runs = [[*flags, "--gradient_accumulation_steps", steps, "--output_dir", f"k{steps}"] for steps in (8, 1)]
+    runs = [
+        [*flags, "--gradient_accumulation_steps", steps, "--output_dir", f"k{steps}"]
+        for steps in (8, 1)
+    ]
     launcher("cpu", *several.words("gradient_accumulation", *runs), script=several.FILE)
     k1, k8 = (summary(launcher.folder / name)["above_start_gib"] for name in ("k1", "k8"))
     print(f"{k1} GiB whole, {k8} GiB in 8 micro-batches")
@@ -235,7 +287,9 @@ def test_peak_memory_falls(launcher):
 
 
 @pytest.mark.slow
-def test_resume_goes_on_with_other_accumulation_and_processes(two_processes, train, small_mnist, tmp_path):
+def test_resume_goes_on_with_other_accumulation_and_processes(
+    two_processes, train, small_mnist, tmp_path
+):
     folder = two_processes[1] / "resumable"
     resumed = several.back_to(folder, 2, tmp_path / "resumed")
     train("resumed", "--dataset", small_mnist, *FLAGS, "--resume", "--micro_batch_size", 50)

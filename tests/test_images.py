@@ -1,4 +1,4 @@
-"""Image files of all kinds, and augmentation that is a function of (seed, epoch, sample)."""
+"""Image files of all kinds, and augmentation by (seed, epoch, item)."""
 
 import io
 from types import SimpleNamespace
@@ -11,11 +11,15 @@ from PIL import Image, ImageOps
 from torchvision import transforms
 
 from utils import images
-from utils.data import Batch, GlobalSampler, load_splits
+from utils.data import load_splits
+from utils.loader import GlobalLoader
 
-ONE = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0)
+ONE = SimpleNamespace(
+    device=torch.device("cpu"), num_processes=1, process_index=0, gradient_accumulation_steps=1
+)
 PHOTO = Image.linear_gradient("L").resize((120, 90))
-PHOTO = Image.merge("RGB", (PHOTO, PHOTO.transpose(Image.Transpose.FLIP_LEFT_RIGHT), ImageOps.invert(PHOTO)))
+MIRRORED = PHOTO.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+PHOTO = Image.merge("RGB", (PHOTO, MIRRORED, ImageOps.invert(PHOTO)))
 
 
 def encoded(image, kind="PNG", **options) -> bytes:
@@ -47,7 +51,10 @@ KINDS = {
     "palette": (encoded(PHOTO.quantize(256)), PHOTO),
     "one bit": (encoded(GREY.convert("1")), GREY.convert("1").convert("RGB")),
     "rotated by exif": (rotated(), PHOTO),
-    "16 bits": (encoded(Image.fromarray(np.asarray(GREY).astype(np.uint16) * 257)), GREY.convert("RGB")),
+    "16 bits": (
+        encoded(Image.fromarray(np.asarray(GREY).astype(np.uint16) * 257)),
+        GREY.convert("RGB"),
+    ),
     "transparent": (transparent("RGBA"), Image.new("RGB", PHOTO.size, "white")),
     "transparent grey": (transparent("LA"), Image.new("RGB", PHOTO.size, "white")),
     "gif": (encoded(PHOTO.quantize(256), "GIF"), PHOTO),
@@ -85,18 +92,21 @@ def split_of(tmp_path, contents: dict):
     return load_splits(str(tmp_path / "data"))[0]
 
 
+def loader_of(split, transform, batch_size=4, **options):
+    dataset = images.ImageFiles(split, transform)
+    return GlobalLoader(dataset, batch_size, ONE, collate_fn=dataset.collate, **options)
+
+
 @pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 0) for kind in BAD), ("empty", 1)])
 def test_a_bad_file_is_named(tmp_path, capsys, kind, num_workers):
     split = split_of(tmp_path, {kind: BAD[kind]})
-    sampler = GlobalSampler(split.labels, 4, ONE)
-    loader = images.ImageLoader(split, images.center_crop(8, 8), ONE, num_workers=num_workers)
     with pytest.raises(SystemExit):
-        list(loader.load(sampler.pieces()))
+        list(loader_of(split, images.CenterCrop(8, 8), num_workers=num_workers))
     error = capsys.readouterr().err
     assert error.startswith("error: --dataset ")
     assert len(error.splitlines()) == 1
     assert f"cat/{kind}.png" in error
-    assert "--skip_bad_images" in error
+    assert error.endswith("; --skip_bad_images leaves it out\n")
 
 
 def test_bad_files_are_left_out_and_told(tmp_path):
@@ -107,9 +117,30 @@ def test_bad_files_are_left_out_and_told(tmp_path):
     assert sorted(kept.labels.tolist()) == [0, 0, 0, 1, 1, 1]
     for kind in BAD:
         assert any(f"cat/{kind}.png" in reason for reason in bad.values())
-    loader = images.ImageLoader(kept, images.center_crop(8, 8), ONE)
-    batches = list(loader.load(GlobalSampler(kept.labels, 4, ONE).pieces()))
-    assert [tuple(batch.images.shape) for batch in batches] == [(4, 3, 8, 8), (2, 3, 8, 8)]
+    batches = list(loader_of(kept, images.CenterCrop(8, 8)))
+    assert [tuple(batch.data[0].shape) for batch in batches] == [(4, 3, 8, 8), (2, 3, 8, 8)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_uint8_in_channels_last_with_their_labels(tmp_path, num_workers):
+    split = split_of(tmp_path, {})
+    assert images.ImageFiles(split, images.CenterCrop(8, 8)).deterministic
+    for batch in loader_of(split, images.CenterCrop(8, 8), num_workers=num_workers):
+        pixels, labels = batch.data
+        assert pixels.dtype == torch.uint8
+        assert pixels.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(labels, split.labels[batch.indices])
+        one, label = images.ImageFiles(split, images.CenterCrop(8, 8))[int(batch.indices[1])]
+        assert torch.equal(pixels[1], one.permute(2, 0, 1))
+        assert label == labels[1]
+
+
+def test_a_process_without_an_image_gets_an_empty_batch(tmp_path):
+    loader = loader_of(split_of(tmp_path, {}), images.CenterCrop(8, 8), shard=(6, 7), max_samples=3)
+    (batch,) = loader
+    pixels, labels = batch.data
+    assert tuple(pixels.shape) == (0, 3, 8, 8)
+    assert (pixels.dtype, labels.dtype, len(labels)) == (torch.uint8, torch.int64, 0)
 
 
 @pytest.mark.parametrize(("width", "height", "tolerance"), [(500, 375, 4), (2000, 1500, 5)])
@@ -118,9 +149,10 @@ def test_the_middle_is_that_of_torchvision(width, height, tolerance):
     rng = np.random.default_rng(0)
     coarse = Image.fromarray(rng.integers(0, 255, (6, 8, 3), dtype=np.uint8))
     file = encoded(coarse.resize((width, height), Image.Resampling.BICUBIC), "JPEG", quality=90)
-    reference = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224)])(Image.open(io.BytesIO(file)))
+    theirs = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224)])
+    reference = theirs(Image.open(io.BytesIO(file)))
     image = Image.open(io.BytesIO(file))
-    ours = images.center_crop(224, 256)(image, 0)
+    ours = images.CenterCrop(224, 256)(image)
     assert (image.size != (width, height)) == (width == 2000)
     assert np.abs(ours.numpy().astype(int) - np.asarray(reference)).mean() < tolerance
     assert ours.shape == (224, 224, 3)
@@ -130,32 +162,47 @@ def test_a_random_crop_is_that_of_torchvision_with_the_same_numbers():
     image = PHOTO.resize((500, 375))
     torch.manual_seed(7)
     reference = transforms.RandomResizedCrop(64)(image)
-    ours = images.random_augment(64, flip=0.0)(image, 7)
+    torch.manual_seed(7)
+    ours = images.RandomAugment(64, flip=0.0)(image)
     assert np.abs(ours.numpy().astype(int) - np.asarray(reference)).mean() < 2
-    mirrored = images.random_augment(64, flip=1.0)(image, 7)
+    torch.manual_seed(7)
+    mirrored = images.RandomAugment(64, flip=1.0)(image)
     assert torch.equal(mirrored, ours.flip(1))
 
 
-def test_augmentation_is_a_function_of_seed_epoch_and_sample(tmp_path):
-    """In any order, in workers or not; and torch's generator stays as it was."""
+def test_augmentation_is_a_function_of_seed_epoch_and_item(tmp_path):
+    """In any order, with or without workers; and the global generators stay as they were."""
     split = split_of(tmp_path, {})
-    augment = images.random_augment(16, 0.2, trivial_augment=True, erase=0.5)
+    augment = images.RandomAugment(16, 0.2, trivial_augment=True, erase=0.5)
     before = torch.get_rng_state()
 
-    def load(num_workers, seed=0, epoch=0, order=range(6)):
-        loader = images.ImageLoader(split, augment, ONE, seed, num_workers)
-        pieces = [Batch(None, torch.zeros(2), torch.tensor(order[start : start + 2]), 2) for start in (0, 2, 4)]
-        batches = list(loader.load(pieces, epoch))
-        return {int(i): image for batch in batches for i, image in zip(batch.indices, batch.images, strict=True)}
+    def load(seed=0, epoch=0, **options):
+        loader = loader_of(split, augment, seed=seed, **options)
+        found = {}
+        for batch in loader.epoch(epoch):
+            found |= dict(zip(batch.indices.tolist(), batch.data[0].clone(), strict=True))
+        return found
 
-    first = load(0)
-    for other in (load(2), load(0, order=[5, 0, 3, 1, 4, 2])):
+    first = load()
+    assert sorted(first) == list(range(6))
+    for other in (load(num_workers=2), load(batch_size=2), load(batch_size=1, num_workers=1)):
         assert all(torch.equal(first[i], other[i]) for i in range(6))
-    for other in (load(0, seed=1), load(0, epoch=1)):
+    for other in (load(seed=1), load(epoch=1)):
         assert sum(torch.equal(first[i], other[i]) for i in range(6)) == 0
-    again = load(0, order=[6, 7, 8, 9, 10, 11])  # a second copy of the same samples, augmented otherwise
-    assert sum(torch.equal(first[i], again[i + 6]) for i in range(6)) == 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_copies_of_an_image_in_one_update_are_augmented_differently(tmp_path):
+    augment = images.RandomAugment(16, 0.2)
+    loader = loader_of(split_of(tmp_path, {}), augment, batch_size=6, seed=0, repeats=3)
+    (batch,) = loader.epoch(0)
+    items, counts = batch.indices.unique(return_counts=True)
+    assert counts.tolist() == [3, 3]
+    for item in items:
+        one, two, three = batch.data[0][batch.indices == item]
+        assert not torch.equal(one, two)
+        assert not torch.equal(one, three)
+        assert not torch.equal(two, three)
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
@@ -179,28 +226,58 @@ def test_mixing_does_not_depend_on_how_the_batch_is_cut(mixup, cutmix):
     assert len(kinds) == 1 + bool(mixup and cutmix)
 
 
-def test_repeats_and_drop_last():
-    labels = torch.arange(103) % 10
-    sampler = GlobalSampler(labels, 12, ONE, seed=0, drop_last=True, repeats=3)
-    pieces = list(sampler.pieces(5))
-    assert len(pieces) == len(sampler) == 103 // 12
-    for piece in pieces:
-        samples, counts = torch.unique(piece.indices % 103, return_counts=True)
-        assert len(samples) == 4
-        assert counts.tolist() == [3, 3, 3, 3]
-        assert torch.equal(piece.labels, labels[piece.indices % 103])
-        assert len(set(piece.indices.tolist())) == 12  # each copy has a number, and so an augmentation, of its own
-        assert not (piece.indices[::2] % 103 == piece.indices[1::2] % 103).any()  # mixup finds another image
-    seen = torch.cat([piece.indices % 103 for piece in pieces]).unique()
-    assert len(seen) == 4 * len(pieces)
+def test_with_repeats_mixup_finds_another_image():
+    data = torch.utils.data.TensorDataset(torch.arange(103))
+    loader = GlobalLoader(data, 12, ONE, seed=0, drop_last=True, repeats=3)
+    batches = list(loader.epoch(5))
+    assert len(batches) == len(loader) == 103 // 12
+    for batch in batches:
+        assert not (batch.indices[::2] == batch.indices[1::2]).any()
 
 
 def test_fingerprint_of_files(tmp_path):
     base = images.fingerprint(split_of(tmp_path / "a", {}))
     assert images.fingerprint(split_of(tmp_path / "b", {})) == base  # the folder may move
     assert images.fingerprint(split_of(tmp_path / "c", {"more": encoded(PHOTO)})) != base
-    table = {"image": [cell(encoded(PHOTO)), cell(encoded(GREY))], "label": [0, 1]}
-    rows = datasets.Dataset.from_dict(table).cast_column("image", datasets.Image(decode=False))
-    one = SimpleNamespace(rows=rows, image_column="image", labels=torch.tensor([0, 1]))
-    other = SimpleNamespace(rows=rows, image_column="image", labels=torch.tensor([1, 0]))
-    assert images.fingerprint(one) != images.fingerprint(other)
+    split = split_of(tmp_path / "d", {})
+    (tmp_path / "d" / "data" / "train" / "cat" / "0.png").write_bytes(encoded(GREY))
+    assert images.fingerprint(split) != base  # an image was overwritten by another
+    transform = images.CenterCrop(8, 8)
+    assert loader_of(split, transform).describe()["fingerprint"] == images.fingerprint(split)
+
+
+def table_of(cells, labels):
+    rows = datasets.Dataset.from_dict({"image": cells, "label": labels})
+    rows = rows.cast_column("image", datasets.Image(decode=False))
+    return SimpleNamespace(rows=rows, image_column="image", labels=torch.tensor(labels))
+
+
+def test_fingerprint_of_a_table(tmp_path):
+    photo, grey = cell(encoded(PHOTO)), cell(encoded(GREY))
+    tables = [
+        table_of([photo, grey], [0, 1]),
+        table_of([photo, grey], [1, 0]),
+        table_of([grey, grey], [0, 1]),
+        table_of([photo, grey, grey], [0, 1, 1]),
+        table_of([photo, {"bytes": None, "path": "no/such/file/odd.png"}], [0, 1]),
+    ]
+    assert len({images.fingerprint(table) for table in tables}) == len(tables)
+    assert images.fingerprint(table_of([photo, grey], [0, 1])) == images.fingerprint(tables[0])
+
+
+def test_synthetic_images_of_1000_classes_are_the_same_tensors_in_each_batch():
+    data = images.SyntheticImages(2000, 16, torch.device("cpu"))
+    assert len(data.classes) == 1000
+    loader = GlobalLoader(data, 8, ONE, seed=0, collate_fn=data.collate)
+    first, second, *_, last = loader.epoch(0)
+    pixels, labels = first.data
+    assert pixels.shape == (8, 3, 16, 16)
+    assert pixels.dtype == torch.uint8
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    assert pixels.float().std() > 60  # of numbers from 0 to 255 that are equally likely: 74
+    assert (labels.dtype, labels.shape) == (torch.int64, (8,))
+    assert 0 <= labels.min() <= labels.max() < 1000
+    assert pixels is second.data[0] is last.data[0]
+    assert loader.describe() == {"items": 2000, "fingerprint": "synthetic"}
+    (nothing,) = GlobalLoader(data, 8, ONE, collate_fn=data.collate, shard=(7, 8), max_samples=3)
+    assert nothing.data[0].shape == (0, 3, 16, 16)

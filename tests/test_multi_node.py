@@ -33,9 +33,11 @@ def compare(one, two):
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_mnist, tmp_path):
     """Each machine in a folder of its own: only the main process writes."""
-    # On a stock Debian a host's name is 127.0.1.1 to itself. gloo takes that address, if nobody tells it another.
+    # On a stock Debian a host's name is 127.0.1.1 to itself. gloo takes that address, if nobody
+    # tells it another.
     hosts.write_etc_hosts(("127.0.1.1", "127.0.1.1"))
     folders = [tmp_path / "on" / name for name in NAMES]
     for folder in folders:
@@ -54,16 +56,35 @@ def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_m
         (2, 0, "beta"),
         (3, 1, "beta"),
     ]
-    assert all("4 processes on 2 machines (MULTI_CPU over gloo)" in hosts.log(host) for host in (0, 1))
+    assert all(
+        "4 processes on 2 machines (MULTI_CPU over gloo)" in hosts.log(host) for host in (0, 1)
+    )
 
 
 @pytest.mark.slow
 def test_torchrun_starts_it_too(hosts, one_process, small_mnist):
-    """One process on each machine, so that what torchrun is told differs from the test above in more than its name."""
+    """One process on each machine, so that what torchrun is told differs from the test above in
+    more than its name."""
     port = free_port()
-    words = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d"]
-    words += ["--rdzv_endpoint", f"{ADDRESSES[0]}:{port}", ROOT / "scripts" / "mnist_mlp.py", *FLAGS]
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        2,
+        "--nproc_per_node",
+        1,
+        "--rdzv_backend",
+        "c10d",
+    ]
+    words += [
+        "--rdzv_endpoint",
+        f"{ADDRESSES[0]}:{port}",
+        ROOT / "scripts" / "mnist_mlp.py",
+        *FLAGS,
+    ]
     words += ["--dataset", small_mnist, "--output_dir", "run"]
-    running = [hosts.start(host, sys.executable, *words, CUDA_VISIBLE_DEVICES="") for host in (0, 1)]
+    running = [
+        hosts.start(host, sys.executable, *words, CUDA_VISIBLE_DEVICES="") for host in (0, 1)
+    ]
     assert hosts.ends(running)[0] == [0, 0], hosts.log(0) + hosts.log(1)
     compare(one_process, hosts.folder / "run")

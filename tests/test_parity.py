@@ -1,7 +1,8 @@
-"""The same numbers on every topology: real launches of 1, 2 and 4 processes x 1, 2 and 4 accumulation steps.
+"""The same numbers on every topology: 1, 2 and 4 processes x 1, 2 and 4 accumulation steps.
 
 pytest tests/test_parity.py -n 0 -rP                                    # the table
-pytest tests/test_parity.py --config_file accelerate_configs/ddp.yaml   # your own machine against one process of it
+# Your own machine against one process of it:
+pytest tests/test_parity.py --config_file accelerate_configs/ddp.yaml
 """
 
 import json
@@ -14,8 +15,22 @@ import torch
 from conftest import ROOT
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-# 14 x 16 updates, the last of each epoch smaller; the learning rate is the default one scaled to the batch.
-FLAGS = ["--num_epochs", 14, "--batch_size", 64, "--lr", 1e-3, "--hidden", 64, "--dropout", 0.1, "--log_every", 1]
+# 14 x 16 updates, the last of each epoch smaller. The learning rate is the default one, scaled to
+# the batch.
+FLAGS = [
+    "--num_epochs",
+    14,
+    "--batch_size",
+    64,
+    "--lr",
+    1e-3,
+    "--hidden",
+    64,
+    "--dropout",
+    0.1,
+    "--log_every",
+    1,
+]
 FLAGS += ["--checkpoint_every", 1000]  # none but the last
 CHECKPOINTS = ["--checkpoint_every", 20, "--keep_checkpoints", 0]
 
@@ -26,22 +41,30 @@ def result(run: Path):
 
 
 def compare(reference, other) -> tuple[float, float]:
-    """Largest relative difference of a loss, and of a weight to the largest of its tensor; the rest must be equal."""
+    """The largest relative difference of a loss, and of a weight; all else must be equal.
+
+    That of a weight is relative to the largest one of its tensor.
+    """
     (lines, weights), (other_lines, other_weights) = reference, other
     assert len([line for line in lines if line["split"] == "train"]) == 14 * 16
     exact = ("split", "step", "epoch", "lr", "accuracy")
-    assert [[line.get(n) for n in exact] for line in other_lines] == [[line.get(n) for n in exact] for line in lines]
+    assert [[line.get(n) for n in exact] for line in other_lines] == [
+        [line.get(n) for n in exact] for line in lines
+    ]
     losses = max(abs(b["loss"] / a["loss"] - 1) for a, b in zip(lines, other_lines, strict=True))
     assert weights.keys() == other_weights.keys()
-    largest = max(float((other_weights[name] - w).abs().max() / w.abs().max()) for name, w in weights.items())
+    largest = max(
+        float((other_weights[name] - w).abs().max() / w.abs().max()) for name, w in weights.items()
+    )
     return losses, largest
 
 
 @pytest.fixture(scope="module")
 def runs(shared_launcher, small_mnist) -> Path:
-    """A folder with the run of each type and topology, as `float64-2x4`: 2 processes x 4 accumulation steps.
+    """A folder with the run of each type and topology.
 
-    That of two processes has a checkpoint after each 20 updates, and `four` goes on with four processes from its 60th.
+    `float64-2x4` is the run of 2 processes x 4 accumulation steps. That of two processes has a
+    checkpoint after each 20 updates, and `four` continues its update 60 with four processes.
     """
     for processes in (1, 2, 4):
         flags = []
@@ -54,8 +77,21 @@ def runs(shared_launcher, small_mnist) -> Path:
         if processes == 2:
             flags[3] = resumable
         if processes == 4:
-            flags.append(["--back_to", "float64-2x1", 60, "four", *resumable, "--resume", "--output_dir", "four"])
-        config, launch_flags = ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
+            flags.append(
+                [
+                    "--back_to",
+                    "float64-2x1",
+                    60,
+                    "four",
+                    *resumable,
+                    "--resume",
+                    "--output_dir",
+                    "four",
+                ]
+            )
+        config, launch_flags = (
+            ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
+        )
         words = several.words("mnist_mlp", *flags)
         shared_launcher(config, *words, script=several.FILE, launch_flags=launch_flags, timeout=300)
     return shared_launcher.folder
@@ -68,16 +104,22 @@ def test_processes_and_accumulation_change_nothing(runs, dtype, processes):
     for accumulation in (1, 2, 4):
         name = f"{dtype}-{processes}x{accumulation}"
         (launch,) = json.loads((runs / name / "run.json").read_text())["launches"]
-        assert (launch["num_processes"], launch["gradient_accumulation_steps"]) == (processes, accumulation)
+        assert (launch["num_processes"], launch["gradient_accumulation_steps"]) == (
+            processes,
+            accumulation,
+        )
         losses, weights = compare(result(runs / f"{dtype}-1x1"), result(runs / name))
-        print(f"{dtype} {processes} processes x {accumulation} accumulation: loss {losses:.1e}, weights {weights:.1e}")
+        print(
+            f"{dtype} {processes} processes x {accumulation} accumulation: "
+            f"loss {losses:.1e}, weights {weights:.1e}"
+        )
         assert losses <= TOLERANCE[dtype]
         assert weights <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_config_of_this_machine_changes_nothing(launcher, small_mnist, request, dtype):
-    """Skipped without --config_file, which names the config to compare with one process on the same kind of device."""
+    """Skipped without --config_file: the config to compare with one process of its device."""
     config = request.config.getoption("config_file")
     if not config:
         pytest.skip("no --config_file given")
@@ -85,7 +127,9 @@ def test_the_config_of_this_machine_changes_nothing(launcher, small_mnist, reque
     path = str((Path(request.config.invocation_params.dir) / config).resolve())
     flags = ["--dataset", small_mnist, *FLAGS, "--dtype", dtype, "--output_dir"]
     launcher(path, *flags, run)
-    on_cpu = json.loads((run / "run.json").read_text())["launches"][0]["processes"][0]["device"] == "cpu"
+    on_cpu = (
+        json.loads((run / "run.json").read_text())["launches"][0]["processes"][0]["device"] == "cpu"
+    )
     launcher("cpu" if on_cpu else "single_gpu", *flags, reference)
     losses, weights = compare(result(reference), result(run))
     print(f"{dtype} {config}: loss {losses:.1e}, weights {weights:.1e}")
@@ -95,7 +139,10 @@ def test_the_config_of_this_machine_changes_nothing(launcher, small_mnist, reque
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, tmp_path):
-    """Two processes, then one; two, then four, then one with accumulation: the weights of one process all along."""
+    """The weights of one process all along.
+
+    Two processes, then one; and two, then four, then one with accumulation.
+    """
     flags = ["--dataset", small_mnist, *FLAGS, "--dtype", "float64", *CHECKPOINTS, "--resume"]
     several.back_to(runs / "float64-2x1", 100, tmp_path / "one")
     several.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "one"])
@@ -116,7 +163,15 @@ def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, 
 @pytest.mark.slow
 def test_several_runs_in_one_launch_are_as_many_launches(runs, launcher, small_mnist):
     """Bit by bit: what the tests above prove holds for separate launches."""
-    flags = ["--dataset", small_mnist, *FLAGS, "--gradient_accumulation_steps", 2, "--output_dir", "run"]
+    flags = [
+        "--dataset",
+        small_mnist,
+        *FLAGS,
+        "--gradient_accumulation_steps",
+        2,
+        "--output_dir",
+        "run",
+    ]
     launcher("cpu_ddp", *flags)
     lines, weights = result(launcher.folder / "run")
     other_lines, other_weights = result(runs / "float32-2x2")  # the second of the launch

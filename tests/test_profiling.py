@@ -1,4 +1,4 @@
-"""--profile: the parts of an update add up to it, and the run is the one it would have been."""
+"""--profile: the parts of an update add up to it, and the numbers of the run stay the same."""
 
 import gzip
 import json
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from utils.profiling import length, summarize
+from utils.profiling import summarize, total_length
 
 
 def span(name, begin, end, cat="user_annotation"):
@@ -20,10 +20,10 @@ CPU = [
     span("backward", 3_000, 8_000),
     span("autograd::engine::evaluate_function: AddmmBackward0", 3_000, 6_000, "cpu_op"),
     span("gloo:all_reduce", 4_000, 7_000),
-    span("gloo:all_reduce", 5_000, 7_500),  # two at once are one time of waiting
+    span("gloo:all_reduce", 5_000, 7_500),  # overlaps the one before
     span("optimizer", 8_000, 9_500),
-    span("update", 20_000, 20_000),  # a wait for the end of the data
-    span("gloo:all_reduce", 21_000, 23_000),  # of a test between two updates
+    span("update", 20_000, 20_000),  # the wait that finds the end of the data
+    span("gloo:all_reduce", 21_000, 23_000),  # of a test between two updates: not counted
     span("update", 30_000, 34_000),
     span("forward", 30_000, 34_000),
     {"ph": "M", "name": "process_name"},
@@ -31,7 +31,8 @@ CPU = [
 GPU = [
     span("update", 0, 10_000),
     span("backward", 0, 10_000),
-    span("autograd::engine::evaluate_function: AddmmBackward0", 0, 9_000, "cpu_op"),  # the CPU only gives the orders
+    # The CPU only launches the kernels.
+    span("autograd::engine::evaluate_function: AddmmBackward0", 0, 9_000, "cpu_op"),
     span("sgemm", 1_000, 5_000, "kernel"),
     span("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 4_000, 7_000, "kernel"),
 ]
@@ -40,16 +41,22 @@ PARTS = ["update", "data wait", "forward", "backward", "optimizer"]
 
 def test_parts_communication_and_overlap_of_a_trace():
     table = summarize(CPU, PARTS, updates=2)
-    milliseconds = {"data wait": 0.5, "forward": 3.0, "backward": 2.5, "optimizer": 0.75, "other": 0.25, "update": 7.0}
-    assert table["mean_ms"] == milliseconds
+    assert table["mean_ms"] == {
+        "data wait": 0.5,
+        "forward": 3.0,
+        "backward": 2.5,
+        "optimizer": 0.75,
+        "other": 0.25,
+        "update": 7.0,
+    }
     assert (table["communication_ms"], table["overlapped_ms"]) == (1.75, 1.0)
     table = summarize(GPU, ["update", "backward"], updates=1)
     assert (table["communication_ms"], table["overlapped_ms"]) == (3.0, 1.0)
 
 
-def test_length_counts_each_moment_once():
-    assert length([]) == 0
-    assert length([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
+def test_overlapping_intervals_count_once():
+    assert total_length([]) == 0
+    assert total_length([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
 
 
 def losses(folder):
@@ -57,8 +64,9 @@ def losses(folder):
     return [(line["split"], line["step"], line["loss"]) for line in lines]
 
 
-def test_recording_changes_no_number_and_leaves_tests_out(train, tmp_path, capfd):
-    flags = ["--batch_size", 100, "--gradient_accumulation_steps", 2, "--max_steps", 26]  # 11 updates an epoch
+def test_a_profile_changes_no_number_and_leaves_tests_out(train, tmp_path, capfd):
+    # 11 updates in an epoch.
+    flags = ["--batch_size", 100, "--gradient_accumulation_steps", 2, "--max_steps", 26]
     train("plain", *flags)
     capfd.readouterr()
     train("profiled", *flags, "--profile", 3)
@@ -73,27 +81,32 @@ def test_recording_changes_no_number_and_leaves_tests_out(train, tmp_path, capfd
     assert min(parts.values()) > 0
     assert sum(parts.values()) == pytest.approx(total, abs=1e-3)
     assert f"{total:.3f}" in out
-    events = json.loads(gzip.decompress((folder / "trace_rank0.json.gz").read_bytes()))["traceEvents"]
-    # Updates 11 to 13: an epoch ends behind the 11th, and a test and a checkpoint follow.
-    counts = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    trace = json.loads(gzip.decompress((folder / "trace_rank0.json.gz").read_bytes()))
+    annotations = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
+    counts = Counter(annotations)
+    # Updates 11 to 13: an epoch ends after the 11th, and a test and a checkpoint follow.
     assert (counts["forward"], counts["backward"], counts["optimizer"]) == (6, 6, 3)
 
 
-def test_too_few_updates_are_an_error_before_any(train, tmp_path, capfd):
+def test_too_few_updates_are_an_error_before_the_first(train, tmp_path, capfd):
     assert train("short", "--profile", 3, "--max_steps", 12) == 2
-    assert "--profile 3 takes 13 updates, 10 of them to warm up, and this run has 12 to go" in capfd.readouterr().err
+    sentence = "--profile 3 takes 13 updates, 10 of them to warm up, and this run has 12 to go"
+    assert sentence in capfd.readouterr().err
     assert not (tmp_path / "short" / "metrics.jsonl").exists()
 
 
 def test_a_table_that_cannot_be_written_is_a_warning(train, tmp_path, capfd):
     (tmp_path / "run" / "profile" / "table.json").mkdir(parents=True)
     assert train("run", "--profile", 1, "--batch_size", 100, "--max_steps", 12) is None
-    assert f"warning: {tmp_path}/run/profile/table.json cannot be written: Is a directory" in capfd.readouterr().out
+    warning = f"warning: {tmp_path}/run/profile/table.json cannot be written: Is a directory"
+    assert warning in capfd.readouterr().out
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_record_their_all_reduce(launcher, tmp_path):
-    done = launcher("cpu_ddp", "--profile", 5, "--max_steps", 20, "--batch_size", 64, "--output_dir", tmp_path / "run")
+    flags = ["--profile", 5, "--max_steps", 20, "--batch_size", 64]
+    done = launcher("cpu_ddp", *flags, "--output_dir", tmp_path / "run")
     tables = json.loads((tmp_path / "run" / "profile" / "table.json").read_text())
     assert len(tables) == 2
     for table in tables:

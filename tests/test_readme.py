@@ -1,31 +1,49 @@
-"""Every command, link, test and loop in the README files is real."""
+"""Every command, link, test, loop and diff in the README files is real."""
 
+import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 
+import numpy as np
 import pytest
+import several
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from conftest import ROOT, free_port
+from PIL import Image
 
-PAGES = ["README.md", "scripts/README.md", "accelerate_configs/README.md", "benchmarks/RESULTS.md"]
+from utils import take
+
+PAGES = [
+    "README.md",
+    "scripts/README.md",
+    "accelerate_configs/README.md",
+    "benchmarks/RESULTS.md",
+]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 README = TEXTS["README.md"]
-LOOPS = re.search(r"## One loop, four ways\n(.*?)\n## ", README, re.S)[1]
+SCRIPTS = TEXTS["scripts/README.md"]
+
+
+def section(text, title):
+    return re.search(rf"## {title}\n(.*?)\n## ", text, re.S)[1]
 
 
 def blocks(text, language):
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
-COMMANDS = [
-    line
-    for text in TEXTS.values()
-    for block in blocks(text, "bash")
-    for line in re.sub(r"\\\n\s*", "", block).strip().splitlines()
-]
+def commands(text):
+    found = []
+    for block in blocks(text, "bash"):
+        found += re.sub(r"\\\n\s*", "", block).strip().splitlines()
+    return found
+
+
+COMMANDS = [command for text in TEXTS.values() for command in commands(text)]
 
 
 def test_the_two_commands_install_and_train_and_install_and_test():
@@ -37,10 +55,13 @@ def test_the_two_commands_install_and_train_and_install_and_test():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_parses(command, monkeypatch, capsys):
-    words = [word for word in shlex.split(command.rpartition("&&")[2]) if not re.match(r"[A-Z_]+=", word)]
+    words = shlex.split(command.rpartition("&&")[2])
+    words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
     monkeypatch.chdir(ROOT)
     if words[1:2] == ["-m"]:
-        assert words[2] in ("pytest", "utils.doctor")
+        programs = [*take.commands(), "take"]
+        package, _, name = words[2].partition(".")
+        assert words[2] == "pytest" or (package == "utils" and name in programs)
         return
     if words[0] == "torchrun":
         from torch.distributed.run import get_args_parser
@@ -56,10 +77,77 @@ def test_command_parses(command, monkeypatch, capsys):
         script, flags = options.training_script, options.training_script_args
     else:
         script, flags = words[1], words[2:]
-    module = __import__(f"{os.path.dirname(script)}.{os.path.basename(script)[:-3]}", fromlist=["parse_args"])
+    folder, file = os.path.split(script)
+    module = __import__(f"{folder}.{file[:-3]}", fromlist=["parse_args"])
     monkeypatch.setattr("sys.argv", [script, *flags])
     module.parse_args()
     assert os.path.isfile(script)
+
+
+@pytest.fixture(scope="module")
+def own_program(tmp_path_factory):
+    """mnist_mlp.py, taken as the README says and changed by its diff, and images to train on.
+
+    Each hunk must fit, and in one place only.
+    """
+    folder = tmp_path_factory.mktemp("mine")
+    (command,) = [command for command in commands(README) if "utils.take" in command]
+    _, _, _, script, to = shlex.split(command)
+    assert to == "../mine"
+    # Another name than in the README: its modules must not be those of another test's copy.
+    words = [sys.executable, "-m", "utils.take", script, folder, "--package", "own_cnn_tools"]
+    subprocess.run(list(map(str, words)), cwd=ROOT, check=True, capture_output=True, timeout=60)
+    program = folder / f"{script}.py"
+    text = program.read_text().replace("own_cnn_tools", "train_utils")
+    (diff,) = blocks(README, "diff")
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
+        lines = hunk.splitlines()
+        old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
+        new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
+        assert f"\n{text}".count(f"\n{old}") == 1, hunk
+        text = f"\n{text}".replace(f"\n{old}", f"\n{new}")[1:]
+    program.write_text(text.replace("train_utils", "own_cnn_tools"))
+
+    stripes = 255 * (np.arange(40) // 4 % 2)
+    noise = np.random.default_rng(0)
+    for split, count in (("train", 21), ("test", 8)):
+        for name in ("across", "down"):
+            (folder / "photos" / split / name).mkdir(parents=True)
+            for number in range(count):
+                image = np.broadcast_to(stripes, (40, 40))
+                image = image if name == "down" else image.T
+                image = 0.8 * image + noise.integers(50, size=(40, 40))
+                file = folder / "photos" / split / name / f"{number}.png"
+                Image.fromarray(image.astype(np.uint8)).save(file)
+    return program
+
+
+def own_flags(program, run):
+    flags = ["--dataset", program.parent / "photos", "--output_dir", run, "--batch_size", 12]
+    return [*flags, "--max_steps", 2, "--log_every", 1, "--dropout", 0.1]
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines]
+
+
+def test_the_diff_makes_a_program_that_trains_and_predicts(own_program, tmp_path, capsys):
+    assert several.run(str(own_program), own_flags(own_program, tmp_path / "run")) is None
+    assert "test  epoch 1  step 2/2" in capsys.readouterr().out
+    assert len(losses(tmp_path / "run")) == 3
+    image = own_program.parent / "photos" / "test" / "down" / "0.png"
+    several.run(str(own_program), ["--output_dir", tmp_path / "run", "--predict", image])
+    assert re.fullmatch(rf"{image}: [01] \(\d+\.\d%\)\n", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_program_of_the_diff_has_the_same_losses_on_two_processes(own_program, shared_launcher):
+    for config in ("cpu", "cpu_ddp"):
+        flags = own_flags(own_program, shared_launcher.folder / config)
+        shared_launcher(config, *flags, script=own_program.with_suffix(""))
+    one, two = (losses(shared_launcher.folder / config) for config in ("cpu", "cpu_ddp"))
+    assert two == pytest.approx(one, rel=1e-6)
 
 
 def test_the_saved_model_is_loaded_as_it_says(tmp_path, monkeypatch):
@@ -69,23 +157,26 @@ def test_the_saved_model_is_loaded_as_it_says(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["mnist_mlp.py"])
     model = MLP(784, parse_args().hidden, 10)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    safetensors.torch.save_file(model.state_dict(), tmp_path / "runs" / "mine" / "model.safetensors")
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     scope = {"images": torch.zeros(3, 1, 28, 28, dtype=torch.uint8)}
-    for block in blocks(README.replace(LOOPS, ""), "python"):
+    for block in blocks(section(SCRIPTS, "Use the model"), "python"):
         exec(block, scope)
     assert scope["logits"].shape == (3, 10)
 
 
 def test_one_loop_four_ways(monkeypatch):
-    """They end with the same weights: the data are one batch, so that the order of the samples does not count."""
+    """They end with the same weights: one batch has all the data, so the order does not matter."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+    group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in {**group, **address}.items():
         monkeypatch.setenv(name, str(value))
     images = torch.randn(200, 6, generator=torch.Generator().manual_seed(1))
     weights = []
@@ -94,12 +185,22 @@ def test_one_loop_four_ways(monkeypatch):
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.SiLU(), torch.nn.Linear(8, 3))
 
-    for block in blocks(LOOPS, "python"):
+    def flat(model):
+        return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()])
+
+    for block in blocks(section(SCRIPTS, "One loop, four ways"), "python"):
         scope = {
-            **{"torch": torch, "nn": torch.nn, "dist": torch.distributed, "make_model": make_model},
-            **{"cross_entropy": torch.nn.functional.cross_entropy, "Accelerator": Accelerator},
-            **{"DataLoader": DataLoader, "DistributedSampler": DistributedSampler},
-            **{"DistributedDataParallel": DistributedDataParallel, "DataLoaderConfiguration": DataLoaderConfiguration},
+            "os": os,
+            "torch": torch,
+            "nn": torch.nn,
+            "dist": torch.distributed,
+            "cross_entropy": torch.nn.functional.cross_entropy,
+            "DistributedDataParallel": DistributedDataParallel,
+            "DataLoader": DataLoader,
+            "DistributedSampler": DistributedSampler,
+            "Accelerator": Accelerator,
+            "DataLoaderConfiguration": DataLoaderConfiguration,
+            "make_model": make_model,
             "data": TensorDataset(images, torch.arange(200) % 3),
         }
         try:
@@ -107,10 +208,10 @@ def test_one_loop_four_ways(monkeypatch):
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-                for name in ("RANK", "WORLD_SIZE"):  # Accelerate would start another group
+                for name in group:  # Accelerate would start another group
                     monkeypatch.delenv(name)
-        weights.append(torch.cat([weight.detach().flatten().cpu() for weight in scope["model"].parameters()]))
-    start = torch.cat([weight.detach().flatten() for weight in make_model().parameters()])
+        weights.append(flat(scope["model"]))
+    start = flat(make_model())
     assert len(weights) == 4
     for other in weights:
         torch.testing.assert_close(other, weights[0], rtol=1e-4, atol=1e-5)
@@ -119,15 +220,31 @@ def test_one_loop_four_ways(monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_tests_that_it_names_are_there(page):
-    for link in re.findall(r"\]\(([^)#]+)\)", TEXTS[page]):
-        assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), link
+    folder = (ROOT / page).parent
+    for link in re.findall(r"\]\(([^)]+)\)", TEXTS[page]):
+        if link.startswith("https://"):
+            continue
+        path, _, heading = link.partition("#")
+        assert not path or (folder / path).exists(), link
+        if heading:
+            target = (folder / path if path else ROOT / page).read_text()
+            titles = re.findall(r"^#+ (.+)$", target, re.M)
+            anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+            assert heading in anchors, link
     for name, file in re.findall(r"`(test_\w+)` in \[\w+\]\(([^)]+)\)", TEXTS[page]):
-        assert f"def {name}(" in ((ROOT / page).parent / file).read_text(), name
+        assert f"def {name}(" in (folder / file).read_text(), name
 
 
-def test_every_script_and_config_is_in_the_readme():
-    for path in [*(ROOT / "scripts").glob("*.py"), *(ROOT / "accelerate_configs").glob("*.yaml")]:
-        assert f"({path.relative_to(ROOT)})" in README
+def test_every_script_config_and_module_is_in_the_readme():
+    paths = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "accelerate_configs").glob("*.yaml")]
+    for path in paths:
+        assert f"({path.relative_to(ROOT)})" in README, path
     for path in (ROOT / "utils").glob("[a-z]*.py"):
-        assert f"(utils/{path.name})" in README, path
-    assert len(re.findall(r"`test_\w+` in \[", README)) >= 15
+        assert f"(../utils/{path.name})" in SCRIPTS, path
+
+
+def test_each_common_mistake_has_its_test():
+    rows = section(README, "Common mistakes, and the test for each").strip().splitlines()[2:]
+    assert len(rows) >= 15
+    for row in rows:
+        assert re.search(r"`test_\w+` in \[\w+\]\(tests/\w+\.py\) \|$", row), row

@@ -12,13 +12,13 @@ import pytest
 from conftest import ROOT
 
 from scripts import mnist_mlp
-from utils import launch
+from utils.signals import EXIT_REQUEUE
 
 TIMELESS = ("split", "step", "epoch", "loss", "accuracy", "lr")
 
 
 def contents(run):
-    """What must be equal bit by bit: model, optimizer, and each line of metrics but for its times."""
+    """What must be equal bit by bit: model, optimizer, and the metrics but for their times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     newest = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
     return (
@@ -30,7 +30,7 @@ def contents(run):
 
 @pytest.fixture
 def whole(train, tmp_path, made={}):  # noqa: B006  made once, whatever test comes first
-    """The run that was never stopped: 2 epochs of 4 updates, each followed by an evaluation of 5 batches."""
+    """The run that was never stopped: 2 epochs of 4 updates, each with a test of 5 batches."""
     if not made:
         for steps in (1, 2):
             assert train(f"whole{steps}", "--gradient_accumulation_steps", steps) is None
@@ -38,21 +38,25 @@ def whole(train, tmp_path, made={}):  # noqa: B006  made once, whatever test com
     return made
 
 
-# 1-4: in the first epoch and at its end; 5-9: in its evaluation; 10-13: in the second epoch; 14-18: in its evaluation
+# 1-4: in the first epoch and at its end; 5-9: in its test; 10-13: in the second epoch; 14-18: in
+# its test
 @pytest.mark.parametrize("call", [1, 2, 4, 5, 8, 9, 10, 13, 14, 18])
 def test_stopped_anywhere_and_resumed_is_the_same_run(train, whole, tmp_path, call, capsys):
     accumulation = 1 + call % 2
     flags = ["--gradient_accumulation_steps", accumulation]
-    assert train("run", *flags, stop_at_call=call) == launch.EXIT_REQUEUE
-    assert "is saved; to go on: " in capsys.readouterr().out
+    assert train("run", *flags, stop_at_call=call) == EXIT_REQUEUE
+    assert "is saved; to continue: " in capsys.readouterr().out
     assert train("run", *flags, "--resume") is None
     assert contents(tmp_path / "run") == whole[accumulation]
 
 
 def test_stopped_twice_in_one_epoch(train, whole, tmp_path):
-    assert train("run", stop_at_call=2) == launch.EXIT_REQUEUE
-    assert train("run", "--resume", stop_at_call=1) == launch.EXIT_REQUEUE
-    assert train("run", "--resume", "--checkpoint_every", 1, "--num_workers", 3, "--log_every", 3) is None
+    assert train("run", stop_at_call=2) == EXIT_REQUEUE
+    assert train("run", "--resume", stop_at_call=1) == EXIT_REQUEUE
+    assert (
+        train("run", "--resume", "--checkpoint_every", 1, "--num_workers", 3, "--log_every", 3)
+        is None
+    )
     assert contents(tmp_path / "run") == whole[1]
 
 
@@ -72,7 +76,7 @@ def test_the_best_accuracy_is_not_forgotten(train, tmp_path, monkeypatch):
     accuracies = iter([0.9, 0.5])
     result = {"loss": 1.0, "samples": 203}
     monkeypatch.setattr(mnist_mlp, "evaluate", lambda *_: {**result, "accuracy": next(accuracies)})
-    assert train("run", stop_at_call=6) == launch.EXIT_REQUEUE
+    assert train("run", stop_at_call=6) == EXIT_REQUEUE
     assert train("run", "--resume") is None
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["test_accuracy"], summary["best_accuracy"]) == (0.5, 0.9)
@@ -122,13 +126,17 @@ def damage_remove(file):
     "name", ["manifest.json", "model.safetensors", "optimizer.safetensors", "processes.safetensors"]
 )
 @pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_remove])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(train, whole, tmp_path, capsys, name, damage):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    train, whole, tmp_path, capsys, name, damage
+):
     train("run", "--checkpoint_every", 1, "--keep_checkpoints", 0, stop_at_call=7)
     newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
     damage(newest / name)
     capsys.readouterr()
     train("run", "--resume", "--checkpoint_every", 1, "--keep_checkpoints", 0)
-    warning = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
+    warning = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")
+    )
     assert newest.name in warning
     assert name in warning
     assert contents(tmp_path / "run") == whole[1]
@@ -149,7 +157,7 @@ def test_a_hostile_checkpoint_runs_no_code(train, tmp_path, capsys):
     import hashlib
     import pickle
 
-    from utils.checkpoint import FILES, checksum
+    from utils.checkpoint import checksum
 
     class Trap:
         def __reduce__(self):
@@ -159,7 +167,7 @@ def test_a_hostile_checkpoint_runs_no_code(train, tmp_path, capsys):
     newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
     clean = tmp_path / "clean"
     shutil.copytree(newest, clean)
-    for name in FILES:
+    for name in [file.name for file in clean.glob("*.safetensors")]:
         shutil.copytree(clean, newest, dirs_exist_ok=True)
         (newest / name).write_bytes(pickle.dumps(Trap()))
         manifest = json.loads((newest / "manifest.json").read_text())
@@ -176,22 +184,30 @@ def test_a_hostile_checkpoint_runs_no_code(train, tmp_path, capsys):
 
 def test_a_loss_that_is_not_finite_stops_before_the_checkpoint(train, tmp_path, capsys):
     train("run", "--lr", 1e30, "--optimizer", "sgd", stop_at_call=1)
-    saved = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*.*") if path.is_file()}
+    saved = {
+        path: path.read_bytes()
+        for path in (tmp_path / "run" / "checkpoints").rglob("*.*")
+        if path.is_file()
+    }
     assert saved
     capsys.readouterr()
-    assert train("run", "--lr", 1e30, "--optimizer", "sgd", "--resume", "--checkpoint_every", 1) == 2
+    assert (
+        train("run", "--lr", 1e30, "--optimizer", "sgd", "--resume", "--checkpoint_every", 1) == 2
+    )
     error = capsys.readouterr().err
     assert "the loss is not finite at step 1, for " in error
     assert {path: path.read_bytes() for path in saved} == saved
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
-def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_checkpoint(train, whole, tmp_path, capsys, monkeypatch):
-    """RLIMIT_FSIZE stands for the full disk: the kernel refuses the write in its middle, as it does there."""
+def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_checkpoint(
+    train, whole, tmp_path, capsys, monkeypatch
+):
+    """RLIMIT_FSIZE stands for the full disk: the kernel refuses the write in its middle, too."""
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert train("run", "--checkpoint_every", 1, stop_at_call=2) == launch.EXIT_REQUEUE
+    assert train("run", "--checkpoint_every", 1, stop_at_call=2) == EXIT_REQUEUE
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
     try:
@@ -202,20 +218,25 @@ def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_checkpoint(train, 
     error = capsys.readouterr().err
     assert "the checkpoint of step 3 cannot be written to" in error
     assert "the one of step 2 is whole, --resume goes on from it" in error
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step_00000001",
+        "step_00000002",
+    ]
     assert train("run", "--checkpoint_every", 1, "--resume") is None
     assert contents(tmp_path / "run") == whole[1]
 
 
 def test_a_full_file_system(train, tmp_path, capsys):
-    """A tmpfs of 1 MiB, which fills up; made larger, the run goes on from the last whole checkpoint."""
+    """A tmpfs of 1 MiB fills up. Made larger, the run goes on from the last whole checkpoint."""
     import subprocess
 
     flags = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--num_epochs", 6]
     train("whole", *flags)
     run = tmp_path / "run"
     run.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", run], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", run], capture_output=True
+    ).returncode:
         pytest.skip("mounting a tmpfs needs root")
     try:
         capsys.readouterr()
@@ -254,9 +275,14 @@ def is_writing(run) -> bool:
 
 
 def kill_until_done(train, tmp_path, kills, flags):
-    """Kill the run `kills` times at random moments, half of them while a checkpoint is being written, then let it end.
+    """Kill the run `kills` times at random moments, then let it end.
 
-    Returns (kills, how many of them left an unfinished checkpoint behind, starts that went on from a checkpoint)."""
+    Every second kill comes while a checkpoint is being written.
+
+    Returns:
+        kills, how many of them left an unfinished checkpoint behind, and how many starts continued
+        from a checkpoint.
+    """
     rng, run = random.Random(0), tmp_path / "run"
     log, done, unfinished, resumed = tmp_path / "log", 0, 0, 0
     while True:
@@ -265,7 +291,9 @@ def kill_until_done(train, tmp_path, kills, flags):
         began, wait, in_write = time.monotonic(), rng.uniform(0.05, 1.2), done % 2 == 0
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
             waited = time.monotonic() - began
-            if done < kills and ((in_write and is_writing(run)) or (not in_write and waited > wait) or waited > 20):
+            if done < kills and (
+                (in_write and is_writing(run)) or (not in_write and waited > wait) or waited > 20
+            ):
                 os.kill(child, signal.SIGKILL)
                 ended = os.waitpid(child, 0)
                 break
@@ -289,7 +317,9 @@ def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(train, whole, tmp_path,
 
     write = checkpoint.write_synced
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_synced", lambda *words: (time.sleep(0.5), write(*words))[1])
+        patch.setattr(
+            checkpoint, "write_synced", lambda *words: (time.sleep(0.5), write(*words))[1]
+        )
         child = fork_run(train, tmp_path / "log", "--checkpoint_every", 2)
     while not is_writing(tmp_path / "run"):
         time.sleep(0.01)

@@ -1,4 +1,3 @@
-import argparse
 import io
 import json
 import os
@@ -11,7 +10,7 @@ import torch
 from filelock import FileLock
 from PIL import Image
 
-from utils import memory, show, tracking
+from utils import console, files, memory, tracking
 
 
 @pytest.fixture
@@ -23,12 +22,10 @@ def make(tmp_path):
         accelerator = SimpleNamespace(
             is_main_process=True,
             device=SimpleNamespace(type="cpu"),
-            gradient_accumulation_steps=2,
             log=lambda *_, **__: None,
             end_training=lambda: None,
         )
-        args = argparse.Namespace(output_dir=str(tmp_path / folder), resume=resume, log_with=None, batch_size=2)
-        made.append(tracking.Tracker(accelerator, args))
+        made.append(tracking.Tracker(accelerator, tmp_path / folder, resume))
         return made[-1]
 
     yield make
@@ -37,7 +34,9 @@ def make(tmp_path):
 
 
 def started(tracker, step=0, metrics_bytes=0):
-    tracker.start(step, 10, 5, metrics_bytes, {"num_processes": 1}, {"train": 10, "test": 6})
+    launch = {"num_processes": 1}
+    # 6 test samples, a batch of 2: a third of 3 updates.
+    tracker.start(step, 10, 5, metrics_bytes, {"data": {}}, launch, test_updates=1.0)
     return tracker
 
 
@@ -49,7 +48,9 @@ def test_metrics_go_on_where_the_checkpoint_was(make, tmp_path):
     tracker.lock.release()  # killed here
     tracker = started(make(resume=True), 5, saved)
     tracker.log("train", 6, 1, {"loss": 0.4, "samples": 10})
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [5, 6]  # none twice, none missing
     launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
     assert [launch["from_step"] for launch in launches] == [0, 5]
@@ -60,8 +61,9 @@ def test_finish_leaves_summary_and_picture(make, tmp_path, capsys):
     for step in (1, 2):
         tracker.log("train", step, 1, {"loss": 1 / step, "accuracy": 0.5, "samples": 10})
         tracker.log("test", step, 1, {"loss": 2 / step, "accuracy": 0.6})
-    list(tracker.timed(range(3)))
-    tracker.finish(2, {"loss": 1.0, "accuracy": 0.6, "confusion": [[1, 2], [3, 4]]}, best_accuracy=0.7)
+    list(tracker.timed(range(3), 1))
+    result = {"loss": 1.0, "accuracy": 0.6, "confusion": [[1, 2], [3, 4]]}
+    tracker.finish(2, result, "a title", best_accuracy=0.7)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test_accuracy"] == 0.6
     assert summary["best_accuracy"] == 0.7
@@ -90,7 +92,11 @@ def test_a_second_run_in_the_folder_is_refused(make, tmp_path, capsys):
 
 def test_the_lock_goes_with_its_process(make, tmp_path):
     (tmp_path / "run").mkdir()
-    code = "import sys, filelock, os; filelock.FileLock(sys.argv[1]).acquire(); os.kill(os.getpid(), 9)"
+    code = (
+        "import sys, filelock, os\n"
+        "filelock.FileLock(sys.argv[1]).acquire()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run" / ".lock")], check=False)
     make()
 
@@ -107,19 +113,25 @@ def test_a_read_only_folder_is_refused(tmp_path):
     (tmp_path / "run").mkdir(mode=0o555)
     tmp_path.chmod(0o755)
     code = (
-        "import argparse, os, sys\n"
+        "import os, sys\n"
         "sys.path.insert(0, sys.argv[2])\n"
         "from types import SimpleNamespace\n"
         "from utils.tracking import Tracker\n"
         "if os.getuid() == 0:\n"
         "    os.setresuid(65534, 65534, 65534)\n"
-        "Tracker(SimpleNamespace(is_main_process=True), argparse.Namespace(output_dir=sys.argv[1], resume=False))\n"
+        "Tracker(SimpleNamespace(is_main_process=True), sys.argv[1], False)\n"
     )
     for parent in tmp_path.parents:
         if not parent.stat().st_mode & 0o001 and os.getuid() == 0 and parent.owner() == "root":
             parent.chmod(parent.stat().st_mode | 0o011)
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run"), str(tracking.Path(__file__).parents[1])],
+        [
+            sys.executable,
+            "-c",
+            code,
+            str(tmp_path / "run"),
+            str(tracking.Path(__file__).parents[1]),
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -146,19 +158,22 @@ def test_a_run_that_never_began_leaves_no_folder(make, tmp_path, monkeypatch):
     assert (tmp_path / "other" / "run.json").exists()
 
 
-@pytest.mark.parametrize("name", ["run.json", "summary.json", "curves.png"])
+@pytest.mark.parametrize("name", ["run.json", "summary.json"])
 def test_a_full_disk_is_one_sentence(make, tmp_path, capsys, name):
     tracker = make()
     (tmp_path / "run" / f".part_{name}").symlink_to("/dev/full")
 
     def run():
         started(tracker).log("test", 10, 1, {"loss": 1.0, "accuracy": 0.5})
-        tracker.finish(10, {"loss": 1.0, "accuracy": 0.5})
+        tracker.finish(10, {"loss": 1.0, "accuracy": 0.5}, "a title")
 
     with pytest.raises(SystemExit) as stopped:
         run()
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}/run/{name} cannot be written: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {tmp_path}/run/{name} cannot be written: No space left on device\n"
+    )
     assert not (tmp_path / "run" / name).exists()
     assert not (tmp_path / "run" / f".part_{name}").is_symlink()
 
@@ -179,25 +194,34 @@ class Clock:
 
 
 @pytest.mark.parametrize("resumed_at", [0, 5])
-def test_the_time_left_counts_updates_and_evaluations(make, monkeypatch, capsys, tmp_path, resumed_at):
-    """10 updates of 2 batches and 1 s, the first one 10 s; an evaluation after 5 and 10, of 3 s; 6 test samples."""
+def test_the_time_left_counts_updates_and_evaluations(
+    make, monkeypatch, capsys, tmp_path, resumed_at
+):
+    """10 updates of 2 batches and 1 s, the first one 10 s; a test after 5 and 10, of 3 s.
+
+    The time of the first test is a guess: that of one update.
+    """
     clock = Clock(monkeypatch)
     if resumed_at:
         started(make()).lock.release()
     tracker = started(make(resume=True), resumed_at)
     assert tracker.speed(resumed_at) == (0, 0)  # not known yet
-    evaluated = {0: 0, 5: 1}[resumed_at]  # a run resumed at the end of an epoch begins with its evaluation
+    evaluated = {0: 0, 5: 1}[
+        resumed_at
+    ]  # a run resumed at the end of an epoch begins with its evaluation
     if evaluated:
         clock.now += 3
         tracker.log("test", 5, 1, {"loss": 1.0})
     step = resumed_at
-    for batch in tracker.timed(range(10)):
+    for batch in tracker.timed(range(10), 2):
         clock.now += 5 if step == resumed_at else 0.5
         if batch % 2:
             step += 1
             if step % 5 == 0:  # the body of this update is not over
                 tracker.log("train", step, 1, {"loss": 1.0, "samples": 2})
-    left = {0: "0:00:07", 5: "0:00:03"}[resumed_at]  # of the first test only its size is known: that of one update
+    left = {0: "0:00:07", 5: "0:00:03"}[
+        resumed_at
+    ]  # of the first test only its size is known: that of one update
     assert f"eta {left}\n" in capsys.readouterr().out
     clock.now += 3
     tracker.log("test", step, 1, {"loss": 1.0})
@@ -212,12 +236,17 @@ def test_the_bar_is_gone_where_a_line_is_printed_and_at_the_end(make, monkeypatc
     monkeypatch.setattr(sys, "stdout", terminal)
     clock = Clock(monkeypatch)
     tracker = started(make())
-    for batch in tracker.timed(range(20)):
+    for batch in tracker.timed(range(20), 2):
         clock.now += 0.25
         if batch % 10 == 9:
-            tracker.log("train", (batch + 1) // 2, 1 + batch // 10, {"loss": 1.0, "accuracy": 0.5, "samples": 2})
+            tracker.log(
+                "train",
+                (batch + 1) // 2,
+                1 + batch // 10,
+                {"loss": 1.0, "accuracy": 0.5, "samples": 2},
+            )
             tracker.log("test", (batch + 1) // 2, 1 + batch // 10, {"loss": 1.0, "accuracy": 0.5})
-    tracker.finish(10, {"loss": 1.0, "accuracy": 0.5})
+    tracker.finish(10, {"loss": 1.0, "accuracy": 0.5}, "a title")
     drawn = terminal.getvalue()
     assert "| 3/10 updates, 2.0 updates/s, 0:00:04 left" in drawn
     assert "| 5/10 updates, testing, " in drawn
@@ -225,19 +254,25 @@ def test_the_bar_is_gone_where_a_line_is_printed_and_at_the_end(make, monkeypatc
     for line in drawn.split("\n"):
         row = ""
         for piece in line.split("\r"):
-            row = piece.removeprefix("\033[K") if piece.startswith("\033[K") else piece + row[len(piece) :]
+            row = (
+                piece.removeprefix("\033[K")
+                if piece.startswith("\033[K")
+                else piece + row[len(piece) :]
+            )
         screen.append(row.strip())
     assert [line[:13] for line in screen[:4:2]] == ["train epoch 1", "train epoch 2"]
     assert [line[:13] for line in screen[1:4:2]] == ["test  epoch 1", "test  epoch 2"]
     assert "left" not in "".join(screen)
     assert screen[4].startswith("\033[1;32mdone:\033[0m test loss")
     assert screen[5:] == [""]
-    assert "left" not in drawn.partition("done:")[0].rpartition("\n")[2]  # gone before the model is saved
+    assert (
+        "left" not in drawn.partition("done:")[0].rpartition("\n")[2]
+    )  # gone before the model is saved
 
 
 def test_colours_on_a_terminal_only(monkeypatch):
     def said(file):
-        show("error: so", "red", file)
+        console.show("error: so", "red", file)
         return file.getvalue()
 
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -249,7 +284,7 @@ def test_colours_on_a_terminal_only(monkeypatch):
 
 def test_json_is_written_whole_and_reads_well(tmp_path):
     path = tmp_path / "x.json"
-    tracking.write_json(path, {"confusion": [[1, 2], [3, 4]], "name": "[1,\n2]"})
+    files.write_json(path, {"confusion": [[1, 2], [3, 4]], "name": "[1,\n2]"})
     assert json.loads(path.read_text()) == {"confusion": [[1, 2], [3, 4]], "name": "[1,\n2]"}
     assert "[ 1, 2 ]" in path.read_text()
     assert list(tmp_path.iterdir()) == [path]
@@ -264,11 +299,11 @@ def test_waiting_for_data_is_measured(make):
             yield i
 
     tracker = make()
-    for _ in tracker.timed(slow()):
+    for _ in tracker.timed(slow(), 1):
         time.sleep(0.01)
     assert 0.06 <= tracker.wait_time_s < tracker.train_time_s
     assert tracker.train_time_s >= 0.09
-    for _ in tracker.timed(slow()):
+    for _ in tracker.timed(slow(), 1):
         time.sleep(0.05)
         break
     assert tracker.train_time_s >= 0.16  # the update that was left by break counts too

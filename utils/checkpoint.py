@@ -1,17 +1,16 @@
-"""Checkpoints that are whole or not there, verified before they are used, and readable on any topology.
+"""Checkpoints that are whole or not there, verified before use, and readable on any topology.
 
 checkpoints/step_00000938/
-    model.safetensors       parameters and buffers by their plain names
-    optimizer.safetensors   optimizer state as <parameter name>/<state name>
-    processes.safetensors   by rank: random states, and statistics since the last log line
-    ema.safetensors         where a moving average of the model is kept: its state
-    manifest.json           written last: step, what must match, scalar state, SHA-256 of each file
+    <name>.safetensors      of each model: parameters and buffers by their plain names
+                            of each optimizer: its state as <parameter name>/<state name>
+                            of any other object: the tensors of its state_dict
+    processes.safetensors   by rank: random states, and metrics since the last log line
+    manifest.json           written last: step, what must match on resume, all that is no tensor,
+                            SHA-256 of each file
 """
 
-import argparse
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -20,34 +19,40 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
+from torch import nn
+
+from .console import show, stop
+from .files import fsync_folder, write_synced
+from .state import (
+    flat,
+    is_sharded,
+    join_parts,
+    join_tensors,
+    lay_out_like_parameters,
+    plain_facts,
+    random_states,
+    savable,
+    set_random_states,
+    split_tensors,
+    whole_model,
+    whole_options,
+    without_progress,
 )
 
-from utils import show, stop
-
-FORMAT = 1
-FILES = ("model.safetensors", "optimizer.safetensors", "processes.safetensors")
-# Whole tensors by plain names, whatever wraps or shards the model; sharded ones are gathered on rank 0 alone.
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-# What this process holds, where the model is split by names over processes or devices.
-PART = StateDictOptions(cpu_offload=True)
-
-
-# Arguments that may change between a run and its resume: they decide where and how fast, or stand in the facts.
-FREE = {"output_dir", "resume", "dataset", "num_epochs", "max_steps", "gradient_accumulation_steps", "num_workers"}
-FREE |= {"checkpoint_every", "keep_checkpoints", "log_every", "log_with", "profile", "predict"}
-FREE |= {"timeout_s", "micro_batch_size", "cpu_memory_gib", "compare"}
-FREE |= {"num_stages", "num_microbatches", "schedule", "split", "balance", "cpu_threads"}
+FORMAT = 2
+PROCESSES = "processes.safetensors"
+# How an optimizer computes its update, and not what it is: may change between a run and its resume.
+IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
+# State that torch's fused steps read side by side with the parameter.
+MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 
 
 def on_main(accelerator: Accelerator, work: Callable):
-    """`work()` on the main process, its result on all. A failure ends all processes: none is left waiting."""
+    """`work()` on the main process, its result on all of them. A failure ends every process: none
+    is left waiting."""
     result = problem = None
     if accelerator.is_main_process:
         try:
@@ -64,174 +69,241 @@ def on_main(accelerator: Accelerator, work: Callable):
     return result
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder safe on the disk: fsync of a file does not cover its name."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, content: bytes) -> str:
-    """Write a file through to the disk; returns its SHA-256."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return hashlib.sha256(content).hexdigest()
-
-
-def save_model(accelerator: Accelerator, model: torch.nn.Module, path: Path, copy: int | None = None) -> None:
-    """The whole model by plain parameter names: loads with strict=True into the bare nn.Module. A collective.
+def save_model(
+    accelerator: Accelerator, model: nn.Module, path: Path, copy: int | None = None
+) -> None:
+    """The whole model by plain parameter names: loads with strict=True into the bare nn.Module.
+    Collective.
 
     copy: as in `Checkpoints`.
     """
-    state, _ = whole_state(accelerator, model, None, copy)
+    state = whole_model(accelerator, model)
+    if copy is not None:
+        state = join_parts(accelerator, copy, state)
 
     def write():
         part = path.with_name(path.name + ".part")
-        write_synced(part, safetensors.torch.save(contiguous(state)))
+        write_synced(part, safetensors.torch.save(savable(state)))
         part.replace(path)
         fsync_folder(path.parent)
 
     on_main(accelerator, write)
 
 
-def load_pretrained(model: torch.nn.Module, source: str, head: str) -> None:
+def load_pretrained(model: nn.Module, source: str, head: str) -> None:
     """Copy weights from a file, or from the URL of one, into the bare model.
 
-    head: name of the last layer, which keeps what it has if the weights are of another number of classes.
+    head: name of the last layer, which keeps what it has if the weights are of another number of
+    classes.
     Raises: SystemExit if they are not there, or not of this model.
     """
     try:
         if source.startswith("https://"):
-            state = torch.hub.load_state_dict_from_url(source, map_location="cpu", weights_only=True, check_hash=True)
+            state = torch.hub.load_state_dict_from_url(
+                source, map_location="cpu", weights_only=True, check_hash=True
+            )
         elif source.endswith(".safetensors"):
             state = safetensors.torch.load_file(source)
         else:
             state = torch.load(source, map_location="cpu", weights_only=True)
-        own = {f"{head}.{name}": tensor for name, tensor in model.get_submodule(head).state_dict().items()}
+        own = {
+            f"{head}.{name}": tensor
+            for name, tensor in model.get_submodule(head).state_dict().items()
+        }
         if any(state[name].shape != tensor.shape for name, tensor in own.items()):
             state |= own
         model.load_state_dict(state)
     except Exception as error:  # no network, file, format, name: there are no such weights
-        stop(f"--pretrained {source} cannot be read, or is of another model: {str(error).splitlines()[0]}")
+        stop(
+            f"--pretrained {source} cannot be read, or is of another model: "
+            f"{str(error).splitlines()[0]}"
+        )
 
 
-def whole_state(accelerator: Accelerator, model, optimizer, copy: int | None) -> tuple[dict, dict]:
-    """The states of model and optimizer (or None) by plain names, whole on the main process. A collective."""
-    options = WHOLE if copy is None else PART
-    model = accelerator.unwrap_model(model)  # torch's functions know the names below DDP, not DataParallel
-    model_state, optimizer_state = get_model_state_dict(model, options=options), {}
-    if optimizer is not None:
-        optimizer_state = get_optimizer_state_dict(model, optimizer.optimizer, options=options)
-    if copy is None or accelerator.num_processes == 1:
-        return model_state, optimizer_state
-    parts = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    torch.distributed.gather_object((model_state, optimizer_state) if copy == 0 else None, parts)
-    for other_model, other_optimizer in filter(None, (parts or [])[1:]):
-        model_state |= other_model
-        if optimizer is not None:
-            optimizer_state["state"] |= other_optimizer["state"]
-            groups = zip(optimizer_state["param_groups"], other_optimizer["param_groups"], strict=True)
-            for group, other in groups:
-                group["params"] += other["params"]
-    return model_state, optimizer_state
-
-
-def contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
-def lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Give each state tensor the strides of its parameter, as it had them before it was saved.
-
-    A fused optimizer step goes through the memory of both side by side and looks at no strides: after a load, a weight
-    with channels last would get the momentum of other weights.
-    """
-    for parameter, state in optimizer.state.items():
-        for name, tensor in state.items():
-            if tensor.shape == parameter.shape and tensor.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+def is_no_class(name: str) -> bool:
+    return not name.endswith(".class")
 
 
 def checksum(manifest: dict) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
+class OtherFormat(ValueError):
+    """A checkpoint of another version of this module."""
+
+
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
-    """The manifest, and the tensors of each file. Raises: ValueError, naming the file that is missing or damaged."""
+    """The manifest, and the tensors of each file. Raises: ValueError, naming the file that is
+    missing or damaged."""
     name = "manifest.json"
     try:
         manifest = json.loads((path / name).read_bytes())
-        if manifest.pop("checksum") != checksum(manifest) or manifest["format"] != FORMAT:
-            raise ValueError(f"its checksum differs, or its format is not {FORMAT}")
+        if manifest.pop("checksum") != checksum(manifest):
+            raise ValueError("its checksum differs")
+        if manifest["format"] != FORMAT:
+            raise OtherFormat(manifest["format"])
         tensors = {}
         for name in manifest["sha256"]:
             content = (path / name).read_bytes()
             if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
                 raise ValueError("its SHA-256 is not the one in manifest.json")
             tensors[name] = safetensors.torch.load(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+    except OtherFormat:
+        raise
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        safetensors.SafetensorError,
+    ) as error:
         raise ValueError(f"{name}: {error}") from error
     return manifest, tensors
 
 
 class Checkpoints:
-    """The checkpoints of one run: `save` and `load` are collectives, and the main process alone touches the disk.
+    """The checkpoints of one run. `save` and `load` are collective, and the main process alone
+    touches the disk.
 
-    Saved with each are the arguments, and `facts`: what else decides the numbers (data fingerprint, total steps, ...).
-    A checkpoint in which one of them differs is refused, except for FREE ones: going on from it would be neither the
-    old run nor a new one.
+    state: by name, whatever has a state_dict: models and optimizers as `prepare` returned them,
+    schedules, scalers, moving averages, objects of your own. All of it is saved in one step: no
+    part is ever newer than another.
+    fixed: what else decides the numbers (flags, data, total steps), as JSON. A checkpoint in which
+    something of it differs is refused, and so is one with other classes or hyperparameters of
+    optimizer and schedule, other parameters or another precision: going on from it would be neither
+    the old run nor a new one.
+    keep: how many of the newest ones stay; 0: all of them.
+    copy: None where each process has the whole model, or a shard of each tensor (FSDP). Where each
+    process has some of the parameters instead, under the names of the whole model: the number of
+    the copy of the model that these belong to. Copy 0 is saved.
 
-    copy: None where each process has the model (whole or, under FSDP, in shards of each tensor). Where each has some of
-    the parameters instead, under the names of the whole model: which copy of the model these are of. Copy 0 is saved.
+    Raises: SystemExit, naming it, if something in `state` cannot be saved.
     """
 
-    def __init__(self, accelerator: Accelerator, args: argparse.Namespace, facts: dict, copy: int | None = None):
-        self.accelerator, self.keep, self.copy = accelerator, args.keep_checkpoints, copy
-        must_match = {name: value for name, value in vars(args).items() if name not in FREE} | facts
-        self.must_match = json.loads(json.dumps(must_match))  # as it will be read back: tuples become lists
-        self.folder = Path(args.output_dir) / "checkpoints"
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        state: dict,
+        fixed: dict,
+        keep: int = 2,
+        copy: int | None = None,
+    ):
+        self.accelerator, self.folder, self.keep, self.copy = accelerator, Path(folder), keep, copy
+        state = dict(state)
+        if accelerator.scaler is not None:
+            state["scaler"] = accelerator.scaler
+        self.models, self.optimizers, self.others = {}, {}, {}
+        for name, part in state.items():
+            if isinstance(part, nn.Module):
+                self.models[name] = accelerator.unwrap_model(part, keep_torch_compile=False)
+            elif isinstance(part, (AcceleratedOptimizer, torch.optim.Optimizer)):
+                self.optimizers[name] = getattr(part, "optimizer", part)
+            elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+                self.others[name] = (
+                    part.scheduler if isinstance(part, AcceleratedScheduler) else part
+                )
+            else:
+                stop(
+                    f"{name}, a {type(part).__name__}, cannot be saved: it has no state_dict and "
+                    "load_state_dict"
+                )
+            if f"{name}.safetensors" == PROCESSES:
+                stop(
+                    f"the name {name} is taken by the checkpoint itself: give that part of the "
+                    "state another one"
+                )
+        for name, part in self.others.items():
+            try:
+                split_tensors(part.state_dict())
+            except TypeError as error:
+                stop(
+                    f"{name}, a {type(part).__name__}, cannot be saved: {error}, which is neither "
+                    "tensor nor JSON"
+                )
+        self.parameter_names = self._name_parameters()
+        self.fixed = json.loads(json.dumps(fixed))  # as it will be read back: tuples become lists
+        self.derived = json.loads(json.dumps(self._derive()))
         self.save_time_s = 0.0  # in which training waited
 
-    def save(self, step, model, optimizer, scheduler, stats: dict[str, torch.Tensor], extra: dict, ema=None) -> None:
-        """Save after `step` updates. stats: this process's tensors; extra: JSON, the main process's counts; ema: a
-        module that is alike on all processes, such as torch.optim.swa_utils.AveragedModel.
+    def _name_parameters(self) -> dict[int, str]:
+        """A name for each parameter, by id: plain if there is one model, else with the model's name
+        before it.
 
-        The folder gets its name when all in it is on the disk, and older ones are removed after that: at no moment is
-        there less than the last whole checkpoint. Raises: SystemExit on all ranks if it cannot be written.
+        A model that no optimizer has parameters of, such as a moving average, does not count.
+        """
+        trained = {
+            id(p)
+            for opt in self.optimizers.values()
+            for group in opt.param_groups
+            for p in group["params"]
+        }
+        owners = {
+            name: model
+            for name, model in self.models.items()
+            if any(id(p) in trained for p in model.parameters())
+        }
+        names = {}
+        for owner, model in owners.items():
+            for name, parameter in model.named_parameters():
+                names.setdefault(id(parameter), name if len(owners) == 1 else f"{owner}.{name}")
+        for owner, optimizer in self.optimizers.items():
+            for place, parameter in enumerate(
+                p for group in optimizer.param_groups for p in group["params"]
+            ):
+                names.setdefault(id(parameter), f"{owner}.{place}")
+        return names
+
+    def _derive(self) -> dict:
+        """What must match on resume, from the objects themselves as they are at the start of the
+        run."""
+        facts = {"precision": self.accelerator.mixed_precision}
+        for name, optimizer in self.optimizers.items():
+            groups = [
+                {k: v for k, v in group.items() if k not in IMPLEMENTATION}
+                for group in optimizer.param_groups
+            ]
+            facts[name] = {"class": type(optimizer).__name__, "groups": plain_facts(groups)}
+        for name, part in self.others.items():
+            facts[name] = {"class": type(part).__name__}
+            if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+                facts[name] |= plain_facts(without_progress(part.state_dict()))
+        return facts
+
+    def exists(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step. Collective."""
+        return on_main(self.accelerator, (self.folder / f"step_{step:08d}").exists)
+
+    def save(self, step: int, metrics: dict[str, torch.Tensor], extra: dict) -> None:
+        """Save after `step` updates. metrics: this process's tensors; extra: JSON, the main
+        process's.
+
+        The folder gets its name when all in it is on the disk, and older ones are removed after
+        that: at no moment is there less than the last whole checkpoint. Raises: SystemExit on every
+        rank if it cannot be written.
         """
         began = time.perf_counter()
         final = self.folder / f"step_{step:08d}"
-        if on_main(self.accelerator, final.exists):  # a run that was resumed here, and stopped before its first update
+        if self.exists(step):  # a run that was resumed here, and stopped before its first update
             return
-        model_state, optimizer_state = whole_state(self.accelerator, model, optimizer, self.copy)
-        by_rank = gather_object([{**stats, **random_states(self.accelerator)}])
+        contents, scalars = self._collect()
+        by_rank = gather_object([{**metrics, **random_states(self.accelerator)}])
 
         def write():
-            optimizer_tensors = {
-                f"{parameter}/{name}": tensor
-                for parameter, state in optimizer_state["state"].items()
-                for name, tensor in state.items()
+            contents[PROCESSES] = {
+                f"{rank}/{name}": tensor
+                for rank, tensors in enumerate(by_rank)
+                for name, tensor in tensors.items()
             }
-            process_tensors = {
-                f"{rank}/{name}": tensor for rank, tensors in enumerate(by_rank) for name, tensor in tensors.items()
-            }
-            contents = dict(zip(FILES, (model_state, optimizer_tensors, process_tensors), strict=True))
-            if ema is not None:
-                contents["ema.safetensors"] = ema.state_dict()
-            scaler = self.accelerator.scaler
             manifest = {
                 "format": FORMAT,
                 "step": step,
-                "must_match": self.must_match,
+                "fixed": self.fixed,
+                "derived": self.derived,
                 "num_processes": self.accelerator.num_processes,
                 "torch": torch.__version__,
-                "optimizer": optimizer_state["param_groups"],
-                "scheduler": scheduler.scheduler.state_dict(),  # .scheduler, .optimizer: what `prepare` wrapped
-                "scaler": scaler.state_dict() if scaler is not None else None,
+                "state": scalars,
                 "extra": extra,
             }
             part = self.folder / f".part_{final.name}"
@@ -239,7 +311,7 @@ class Checkpoints:
             part.mkdir(parents=True)
             try:
                 manifest["sha256"] = {
-                    name: write_synced(part / name, safetensors.torch.save(contiguous(tensors)))
+                    name: write_synced(part / name, safetensors.torch.save(savable(tensors)))
                     for name, tensors in contents.items()
                 }
                 manifest["checksum"] = checksum(manifest)
@@ -250,58 +322,191 @@ class Checkpoints:
             except OSError as error:
                 shutil.rmtree(part, ignore_errors=True)
                 left = self.complete_steps()
+                way_on = "there is none yet"
+                if left:
+                    way_on = f"the one of step {left[0]} is whole, --resume goes on from it"
                 stop(
-                    f"the checkpoint of step {step} cannot be written to {self.folder} ({error.strerror}); "
-                    + (f"the one of step {left[0]} is whole, --resume goes on from it" if left else "there is none yet")
+                    f"the checkpoint of step {step} cannot be written to {self.folder} "
+                    f"({error.strerror}); {way_on}"
                 )
-            for old in self.complete_steps()[self.keep or None :] if self.keep else []:
+            for old in self.complete_steps()[self.keep :] if self.keep else []:
                 shutil.rmtree(self.folder / f"step_{old:08d}")
 
         on_main(self.accelerator, write)
         self.save_time_s += time.perf_counter() - began
 
+    def _collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict]:
+        """The tensors of each file, and by name what is no tensor; complete on the main process.
+        Collective."""
+        contents, scalars = {}, {}
+        for name, model in self.models.items():
+            contents[f"{name}.safetensors"] = self._joined(whole_model(self.accelerator, model))
+        for name, optimizer in self.optimizers.items():
+            tensors, scalars[name] = self._optimizer_state(optimizer)
+            contents[f"{name}.safetensors"] = self._joined(tensors)
+        for name, part in self.others.items():
+            scalars[name], tensors = split_tensors(part.state_dict())
+            if tensors:
+                contents[f"{name}.safetensors"] = tensors
+        return contents, scalars
+
+    def _joined(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return tensors if self.copy is None else join_parts(self.accelerator, self.copy, tensors)
+
+    def _optimizer_state(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, torch.Tensor], dict]:
+        """State tensors as <parameter name>/<state name>; and what is no tensor: state, and each
+        group's hyperparameters."""
+        groups = [
+            {k: plain_facts(v) for k, v in group.items() if k != "params"}
+            for group in optimizer.param_groups
+        ]
+        tensors, numbers = {}, {}
+        for parameter, state in self._whole_state(optimizer).items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{parameter}/{name}"] = value
+                elif isinstance(value, (bool, int, float, str)):
+                    numbers[f"{parameter}/{name}"] = value
+                elif value is not None:
+                    kind = type(optimizer).__name__
+                    stop(
+                        f"the optimizer {kind} cannot be saved: its state {name} is a "
+                        f"{type(value).__name__}"
+                    )
+        return tensors, {"groups": groups, "numbers": numbers}
+
+    def _whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+        model = self._sharded_model_of(optimizer)
+        if model is None:
+            return {
+                self.parameter_names[id(parameter)]: state
+                for parameter, state in optimizer.state.items()
+            }
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        whole = get_optimizer_state_dict(model, optimizer, options=whole_options())
+        return whole.get("state", {})  # rank 0 alone has it
+
+    def _sharded_model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self.models.values():
+            if is_sharded(model) and any(id(parameter) in own for parameter in model.parameters()):
+                return model
+        return None
+
     def complete_steps(self) -> list[int]:
-        """The steps of the checkpoints here, newest first, by number: as text 100000000 is below 99999999."""
+        """The steps of the checkpoints here, newest first, by number: as text 100000000 is below
+        99999999."""
         names = [path.name.removeprefix("step_") for path in self.folder.glob("step_*")]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
-    def load(self, model, optimizer, scheduler, ema=None) -> tuple[int, dict, dict[str, torch.Tensor]]:
-        """Load the newest whole checkpoint: (step, extra, this process's stats); (0, {}, {}) where there is none.
+    def load(self) -> tuple[int, dict, dict[str, torch.Tensor]]:
+        """Load the newest whole checkpoint: (step, extra, this process's metrics); (0, {}, {})
+        where there is none.
 
-        Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*. Other numbers of
-        processes read it as well; then the random states, which belong to a process, are left as they are, and the
-        first process takes all statistics.
-        Raises: SystemExit on all ranks if none is whole though there are some, or if `must_match` differs.
+        Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*.
+        Other numbers of processes read it as well; then the random states, which belong to a
+        process, are left as they are, and the first process takes the metrics of all.
+        Raises: SystemExit on every rank if none is whole though there are some, if it is of another
+        version, or if it does not fit this run.
         """
         found = on_main(self.accelerator, self._read_newest)
         if found is None:
             return 0, {}, {}
         manifest, tensors = found
-        optimizer_state = {"state": {}, "param_groups": manifest["optimizer"]}
-        for name, tensor in tensors["optimizer.safetensors"].items():
-            parameter, _, state_name = name.rpartition("/")
-            optimizer_state["state"].setdefault(parameter, {})[state_name] = tensor
-        model = self.accelerator.unwrap_model(model)
-        model_state, options = tensors["model.safetensors"], WHOLE if self.copy is None else PART
+        problems = []
+        for name, model in self.models.items():
+            problems += self._load_model(name, model, tensors[f"{name}.safetensors"])
+        if problems:
+            self._refuse(problems)
+        for name, optimizer in self.optimizers.items():
+            self._load_optimizer(
+                name, optimizer, tensors[f"{name}.safetensors"], manifest["state"][name]
+            )
+        for name, part in self.others.items():
+            part.load_state_dict(
+                join_tensors(manifest["state"][name], tensors.get(f"{name}.safetensors", {}))
+            )
+        return manifest["step"], manifest["extra"], self._own_part(manifest, tensors[PROCESSES])
+
+    def _load_model(self, name: str, model: nn.Module, saved: dict[str, torch.Tensor]) -> list[str]:
+        """Load a model's state if it fits; returns what does not: names, shapes, types."""
+        own = model.state_dict()
         if self.copy is not None:
-            own = model.state_dict().keys()
-            model_state = {name: tensor for name, tensor in model_state.items() if name in own}
-            optimizer_state["state"] = {name: state for name, state in optimizer_state["state"].items() if name in own}
-            for group in optimizer_state["param_groups"]:
-                group["params"] = [name for name in group["params"] if name in own]
-        set_model_state_dict(model, model_state, options=options)
-        if optimizer_state["state"]:
-            set_optimizer_state_dict(model, optimizer.optimizer, optimizer_state, options=options)
-            lay_out_like_parameters(optimizer.optimizer)
-        else:  # plain SGD has none, and torch's function then fails
-            for group, saved in zip(optimizer.param_groups, manifest["optimizer"], strict=True):
-                group.update({name: value for name, value in saved.items() if name != "params"})
-        scheduler.scheduler.load_state_dict(manifest["scheduler"])
-        if ema is not None:
-            ema.load_state_dict(tensors["ema.safetensors"])
-        if self.accelerator.scaler is not None and manifest["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(manifest["scaler"])
-        return manifest["step"], manifest["extra"], self._own_part(manifest, tensors["processes.safetensors"])
+            saved = {key: tensor for key, tensor in saved.items() if key in own}
+        problems = []
+        for key in own.keys() | saved.keys():
+            was, now = (
+                f"{s[key].dtype} {tuple(s[key].shape)}" if key in s else "absent"
+                for s in (saved, own)
+            )
+            if was != now:
+                problems.append(
+                    f"{name}.{key} was {was.removeprefix('torch.')} and is "
+                    f"{now.removeprefix('torch.')}"
+                )
+        if problems:
+            return sorted(problems)
+        if not is_sharded(model):
+            model.load_state_dict(saved, strict=True)
+            return []
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        set_model_state_dict(model, saved, options=whole_options())
+        return []
+
+    def _load_optimizer(
+        self, name: str, optimizer: torch.optim.Optimizer, tensors: dict, scalars: dict
+    ) -> None:
+        state = {}
+        for key, value in (*tensors.items(), *scalars["numbers"].items()):
+            parameter, _, entry = key.rpartition("/")
+            state.setdefault(parameter, {})[entry] = value
+        model = self._sharded_model_of(optimizer)
+        if model is not None and state:
+            from torch.distributed.checkpoint.state_dict import (
+                get_optimizer_state_dict,
+                set_optimizer_state_dict,
+            )
+
+            # Not with whole_options(): rank 0 alone would get the names of the parameters.
+            groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+            groups = [group | saved for group, saved in zip(groups, scalars["groups"], strict=True)]
+            set_optimizer_state_dict(
+                model, optimizer, {"state": state, "param_groups": groups}, options=whole_options()
+            )
+            return
+        own = optimizer.state_dict()
+        numbered = {}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, parameter in zip(
+            (n for g in own["param_groups"] for n in g["params"]), parameters, strict=True
+        ):
+            entries = state.get(self.parameter_names[id(parameter)])
+            if entries is None:
+                continue
+            for entry, value in entries.items():
+                # A fused step would run over the end of a tensor that is too small. Optimizers of
+                # others may well have moments of their own shapes under these names.
+                is_torch = type(optimizer).__module__.startswith("torch.optim")
+                if is_torch and entry in MOMENTS and value.shape != parameter.shape:
+                    whose = f"{name}'s {self.parameter_names[id(parameter)]}/{entry}"
+                    shapes = f"{tuple(value.shape)} for a parameter of {tuple(parameter.shape)}"
+                    self._refuse([f"{whose} has the shape {shapes}"])
+            numbered[number] = entries
+        for group, saved in zip(own["param_groups"], scalars["groups"], strict=True):
+            for key, value in saved.items():
+                # None where JSON has no word for a value, such as a function: the run's own one
+                # stays.
+                if key in IMPLEMENTATION or value is None:
+                    continue
+                if isinstance(group.get(key), torch.Tensor):
+                    value = torch.full_like(group[key], value)
+                group[key] = tuple(value) if isinstance(value, list) else value
+        optimizer.load_state_dict({"state": numbered, "param_groups": own["param_groups"]})
+        lay_out_like_parameters(optimizer)
 
     def _read_newest(self) -> tuple[dict, dict[str, dict[str, torch.Tensor]]] | None:
         for part in self.folder.glob(".part_*"):  # what a kill in the middle of a save left
@@ -311,57 +516,70 @@ class Checkpoints:
             path = self.folder / f"step_{step:08d}"
             try:
                 manifest, tensors = read_checkpoint(path)
+            except OtherFormat as other:
+                stop(
+                    f"{path} was written by another version of this code (format {other}, this one "
+                    f"reads {FORMAT}): end that run with its own version, or start anew with "
+                    "another --output_dir"
+                )
             except ValueError as error:
                 show(f"warning: {path} is skipped: {error}", "yellow")
                 damaged.append(path)
                 continue
-            self._compare(manifest["must_match"])
+            self._compare(manifest)
             for other in damaged:  # its name will be needed again
                 shutil.rmtree(other.with_name(f"damaged_{other.name}"), ignore_errors=True)
                 other.rename(other.with_name(f"damaged_{other.name}"))
             return manifest, tensors
         if steps:
             stop(
-                f"none of the {len(steps)} checkpoints in {self.folder} is whole: start anew with another --output_dir"
+                f"none of the {len(steps)} checkpoints in {self.folder} is whole: start anew with "
+                "another --output_dir"
             )
         return None
 
-    def _compare(self, saved: dict) -> None:
-        differ = [
-            f"{name} was {saved.get(name)!r} and is {self.must_match.get(name)!r}"
-            for name in sorted(saved.keys() | self.must_match.keys())
-            if saved.get(name) != self.must_match.get(name)
-        ]
-        if differ:
-            stop(f"the run in {self.folder.parent} cannot be resumed with other arguments: {'; '.join(differ)}")
+    def _compare(self, manifest: dict) -> None:
+        """Raises: SystemExit if what must match differs. What was said by the script goes before
+        what follows from it."""
+        parts = {*self.models, *self.optimizers, *self.others}
+        files = manifest["sha256"].keys() - {PROCESSES}
+        saved_parts = {name.removesuffix(".safetensors") for name in files}
+        saved_parts |= manifest["state"].keys()
+        if parts != saved_parts:
+            saved_names, own_names = (", ".join(sorted(names)) for names in (saved_parts, parts))
+            self._refuse([f"the checkpoint has {saved_names}, and the run {own_names}"])
+        for saved, own in ((manifest["fixed"], self.fixed), (manifest["derived"], self.derived)):
+            saved, own = flat(saved), flat(own)
+            names = sorted(saved.keys() | own.keys())
+            names.sort(key=is_no_class)  # other differences follow from another class
+            differ = [
+                f"{name.replace('.groups', '')} was {saved.get(name)!r} and is {own.get(name)!r}"
+                for name in names
+                if saved.get(name) != own.get(name)
+            ]
+            if differ:
+                self._refuse(differ)
 
-    def _own_part(self, manifest: dict, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _refuse(self, reasons: list[str]) -> None:
+        shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
+        stop(f"the run in {self.folder.parent} cannot be resumed with other arguments: {shown}")
+
+    def _own_part(
+        self, manifest: dict, tensors: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """This process's metrics, from those of all processes; also sets its random states."""
         by_rank = [{} for _ in range(manifest["num_processes"])]
+        random_by_rank = [{} for _ in by_rank]
         for key, tensor in tensors.items():
-            rank, name = key.split("/")
-            by_rank[int(rank)][name] = tensor
+            rank, _, name = key.partition("/")
+            place = random_by_rank if name.startswith("random_") else by_rank
+            place[int(rank)][name] = tensor
         rank = self.accelerator.process_index
         if len(by_rank) == self.accelerator.num_processes:
-            set_random_states(self.accelerator, by_rank[rank])
-        elif rank == 0:  # another topology: one process takes over what all of them had counted
-            by_rank[0] = {
-                name: torch.cat([tensors[name] for tensors in by_rank if name in tensors])
-                for name in sorted({name for tensors in by_rank for name in tensors if not name.startswith("random_")})
-            }
-        else:
-            return {}
-        return {name: tensor for name, tensor in by_rank[rank].items() if not name.startswith("random_")}
-
-
-def random_states(accelerator: Accelerator) -> dict[str, torch.Tensor]:
-    """The states of torch's generators, uint8. Nothing here draws from them after the start; what you add may."""
-    states = {"random_cpu": torch.get_rng_state()}
-    if accelerator.device.type == "cuda":
-        states["random_cuda"] = torch.cuda.get_rng_state(accelerator.device)
-    return states
-
-
-def set_random_states(accelerator: Accelerator, states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["random_cpu"])
-    if accelerator.device.type == "cuda" and "random_cuda" in states:
-        torch.cuda.set_rng_state(states["random_cuda"], accelerator.device)
+            set_random_states(self.accelerator, random_by_rank[rank])
+            return by_rank[rank]
+        if rank == 0:  # another topology: one process takes over what all of them had counted
+            names = sorted(set().union(*by_rank))
+            return {name: torch.cat([r[name] for r in by_rank if name in r]) for name in names}
+        # No samples, under the same names: `Metrics.reduce` needs the same ones on all processes.
+        return {name: tensor[:0] for name, tensor in by_rank[0].items()}

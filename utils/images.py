@@ -1,10 +1,9 @@
-"""Image files of any size and kind, decoded when a batch needs them; augmentation by (seed, epoch, sample) alone."""
+"""Image files of any size and kind, decoded when a batch needs them, and augmented at random."""
 
-import contextlib
+import functools
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,30 +13,36 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image, ImageOps
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import v2 as transforms
 
-from utils import stop
+from .loader import UnreadableItem
 
 EXIF_ORIENTATION = 0x0112
-
-
-class BadImage(ValueError):
-    """A file that is no image, or only a part of one."""
+MEAN_COLOUR = (124, 116, 104)  # of ImageNet, RGB
 
 
 def open_upright(cell: dict) -> Image.Image:
-    """The image of a cell {"bytes", "path"} of a `datasets` Image column, not decoded yet if it lies upright."""
+    """Open the image of a cell {"bytes", "path"} of a `datasets` Image column.
+
+    The image is rotated as its EXIF data say. Without such a rotation it is not decoded yet.
+    """
     image = Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"]))
-    return image if image.getexif().get(EXIF_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
+    if image.getexif().get(EXIF_ORIENTATION, 1) == 1:
+        return image
+    return ImageOps.exif_transpose(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode to 8-bit RGB; what is transparent becomes white. Raises: ValueError for pixels of unknown range."""
+    """Convert an image of any mode to 8-bit RGB; transparent pixels become white.
+
+    Raises:
+        ValueError: for floating point pixels, whose range is unknown.
+    """
     if image.mode == "RGB":
         return image
-    if image.mode.startswith("I"):  # 16 bits; PIL's own conversion cuts all above 255 off
+    if image.mode.startswith("I"):  # 16 bits, which PIL's own conversion would clip at 255
         return Image.fromarray((np.asarray(image) / 257).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise ValueError("its pixels are floating point numbers of unknown range")
@@ -48,245 +53,286 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], size: int) -> torch.Tensor:
-    """The part `box` (left, top, width, height; in pixels) of an image as uint8 (size, size, 3), bilinear, antialiased.
+def crop_and_resize(
+    image: Image.Image, box: tuple[float, float, float, float], size: int
+) -> torch.Tensor:
+    """Crop `box` (left, top, width, height; in pixels) and resize it to (size, size).
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the part keeps at least `size` pixels: the decoder then does
-    less of its inverse transform, and it averages as antialiasing would. torch resizes bytes twice as fast as PIL.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crop then still has `size` pixels: this
+    saves a part of the inverse transform, and averages pixels as antialiasing would. Bilinear with
+    antialiasing, by torch, which resizes uint8 images twice as fast as PIL.
+
+    Returns:
+        uint8 (size, size, 3), RGB.
     """
     left, top, width, height = box
     whole_width, whole_height = image.size
     factor = int(min(width, height) // size)
     if factor >= 2:
-        image.draft("RGB", (whole_width // factor, whole_height // factor))  # a power of two, never smaller than asked
-    x, y = image.size[0] / whole_width, image.size[1] / whole_height
-    corners = (left * x, top * y, (left + width) * x, (top + height) * y)
-    left, top, right, bottom = (int(corner + 0.5) for corner in corners)
-    part = to_rgb(image).crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+        # The decoder takes the next power of two, and never less than the size that is asked for.
+        image.draft("RGB", (whole_width // factor, whole_height // factor))
+    x_scale = image.size[0] / whole_width
+    y_scale = image.size[1] / whole_height
+    first_column = int(left * x_scale + 0.5)
+    first_row = int(top * y_scale + 0.5)
+    last_column = max(int((left + width) * x_scale + 0.5), first_column + 1)
+    last_row = max(int((top + height) * y_scale + 0.5), first_row + 1)
+    part = to_rgb(image).crop((first_column, first_row, last_column, last_row))
     pixels = torch.from_numpy(np.array(part)).permute(2, 0, 1)[None]
-    return F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+    resized = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+    return resized[0].permute(1, 2, 0)
 
 
-def center_crop(size: int, resize: int) -> Callable:
-    """The middle of an image, as if its shorter side were resized to `resize` and then size x size pixels cut out."""
+class CenterCrop:
+    """The middle of an image: resize the shorter side to `resize`, then crop (size, size)."""
 
-    def transform(image: Image.Image, key: int) -> torch.Tensor:
-        side = size * min(image.size) / resize
+    deterministic = True
+
+    def __init__(self, size: int, resize: int):
+        self.size = size
+        self.resize = resize
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """A PIL image to uint8 (size, size, 3)."""
+        side = self.size * min(image.size) / self.resize
         width, height = image.size
-        return crop_and_resize(image, ((width - side) / 2, (height - side) / 2, side, side), size)
-
-    return transform
-
-
-@contextlib.contextmanager
-def generator_seeded(key: int):
-    """torch's global generator, from which the transforms draw, seeded by `key` in here and unchanged after.
-
-    torch.random.fork_rng and torch.manual_seed do that too, in 190 us instead of 15: they see to all devices.
-    """
-    before = torch.get_rng_state()
-    try:
-        torch.default_generator.manual_seed(key)
-        yield
-    finally:
-        torch.set_rng_state(before)
+        box = ((width - side) / 2, (height - side) / 2, side, side)
+        return crop_and_resize(image, box, self.size)
 
 
-def random_augment(
-    size: int, min_area: float = 0.08, flip: float = 0.5, trivial_augment: bool = False, erase: float = 0.0
-) -> Callable:
-    """torchvision's transforms for training, with all random numbers from the sample's own key.
+class RandomAugment:
+    """torchvision's transforms for training. They draw from torch's global generator.
 
-    size: pixels of the square; min_area: smallest share of the image in a crop; flip: probability of a mirror image;
-    trivial_augment: one random operation at random strength, https://arxiv.org/abs/2103.10158; erase: probability
-    of a rectangle put to the mean colour, https://arxiv.org/abs/1708.04896.
-    """
-    policy = transforms.TrivialAugmentWide(interpolation=transforms.InterpolationMode.BILINEAR)
-    eraser = transforms.RandomErasing(erase, value=[124, 116, 104])
-
-    def transform(image: Image.Image, key: int) -> torch.Tensor:
-        with generator_seeded(key):
-            top, left, height, width = RandomResizedCrop.get_params(image, (min_area, 1.0), (3 / 4, 4 / 3))
-            pixels = crop_and_resize(image, (left, top, width, height), size)
-            if torch.rand(()) < flip:
-                pixels = pixels.flip(1)
-            if trivial_augment:
-                pixels = torch.from_numpy(np.array(policy(Image.fromarray(pixels.numpy()))))
-            return eraser(pixels.permute(2, 0, 1)).permute(1, 2, 0) if erase else pixels
-
-    return transform
-
-
-class ImageReader(Dataset):
-    """Decodes and transforms the images of a piece, in a worker process. See ImageLoader for the arguments."""
-
-    def __init__(self, split, transform: Callable, seed: int):
-        self.split, self.transform, self.seed = split, transform, seed
-
-    def __getitems__(self, epoch_and_indices: tuple[int, list[int]]) -> torch.Tensor:
-        epoch, indices = epoch_and_indices
-        return torch.stack([self.read(index, epoch) for index in indices])
-
-    def read(self, index: int, epoch: int = 0) -> torch.Tensor:
-        """uint8 (H, W, 3). Raises: BadImage, with the file's name or the row's number."""
-        row = index % len(self.split.rows)
-        cell = self.split.rows[row][self.split.image_column]
-        try:
-            key = int(np.random.SeedSequence([self.seed, epoch, index]).generate_state(1)[0])
-            with open_upright(cell) as image:
-                return self.transform(image, key)
-        except Exception as error:  # PIL has no common class for what its thirty readers raise
-            raise BadImage(f"{cell['path'] or 'the image'} (row {row}) cannot be decoded: {error}") from error
-
-    def is_bad(self, row: int) -> str | None:
-        """Why a row cannot be decoded; None if it can."""
-        try:
-            self.read(row)
-        except BadImage as error:
-            return str(error)
-
-
-class ImageLoader:
-    """Loads the pieces of a GlobalSampler (utils/data.py) in worker processes, ahead of the training.
-
-    split: has `rows` (a `datasets.Dataset`, not decoded), `image_column` and `dataset`, its name; transform: makes
-    uint8 (H, W, 3) from a PIL image and a key, a number of 32 bits that is a function of (seed, epoch, sample).
-    num_workers: processes; None: this process's share of the cores, at most 16, but none where the CPU trains: it has
-    no core to spare.
+    Args:
+        size: pixels of a side of the result.
+        min_area: smallest area of a crop, as a fraction of the image.
+        flip: probability of a horizontal flip.
+        trivial_augment: apply one random operation at a random strength. Source:
+            https://arxiv.org/abs/2103.10158.
+        erase: probability that a rectangle gets the mean colour. Source:
+            https://arxiv.org/abs/1708.04896.
     """
 
-    def __init__(self, split, transform: Callable, accelerator: Accelerator, seed: int = 0, num_workers=None):
-        self.dataset, self.device = split.dataset, accelerator.device
-        self.labels, self.classes = split.labels, split.classes
-        if num_workers is None:
-            share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            num_workers = 0 if self.device.type == "cpu" else max(1, min(16, share))
-        self.queue = []  # filled anew for each epoch, while the workers live on
-        self.reader = ImageReader(split, transform, seed)
-        self.loader = DataLoader(
-            self.reader,
-            batch_sampler=self.queue,
-            collate_fn=lambda images: images,
-            generator=torch.Generator(),  # else it draws a number from the global one for each epoch
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            pin_memory=self.device.type == "cuda",
-            multiprocessing_context="fork" if num_workers else None,  # shares the memory-mapped table of `datasets`
+    deterministic = False
+
+    def __init__(
+        self,
+        size: int,
+        min_area: float = 0.08,
+        flip: float = 0.5,
+        trivial_augment: bool = False,
+        erase: float = 0.0,
+    ):
+        self.size = size
+        self.min_area = min_area
+        self.flip = flip
+        self.policy = None
+        if trivial_augment:
+            bilinear = transforms.InterpolationMode.BILINEAR
+            self.policy = transforms.TrivialAugmentWide(interpolation=bilinear)
+        self.eraser = transforms.RandomErasing(erase, value=list(MEAN_COLOUR)) if erase else None
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """A PIL image to uint8 (size, size, 3)."""
+        top, left, height, width = RandomResizedCrop.get_params(
+            image, (self.min_area, 1.0), (3 / 4, 4 / 3)
         )
+        pixels = crop_and_resize(image, (left, top, width, height), self.size)
+        if torch.rand(()) < self.flip:
+            pixels = pixels.flip(1)
+        if self.policy is not None:
+            pixels = torch.from_numpy(np.array(self.policy(Image.fromarray(pixels.numpy()))))
+        if self.eraser is not None:
+            pixels = self.eraser(pixels.permute(2, 0, 1)).permute(1, 2, 0)
+        return pixels
 
-    def load(self, pieces: Iterable, epoch: int = 0) -> Iterator:
-        """The pieces with their images, uint8 (n, 3, H, W) with channels last, and on the device.
 
-        Raises: SystemExit, naming the file, if one cannot be decoded.
-        """
-        pieces = list(pieces)
-        self.queue[:] = [(epoch, piece.indices.tolist()) for piece in pieces]
+class ImageFiles(Dataset):
+    """A map-style dataset of a split whose images are decoded when they are read.
+
+    An item is (uint8 (H, W, 3), label). In a batch of `collate` the images are (N, 3, H, W) in
+    channels_last.
+
+    Args:
+        split: a `data.Split`.
+        transform: makes a uint8 tensor (H, W, 3) of a PIL image. It may draw from the global
+            generators of torch, Python and NumPy, which GlobalLoader seeds for each item. A
+            transform that draws nothing says so with an attribute `deterministic = True`.
+    """
+
+    def __init__(self, split, transform):
+        self.split = split
+        self.transform = transform
+        self.labels = split.labels
+        self.classes = split.classes
+        self.deterministic = getattr(transform, "deterministic", False)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        """Raises: UnreadableItem, naming the file, if the image cannot be decoded."""
         try:
-            for piece, images in zip(pieces, self.loader, strict=True):
-                images, labels, indices = (
-                    # pinned, and without waiting: the GPU copies while the CPU goes on
-                    tensor.to(self.device, non_blocking=True)
-                    for tensor in (images, piece.labels, piece.indices)
-                )
-                yield piece._replace(images=images.permute(0, 3, 1, 2), labels=labels, indices=indices)
-        except BadImage as error:
-            reason = str(error).strip().splitlines()[-1].rpartition("BadImage: ")[2]  # behind a worker's traceback
-            stop(f"--dataset {self.dataset}: {reason}; --skip_bad_images leaves it out", alone=True)
+            return self.read(index), int(self.labels[index])
+        except ValueError as error:
+            raise UnreadableItem(
+                f"--dataset {self.split.dataset}: {error}; --skip_bad_images leaves it out"
+            ) from error
+
+    def read(self, index: int) -> torch.Tensor:
+        """The image alone. Raises: ValueError, naming the file, if it cannot be decoded."""
+        cell = self.split.rows[int(index)][self.split.image_column]
+        try:
+            with open_upright(cell) as image:
+                return self.transform(image)
+        except Exception as error:  # PIL has no common class for what its thirty readers raise
+            name = cell["path"] or "the image"
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{name} (row {index}) cannot be decoded: {reason}") from error
+
+    @staticmethod
+    def collate(items: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        """Images, uint8 (N, 3, H, W) in channels_last, and labels, int64 (N,)."""
+        images, labels = default_collate(items)
+        return [images.permute(0, 3, 1, 2), labels]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.split)
+
+
+def default_num_workers(accelerator: Accelerator) -> int:
+    """Worker processes for ImageFiles: this process's part of the cores, at most 16.
+
+    None if the CPU trains, because then no core is idle.
+    """
+    if accelerator.device.type == "cpu":
+        return 0
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(16, cores))
 
 
 def without_bad_images(split, accelerator: Accelerator, num_workers: int | None = None):
-    """The split without rows that cannot be decoded, and why not: {row: reason}. A collective; reads every image.
+    """Read all images, and leave out those that cannot be decoded.
 
-    All before the first update: the order of the data is then a permutation of what is left, on any topology.
+    Collective: call it on every rank. Call it before the first update: the order of the data is
+    then a permutation of the images that are left, on any topology.
+
+    Args:
+        num_workers: threads. None or 0: one for each core.
+
+    Returns:
+        The split without the bad images, and {row: why it cannot be decoded}.
     """
-    reader = ImageReader(split, center_crop(8, 8), seed=0)  # small: a JPEG is read whole, and mostly not transformed
-    mine = range(accelerator.process_index, len(split.rows), accelerator.num_processes)
+    dataset = ImageFiles(split, CenterCrop(8, 8))  # small: decoding costs the most, not resizing
+
+    def why_bad(row: int) -> str | None:
+        try:
+            dataset.read(row)
+            return None
+        except ValueError as error:
+            return str(error)
+
+    rows = range(accelerator.process_index, len(dataset), accelerator.num_processes)
     with ThreadPoolExecutor(num_workers or os.cpu_count()) as pool:
-        reasons = zip(mine, pool.map(reader.is_bad, mine), strict=True)
-        bad = dict(gather_object([(row, reason) for row, reason in reasons if reason]))
+        reasons = list(pool.map(why_bad, rows))
+    mine = [(row, reason) for row, reason in zip(rows, reasons, strict=True) if reason]
+    bad = dict(gather_object(mine))
     if not bad:
         return split, bad
-    good = [row for row in range(len(split.rows)) if row not in bad]
+    good = [row for row in range(len(dataset)) if row not in bad]
     return split._replace(rows=split.rows.select(good), labels=split.labels[good]), bad
 
 
-def fingerprint(*splits) -> str:
-    """16 hex digits that change with the number of images, their labels, names and (in parquet files) sizes in bytes.
+def fingerprint(split) -> str:
+    """16 hex digits that change with the labels and the images' number, names and sizes in bytes.
 
-    Not with their pixels: to read all of a large data set for that takes as long as to train on it.
+    They do not depend on the pixels: to read all of a large dataset takes as long as an epoch.
     """
     import pyarrow.compute
 
     digest = hashlib.sha256()
-    for split in splits:
-        digest.update(split.labels.numpy())
-        column = split.rows.data.column(split.image_column)
-        contents, paths = (pyarrow.compute.struct_field(column, name) for name in ("bytes", "path"))
-        sizes = pyarrow.compute.binary_length(contents).fill_null(0)  # from the offsets: no image is read
-        digest.update(sizes.to_numpy())
-        for path in paths.to_pylist():
-            digest.update("/".join(Path(path or "").parts[-2:]).encode() + b"\n")
+    digest.update(split.labels.numpy())
+    column = split.rows.data.column(split.image_column)
+    contents = pyarrow.compute.struct_field(column, "bytes")
+    paths = pyarrow.compute.struct_field(column, "path").to_pylist()
+    # From the offsets in the table: no image is read.
+    sizes = pyarrow.compute.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
+    for row in np.flatnonzero(sizes == -1):  # a file beside the table
+        sizes[row] = file_size(paths[row])
+    digest.update(sizes)
+    for path in paths:
+        digest.update("/".join(Path(path or "").parts[-2:]).encode() + b"\n")
     return digest.hexdigest()[:16]
 
 
-class SyntheticLoader:
-    """As ImageLoader, but the same random images over and over: what is left is the speed of training alone."""
-
-    def __init__(self, samples: int, size: int, accelerator: Accelerator):
-        self.size, self.device = size, accelerator.device
-        self.classes = [str(label) for label in range(1000)]
-        self.labels = torch.arange(samples) % len(self.classes)
-        self.images = {}
-
-    def load(self, pieces: Iterable, epoch: int = 0) -> Iterator:
-        for piece in pieces:
-            count = len(piece.indices)
-            if count not in self.images:
-                pixels = torch.randint(256, (count, self.size, self.size, 3), dtype=torch.uint8, device=self.device)
-                self.images[count] = pixels.permute(0, 3, 1, 2)
-            labels, indices = piece.labels.to(self.device), piece.indices.to(self.device)
-            yield piece._replace(images=self.images[count], labels=labels, indices=indices)
+def file_size(path: str | None) -> int:
+    """Bytes of a file; -1 if it cannot be read, of which reading it will say more."""
+    try:
+        return os.path.getsize(path or "")
+    except OSError:
+        return -1
 
 
-def make_loaders(args, splits, accelerator: Accelerator):
-    """Loaders of the train and test split, and what run.json and the banner say of the data.
+class SyntheticImages(Dataset):
+    """Random images of 1000 classes. All batches of one length are the same tensors on the device.
 
-    splits: as ImageLoader takes them, or None for random images. Reads the flags of scripts/resnet50.py from `args`.
+    Reading and copying then cost nothing, and what is measured is the speed of training.
+
+    Args:
+        num_samples: length of the dataset.
+        size: pixels of a side.
+        device: where the images lie.
     """
-    if splits is None:
-        train_loader = SyntheticLoader(1_281_167, args.image_size, accelerator)  # as many as ImageNet has
-        test_loader = SyntheticLoader(128, args.eval_size, accelerator)
-        return train_loader, test_loader, {"dataset": "synthetic", "fingerprint": "synthetic"}
-    bad = {}
-    if args.skip_bad_images:
-        kept = []
-        for name, split in zip(("train", "test"), splits, strict=True):
-            split, reasons = without_bad_images(split, accelerator, args.num_workers)
-            kept.append(split)
-            bad |= {f"{name} {row}": reason for row, reason in reasons.items()}
-        splits = kept
-        for reason in bad.values():
-            accelerator.print(f"left out: {reason}")
-    transforms = (
-        random_augment(args.image_size, args.min_crop, args.flip, args.trivial_augment, args.erase),
-        center_crop(args.eval_size, args.eval_resize),
-    )
-    loaders = [
-        ImageLoader(split, transform, accelerator, args.seed, args.num_workers)
-        for split, transform in zip(splits, transforms, strict=True)
-    ]
-    train, test = (len(split.labels) for split in splits)
-    data = {"dataset": args.dataset, "train": train, "test": test, "classes": len(splits[0].classes)}
-    return *loaders, {**data, "bad_images": len(bad), "fingerprint": fingerprint(*splits)}
+
+    deterministic = True
+    fingerprint = "synthetic"
+
+    def __init__(self, num_samples: int, size: int, device: torch.device):
+        self.num_samples = num_samples
+        self.size = size
+        self.device = device
+        self.classes = [str(label) for label in range(1000)]
+        self.batches = {}  # by number of samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> int:
+        """The index: `collate` looks at the number of items only."""
+        return index
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+    def collate(self, indices: list[int]) -> list[torch.Tensor]:
+        """Images, uint8 (N, 3, H, W) in channels_last, and labels, int64 (N,)."""
+        count = len(indices)
+        if count not in self.batches:
+            generator = torch.Generator(self.device).manual_seed(0)
+            shape = (count, self.size, self.size, 3)
+            options = {"generator": generator, "device": self.device}
+            images = torch.randint(256, shape, dtype=torch.uint8, **options)
+            labels = torch.randint(len(self.classes), (count,), **options)
+            self.batches[count] = [images.permute(0, 3, 1, 2), labels]
+        return self.batches[count]
 
 
 def mix(images: torch.Tensor, mixup: float, cutmix: float, seed: int, step: int):
-    """Mixup or CutMix of neighbours, sample 2i with 2i + 1: (images, positions of the partners, share of their own).
+    """Mixup or CutMix of neighbours: sample 2i with sample 2i + 1.
 
-    images: uint8 (N, 3, H, W), N even; mixup, cutmix: alpha of the Beta distribution, 0: off, both: one or the other.
-    One share and one box for an update, a function of (seed, step), as torchvision draws them for a batch. Neighbours,
-    and not a permutation of the batch: then a process holds both, however many processes there are. Sources:
-    https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899.
+    The fraction and the box are the same for all samples of an update, a function of (seed, step).
+    Neighbours are mixed, and not samples of a permutation, because one process then holds both,
+    whatever the number of processes.
+    Sources: https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899.
+
+    Args:
+        images: uint8 (N, 3, H, W), N even.
+        mixup, cutmix: alpha of the Beta distribution; 0: off. With both, half of the updates each.
+
+    Returns:
+        The mixed images, float32 after mixup and else uint8, 0 to 255; int64 (N,), which sample
+        each one is mixed with; the fraction of each image that is its own.
     """
     partners = torch.arange(len(images), device=images.device)
     if not mixup and not cutmix:
@@ -294,10 +340,11 @@ def mix(images: torch.Tensor, mixup: float, cutmix: float, seed: int, step: int)
     partners = partners ^ 1
     rng = np.random.default_rng([seed, step])
     if mixup and (not cutmix or rng.random() < 0.5):
-        share = rng.beta(mixup, mixup)
-        return torch.lerp(images[partners].float(), images.float(), share), partners, share
+        own = rng.beta(mixup, mixup)
+        return torch.lerp(images[partners].float(), images.float(), own), partners, own
     height, width = images.shape[2:]
-    (y, x), half = rng.random(2), 0.5 * np.sqrt(1 - rng.beta(cutmix, cutmix))
+    y, x = rng.random(2)
+    half = 0.5 * np.sqrt(1 - rng.beta(cutmix, cutmix))
     top, bottom = (int(height * np.clip(y + side, 0, 1)) for side in (-half, half))
     left, right = (int(width * np.clip(x + side, 0, 1)) for side in (-half, half))
     mixed = images.clone()

@@ -1,4 +1,4 @@
-"""Numbers over all processes in which every sample counts once."""
+"""Metrics over all processes in which every sample counts once."""
 
 import math
 
@@ -7,96 +7,209 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from utils import stop
+from .console import stop
+
+# What a line of metrics.jsonl has beside the metrics.
+RESERVED = {"split", "step", "epoch", "samples"}
 
 
-class SampleStats:
-    """Loss and accuracy over the samples since the last `reduce`, kept on the device: `add` never waits for it."""
+class Metrics:
+    """Weighted means of named values over the samples since the last `reduce`.
 
-    def __init__(self, accelerator: Accelerator, state: dict[str, torch.Tensor] | None = None):
-        """state: what another one's `state()` returned, to go on from it."""
+    The values stay on the device, and `add` never waits for it.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        state: dict[str, torch.Tensor] | None = None,
+        all_ranks_add: bool = True,
+    ):
+        """state: what another one's `state()` returned, to go on from it.
+
+        all_ranks_add: False if some ranks never call `add`, as in a pipeline, where only the last
+        stage has losses. Then `reduce` and `check` ask all ranks for the names.
+        """
         self.accelerator = accelerator
+        self.all_ranks_add = all_ranks_add
         self.clear()
         if state:
-            mine = {name: tensor.to(accelerator.device) for name, tensor in state.items()}
-            self.add(mine["losses"], mine["correct"], mine["indices"], mine["steps"])
+            state = {name: tensor.to(accelerator.device) for name, tensor in state.items()}
+            self.indices = [state["indices"]]
+            self.weights = [state["weights"]]
+            self.steps = [state["steps"]]
+            self.values = {
+                name[6:]: [tensor] for name, tensor in state.items() if name.startswith("value:")
+            }
 
     def clear(self) -> None:
-        self.losses, self.correct, self.indices, self.steps = [], [], [], []
+        self.values, self.indices, self.weights, self.steps = {}, [], [], []
 
-    def add(self, losses: torch.Tensor, correct: torch.Tensor, indices: torch.Tensor, step: int = 0) -> None:
-        """losses: float (n,), one a sample; correct: bool (n,); indices: int64 (n,), which samples of the data."""
-        self.losses.append(losses.detach())
-        self.correct.append(correct)
-        self.indices.append(indices)
+    def add(
+        self, batch, *, weights: torch.Tensor | None = None, step: int = 0, **values: torch.Tensor
+    ) -> None:
+        """Count the samples of a Batch: `add(batch, loss=losses, accuracy=logits.argmax(1) ==
+        labels)`.
+
+        values: (n,), one a sample, of any number type or bool; the same names in every call.
+        weights: (n,); None: those of the batch, else all samples count alike. step: for the message
+        about a loss that is not finite.
+        Raises: ValueError, naming the metric, if it has another shape, or a name that is taken.
+        """
+        if self.indices and self.values.keys() != values.keys():
+            now, before = (", ".join(names) or "none" for names in (values, self.values))
+            raise ValueError(f"metrics {now} follow on {before}: name the same ones each time")
+        weights = batch.weights if weights is None else weights
+        if weights is not None and weights.shape != batch.indices.shape:
+            raise ValueError(
+                f"the weights have the shape {tuple(weights.shape)} for {len(batch)} samples: they "
+                "need one value a "
+                f"sample, shape ({len(batch)},)"
+            )
+        for name, value in values.items():
+            if name in RESERVED:
+                taken = ", ".join(sorted(RESERVED))
+                raise ValueError(f"a metric cannot be named {name}: the names {taken} are taken")
+            if value.shape != batch.indices.shape:
+                raise ValueError(
+                    f"metric {name} has the shape {tuple(value.shape)} for {len(batch)} samples: "
+                    "it needs one value a "
+                    f"sample, shape ({len(batch)},)"
+                )
+        for name, value in values.items():
+            self.values.setdefault(name, []).append(value.detach())
+        if weights is None:
+            weights = batch.indices.new_ones(()).expand(len(batch))
+        self.weights.append(weights)
+        self.indices.append(batch.indices)
         self.steps.append(step)
 
     def reduce(self) -> dict[str, float]:
-        """{"loss", "accuracy", "samples"} over all processes, then start again. A collective: call it on all ranks.
+        """The means by name, and "samples", over all processes; then start again. Collective: call
+        it on every rank.
 
-        Sums and counts are added up and divided at the end: an average of per-process averages is wrong as soon as one
-        process has fewer samples. Raises: SystemExit on all ranks if a loss is not finite, naming its step and samples.
+        Sums and weights are added up and divided at the end: an average of per-process averages is
+        wrong as soon as one process has fewer samples. A mean over no weight at all is nan.
+        Raises: SystemExit on every rank if a loss is not finite, naming its step and samples.
         """
-        loss_sum, correct, samples = self._sums()
+        names, sums = self._sums()
         self.clear()
-        return {"loss": loss_sum / samples, "accuracy": correct / samples, "samples": int(samples)}
+        *sums, weight, samples = sums
+        means = {
+            name: total / weight if weight else math.nan
+            for name, total in zip(names, sums, strict=True)
+        }
+        return means | {"samples": int(samples)}
 
     def check(self) -> None:
-        """Stop all ranks if a loss since the last `reduce` is not finite, before it gets into a checkpoint."""
+        """Stop every rank if a loss since the last `reduce` is not finite, before it gets into a
+        checkpoint."""
         self._sums()
 
-    def _sums(self) -> list[float]:
+    def _sums(self) -> tuple[list[str], list[float]]:
+        """The names; and the weighted sum of each, the sum of the weights, and the samples, over
+        all processes."""
         device = self.accelerator.device
-        wide = torch.float32 if device.type == "mps" else torch.float64  # Apple GPUs have no float64
-        mine = torch.zeros(3, dtype=wide, device=device)
-        if self.losses:
-            losses, correct = torch.cat(self.losses), torch.cat(self.correct)
-            mine[0], mine[1], mine[2] = losses.sum(dtype=wide), correct.sum(), len(losses)
+        wide = (
+            torch.float32 if device.type == "mps" else torch.float64
+        )  # Apple GPUs have no float64
+        names = list(self.values)
+        if not self.all_ranks_add:
+            names = list(dict.fromkeys(gather_object(names)))
+        mine = torch.zeros(len(names) + 2, dtype=wide, device=device)
+        if self.indices:
+            weights = torch.cat(self.weights).to(wide)
+            for place, name in enumerate(names):
+                # Not `values @ weights`: a dot product adds in another order on other numbers of
+                # threads.
+                mine[place] = (torch.cat(self.values[name]).to(wide) * weights).sum()
+            mine[-2], mine[-1] = weights.sum(), len(weights)
         sums = self.accelerator.reduce(mine, "sum").tolist()
-        if not math.isfinite(sums[0]):
-            self._stop_at_first_bad()
-        return sums
+        for name, total in zip(names, sums, strict=False):
+            if is_loss(name) and not math.isfinite(total):
+                self._stop_at_first_bad(name)
+        return names, sums
 
-    def _stop_at_first_bad(self) -> None:
+    def _stop_at_first_bad(self, name: str) -> None:
         bad = []
-        if self.losses:
+        if self.indices:
             mine = self.state()
-            here = ~mine["losses"].isfinite()
-            bad = list(zip(mine["steps"][here].tolist(), mine["indices"][here].tolist(), strict=True))
+            here = ~(mine[f"value:{name}"] * mine["weights"]).isfinite()
+            bad = list(
+                zip(mine["steps"][here].tolist(), mine["indices"][here].tolist(), strict=True)
+            )
         bad = gather_object(bad)
         step = min(step for step, _ in bad)
         samples = sorted(sample for at, sample in bad if at == step)
         stop(
-            f"the loss is not finite at step {step}, for {len(samples)} samples with these indices in the data: "
-            f"{', '.join(map(str, samples[:10]))}{', ...' * (len(samples) > 10)}; the last checkpoint is from before it"
+            f"the {name} is not finite at step {step}, for {len(samples)} samples with these "
+            "indices in the data: "
+            f"{', '.join(map(str, samples[:10]))}{', ...' * (len(samples) > 10)}; the last "
+            "checkpoint is from before it"
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this process collected since the last `reduce`, for a checkpoint: one entry a sample in each tensor."""
-        if not self.losses:
+        """What this process collected since the last `reduce`, for a checkpoint: one entry a sample
+        in each tensor."""
+        if not self.indices:
             return {}
-        steps = [torch.as_tensor(step).expand(len(ids)) for step, ids in zip(self.steps, self.indices, strict=True)]
-        lists = {"losses": self.losses, "correct": self.correct, "indices": self.indices, "steps": steps}
-        return {name: torch.cat(tensors).cpu() for name, tensors in lists.items()}
+        steps = [
+            torch.as_tensor(step).expand(len(each))
+            for step, each in zip(self.steps, self.indices, strict=True)
+        ]
+        lists = {"indices": self.indices, "weights": self.weights, "steps": steps}
+        lists |= {f"value:{name}": parts for name, parts in self.values.items()}
+        return {name: torch.cat([part.cpu() for part in parts]) for name, parts in lists.items()}
 
 
-def gather_predictions(accelerator: Accelerator, predictions: list[torch.Tensor]) -> np.ndarray:
-    """Each process's int64 (n,) tensors as one array (N,), n different between processes. A collective.
+def is_loss(name: str) -> bool:
+    """Whether a metric is a loss: it must be finite, and less of it is better."""
+    return name == "loss" or name.endswith("_loss")
 
-    Pads to the longest and cuts the padding off again; Accelerate's `gather_for_metrics` needs a loader that it
-    prepared itself, and then drops the last samples of the last batch whoever holds them.
+
+def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Each process's (n, ...) tensors as one tensor (N, ...), n different between processes.
+    Collective.
+
+    In the order of the ranks. Accelerate's `gather_for_metrics` needs a loader that it prepared
+    itself, and then drops the last samples of the last batch whoever holds them.
     """
-    mine = torch.cat(predictions)
-    padded = accelerator.pad_across_processes(mine, pad_index=-1)
-    everything = accelerator.gather(padded).cpu().numpy()
-    return everything[everything >= 0]
+    mine = torch.cat(parts)
+    counts = accelerator.gather(torch.tensor([len(mine)], device=mine.device)).tolist()
+    # Not by `pad_across_processes`, which makes integers of bools on those ranks that it pads.
+    padded = mine.new_zeros((max(counts), *mine.shape[1:]))
+    padded[: len(mine)] = mine
+    padded = accelerator.gather(padded)
+    return torch.cat(
+        [part[:count] for part, count in zip(padded.chunk(len(counts)), counts, strict=True)]
+    )
+
+
+def classification_metrics(
+    accelerator: Accelerator,
+    num_classes: int,
+    predictions: list[torch.Tensor],
+    labels: list[torch.Tensor],
+) -> dict:
+    """Macro F1 and confusion matrix [true][predicted] over all processes, by `evaluate`.
+    Collective.
+
+    predictions, labels: int64 (n,) of each batch, 0 to num_classes - 1.
+    """
+    metric = classification_metric(num_classes)
+    predictions = gather_samples(accelerator, predictions).cpu().numpy()
+    labels = gather_samples(accelerator, labels).cpu().numpy()
+    result = metric.compute(predictions=predictions, references=labels)
+    return {name: result[name] for name in ("f1_macro", "confusion")}
 
 
 def classification_metric(num_classes: int):
-    """An `evaluate.Metric` with accuracy, macro F1 and confusion matrix [true][predicted], defined here.
+    """An `evaluate.Metric` with accuracy, macro F1 and confusion matrix [true][predicted], defined
+    here.
 
-    `evaluate.load("accuracy")` fetches its definition from the Hub and fails where there is no network.
-    Macro F1: the mean over classes of 2 tp / (2 tp + fp + fn), 0 for a class that neither occurs nor is predicted.
+    `evaluate.load("accuracy")` fetches its definition from the Hub and fails where there is no
+    network. Macro F1: the mean over classes of 2 tp / (2 tp + fp + fn), 0 for a class that neither
+    occurs nor is predicted.
     """
     import datasets
     import evaluate
@@ -106,11 +219,15 @@ def classification_metric(num_classes: int):
             features = datasets.Features(
                 {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
             )
-            return evaluate.MetricInfo(description=classification_metric.__doc__, citation="", features=features)
+            return evaluate.MetricInfo(
+                description=classification_metric.__doc__, citation="", features=features
+            )
 
         def _compute(self, predictions, references):
             pairs = np.asarray(references) * num_classes + np.asarray(predictions)
-            confusion = np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
+            confusion = np.bincount(pairs, minlength=num_classes**2).reshape(
+                num_classes, num_classes
+            )
             hits, either = np.diag(confusion), confusion.sum(0) + confusion.sum(1)
             return {
                 "accuracy": float(hits.sum() / confusion.sum()),

@@ -1,6 +1,5 @@
-"""Where the time of an update goes: a table, and a trace to look at."""
+"""A profile of some updates: how long each part of an update takes, and a trace to look at."""
 
-import argparse
 import contextlib
 import gzip
 import json
@@ -14,66 +13,98 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from utils import show, stop
+from .console import show, stop
 
-WARM_UP = 10  # updates before the recording: memory is allocated, kernels are chosen, DDP builds its buckets anew
+# Updates before the recording, in which memory is allocated, kernels are chosen, and DDP rebuilds
+# its buckets.
+WARM_UP = 10
 
 
 class Profiler:
-    """Records `args.profile` updates after the first WARM_UP with torch.profiler; with 0 it does nothing at all.
+    """Records updates with torch.profiler, after the first WARM_UP; with `updates=0` does nothing.
 
-    Hooks name the parts of an update, so that a training loop calls `waits` and `step` alone. At the borders of the
-    parts the device is waited for: else a GPU's work would count where the CPU next waits for it. After the recording
-    the hooks are gone, and the run goes on.
+    Hooks mark the forward pass, the backward pass and the optimizer's step. The training loop only
+    calls `waits` and `step`. The device is synchronized at the beginning and end of each part;
+    otherwise the time of a GPU's work would count where the CPU next waits for it. The hooks are
+    removed after the recording, and the run continues.
 
-    Leaves profile/trace_rank<r>.json.gz for https://ui.perfetto.dev, one a process, and profile/table.json.
+    Writes profile/trace_rank<r>.json.gz for each process, to open with https://ui.perfetto.dev, and
+    profile/table.json.
+
+    Args:
+        folder: of the run.
+        updates: how many to record.
+        models, optimizers: as `prepare` returned them.
+        updates_left: of the run.
+
+    Raises:
+        SystemExit: if fewer updates are left than the profile needs.
     """
 
-    def __init__(self, accelerator: Accelerator, args: argparse.Namespace, model, optimizer, updates_left: int):
-        """model, optimizer: as `prepare` returned them. Raises: SystemExit if fewer updates are left than it takes."""
-        self.accelerator, self.updates, self.recorder = accelerator, args.profile, None
-        if not self.updates:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        updates: int,
+        models: list,
+        optimizers: list,
+        updates_left: int,
+    ):
+        self.accelerator = accelerator
+        self.updates = updates
+        self.recorder = None
+        if not updates:
             return
-        if updates_left < WARM_UP + self.updates:
+        if updates_left < WARM_UP + updates:
             stop(
-                f"--profile {self.updates} takes {WARM_UP + self.updates} updates, {WARM_UP} of them to warm up, and "
-                f"this run has {updates_left} to go"
+                f"--profile {updates} takes {WARM_UP + updates} updates, {WARM_UP} of them to warm "
+                f"up, and this run has {updates_left} to go"
             )
-        if accelerator.device.type == "cpu":  # else the library that records says on stderr that it finds no GPU
+        if accelerator.device.type == "cpu":
+            # Otherwise the profiling library warns on stderr that it finds no GPU.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self.folder = Path(args.output_dir) / "profile"
-        self.open, self.names, self.unrecorded_s = [], {}, []
+        self.folder = folder / "profile"
+        self.open = []  # the update and its part that are being recorded
+        self.names = {}  # of all parts, in the order of their first occurrence
+        self.unrecorded_s = []  # by update
         accelerator.backward = self.phase("backward")(accelerator.backward)
-        self.hooks = [
-            model.register_forward_pre_hook(lambda *_: self._enter("forward")),
-            model.register_forward_hook(lambda *_: self._leave()),
-            optimizer.optimizer.register_step_pre_hook(lambda *_: self._enter("optimizer")),
-            optimizer.optimizer.register_step_post_hook(lambda *_: self._leave()),
-        ]
+        self.hooks = []
+        for model in models:
+            self.hooks.append(model.register_forward_pre_hook(lambda *_: self._enter("forward")))
+            self.hooks.append(model.register_forward_hook(lambda *_: self._leave()))
+        for optimizer in optimizers:
+            optimizer = optimizer.optimizer
+            self.hooks.append(optimizer.register_step_pre_hook(lambda *_: self._enter("optimizer")))
+            self.hooks.append(optimizer.register_step_post_hook(lambda *_: self._leave()))
         self.recorder = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=WARM_UP - 1, warmup=1, active=self.updates, repeat=1),
+            schedule=torch.profiler.schedule(wait=WARM_UP - 1, warmup=1, active=updates, repeat=1),
             on_trace_ready=self._report,
             acc_events=True,
         )
         self.recorder.start()
 
+    def _synchronize(self) -> None:
+        if self.accelerator.device.type != "cpu":
+            torch.accelerator.synchronize()
+
     def _enter(self, name: str) -> None:
-        if self.open or name == "update":  # a forward outside of updates is a test's
-            if self.accelerator.device.type != "cpu":
-                torch.accelerator.synchronize()
+        if self.open or name == "update":  # a forward pass outside of an update is a test's
+            self._synchronize()
             self.names[name] = None
             self.open.append(torch.profiler.record_function(name))
             self.open[-1].__enter__()
 
     def _leave(self) -> None:
         if self.open:
-            if self.accelerator.device.type != "cpu":
-                torch.accelerator.synchronize()
+            self._synchronize()
             self.open.pop().__exit__(None, None, None)
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """A part of the update with a row of its own in the table; parts do not nest. Usable around a function too."""
+        """A part of the update with its own row in the table; parts must not be nested.
+
+        Also a decorator of functions.
+        """
         if self.recorder is None:
             yield
             return
@@ -84,7 +115,10 @@ class Profiler:
             self._leave()
 
     def waits(self, batches: Iterable) -> Iterator:
-        """The same batches; the time until each is there is the data wait, and the first one begins an update."""
+        """The same batches. The time until each is ready is the part "data wait".
+
+        Asking for the first batch of an update begins the update.
+        """
         if self.recorder is None:
             yield from batches
             return
@@ -102,14 +136,14 @@ class Profiler:
             self._leave()
 
     def step(self) -> None:
-        """An update is done. What follows until the next batch (logs, tests, checkpoints) belongs to no update."""
+        """End an update. Logs, tests and checkpoints before the next batch belong to no update."""
         if self.recorder is not None:
             self._leave()
             self.unrecorded_s.append(time.perf_counter() - self.began)
             self.recorder.step()
 
     def _report(self, recorder) -> None:
-        """Write the trace and print the table. A collective."""
+        """Write the traces and the table, and print the table. Collective."""
         path = self.folder / f"trace_rank{self.accelerator.process_index}.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,25 +152,31 @@ class Profiler:
             table = summarize(events, list(self.names), self.updates)
         except OSError as error:
             table = {"problem": f"{path} cannot be written: {error.strerror}"}
-        unrecorded_ms = 1000 * statistics.median(self.unrecorded_s[: WARM_UP - 1])
-        tables = gather_object([{**table, "unrecorded_ms": round(unrecorded_ms, 3)}])
-        problems = [table["problem"] for table in tables if "problem" in table]
-        if problems and self.accelerator.is_main_process:
-            show(f"warning: no profile: {problems[0]}", "yellow")
-        elif self.accelerator.is_main_process:
-            show(as_text(tables, self.folder))
-            try:
-                (self.folder / "table.json").write_text(json.dumps(tables, indent=2) + "\n")
-            except OSError as error:
-                show(f"warning: {self.folder}/table.json cannot be written: {error.strerror}", "yellow")
+        unrecorded_s = statistics.median(self.unrecorded_s[: WARM_UP - 1])
+        table["unrecorded_ms"] = round(1000 * unrecorded_s, 3)
+        tables = gather_object([table])
+        if self.accelerator.is_main_process:
+            self._show(tables)
         for hook in self.hooks:
             hook.remove()
-        del self.accelerator.backward  # the class's own one again
+        del self.accelerator.backward  # the method of the class is visible again
         self.recorder = None
 
+    def _show(self, tables: list[dict]) -> None:
+        problems = [table["problem"] for table in tables if "problem" in table]
+        if problems:
+            show(f"warning: no profile: {problems[0]}", "yellow")
+            return
+        show(as_text(tables, self.folder))
+        path = self.folder / "table.json"
+        try:
+            path.write_text(json.dumps(tables, indent=2) + "\n")
+        except OSError as error:
+            show(f"warning: {path} cannot be written: {error.strerror}", "yellow")
 
-def length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Of the union of (begin, end)s."""
+
+def total_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Total time covered by the intervals (begin, end); overlaps count once."""
     total, reached = 0.0, -float("inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -145,30 +185,54 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def summarize(events: list[dict], names: list[str], updates: int) -> dict:
-    """Mean ms of an update, by part, from a trace of `updates` in Chrome's format; names: "update" and its parts.
+    """Mean time of an update in ms, by part, from the events of a trace in Chrome's format.
 
-    communication_ms: in which gloo's threads or NCCL's kernels were at work, each moment once. overlapped_ms: how much
-    of it lay under computation: any other kernel of a GPU, or on a CPU what the backward pass computes.
-    Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+    Args:
+        names: "update" and the names of its parts.
+        updates: how many the trace has.
+
+    Returns:
+        mean_ms: by part, with "other" for the rest of the update.
+        communication_ms: time in which NCCL kernels ran, or threads of gloo worked.
+        overlapped_ms: the part of it in which computation ran too: any other kernel of a GPU, or
+            on a CPU the operations of the backward pass.
+
+    Source: Trace Event Format,
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
     events = [event for event in events if event.get("ph") == "X"]
 
     def spans(matches):
         return [(event["ts"], event["ts"] + event["dur"]) for event in events if matches(event)]
 
-    def own(name):
+    def annotated(name):
         return spans(lambda event: event["cat"] == "user_annotation" and event["name"] == name)
 
-    inside = own("update")
-    parts = {name: length(own(name)) for name in names if name != "update"}
-    parts |= {"other": length(inside) - sum(parts.values()), "update": length(inside)}
-    nccl = spans(lambda event: event["cat"] == "kernel" and "nccl" in event["name"].lower())
-    gloo = spans(lambda event: event["cat"] == "user_annotation" and event["name"].startswith("gloo:"))
-    communication = [span for span in nccl + gloo if any(begin <= span[0] < end for begin, end in inside)]
-    computation = spans(lambda event: event["cat"] == "kernel" and "nccl" not in event["name"].lower())
-    computation = computation or spans(lambda event: event["name"].startswith("autograd::engine::evaluate_function"))
+    def is_nccl(event):
+        return event["cat"] == "kernel" and "nccl" in event["name"].lower()
+
+    def is_gloo(event):
+        return event["cat"] == "user_annotation" and event["name"].startswith("gloo:")
+
+    def is_other_kernel(event):
+        return event["cat"] == "kernel" and not is_nccl(event)
+
+    def is_backward_operation(event):
+        return event["name"].startswith("autograd::engine::evaluate_function")
+
+    inside = annotated("update")
+    parts = {name: total_length(annotated(name)) for name in names if name != "update"}
+    parts["other"] = total_length(inside) - sum(parts.values())
+    parts["update"] = total_length(inside)
+
+    communication = []
+    for span in spans(is_nccl) + spans(is_gloo):
+        if any(begin <= span[0] < end for begin, end in inside):
+            communication.append(span)
+    computation = spans(is_other_kernel) or spans(is_backward_operation)
     # |A and B| = |A| + |B| - |A or B|
-    overlapped = length(communication) + length(computation) - length(communication + computation)
+    overlapped = total_length(communication) + total_length(computation)
+    overlapped -= total_length(communication + computation)
 
     def mean_ms(us):
         return round(us / updates / 1000, 4)
@@ -176,29 +240,37 @@ def summarize(events: list[dict], names: list[str], updates: int) -> dict:
     return {
         "updates": updates,
         "mean_ms": {name: mean_ms(us) for name, us in parts.items()},
-        "communication_ms": mean_ms(length(communication)),
+        "communication_ms": mean_ms(total_length(communication)),
         "overlapped_ms": mean_ms(overlapped),
     }
 
 
 def as_text(tables: list[dict], folder: Path) -> str:
-    """The table for the screen: of rank 0, with the least and the most of all ranks where there are several."""
-    first, several = tables[0], len(tables) > 1
-    lines = [
-        f"profile       {first['updates']} updates after the first {WARM_UP}",
-        f"  {'':<15}{'ms':>10}{'share':>9}" + f"   over {len(tables)} ranks" * several,
-    ]
+    """The table for the screen: rank 0, and with several ranks the smallest and largest value."""
+    first = tables[0]
+    several = len(tables) > 1
+    lines = [f"profile       {first['updates']} updates after the first {WARM_UP}"]
+    lines.append(f"  {'':<15}{'ms':>10}{'share':>9}")
+    if several:
+        lines[-1] += f"   over {len(tables)} ranks"
 
-    def row(name, values, whole):
-        ranks = f"   {min(values):.3f} to {max(values):.3f}" * several
-        lines.append(f"  {name:<15}{values[0]:>10.3f}{values[0] / whole:>9.1%}{ranks}")
+    def add_row(name, values, whole):
+        row = f"  {name:<15}{values[0]:>10.3f}{values[0] / whole:>9.1%}"
+        if several:
+            row += f"   {min(values):.3f} to {max(values):.3f}"
+        lines.append(row)
 
+    update_ms = first["mean_ms"]["update"]
     for name in first["mean_ms"]:
-        row(name, [table["mean_ms"][name] for table in tables], first["mean_ms"]["update"])
-    if first["communication_ms"]:
-        row("communication", [table["communication_ms"] for table in tables], first["mean_ms"]["update"])
-        row("  overlapped", [table["overlapped_ms"] for table in tables], first["communication_ms"])
-        lines[-1] += "   under computation, share of the communication"
-    lines.append(f"  unrecorded     {first['unrecorded_ms']:>10.3f}            an update before the recording")
+        add_row(name, [table["mean_ms"][name] for table in tables], update_ms)
+    communication_ms = first["communication_ms"]
+    if communication_ms:
+        add_row("communication", [table["communication_ms"] for table in tables], update_ms)
+        add_row("  overlapped", [table["overlapped_ms"] for table in tables], communication_ms)
+        lines[-1] += "   with computation, share of the communication"
+    lines.append(
+        f"  unrecorded     {first['unrecorded_ms']:>10.3f}            "
+        "an update before the recording"
+    )
     lines.append(f"  {folder}/trace_rank*.json.gz: open with https://ui.perfetto.dev")
     return "\n".join(lines)

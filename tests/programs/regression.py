@@ -1,0 +1,86 @@
+"""Regression with two outputs, of which many are negative; the error in pixels, and no schedule."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils import flags, launch
+from utils.data_parallel import data_parallel
+from utils.loader import GlobalLoader
+from utils.run import Run
+
+
+def parse_args():
+    parser = flags.ArgumentParser(__doc__)
+    add = parser.add_argument_group("training", fixed=True).add_argument
+    add("--batch_size", type=int, default=36)
+    add("--lr", type=float, default=1e-2)
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=("float32", "float64"), default="float32")
+    add = parser.add_argument_group("length and memory").add_argument
+    add("--num_epochs", type=int, default=2)
+    add("--gradient_accumulation_steps", type=int, default=1)
+    parser.add_run_flags(log_every=1)
+    return parser.parse_args()
+
+
+def make_points(count, dtype):
+    """Where a ball lands, in pixels from the middle of the image, by its speed and angle."""
+    generator = torch.Generator().manual_seed(count)
+    speed_and_angle = torch.rand(count, 2, generator=generator, dtype=torch.float64)
+    speed, angle = speed_and_angle[:, 0], 6.28 * speed_and_angle[:, 1]
+    targets = 50 * torch.stack([speed * angle.cos(), speed * angle.sin()], dim=1)
+    return TensorDataset(speed_and_angle.to(dtype), targets.to(dtype))
+
+
+@torch.no_grad()
+def evaluate(model, loader, run):
+    model.eval()
+    metrics = run.new_metrics()
+    for batch in run.test_batches(loader):
+        inputs, targets = batch.data
+        difference = model(inputs) - targets
+        errors = difference.norm(dim=1)
+        metrics.add(batch, loss=errors.square(), error_px=errors, bias_x=difference[:, 0])
+    return metrics.reduce()
+
+
+def main():
+    args = parse_args()
+    accelerator = launch.make_accelerator(args, cpu_threads=1)
+    run = Run(accelerator, args)
+
+    dtype = getattr(torch, args.dtype)
+    train_loader = GlobalLoader(
+        make_points(200, dtype), args.batch_size, accelerator, seed=args.seed
+    )
+    test_loader = GlobalLoader(make_points(77, dtype), 25, accelerator)
+    total_steps = args.num_epochs * len(train_loader)
+
+    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).to(dtype)
+    model = data_parallel(model, accelerator)
+    optimizer = torch.optim.Adam(model.parameters(), args.lr)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    run.start(train_loader, total_steps, test_loader, model=model, optimizer=optimizer)
+
+    for epoch in run.epochs():
+        model.train()
+        for batch in run.batches(train_loader, epoch):
+            inputs, targets = batch.data
+            with accelerator.accumulate(model):
+                errors = (model(inputs) - targets).norm(dim=1)
+                accelerator.backward(batch.mean_over_update(errors.square()))
+                optimizer.step()
+                optimizer.zero_grad()
+            run.count(batch, loss=errors.square(), error_px=errors)
+        run.test(evaluate(model, test_loader, run))
+    run.finish()
+
+
+if __name__ == "__main__":
+    main()

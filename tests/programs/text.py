@@ -1,0 +1,129 @@
+"""Next-character prediction on lines of different lengths: a GRU, a collate_fn that pads, a weight
+for every token."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils import flags, launch
+from utils.data_parallel import data_parallel
+from utils.loader import GlobalLoader
+from utils.run import Run
+
+LETTERS = " abcdefghijklmnopqrstuvwxyz"
+PAD = 0
+
+
+def parse_args():
+    parser = flags.ArgumentParser(__doc__)
+    add = parser.add_argument_group("training", fixed=True).add_argument
+    add("--batch_size", type=int, default=48)
+    add("--lr", type=float, default=5e-3)
+    add("--seed", type=int, default=0)
+    add = parser.add_argument_group("length and memory").add_argument
+    add("--num_epochs", type=int, default=2)
+    add("--gradient_accumulation_steps", type=int, default=1)
+    parser.add_run_flags(log_every=1)
+    return parser.parse_args()
+
+
+def make_lines(count, start):
+    """Lines such as "the quick fox jumps", of one to nine words."""
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "it"]
+    return [
+        " ".join(words[(start + i * j) % len(words)] for j in range(1, 2 + i % 9))
+        for i in range(count)
+    ]
+
+
+def pad(lines):
+    """Token ids int64 (n, longest line), 0 where a line is over."""
+    tokens = [torch.tensor([LETTERS.index(letter) for letter in line]) for line in lines]
+    return pad_sequence([line + 1 for line in tokens], batch_first=True, padding_value=PAD)
+
+
+def count_targets(tokens):
+    """Tokens to predict in each line, (n,): all but the first."""
+    return (tokens[:, 1:] != PAD).sum(1)
+
+
+class CharGRU(nn.Module):
+    def __init__(self, width=24):
+        super().__init__()
+        self.embed = nn.Embedding(len(LETTERS) + 1, width, padding_idx=PAD)
+        self.gru = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, len(LETTERS) + 1)
+
+    def forward(self, tokens):
+        states, _ = self.gru(self.embed(tokens))
+        return self.head(states)
+
+
+def losses_and_accuracies(model, tokens):
+    """The means over the tokens of each line, both (n,)."""
+    logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
+    count = count_targets(tokens).clamp(min=1)
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=PAD, reduction="none")
+    hits = (logits.argmax(2) == targets) & (targets != PAD)
+    return losses.sum(1) / count, hits.sum(1) / count
+
+
+@torch.no_grad()
+def evaluate(model, loader, run):
+    model.eval()
+    metrics = run.new_metrics()
+    for batch in run.test_batches(loader):
+        losses, accuracies = losses_and_accuracies(model, batch.data)
+        metrics.add(batch, loss=losses, accuracy=accuracies)
+    return metrics.reduce()
+
+
+def main():
+    args = parse_args()
+    accelerator = launch.make_accelerator(args, cpu_threads=1)
+    run = Run(accelerator, args)
+
+    text = {"collate_fn": pad, "loss_weights": count_targets}
+    train_loader = GlobalLoader(
+        make_lines(203, 0), args.batch_size, accelerator, seed=args.seed, **text
+    )
+    test_loader = GlobalLoader(make_lines(501, 3), 100, accelerator, **text)
+    total_steps = args.num_epochs * len(train_loader)
+
+    model = data_parallel(CharGRU(), accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    run.start(
+        train_loader,
+        total_steps,
+        test_loader,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
+
+    for epoch in run.epochs():
+        model.train()
+        for batch in run.batches(train_loader, epoch):
+            with accelerator.accumulate(model):
+                losses, accuracies = losses_and_accuracies(model, batch.data)
+                accelerator.backward(batch.mean_over_update(losses))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            run.count(batch, loss=losses, accuracy=accuracies)
+        run.test(evaluate(model, test_loader, run))
+    run.finish()
+
+
+if __name__ == "__main__":
+    main()

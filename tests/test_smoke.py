@@ -1,0 +1,45 @@
+"""Every script once on each CPU config, launched as a user does, as short as it can be."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+# The least that each does; the others' --dataset is set below.
+FLAGS = {
+    "mnist_mlp": ["--max_steps", 2, "--batch_size", 64],
+    "resnet50": ["--max_steps", 1, "--batch_size", 4, "--max_test_samples", 5],
+    "gradient_accumulation": ["--max_steps", 1, "--batch_size", 64, "--compare"],
+    "model_split": ["--max_steps", 1, "--batch_size", 8, "--norm", "group"],
+    "ddp_from_scratch": ["--num_epochs", 1, "--algorithm", "ring"],
+    "collectives": ["--sizes", 8, "--repetitions", 1, "--warmup", 0],
+}
+TRAINING = {"mnist_mlp", "resnet50", "gradient_accumulation", "model_split"}
+
+
+def test_every_script_is_here():
+    assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == set(FLAGS)
+
+
+@pytest.mark.parametrize("config", ["cpu", "cpu_ddp"])
+@pytest.mark.parametrize("script", FLAGS)
+def test_a_script_runs(launcher, small_mnist, script, config):
+    flags = list(FLAGS[script])
+    if script != "collectives":
+        flags += ["--dataset", small_mnist]
+    done = launcher(config, *flags, "--output_dir", "run", script=script)
+    run = launcher.folder / "run"
+    assert "Traceback" not in done.stderr
+    if script == "collectives":
+        says = {"cpu": "one process: there is nothing to send", "cpu_ddp": "give the right results"}
+        assert says[config] in done.stdout
+        return
+    record = json.loads((run / "run.json").read_text())
+    launch = record["launches"][0] if script in TRAINING else record
+    assert launch["num_processes"] == {"cpu": 1, "cpu_ddp": 2}[config]
+    assert done.stdout.count("done: ") == 1
+    if script in TRAINING:
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["step"] == FLAGS[script][1]
+        assert summary["test_samples"] == (5 if script == "resnet50" else 203)
+        assert (run / "model.safetensors").stat().st_size > 1000
