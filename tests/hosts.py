@@ -127,10 +127,11 @@ class Hosts:
         return (self.folder / f"{NAMES[host]}.log").read_text()
 
     def errors(self, host: int) -> list[str]:
+        """What the processes say; the launcher's report repeats it behind other words."""
         return [
             line.partition("error: ")[2]
             for line in self.log(host).splitlines()
-            if "error: rank" in line
+            if "error: rank" in line and "traceback :" not in line
         ]
 
     def wait_for(self, text: str, timeout=120):

@@ -2,14 +2,12 @@
 
 import json
 import math
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import several
 import torch
 from accelerate import Accelerator
-from conftest import ROOT
 
 from scripts import gradient_accumulation
 from scripts.gradient_accumulation import (
@@ -22,7 +20,6 @@ from scripts.gradient_accumulation import (
 )
 from utils.data import LabelledImages
 from utils.loader import GlobalLoader
-from utils.memory import largest_that_fits, limit_of_kept_tensors
 
 # 1003 images in batches of 250: the last update has 3 images for 10 micro-batches. Three of the
 # five updates have a gradient that is clipped.
@@ -128,55 +125,6 @@ def test_a_wrong_micro_batch_is_refused_in_one_sentence(flags, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        MemoryError,
-        None,
-    ],
-    ids=["cuda", "python", "cpu allocator"],
-)
-def test_halves_until_it_fits_and_frees_what_failed(error):
-    tried, left = [], []
-
-    def attempt(size):
-        assert all(tensor() is None for tensor in left), "memory of the last attempt is not free"
-        tried.append(size)
-        activations = torch.zeros(size)
-        left.append(weakref.ref(activations))
-        if size > 13:
-            if error is None:
-                torch.empty(2**55)
-            raise error()
-
-    assert largest_that_fits(attempt, 100, Accelerator(cpu=True)) == 13
-    assert tried == [100, 50, 25, 13]
-
-
-def test_an_error_that_is_not_about_memory_is_not_swallowed():
-    def attempt(size):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="shapes"):
-        largest_that_fits(attempt, 100, Accelerator(cpu=True))
-
-
-def test_nothing_fits():
-    def attempt(size):
-        raise MemoryError
-
-    assert largest_that_fits(attempt, 5, Accelerator(cpu=True)) == 0
-
-
-def test_the_limit_counts_what_autograd_keeps():
-    weight = torch.ones(1000, requires_grad=True)
-    with limit_of_kept_tensors(4 * 3000):
-        (weight.exp().exp() * 2).sum()  # keeps two results of 4000 bytes
-    with pytest.raises(MemoryError), limit_of_kept_tensors(4 * 1500):
-        (weight.exp().exp() * 2).sum()
-
-
-@pytest.mark.parametrize(
     ("batch_size", "micro_batch_size", "steps"), [(128, 32, 4), (125, 32, 5), (7, 2, 7), (8, 9, 1)]
 )
 def test_micro_batches_are_of_one_size_and_no_larger_than_asked(
@@ -226,28 +174,6 @@ def test_the_samples_of_an_update_are_those_of_its_micro_batches():
             images, labels = samples_of_update(loader, epoch, 3 * epoch + update)
             expected = torch.cat([batch.indices for batch in batches[2 * update : 2 * update + 2]])
             assert labels.tolist() == expected.tolist() == images.flatten().tolist()
-
-
-@pytest.mark.slow
-def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher, tmp_path):
-    script = tmp_path / "probe.py"
-    script.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from accelerate import Accelerator\n"
-        "from utils.memory import largest_that_fits\n"
-        "accelerator = Accelerator(cpu=True)\n"
-        "def attempt(size):\n"
-        "    if accelerator.process_index == 1 and size > 10:\n"
-        "        raise MemoryError\n"
-        "size = largest_that_fits(attempt, 64, accelerator)\n"
-        "print(f'process {accelerator.process_index}: {size}')\n"
-        "accelerator.wait_for_everyone()\n"
-        "accelerator.end_training()\n"
-    )
-    printed = launcher("cpu_ddp", script=tmp_path / "probe", timeout=60).stdout
-    # Two processes may write into one line.
-    assert [printed.count(f"process {rank}: 8") for rank in (0, 1)] == [1, 1]
 
 
 @pytest.mark.slow

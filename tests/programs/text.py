@@ -35,7 +35,8 @@ def parse_args():
 
 def make_lines(count, start):
     """Lines such as "the quick fox jumps", of one to nine words."""
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "it"]
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while"]
+    words += ["it", "sleeps"]
     return [
         " ".join(words[(start + i * j) % len(words)] for j in range(1, 2 + i % 9))
         for i in range(count)
