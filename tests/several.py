@@ -13,6 +13,7 @@ and so are those after it.
 import gc
 import importlib
 import importlib.util
+import os
 import shlex
 import shutil
 import sys
@@ -91,13 +92,18 @@ def main():
     for flags in map(shlex.split, runs):
         if flags[0] == "--script":
             script, flags = flags[1], flags[2:]
-        if flags[0] == "--back_to":
+        if flags[:1] == ["--record"]:
+            from utils import record
+
+            os.environ["TRAIN_RECORD"], flags = flags[1], flags[2:]
+            record.settings.cache_clear()
+        if flags[:1] == ["--back_to"]:
             (_, folder, step, copied), flags = flags[:4], flags[4:]
-            if (
-                not dist.is_initialized() or dist.get_rank() == 0
-            ):  # the others wait for it in `make_accelerator`
+            # The other ranks wait for it in `make_accelerator`.
+            if not dist.is_initialized() or dist.get_rank() == 0:
                 back_to(Path(folder), int(step), Path(copied))
-        if code := run(script, flags):
+        code = run(script, flags)
+        if code and "TRAIN_RECORD" not in os.environ:  # a record of a run that fails is missing
             sys.exit(code)
     if dist.is_initialized():
         end_group()

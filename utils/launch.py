@@ -31,6 +31,7 @@ from accelerate.utils import (
     set_seed,
 )
 
+from . import record
 from .console import plural, stop
 from .peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
 from .signals import explain_ctrl_c
@@ -68,6 +69,7 @@ def make_accelerator(
             processes have different arguments, the batch size does not divide by the number of
             processes, a tracker or a precision is not available.
     """
+    record.apply(args)
     explain_ctrl_c()
     remember_accelerates_answers()
     output_dir = getattr(args, "output_dir", None)

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from . import record
 from .console import is_local_main, show, stop
 from .randomness import (
     combine,
@@ -191,6 +192,7 @@ class Batch:
     num_parts: int  # processes x accumulation steps
     draws: torch.Tensor
     key: int
+    digests: list[str] | None = None  # of the items' contents, where the run is recorded
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -281,6 +283,11 @@ class GlobalLoader:
         sampling_weights: Sequence[float] | torch.Tensor | None = None,
     ):
         check_dataset(dataset)
+        asked = record.settings()
+        if asked is not None:
+            batch_size = asked.batch_size
+            max_samples = asked.train_items if seed is not None else asked.test_items
+            num_workers = num_workers if asked.num_workers is None else asked.num_workers
         length = min(len(dataset), max_samples or len(dataset))
         if sampling_weights is not None:
             check_sampling_weights(sampling_weights, len(dataset), length)
@@ -308,6 +315,7 @@ class GlobalLoader:
                 f"--batch_size {batch_size} is more than the {length} items of the training set: "
                 "take a smaller one"
             )
+        self.recorded = asked is not None
         self.tensors = None
         if gives_its_tensors(dataset) and collate_fn is None:
             self.tensors = [tensor.to(accelerator.device) for tensor in dataset.tensors]
@@ -346,6 +354,8 @@ class GlobalLoader:
                 draws=piece.draws,
                 key=key,
             )
+            if self.recorded:
+                batch.data, batch.digests = data
             if self.loss_weights is None:
                 yield batch
                 continue
@@ -375,7 +385,10 @@ class GlobalLoader:
         if self.tensors:
             for piece in self.sampler.pieces(epoch, first_update, device):
                 # index_select copies whole items: 5 times faster than images[indices]
-                yield piece, [tensor.index_select(0, piece.indices) for tensor in self.tensors]
+                data = [tensor.index_select(0, piece.indices) for tensor in self.tensors]
+                if self.recorded:
+                    data = data, [digest(item) for item in zip(*data, strict=True)]
+                yield piece, data
             return
         pieces, requested = itertools.tee(self.sampler.pieces(epoch, first_update))
         requests = ((epoch, piece.indices.tolist(), piece.draws.tolist()) for piece in requested)
@@ -464,11 +477,14 @@ class ItemReader(Dataset):
     def __getitems__(self, request: tuple[int, list[int], list[int]]):
         """The batch of a request (epoch, items, draws)."""
         epoch, indices, draws = request
+        recorded = record.settings() is not None
         if not indices:
-            return self._empty_batch()
+            return (self._empty_batch(), []) if recorded else self._empty_batch()
         items = self._items(epoch, indices, draws)
         if not self.deterministic:
             seed_generators(combine(self.seed, epoch, draws[0], COLLATE))
+        if recorded:
+            return self.collate_fn(items), [digest(item) for item in items]
         return self.collate_fn(items)
 
     def read_and_restore(self, request):

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim.swa_utils import AveragedModel
 
+from . import record
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
 from .flags import as_json
@@ -121,6 +122,8 @@ class Run:
         Raises: SystemExit on every rank, in one sentence, if processes have different data or the
         checkpoint does not fit; with exit code 0 if the run was completed before.
         """
+        if record.settings() is not None:
+            total_steps = min(total_steps, record.settings().updates)
         self.total_steps = total_steps
         self.steps_per_epoch = len(train_loader)
         self.state = state
@@ -146,7 +149,11 @@ class Run:
         self.tests_since_best = extra.get("tests_since_best", 0)
         # A pipeline has losses on its last stage only.
         self.all_ranks_add = copy is None
-        self.metrics = Metrics(self.accelerator, saved_metrics, self.all_ranks_add)
+        self.recorder = None
+        if record.settings() is not None:
+            self.recorder = record.Recorder(self.accelerator, self.checkpoints)
+        observer = self.recorder and self.recorder.values
+        self.metrics = Metrics(self.accelerator, saved_metrics, self.all_ranks_add, observer)
         batch_size = train_loader.sampler.batch_size
         announce(
             self.accelerator,
@@ -256,6 +263,8 @@ class Run:
             if number % items_per_update == 1 or items_per_update == 1:
                 self.learning_rates = self._learning_rates()
             seed(item)
+            if self.recorder is not None:
+                self.recorder.begin(item if isinstance(item, list) else [item], self.step)
             yield item
             self._check_accumulation(number % items_per_update == 0)
             if number % items_per_update == 0:
@@ -295,6 +304,8 @@ class Run:
         Collective."""
         self.step += 1
         self.profiler.step()
+        if self.recorder is not None:
+            self.recorder.end_update()
         args = self.args
         epoch_ends = self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
         if self.step % args.log_every == 0 or epoch_ends:
@@ -365,7 +376,8 @@ class Run:
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
-        return Metrics(self.accelerator, all_ranks_add=self.all_ranks_add)
+        observer = self.recorder and self.recorder.test_values
+        return Metrics(self.accelerator, all_ranks_add=self.all_ranks_add, observer=observer)
 
     def test(self, result: dict) -> None:
         """Log the numbers of `result`, the same on every rank; all of it goes to summary.json.
@@ -400,6 +412,8 @@ class Run:
         epoch = math.ceil(self.step / self.steps_per_epoch)
         self.tracker.log("test", self.step, epoch, numbers)
         self.last_test = result
+        if self.recorder is not None:
+            self.recorder.end_test(self.step, result)
 
     def _save_models(self, suffix: str = "") -> None:
         for name in self.checkpoints.models:

@@ -1,0 +1,404 @@
+"""`python -m utils.prove`: a correct program passes, and each planted mistake is named.
+
+All programs run in one launch for each topology: to start processes takes far longer than they do.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import several
+import torch
+from conftest import ROOT
+
+from utils import prove
+
+PROGRAM = (ROOT / "tests" / "programs" / "planted.py").read_text()
+BACKWARD = "accelerator.backward(batch.mean_over_update(losses))"
+BATCH_NORM = [("self.between = nn.Tanh()", "self.between = nn.BatchNorm1d(16)")]
+BATCH_NORM += [("seed=args.seed)", "seed=args.seed, drop_last=True)")]
+AVERAGED = [
+    (
+        "            with accelerator.accumulate",
+        """            weigh_batch_norms(
+                model, batch.micro_step, accelerator.gradient_accumulation_steps
+            )
+            with accelerator.accumulate""",
+    )
+]
+AVERAGED += [
+    (
+        "            run.count(batch",
+        """            if accelerator.sync_gradients:
+                average_batch_norms(model, accelerator)
+            run.count(batch""",
+    )
+]
+
+
+class Planted(NamedTuple):
+    """A mistake; and the variant that shows it, the update, the stage, words of what, the cause."""
+
+    edits: list[tuple[str, str]]
+    variant: str
+    update: int | None
+    stage: str
+    what: str
+    cause: str
+
+
+MISTAKES = {
+    "an own generator": Planted(
+        [
+            ("self.length = length", "self.length = length; self.rng = np.random.default_rng(0)"),
+            ("np.random.randn(4)", "self.rng.standard_normal(4)"),
+        ],
+        *("2 processes", 1, "items", "item ", "items"),
+    ),
+    "the mean of the micro-batch": Planted(
+        [(BACKWARD, "accelerator.backward(losses.mean())")],
+        *("3 processes", 4, "gradients", "0.6667 times", "tail"),
+    ),
+    "the sum over the samples that are here": Planted(
+        [(BACKWARD, "accelerator.backward(losses.sum() / max(len(batch), 1))")],
+        *("3 processes", 4, "gradients", "0.6667 times", "tail"),
+    ),
+    "divided by the accumulation steps twice": Planted(
+        [(BACKWARD, BACKWARD[:-1] + " / accelerator.gradient_accumulation_steps)")],
+        *("1 process, 2 accumulation steps", 1, "gradients", "0.5 times", "factor"),
+    ),
+    "divided by the processes twice": Planted(
+        [(BACKWARD, "accelerator.backward(losses.sum() / batch.update_size)")],
+        *("3 processes", 1, "gradients", "0.3333 times", "factor"),
+    ),
+    "the schedule steps in each micro-batch": Planted(
+        [("scheduler.step()", "scheduler.scheduler.step()")],
+        *("1 process, 2 accumulation steps", 1, "learning rate", "0.09 on rank 0", "schedule"),
+    ),
+    "the schedule steps once a process": Planted(
+        [
+            (
+                "                scheduler.step()",
+                "                for _ in range("
+                "accelerator.num_processes):\n                    scheduler.step()",
+            )
+        ],
+        *("2 processes", 2, "learning rate", "0.081 on rank 0", "schedule"),
+    ),
+    "the learning rate grows with the processes": Planted(
+        [("args.lr, momentum", "args.lr * accelerator.num_processes, momentum")],
+        *("2 processes", 1, "learning rate", "0.2 on rank 0", "schedule"),
+    ),
+    "BatchNorm with the statistics of rank 0": Planted(
+        BATCH_NORM, *("2 processes", 1, "weights", "running_", "statistics")
+    ),
+    "noise drawn in the loop": Planted(
+        [
+            (
+                "logits = model(points)\n                losses",
+                "logits = model(points + torch.randn_like(points))\n                losses",
+            )
+        ],
+        *("2 processes", 1, "values", "loss of item", "across_samples"),
+    ),
+    "a number of Python's in the loop": Planted(
+        [
+            ("import sys\n", "import random\nimport sys\n"),
+            (
+                "logits = model(points)\n                losses",
+                "logits = model(points + random.random())\n                losses",
+            ),
+        ],
+        *("1 process, 2 accumulation steps", 1, "values", "loss of item", "across_samples"),
+    ),
+    "a loss that looks across the batch": Planted(
+        [
+            (
+                "logits = model(points)\n                losses",
+                "logits = model(points)\n"
+                "                logits = logits - logits.mean(0)\n                losses",
+            )
+        ],
+        *("2 processes", 1, "values", "loss of item", "across_samples"),
+    ),
+    "a model that was not prepared": Planted(
+        [
+            (
+                "model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)",
+                "optimizer, scheduler = accelerator.prepare(optimizer, scheduler)",
+            )
+        ],
+        *("2 processes", 1, "gradients", "differs between ranks 0 and 1", "not_reduced"),
+    ),
+    "a forward pass around DDP": Planted(
+        [
+            (
+                "logits = model(points)\n                losses",
+                "logits = accelerator.unwrap_model(model)(points)\n                losses",
+            )
+        ],
+        *("3 processes", 1, "gradients", "differs between ranks", "not_reduced"),
+    ),
+    "one layer that was not prepared": Planted(
+        [
+            ("    model = Net()", "    model = Net()\n    scale = nn.Linear(3, 3)"),
+            ("SGD(model.parameters()", "SGD([*model.parameters(), *scale.parameters()]"),
+            ('{"model": model,', '{"model": model, "scale": scale,'),
+            (
+                "logits = model(points)\n                losses",
+                "logits = scale(model(points))\n                losses",
+            ),
+        ],
+        *("2 processes", 1, "gradients", "scale.", "not_reduced"),
+    ),
+    "clipped in each micro-batch": Planted(
+        [
+            (
+                "if accelerator.sync_gradients:\n                    accelerator.clip_grad_norm_(",
+                "if True:\n                    torch.nn.utils.clip_grad_norm_(",
+            )
+        ],
+        *("1 process, 2 accumulation steps", 2, "gradients", "", "gradients"),
+    ),
+    "rank 0 counts twice": Planted(
+        [
+            (
+                BACKWARD,
+                "accelerator.backward(batch.mean_over_update(losses) * (2 - min("
+                "accelerator.process_index, 1)))",
+            )
+        ],
+        *("3 processes", 1, "gradients", "", "gradients"),
+    ),
+    "a step in each micro-batch": Planted(
+        [
+            ("optimizer.step()\n", "optimizer.optimizer.step()\n"),
+            (
+                "                if accelerator.sync_gradients:\n"
+                "                    accelerator.clip_grad_norm_(model.parameters(), 0.3)\n",
+                "",
+            ),
+        ],
+        *("1 process, 2 accumulation steps", 1, "optimizer steps", "'optimizer': 2", "steps"),
+    ),
+    "weights clamped by what this process saw": Planted(
+        [
+            (
+                "                scheduler.step()\n",
+                "                scheduler.step()\n"
+                "                for parameter in model.parameters():\n"
+                "                    parameter.data.mul_(1 - 0.01 * len(batch))\n",
+            )
+        ],
+        *("2 processes", 1, "weights", "differs by", "weights"),
+    ),
+    "a test batch counted twice": Planted(
+        [
+            (
+                "        metrics.add(batch, loss=losses)",
+                "        metrics.add(batch, loss=losses)\n        metrics.add(batch, loss=losses)",
+            )
+        ],
+        *("2 processes", None, "test samples", "counts 2 times", "test_samples"),
+    ),
+    "a test of the samples that are here": Planted(
+        [
+            (
+                "    return metrics.reduce()",
+                '    metrics.reduce()\n    return {"loss": losses.sum() / max(len(losses), 1)}',
+            )
+        ],
+        *("2 processes", None, "test result", "loss is", "mean_of_means"),
+    ),
+    "a test in training mode": Planted(
+        [
+            (
+                "self.between = nn.Tanh()",
+                "self.between = nn.Sequential(nn.Tanh(), nn.Dropout(0.5))",
+            ),
+            ("    model.eval()\n", ""),
+            ("        model.train()\n", "        model.eval()\n"),
+            ("run.test(eval", "run.test(model.train() and eval"),
+        ],
+        *("2 processes", None, "test values", "loss of item", "test_values"),
+    ),
+    "a schedule that is not saved": Planted(
+        [
+            (', "scheduler": scheduler}', "}"),
+            ("ExponentialLR(optimizer, 0.9)", "LambdaLR(optimizer, lambda step: 0.9**step)"),
+        ],
+        *("1 process, resumed in the middle", 4, "learning rate", "0.09 on", "schedule_not_saved"),
+    ),
+    "a counter of one's own that is not saved": Planted(
+        [
+            ("    for epoch in run.epochs():", "    seen = 0\n    for epoch in run.epochs():"),
+            (
+                '                losses = F.cross_entropy(logits, labels, reduction="none")\n'
+                "                acc",
+                "                seen += batch.update_size / 1000\n"
+                "                losses = F.cross_entropy(logits * (1 + seen), labels, "
+                'reduction="none")\n                acc',
+            ),
+        ],
+        *("1 process, resumed in the middle", 3, "values", "loss of item", "not_restored"),
+    ),
+}
+CORRECT = {
+    "the program itself": [],
+    "dropout": [
+        ("self.between = nn.Tanh()", "self.between = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))")
+    ],
+    "BatchNorm, averaged": BATCH_NORM + AVERAGED,
+    "ReLU": [("nn.Tanh()", "nn.ReLU()")],
+}
+VARIANTS = {
+    "1 process": {},
+    "1 process, 2 accumulation steps": {"accumulation": 2},
+    "1 process, 3 accumulation steps": {"accumulation": 3},
+    "1 process, another number of workers": {"num_workers": 1},
+    "1 process, resumed in the middle": {"resume": True},
+    "2 processes": {},
+    "3 processes": {},
+}
+
+
+def edited(edits) -> str:
+    text = PROGRAM
+    for old, new in edits:
+        assert text.count(old) >= 1, old
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.fixture(scope="module")
+def records(shared_launcher):
+    """The records of each program on each variant, by name, as `prove` would have made them."""
+    top = shared_launcher.folder
+    launches = {1: [], 2: [], 3: []}
+    programs = {**{name: each.edits for name, each in MISTAKES.items()}, **CORRECT}
+    folders = {name: top / f"program{number}" for number, name in enumerate(programs)}
+    for name, edits in programs.items():
+        folder = folders[name]
+        folder.mkdir()
+        script = folder / f"{folder.name}.py"
+        script.write_text(edited(edits).replace("parents[2]", f"parents[0] / {str(ROOT)!r}"))
+        for number, (variant, settings) in enumerate(VARIANTS.items()):
+            asked = {"updates": 6, "batch_size": prove.BATCH_SIZE, "accumulation": 1}
+            asked |= {"num_workers": None, "resume": False, "folder": str(folder / str(number))}
+            words = ["--script", script, "--record", json.dumps({**asked, **settings})]
+            if settings.get("resume"):
+                words += ["--back_to", folder / "0", 2, folder / str(number)]
+            launches[int(variant[0]) if "processes" in variant else 1].append(words)
+    for processes, words in launches.items():
+        config, flags = (
+            ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
+        )
+        shared_launcher(
+            config,
+            *several.words("mnist_mlp", *words),
+            script=several.FILE,
+            launch_flags=flags,
+            timeout=500,
+        )
+
+    def read(name):
+        return {
+            variant: [
+                torch.load(path, weights_only=True)
+                for path in sorted((folders[name] / str(number)).glob("record_rank*.pt"))
+            ]
+            for number, variant in enumerate(VARIANTS)
+        }
+
+    return read
+
+
+def findings(found: dict, tolerance=1e-4) -> dict:
+    """By variant, what `report` says of it."""
+    across = prove.first_difference(
+        found["1 process"], found["1 process, 2 accumulation steps"], tolerance
+    )
+    result = {}
+    for name, settings in VARIANTS.items():
+        if name == "1 process" or "3 accumulation" in name:
+            continue
+        variant = prove.Variant(name, resume=settings.get("resume", False))
+        reference, limit = found["1 process"], tolerance
+        if across is not None and across.expected and "processes" in name:
+            reference = found[f"1 process, {name[0]} accumulation steps"]
+        if settings.get("resume") or settings.get("num_workers"):
+            limit = 0.0
+        result[name] = prove.first_difference(reference, found[name], limit, variant)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_named(records, name):
+    planted = MISTAKES[name]
+    finding = findings(records(name))[planted.variant]
+    assert finding is not None
+    assert (finding.update, finding.stage) == (planted.update, planted.stage), finding
+    assert planted.what in finding.what
+    assert finding.cause.endswith(f"({prove.CAUSES}#{planted.cause.replace('_', '-')})")
+    assert not finding.expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORRECT)
+def test_a_correct_program_is_proven(records, name):
+    for variant, finding in findings(records(name)).items():
+        if finding is not None:
+            assert variant == "1 process, 2 accumulation steps"
+            assert finding.expected
+
+
+def test_every_cause_has_its_section():
+    page = (ROOT / prove.CAUSES).read_text()
+    sections = {line[3:] for line in page.splitlines() if line.startswith("## ")}
+    used = set()
+    for kind in prove.KINDS:
+        used.add(prove.cause(kind).rpartition("#")[2].rstrip(")"))
+    assert used == sections
+
+
+@pytest.mark.slow
+def test_the_command_says_what_differs_and_ends_with_1(tmp_path):
+    script = tmp_path / "mine.py"
+    text = edited(MISTAKES["divided by the processes twice"].edits)
+    script.write_text(text.replace("parents[2]", f"parents[0] / {str(ROOT)!r}"))
+    command = [sys.executable, "-m", "utils.prove", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 processes" in done.stdout
+    assert (
+        "DIFFERENT in update 1, gradients: optimizer: body.weight and 3 others: 0.5 times"
+        in done.stdout
+    )
+    assert done.stdout.count("likely cause: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["--updates", "3", __file__], "--updates 3 does not reach over the end of an epoch"),
+        (["--keep", str(ROOT), __file__], "is not empty: name a new folder"),
+    ],
+)
+def test_bad_input_is_one_sentence(monkeypatch, capsys, words, sentence):
+    monkeypatch.setattr(sys, "argv", ["prove", *words])
+    with pytest.raises(SystemExit) as stopped:
+        prove.parse_args()
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_flags_of_the_script_are_passed_on(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["prove", "--updates", "7", __file__, "--lr", "0.1", "--x"])
+    args = prove.parse_args()
+    assert isinstance(args, argparse.Namespace)
+    assert (args.updates, args.flags) == (7, ["--lr", "0.1", "--x"])
