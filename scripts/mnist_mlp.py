@@ -86,7 +86,7 @@ class MLP(nn.Module):
 
         keep_if: uniform random numbers (N, hidden) that decide on dropout; None: no dropout.
         """
-        x = images.flatten(1).to(self.fc1.weight.dtype).sub_(MEAN).mul_(1 / STD)
+        x = (images.flatten(1) - MEAN).mul_(1 / STD).to(self.fc1.weight.dtype)
         x = self.activation(self.fc1(x))
         if keep_if is not None:
             x = x * (keep_if >= self.dropout) / (1 - self.dropout)

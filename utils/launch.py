@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -33,6 +34,7 @@ from accelerate.utils import (
 
 from . import record
 from .console import plural, stop
+from .imports import quick_imports
 from .peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
 from .signals import explain_ctrl_c
 from .topology import check_topology, same_on_all, wants_cpu
@@ -70,6 +72,8 @@ def make_accelerator(
             processes, a tracker or a precision is not available.
     """
     record.apply(args)
+    with quick_imports():
+        importlib.import_module("torch._dynamo")  # the first optimizer imports it anyway
     explain_ctrl_c()
     remember_accelerates_answers()
     output_dir = getattr(args, "output_dir", None)

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from .console import stop
+from .imports import quick_imports
 
 # What a line of metrics.jsonl has beside the metrics.
 RESERVED = {"split", "step", "epoch", "samples"}
@@ -84,9 +85,7 @@ class Metrics:
             self.values.setdefault(name, []).append(value.detach())
         if self.observer is not None:
             self.observer(batch, values)
-        if weights is None:
-            weights = batch.indices.new_ones(()).expand(len(batch))
-        self.weights.append(weights)
+        self.weights.append(weights)  # None: all samples count alike
         self.indices.append(batch.indices)
         self.steps.append(step)
 
@@ -124,7 +123,7 @@ class Metrics:
             names = list(dict.fromkeys(gather_object(names)))
         mine = torch.zeros(len(names) + 2, dtype=wide, device=device)
         if self.indices:
-            weights = torch.cat(self.weights).to(wide)
+            weights = torch.cat(self._known_weights()).to(wide)
             for place, name in enumerate(names):
                 # Not `values @ weights`: a dot product adds in another order on other numbers of
                 # threads.
@@ -135,6 +134,12 @@ class Metrics:
             if is_loss(name) and not math.isfinite(total):
                 self._stop_at_first_bad(name)
         return names, sums
+
+    def _known_weights(self) -> list[torch.Tensor]:
+        return [
+            torch.ones_like(indices) if weights is None else weights
+            for weights, indices in zip(self.weights, self.indices, strict=True)
+        ]
 
     def _stop_at_first_bad(self, name: str) -> None:
         bad = []
@@ -163,7 +168,7 @@ class Metrics:
             torch.as_tensor(step).expand(len(each))
             for step, each in zip(self.steps, self.indices, strict=True)
         ]
-        lists = {"indices": self.indices, "weights": self.weights, "steps": steps}
+        lists = {"indices": self.indices, "weights": self._known_weights(), "steps": steps}
         lists |= {f"value:{name}": parts for name, parts in self.values.items()}
         return {name: torch.cat([part.cpu() for part in parts]) for name, parts in lists.items()}
 
@@ -217,8 +222,9 @@ def classification_metric(num_classes: int):
     network. Macro F1: the mean over classes of 2 tp / (2 tp + fp + fn), 0 for a class that neither
     occurs nor is predicted.
     """
-    import datasets
-    import evaluate
+    with quick_imports():
+        import datasets
+        import evaluate
 
     class Classification(evaluate.Metric):
         def _info(self):

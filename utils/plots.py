@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .console import show
 from .files import write_or_raise
+from .imports import quick_imports
 
 COLOURS = {"train": "#0072b2", "test": "#d55e00"}
 # Where several runs are in one panel, the colour says which run, and the line which split.
@@ -37,6 +38,8 @@ def save_picture(picture: Path, draw: Callable) -> None:
     these values, or the disk is full.
     """
     try:
+        with quick_imports():
+            import matplotlib.figure  # noqa: F401  `draw` needs it
         figure = draw()
         if figure is not None:
             write_or_raise(picture, lambda part: figure.savefig(part, format="png", dpi=120))
