@@ -115,20 +115,24 @@ class Metrics:
         """The names; and the weighted sum of each, the sum of the weights, and the samples, over
         all processes."""
         device = self.accelerator.device
-        wide = (
-            torch.float32 if device.type == "mps" else torch.float64
-        )  # Apple GPUs have no float64
+        # Apple GPUs have no float64.
+        wide = torch.float32 if device.type == "mps" else torch.float64
         names = list(self.values)
         if not self.all_ranks_add:
             names = list(dict.fromkeys(gather_object(names)))
         mine = torch.zeros(len(names) + 2, dtype=wide, device=device)
         if self.indices:
-            weights = torch.cat(self._known_weights()).to(wide)
+            samples = sum(len(indices) for indices in self.indices)
+            weights = None
+            if any(each is not None for each in self.weights):
+                weights = torch.cat(self._known_weights()).to(wide)
             for place, name in enumerate(names):
+                values = torch.cat(self.values[name]).to(wide)
                 # Not `values @ weights`: a dot product adds in another order on other numbers of
                 # threads.
-                mine[place] = (torch.cat(self.values[name]).to(wide) * weights).sum()
-            mine[-2], mine[-1] = weights.sum(), len(weights)
+                mine[place] = values.sum() if weights is None else (values * weights).sum()
+            mine[-2] = samples if weights is None else weights.sum()
+            mine[-1] = samples
         sums = self.accelerator.reduce(mine, "sum").tolist()
         for name, total in zip(names, sums, strict=False):
             if is_loss(name) and not math.isfinite(total):
