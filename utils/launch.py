@@ -125,7 +125,8 @@ def make_accelerator(
     batch_size = getattr(args, "batch_size", None)
     if split_batch and batch_size is not None:
         check_batch_size(batch_size, accelerator.num_processes, accumulation)
-    set_cpu_threads(cpu_threads)
+    # Another number of threads adds in another order: a record is of one thread on any topology.
+    set_cpu_threads(1 if record.settings() is not None else cpu_threads)
     set_seed(getattr(args, "seed", 0))
     if is_new_folder:
         output_dir = broadcast_object_list([output_dir])[0]  # the name has a time and a process id
