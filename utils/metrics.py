@@ -98,12 +98,14 @@ class Metrics:
         Raises: SystemExit on every rank if a loss is not finite, naming its step and samples.
         """
         names, sums = self._sums()
+        shown_first = list(self.values)
         self.clear()
         *sums, weight, samples = sums
         means = {
             name: total / weight if weight else math.nan
             for name, total in zip(names, sums, strict=True)
         }
+        means = {name: means[name] for name in dict.fromkeys([*shown_first, *names])}
         return means | {"samples": int(samples)}
 
     def check(self) -> None:
@@ -117,9 +119,10 @@ class Metrics:
         device = self.accelerator.device
         # Apple GPUs have no float64.
         wide = torch.float32 if device.type == "mps" else torch.float64
-        names = list(self.values)
+        # Sorted: values that come from a checkpoint may stand in another order than on other ranks.
+        names = sorted(self.values)
         if not self.all_ranks_add:
-            names = list(dict.fromkeys(gather_object(names)))
+            names = sorted(set(gather_object(names)))
         mine = torch.zeros(len(names) + 2, dtype=wide, device=device)
         if self.indices:
             samples = sum(len(indices) for indices in self.indices)
