@@ -181,7 +181,14 @@ def test_state_is_restored_bit_by_bit(accelerator):
 def test_an_empty_state_has_the_names_and_no_sample(accelerator):
     """What the other processes get where a run goes on with another number of processes."""
     state = {name: tensor[:0] for name, tensor in filled(accelerator, [0.1]).state().items()}
-    assert Metrics(accelerator, state)._sums() == (["loss", "accuracy"], [0, 0, 0, 0])
+    assert Metrics(accelerator, state)._sums() == (["accuracy", "loss"], [0, 0, 0, 0])
+
+
+def test_the_order_of_the_sums_is_the_same_whatever_a_rank_has_restored(accelerator):
+    """A rank whose values come from a checkpoint may have them in another order."""
+    state = filled(accelerator, [0.1, 0.7]).state()
+    backwards = Metrics(accelerator, dict(reversed(state.items())))
+    assert backwards._sums() == Metrics(accelerator, state)._sums()
 
 
 def test_classification_metric_needs_no_network(monkeypatch):
