@@ -66,7 +66,7 @@ def naive(data, variable_length: bool, dtype: str, k: int) -> tuple[list[float],
     loader = DataLoader(Subset(data, order.tolist()), BATCH // k // accelerator.num_processes)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    counts, differences = count_all_reduces(model), []
+    counts, differences = count_all_reduces(model, 0), []
     for i, (images, labels) in enumerate(loader):
         losses, _ = losses_and_predictions(model, images, labels)
         weights = torch.ones_like(losses)

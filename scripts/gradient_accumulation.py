@@ -133,6 +133,11 @@ def parse_args():
     args = parser.parse_args()
     if args.micro_batch_size and args.gradient_accumulation_steps > 1:
         parser.error("give --micro_batch_size or --gradient_accumulation_steps, not both")
+    if args.virtual_processes and (args.micro_batch_size or args.norm == "batch"):
+        parser.error(
+            "--virtual_processes decides the micro-batches: leave --micro_batch_size and "
+            "--norm batch out"
+        )
     return args
 
 
@@ -264,10 +269,11 @@ def choose_accumulation(args, model, data, accelerator) -> int:
     return steps
 
 
-def count_all_reduces(model) -> Counter:
+def count_all_reduces(model, virtual_processes: int) -> Counter:
     """A Counter whose "gradient_all_reduces" grows with each all-reduce of gradients.
 
     DDP calls the hook for each bucket of gradients that it sends, in place of its own all-reduce.
+    With --virtual_processes it has another hook, and none is counted.
     """
     counts = Counter(updates=0, micro_batches=0, gradient_all_reduces=0, scalar_all_reduces=0)
 
@@ -275,7 +281,7 @@ def count_all_reduces(model) -> Counter:
         counts["gradient_all_reduces"] += 1
         return allreduce_hook(process_group, bucket)
 
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel) and not virtual_processes:
         model.register_comm_hook(None, counting_hook)
     return counts
 
@@ -342,9 +348,9 @@ def main():
         seed=args.seed,
         loss_weights=count_ink_cells if args.variable_length else None,
     )
-    # A batch of this size fits into memory: a test keeps nothing for a backward pass.
-    test_batch_size = args.batch_size // accelerator.gradient_accumulation_steps
-    test_loader = GlobalLoader(test_data, test_batch_size, accelerator)
+    # In micro-batches of the same size, which fit into memory.
+    steps = accelerator.gradient_accumulation_steps
+    test_loader = GlobalLoader(test_data, args.batch_size, accelerator, accumulation=steps)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
 
     optimizer = torch.optim.AdamW(
@@ -354,7 +360,7 @@ def main():
         optimizer, args.lr, total_steps, cycle_momentum=False
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    counts = count_all_reduces(model)
+    counts = count_all_reduces(model, args.virtual_processes)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     data = describe(args.dataset, train_data, test_data)
     run.start(train_loader, total_steps, test_loader, data=data, **state)

@@ -162,7 +162,7 @@ def parse_args():
         default=1,
         help="how often the pipeline is filled in one update",
     )
-    parser.add_run_flags(log_every=10)
+    parser.add_run_flags(virtual_processes=False, log_every=10)
     return parser.parse_args()
 
 

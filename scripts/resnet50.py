@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
 
 from utils import flags, launch
-from utils.batch_norm import average_batch_norms, weigh_batch_norms
+from utils.batch_norm import BatchNorms
 from utils.checkpoint import load_pretrained
 from utils.console import stop
 from utils.data import BUNDLED_MNIST, load_splits
@@ -168,6 +168,7 @@ def parse_args():
 def check_args(args, accelerator):
     """Raises: SystemExit if a micro-batch has a size that BatchNorm or mixup cannot work with."""
     num_parts = accelerator.num_processes * args.gradient_accumulation_steps
+    num_parts = args.virtual_processes or num_parts
     micro_batch = args.batch_size // num_parts
     is_odd = micro_batch % 2 == 1 and (args.mixup or args.cutmix)
     if micro_batch < 2 or is_odd or args.batch_size % args.repeats:
@@ -357,6 +358,7 @@ def main():
     # DDP copies the running statistics of rank 0 to all ranks before each forward pass. Here they
     # are averaged over the ranks instead, once an update. Other models ignore the attribute.
     model.forward_sync_buffers = False
+    batch_norms = BatchNorms(model, accelerator)
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if ema is not None:
@@ -368,8 +370,7 @@ def main():
         for batch in run.batches(train_loader, epoch):
             images, labels = batch.data
             images, partners, own = mix(images, args.mixup, args.cutmix, args.seed, run.step)
-            weigh_batch_norms(model, batch.micro_step, args.gradient_accumulation_steps)
-            with accelerator.accumulate(model):
+            with accelerator.accumulate(model), batch_norms.averaged():
                 losses, predicted, _ = losses_and_predictions(
                     model, images, labels, labels[partners], own, args.label_smoothing
                 )
@@ -379,7 +380,6 @@ def main():
                 optimizer.zero_grad()
             run.count(batch, loss=losses, accuracy=predicted == labels)  # for the log
             if accelerator.sync_gradients:  # the last micro-batch of the update
-                average_batch_norms(model, accelerator)
                 step = run.step + 1  # updates done, with this one
                 if ema is not None and step % args.ema_every == 0:
                     if step <= warmup_steps:

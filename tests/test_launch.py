@@ -219,16 +219,38 @@ def test_a_tracker_that_is_not_there_stops_the_run(monkeypatch, capsys):
         assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("batch_size", "way_out"), [(63, "62 or 64"), (1, "2")])
-def test_a_batch_that_does_not_divide_stops_the_run(capsys, batch_size, way_out):
-    args = run_flags(batch_size=batch_size, gradient_accumulation_steps=2)
+def test_a_batch_of_fewer_samples_than_micro_batches_stops_the_run(capsys):
+    args = run_flags(batch_size=3, gradient_accumulation_steps=4)
     with pytest.raises(SystemExit):
         make_accelerator(args)
     assert capsys.readouterr().err == (
-        f"error: --batch_size {batch_size} does not divide by 1 process x 2 accumulation steps: "
-        f"use {way_out}\n"
+        "error: --batch_size 3 is less than the 4 micro-batches of an update (processes x "
+        "accumulation steps): use 4 or more\n"
     )
     make_accelerator(args, split_batch=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"gradient_accumulation_steps": 2}, "cuts a batch into 4 micro-batches already"),
+        ({"batch_size": 3}, "--batch_size 3 is less than the 4 micro-batches"),
+    ],
+)
+def test_virtual_processes_that_do_not_fit_stop_the_run(capsys, flags, sentence):
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags(virtual_processes=4, **flags))
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_virtual_processes_set_the_threads_and_the_micro_batches():
+    accelerator = make_accelerator(run_flags(virtual_processes=4, batch_size=8))
+    assert torch.get_num_threads() == 1
+    assert accelerator.gradient_accumulation_steps == 4
+    make_accelerator(run_flags(virtual_processes=4, batch_size=8), cpu_threads=2)
+    assert torch.get_num_threads() == 2
 
 
 def test_a_run_that_the_launcher_restarted_resumes(monkeypatch):

@@ -22,12 +22,13 @@ from utils.loader import GlobalLoader, GlobalSampler, UnreadableItem
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
 
 
-def fake_accelerator(processes=1, rank=0, accumulation=1):
+def fake_accelerator(processes=1, rank=0, accumulation=1, virtual_processes=0):
     return SimpleNamespace(
         device=torch.device("cpu"),
         num_processes=processes,
         process_index=rank,
         gradient_accumulation_steps=accumulation,
+        gradient_state=SimpleNamespace(plugin_kwargs={"virtual_processes": virtual_processes}),
         reduce=lambda tensor, kind: tensor,
     )
 
@@ -35,8 +36,8 @@ def fake_accelerator(processes=1, rank=0, accumulation=1):
 MADE = []
 
 
-def make(dataset, batch_size=4, processes=1, rank=0, accumulation=1, seed=5, **options):
-    accelerator = fake_accelerator(processes, rank, accumulation)
+def make(dataset, batch_size=4, processes=1, rank=0, accumulation=1, seed=5, virtual=0, **options):
+    accelerator = fake_accelerator(processes, rank, accumulation, virtual)
     MADE.append(GlobalLoader(dataset, batch_size, accelerator, seed=seed, **options))
     return MADE[-1]
 
@@ -65,6 +66,32 @@ def by_update(processes, accumulation, epoch, first_update=0, **options):
         assert [batch.micro_step for batch in window[0]] == list(range(accumulation))
         updates.append([batch for micro in zip(*window, strict=True) for batch in micro])
     return updates
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("seed", [5, None])
+def test_virtual_processes_get_the_same_parts_on_any_number_of_processes(processes, seed):
+    def parts(processes):
+        found = {}
+        for rank in range(processes):
+            loader = make(
+                Noisy(50), batch_size=16, processes=processes, rank=rank, seed=seed, virtual=6
+            )
+            batches = list(loader.epoch(1, first_update=1))
+            assert len(batches) == 3 * loader.sampler.accumulation
+            for number, batch in enumerate(batches):
+                update = number // loader.sampler.accumulation
+                found[update, batch.part] = batch.data
+                assert batch.mean_over_update(torch.ones(len(batch))) == pytest.approx(
+                    len(batch) / batch.update_size
+                )
+        return found
+
+    expected, found = parts(1), parts(processes)
+    assert found.keys() == expected.keys() == {(u, p) for u in range(3) for p in range(6)}
+    for place, data in expected.items():
+        for one, other in zip(data, found[place], strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 def indices(batches):
@@ -152,7 +179,7 @@ def test_each_sample_once_and_equal_updates_on_any_topology(samples, processes, 
             sizes = [len(batch) for batch in parts]
             assert max(sizes) - min(sizes) <= 1
             assert {batch.update_size for batch in parts} == {sum(sizes)}
-            assert {batch.num_parts for batch in parts} == {processes * accumulation}
+            assert {batch.divided_by for batch in parts} == {processes * accumulation}
             assert all(torch.equal(batch.data[0], batch.indices) for batch in parts)
         return [indices(parts) for parts in found]
 
@@ -212,7 +239,8 @@ import torch
 from utils.loader import GlobalLoader
 
 accelerator = SimpleNamespace(
-    device=torch.device("cpu"), num_processes=4, process_index=1, gradient_accumulation_steps=2
+    device=torch.device("cpu"), num_processes=4, process_index=1, gradient_accumulation_steps=2,
+    gradient_state=SimpleNamespace(plugin_kwargs={}),
 )
 def peak_mib():
     with open("/proc/self/status") as file:
@@ -762,7 +790,7 @@ def test_the_weighted_mean_is_that_of_all_parts_together(processes, accumulation
         each = make(data, 9, loss_weights=weigh, **options)
         own = []
         each.accelerator.reduce = lambda tensor, kind, own=own: (
-            own.append(float(tensor))
+            own.append(float(tensor.sum()))
             or (torch.tensor(float(sums[len(own) - 1]), dtype=torch.float64))
         )
         ranks.append((list(each.epoch(0)), own))

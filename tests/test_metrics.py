@@ -17,7 +17,12 @@ from utils.metrics import Metrics
 
 @pytest.fixture
 def accelerator():
-    return SimpleNamespace(device=torch.device("cpu"), reduce=lambda tensor, kind: tensor)
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        reduce=lambda tensor, kind: tensor,
+        gather=lambda tensor: tensor,
+        gradient_state=SimpleNamespace(plugin_kwargs={}),
+    )
 
 
 def batch_of(indices, weights=None):
@@ -38,6 +43,20 @@ def filled(accelerator, losses, step=0):
     batch = batch_of(range(100, 100 + len(losses)))
     stats.add(batch, loss=losses, accuracy=losses < 1, step=step)
     return stats
+
+
+def test_virtual_processes_have_the_sum_of_the_real_numbers_in_any_order(accelerator):
+    accelerator.gradient_state.plugin_kwargs["virtual_processes"] = 4
+    losses, weights = [1e16, 1.0, -1e16, 3.0], torch.tensor([1, 2, 1, 4])
+    for order in ([0, 1, 2, 3], [3, 0, 1, 2], [1, 0, 2, 3]):
+        stats = Metrics(accelerator)
+        for place in order:
+            batch = batch_of([place], weights[[place]])
+            stats.add(batch, loss=torch.tensor([losses[place]], dtype=torch.float64))
+        assert stats.reduce() == {"loss": 14 / 8, "samples": 4}
+    stats.add(batch_of([5]), loss=torch.tensor([math.inf]), step=3)
+    with pytest.raises(SystemExit):
+        stats.check()
 
 
 def test_every_sample_counts_the_same_whatever_its_batch(accelerator):

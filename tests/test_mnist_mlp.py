@@ -122,8 +122,8 @@ def test_it_is_the_plain_loop(train, small_mnist, tmp_path, accumulation):
             "--dataset nowhere/at/all is neither a folder nor a Hub id",
         ),
         (
-            ["--batch_size", "63", "--gradient_accumulation_steps", "2"],
-            "does not divide by 1 process x 2 accumul",
+            ["--batch_size", "3", "--gradient_accumulation_steps", "4"],
+            "--batch_size 3 is less than the 4 micro-batches",
         ),
         (["--output_dir", "/proc/run"], "--output_dir /proc/run cannot be written to"),
         (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
@@ -149,12 +149,13 @@ def test_bad_input_is_one_sentence_before_any_training(
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_divide_is_said_once_by_two_processes(launcher):
-    done = launcher("cpu_ddp", "--batch_size", 63, check=False)
+def test_a_batch_that_is_too_small_is_said_once_by_two_processes(launcher):
+    done = launcher("cpu_ddp", "--batch_size", 1, check=False)
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
-        "error: --batch_size 63 does not divide by 2 processes x 1 accumulation step: use 62 or 64"
+        "error: --batch_size 1 is less than the 2 micro-batches of an update (processes x "
+        "accumulation steps): use 2 or more"
     ]
 
 

@@ -20,21 +20,11 @@ PROGRAM = (ROOT / "tests" / "programs" / "planted.py").read_text()
 BACKWARD = "accelerator.backward(batch.mean_over_update(losses))"
 BATCH_NORM = [("self.between = nn.Tanh()", "self.between = nn.BatchNorm1d(16)")]
 BATCH_NORM += [("seed=args.seed)", "seed=args.seed, drop_last=True)")]
-AVERAGED = [
-    (
-        "            with accelerator.accumulate",
-        """            weigh_batch_norms(
-                model, batch.micro_step, accelerator.gradient_accumulation_steps
-            )
-            with accelerator.accumulate""",
-    )
-]
+AVERAGED = [("    for epoch", "    batch_norms = BatchNorms(model, accelerator)\n    for epoch")]
 AVERAGED += [
     (
-        "            run.count(batch",
-        """            if accelerator.sync_gradients:
-                average_batch_norms(model, accelerator)
-            run.count(batch""",
+        "with accelerator.accumulate(model):",
+        "with accelerator.accumulate(model), batch_norms.averaged():",
     )
 ]
 

@@ -11,12 +11,13 @@ import safetensors.torch
 import several
 import torch
 import torchvision
+from accelerate import Accelerator
 from conftest import MNIST, ROOT
 from PIL import Image
 from torch import nn
 
 from scripts import resnet50
-from utils.batch_norm import weigh_batch_norms
+from utils.batch_norm import BatchNorms
 from utils.checkpoint import read_checkpoint
 
 # As several.py, but with 4 blocks instead of 16, and in float64: there "equal" and "close" differ.
@@ -166,15 +167,33 @@ def test_mixed_labels_and_smoothing():
 
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
 def test_all_micro_batches_count_alike_in_the_running_statistics(accumulation):
-    norm = nn.BatchNorm2d(3).double()
-    expected = torch.zeros(3, dtype=torch.float64)
-    for _ in range(3):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    norm = nn.BatchNorm2d(3, momentum=0.3).double()
+    batch_norms = BatchNorms(norm, accelerator)
+    mean, variance = torch.zeros(3).double(), torch.ones(3).double()
+    for update in range(1, 4):
         pieces = torch.randn(accumulation, 4, 3, 2, 2, dtype=torch.float64)
-        for micro_step, piece in enumerate(pieces):
-            weigh_batch_norms(norm, micro_step, accumulation)
-            norm(piece)
-        expected = 0.9 * expected + 0.1 * pieces.mean((0, 1, 3, 4))
-        torch.testing.assert_close(norm.running_mean, expected, rtol=1e-12, atol=1e-14)
+        for piece in pieces:
+            with accelerator.accumulate(norm), batch_norms.averaged():
+                norm(piece)
+        mean = 0.7 * mean + 0.3 * pieces.mean((0, 1, 3, 4))
+        variance = 0.7 * variance + 0.3 * pieces.transpose(1, 2).flatten(2).var(2).mean(0)
+        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(norm.running_var, variance, rtol=1e-12, atol=1e-14)
+        assert norm.num_batches_tracked == update
+        assert norm.momentum == 0.3
+
+
+def test_frozen_statistics_stay_as_they_are():
+    accelerator = Accelerator(cpu=True)
+    frozen = nn.BatchNorm1d(3).eval()
+    frozen.running_mean.copy_(torch.tensor([0.1, 0.2, 0.3]))
+    model = nn.Sequential(nn.BatchNorm1d(3), frozen)
+    batch_norms = BatchNorms(model, accelerator)
+    with accelerator.accumulate(model), batch_norms.averaged():
+        model(torch.randn(8, 3))
+    assert torch.equal(frozen.running_mean, torch.tensor([0.1, 0.2, 0.3]))
+    assert model[0].running_mean.abs().sum() > 0
 
 
 def test_learning_rate():

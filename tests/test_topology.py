@@ -17,6 +17,7 @@ def fake_accelerator(processes=1, device="cpu", kind="NO", precision="no"):
         device=torch.device(device),
         distributed_type=DistributedType(kind),
         mixed_precision=precision,
+        gradient_state=SimpleNamespace(plugin_kwargs={}),
         is_main_process=True,
         print=print,
     )

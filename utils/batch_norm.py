@@ -4,53 +4,85 @@ BatchNorm normalises each micro-batch of a process by the statistics of that mic
 therefore depend on the micro-batch size, and nothing can correct that afterwards. (SyncBatchNorm
 computes the statistics over the micro-batches of all processes.)
 
-What these functions do: P processes with k accumulation steps give exactly the weights and running
+What this module does: P processes with k accumulation steps give exactly the weights and running
 statistics of one process with P x k accumulation steps. For that, all micro-batches of an update
 get the same weight, and an update changes the running statistics by `momentum` once:
 
     running = (1 - momentum) x running + momentum x mean of the micro-batches' statistics
 """
 
+import contextlib
+
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .virtual_processes import Node, TreeSum, current_leaf, push, virtual_processes
 
-def weigh_batch_norms(
-    model: nn.Module, micro_step: int, accumulation: int, momentum: float = 0.1
-) -> None:
-    """Set the momentum for micro-batch `micro_step`, so that all have the same weight in the end.
 
-    Call it before the forward pass of each micro-batch, 0 to accumulation - 1. The last one gets
-    momentum / accumulation. Each later micro-batch reduces the weight of the earlier ones, so they
-    start with a larger momentum:
+class BatchNorms:
+    """The BatchNorm layers of a model, with one step of their running statistics an update.
 
-        momentum / accumulation / (1 - momentum x later micro-batches / accumulation)
+        batch_norms = BatchNorms(model, accelerator)
+        ...
+            with accelerator.accumulate(model), batch_norms.averaged():
+                ...
+
+    DDP's broadcast_buffers copies the statistics of process 0 to all others instead, and what the
+    others computed is lost: set `model.forward_sync_buffers = False`.
+
+    Making one is collective. A layer that is frozen (in evaluation mode) keeps its statistics.
     """
-    if accumulation == 1:
-        return
-    later = accumulation - 1 - micro_step
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.momentum = momentum / accumulation / (1 - momentum * later / accumulation)
 
+    def __init__(self, model: nn.Module, accelerator: Accelerator):
+        self.accelerator = accelerator
+        layers = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+        self.momentum = {layer: layer.momentum for layer in layers if layer.track_running_stats}
+        self.tree = TreeSum(accelerator) if virtual_processes(accelerator) else None
+        self.sums = []  # of the micro-batches of this update: nodes of the tree
 
-@torch.no_grad()
-def average_batch_norms(model: nn.Module, accelerator: Accelerator) -> None:
-    """Average the running statistics over the processes. Collective: call it once an update.
+    @contextlib.contextmanager
+    def averaged(self):
+        """Around each micro-batch, in `accelerator.accumulate`. Collective in an update's last."""
+        layers = [layer for layer in self.momentum if layer.training]
+        if not layers:
+            yield
+            return
+        statistics = [layer.running_mean for layer in layers]
+        statistics += [layer.running_var for layer in layers]
+        if not self.sums:
+            self.before = [tensor.clone() for tensor in statistics]
+        for layer in layers:
+            layer.momentum = 1.0  # the micro-batch's own statistics
+        yield
+        for layer in layers:
+            layer.momentum = self.momentum[layer]
+        self._add(torch.cat(statistics))
+        if self.accelerator.sync_gradients:
+            self._step(layers, statistics)
 
-    DDP's broadcast_buffers copies those of process 0 to all others instead, and what the others
-    computed is lost. All statistics are averaged in one all-reduce.
-    """
-    if accelerator.num_processes == 1:
-        return
-    statistics = []
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            statistics += [module.running_mean, module.running_var]
-    if not statistics:
-        return
-    means = accelerator.reduce(torch.cat(statistics), "mean")
-    means = means.split([len(tensor) for tensor in statistics])
-    torch._foreach_copy_(statistics, list(means))
+    def _add(self, flat: torch.Tensor) -> None:
+        if self.tree is not None:
+            push(self.sums, Node(current_leaf(self.accelerator), 1, flat), torch.Tensor.add_)
+        elif self.sums:
+            self.sums[0].value.add_(flat)
+        else:
+            self.sums.append(Node(0, 1, flat))
+
+    @torch.no_grad()
+    def _step(self, layers: list[nn.Module], statistics: list[torch.Tensor]) -> None:
+        accumulation = self.accelerator.gradient_accumulation_steps
+        if self.tree is not None:
+            means = self.tree.total(self.sums).div_(virtual_processes(self.accelerator))
+        else:
+            means = self.accelerator.reduce(self.sums[0].value.div_(accumulation), "mean")
+        self.sums = []
+        means = means.split([len(tensor) for tensor in statistics])
+        momentum = [self.momentum[layer] for layer in layers] * 2
+        torch._foreach_mul_(self.before, [1 - each for each in momentum])
+        torch._foreach_add_(self.before, torch._foreach_mul(list(means), momentum))
+        torch._foreach_copy_(statistics, self.before)
+        # One update, however many micro-batches this process had.
+        counts = [layer.num_batches_tracked for layer in layers]
+        torch._foreach_sub_(counts, accumulation - 1)

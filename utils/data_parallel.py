@@ -9,16 +9,23 @@ from torch import nn
 from torch.nn.parallel.parallel_apply import get_a_var
 from torch.nn.parallel.scatter_gather import scatter
 
+from .console import stop
+from .virtual_processes import virtual_processes
+
 
 def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """nn.DataParallel if one process has several GPUs (dp.yaml), else the model unchanged.
 
     Call it before `accelerator.prepare`, which replaces `model.forward` by a method of the object
     that it is given: replicas of a prepared model would all call the first one.
+
+    Raises: SystemExit with several GPUs and --virtual_processes.
     """
     one_process_on_gpu = accelerator.device.type == "cuda" and accelerator.num_processes == 1
     if not one_process_on_gpu or torch.cuda.device_count() < 2:
         return model
+    if virtual_processes(accelerator):
+        stop("--virtual_processes works with DDP, and DataParallel runs here: use ddp.yaml")
     model = nn.DataParallel(model.to(accelerator.device))
     # For `in_each_replica`, whose replicas have the forward from before `prepare`.
     model.autocast = accelerator.autocast if accelerator.mixed_precision != "no" else None

@@ -82,12 +82,16 @@ class ArgumentParser(argparse.ArgumentParser):
         namespace.fixed_flags = tuple(names)
         return namespace, unknown
 
-    def add_run_flags(self, log_every: int | None = None) -> None:
+    def add_run_flags(
+        self, log_every: int | None = None, *, virtual_processes: bool = True
+    ) -> None:
         """Add the last group, "run": where the output goes, and how to save, resume and log.
 
         Args:
             log_every: default of --log_every. None: for a script that neither logs its updates nor
                 can be resumed; it gets --output_dir and --timeout_s only.
+            virtual_processes: whether the script has --virtual_processes. False where the processes
+                share the model.
         """
         add = self.add_argument_group("run").add_argument
         add(
@@ -144,6 +148,14 @@ class ArgumentParser(argparse.ArgumentParser):
                 help="profile UPDATES updates (10 if no number is given) after the first ten: a "
                 "table and a trace file (default: none)",
             )
+            if virtual_processes:
+                add(
+                    "--virtual_processes",
+                    type=count,
+                    default=0,
+                    help="train with the numbers of N processes, bit for bit, on any number of "
+                    "processes up to N; 0: off",
+                )
         add(
             "--timeout_s",
             type=at_least(1),

@@ -33,11 +33,12 @@ from accelerate.utils import (
 )
 
 from . import record
-from .console import plural, stop
+from .console import stop
 from .imports import quick_imports
 from .peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
 from .signals import explain_ctrl_c
 from .topology import check_topology, same_on_all, wants_cpu
+from .virtual_processes import use_virtual_processes
 
 
 def make_accelerator(
@@ -55,11 +56,12 @@ def make_accelerator(
 
     Args:
         args: the parsed flags. Read if they are there: batch_size, gradient_accumulation_steps (1),
-            seed (0), timeout_s (600), log_with, output_dir and resume. Sets `output_dir` to a new
-            folder under runs/ if there is none, and `resume` to True if the launcher restarted a
-            run that had failed.
+            virtual_processes (0), seed (0), timeout_s (600), log_with, output_dir and resume. Sets
+            `output_dir` to a new folder under runs/ if there is none, and `resume` to True if the
+            launcher restarted a run that had failed.
         cpu_threads: threads of each process for work on the CPU. None: the cores of the machine
-            divided by its processes.
+            divided by its processes; with virtual processes 1, since another number of threads adds
+            in another order.
         split_batch: each process gets a part of the batch. False if the processes share the model.
         log_with: trackers besides --log_with: names, objects of a GeneralTracker, or a list.
         find_unused_parameters: as in DistributedDataParallel: for a model in which some parameters
@@ -68,8 +70,8 @@ def make_accelerator(
 
     Raises:
         SystemExit: with one sentence: other processes or devices run than were asked for, the
-            processes have different arguments, the batch size does not divide by the number of
-            processes, a tracker or a precision is not available.
+            processes have different arguments, a batch has fewer samples than micro-batches,
+            --virtual_processes does not fit, a tracker or a precision is not available.
     """
     record.apply(args)
     with quick_imports():
@@ -122,11 +124,15 @@ def make_accelerator(
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, **vars(args)})
+    number = getattr(args, "virtual_processes", 0)
+    if number:
+        use_virtual_processes(accelerator, number, accumulation)
     batch_size = getattr(args, "batch_size", None)
     if split_batch and batch_size is not None:
-        check_batch_size(batch_size, accelerator.num_processes, accumulation)
-    # Another number of threads adds in another order: a record is of one thread on any topology.
-    set_cpu_threads(1 if record.settings() is not None else cpu_threads)
+        check_batch_size(batch_size, number or accelerator.num_processes * accumulation)
+    # Another number of threads adds in another order.
+    same_sums = number or record.settings() is not None
+    set_cpu_threads((cpu_threads or 1) if same_sums else cpu_threads)
     set_seed(getattr(args, "seed", 0))
     if is_new_folder:
         output_dir = broadcast_object_list([output_dir])[0]  # the name has a time and a process id
@@ -191,23 +197,13 @@ def as_list(value) -> list:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def check_batch_size(batch_size: int, processes: int, accumulation: int) -> None:
-    """Check that the global batch of an update divides into equal micro-batches.
-
-    Raises:
-        SystemExit: if not.
-    """
-    micro_batches = processes * accumulation
-    rest = batch_size % micro_batches
-    if rest == 0:
-        return
-    below = batch_size - rest
-    above = below + micro_batches
-    stop(
-        f"--batch_size {batch_size} does not divide by {plural(processes, 'process')} x "
-        f"{plural(accumulation, 'accumulation step')}: use "
-        + (f"{below} or {above}" if below else f"{above}")
-    )
+def check_batch_size(batch_size: int, micro_batches: int) -> None:
+    """Raises: SystemExit if the global batch of an update has fewer samples than micro-batches."""
+    if batch_size < micro_batches:
+        stop(
+            f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of an "
+            f"update (processes x accumulation steps): use {micro_batches} or more"
+        )
 
 
 def set_cpu_threads(cpu_threads: int | None) -> None:

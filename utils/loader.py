@@ -26,6 +26,7 @@ from .randomness import (
     seed_generators,
     shuffle,
 )
+from .virtual_processes import leaves_of, virtual_processes
 
 # Up to here the order of an epoch is one torch.randperm; longer ones are computed in parts of CHUNK
 # items.
@@ -49,6 +50,7 @@ class Piece(NamedTuple):
     )  # int64 (n,): what their random numbers depend on; the item, unless items repeat
     update_size: int  # items of the whole update, over all processes and micro-batches
     micro_step: int  # 0 to accumulation - 1
+    part: int  # number of the piece in the update, over all processes
 
 
 class GlobalSampler:
@@ -57,9 +59,9 @@ class GlobalSampler:
 
     The order of an epoch is a permutation by (seed, epoch), or that of the dataset with
     `seed=None`. Update s takes items s x batch_size and following of it, cut into accumulation x
-    world_size pieces of equal length (+-1 in the last update of an epoch, which has what is left; a
-    piece may then be empty). So every item comes once an epoch, nothing is padded or dropped, every
-    process has the same number of micro-batches, and any update is found in O(1).
+    world_size pieces of equal length (+-1; the last update of an epoch has what is left, and a
+    piece of it may be empty). So every item comes once an epoch, nothing is padded or dropped,
+    every process has the same number of micro-batches, and any update is found in O(1).
 
     Accelerate's own sharding pads the last batch with items that were already used, or gives some
     processes one batch less than others; and it resumes by reading the batches before.
@@ -70,6 +72,8 @@ class GlobalSampler:
     sampling_weights: (N,), not negative. Draw N items with replacement in an epoch, each with a
     probability in proportion to its weight, as torch's WeightedRandomSampler does, but the same
     draws on any topology.
+    virtual_processes: cut each update into so many pieces instead of accumulation x world_size;
+    each process has consecutive ones, and not all have equally many. 0: off.
     """
 
     def __init__(
@@ -84,13 +88,21 @@ class GlobalSampler:
         drop_last: bool = False,
         repeats: int = 1,
         sampling_weights: Sequence[float] | torch.Tensor | None = None,
+        virtual_processes: int = 0,
     ):
         self.length = length
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
-        self.accumulation = accumulation
+        self.virtual_processes = virtual_processes
+        if virtual_processes:
+            self.num_parts = virtual_processes
+            self.parts = leaves_of(rank, world_size, virtual_processes)
+        else:
+            self.num_parts = accumulation * world_size
+            self.parts = range(rank, self.num_parts, world_size)
+        self.accumulation = len(self.parts)
         self.drop_last = drop_last
         self.repeats = repeats
         self.cumulative_weights = None
@@ -166,17 +178,15 @@ class GlobalSampler:
             for first in range(0, len(items), self.batch_size):
                 update = items[first : first + self.batch_size]
                 update_draws = draws[first : first + self.batch_size]
-                for micro_step in range(self.accumulation):
-                    part = self._part(len(update), micro_step)
-                    yield Piece(update[part], update_draws[part], len(update), micro_step)
+                for micro_step, part in enumerate(self.parts):
+                    place = self._place(len(update), part)
+                    yield Piece(update[place], update_draws[place], len(update), micro_step, part)
 
-    def _part(self, size: int, micro_step: int) -> slice:
-        """Where this process's piece lies in an update of `size` items, cut as torch.tensor_split
-        does."""
-        number = micro_step * self.world_size + self.rank
-        short, longer = divmod(size, self.accumulation * self.world_size)
-        start = number * short + min(number, longer)
-        return slice(start, start + short + (number < longer))
+    def _place(self, size: int, part: int) -> slice:
+        """Where a piece lies in an update of `size` items, cut as torch.tensor_split does."""
+        short, longer = divmod(size, self.num_parts)
+        start = part * short + min(part, longer)
+        return slice(start, start + short + (part < longer))
 
 
 @dataclasses.dataclass(slots=True)
@@ -188,8 +198,9 @@ class Batch:
     weights: torch.Tensor | None  # (n,): what each sample counts in means; None: all count alike
     update_size: int  # samples of the whole update, over all processes and micro-batches
     update_weight: int | torch.Tensor  # the sum of its weights
-    micro_step: int  # number of this micro-batch within the update, from 0
-    num_parts: int  # processes x accumulation steps
+    micro_step: int  # number of this micro-batch within the update, on this process, from 0
+    part: int  # the same over all processes
+    divided_by: int  # what DDP and accelerator.backward will divide its gradient by
     draws: torch.Tensor
     key: int
     digests: list[str] | None = None  # of the items' contents, where the run is recorded
@@ -205,7 +216,7 @@ class Batch:
         DDP divides gradients by the number of processes, and accelerator.backward divides by the
         accumulation steps. Both are right only where all parts of an update are equally large. So
         the sum of the losses is multiplied by both numbers, and divided by the samples (the weight)
-        of the whole update.
+        of the whole update. With virtual processes nothing divides.
         """
         if losses.shape != self.indices.shape:
             raise ValueError(
@@ -214,8 +225,9 @@ class Batch:
                 'compute the loss with reduction="none"'
             )
         if self.weights is None:
-            return losses.sum() * (self.num_parts / self.update_size)
-        return (losses * self.weights).sum() * self.num_parts / self.update_weight.to(losses.dtype)
+            return losses.sum() * (self.divided_by / self.update_size)
+        total = (losses * self.weights).sum()
+        return total * self.divided_by / self.update_weight.to(losses.dtype)
 
     def rand(self, *shape: int, stream: int = 0) -> torch.Tensor:
         """Uniform numbers in [0, 1), float32 (n, *shape): a function of (seed, epoch, sample), on
@@ -249,6 +261,8 @@ class GlobalLoader:
     max_samples: take the first ones only.
     shard: (rank, world size), where not every process takes samples of its own; None: the
     accelerator's.
+    accumulation: micro-batches of an update on each process; None: the accelerator's in training, 1
+    in tests. Virtual processes decide it otherwise.
     drop_last, repeats, sampling_weights: see GlobalSampler.
 
     Before an item is read, the global generators of torch, Python and NumPy are seeded by (seed,
@@ -309,6 +323,7 @@ class GlobalLoader:
             drop_last=drop_last,
             repeats=repeats,
             sampling_weights=sampling_weights,
+            virtual_processes=virtual_processes(accelerator),
         )
         if len(self) == 0:
             stop(
@@ -339,7 +354,8 @@ class GlobalLoader:
     def epoch(self, epoch: int = 0, first_update: int = 0) -> Iterator[Batch]:
         """This process's micro-batches of an epoch, from update `first_update` on. Collective if
         `loss_weights` is set."""
-        num_parts = self.sampler.world_size * self.sampler.accumulation
+        exact = self.sampler.virtual_processes > 0
+        divided_by = 1 if exact else self.sampler.num_parts
         key = combine(self.sampler.seed or 0, epoch, 3)
         window = []
         for piece, data in self._read(epoch, first_update):
@@ -350,7 +366,8 @@ class GlobalLoader:
                 update_size=piece.update_size,
                 update_weight=piece.update_size,
                 micro_step=piece.micro_step,
-                num_parts=num_parts,
+                part=piece.part,
+                divided_by=divided_by,
                 draws=piece.draws,
                 key=key,
             )
@@ -364,8 +381,11 @@ class GlobalLoader:
             if len(window) == self.sampler.accumulation:
                 # Apple GPUs have no float64.
                 wide = torch.float32 if batch.weights.device.type == "mps" else torch.float64
-                total = sum(each.weights.to(wide).sum() for each in window)
-                total = self.accelerator.reduce(total, "sum")
+                sums = torch.zeros(self.sampler.num_parts, dtype=wide, device=batch.weights.device)
+                for each in window:
+                    sums[each.part] = each.weights.to(wide).sum()
+                # A sum for each part, so that their order is the same on any number of processes.
+                total = self.accelerator.reduce(sums, "sum").sum()
                 for each in window:
                     each.update_weight = total.clamp(min=torch.finfo(torch.float32).tiny)
                 yield from window
@@ -441,6 +461,8 @@ class GlobalLoader:
         facts |= {"drop_last": sampler.drop_last, "repeats": sampler.repeats}
         if sampler.cumulative_weights is not None:
             facts["sampling_weights"] = digest(sampler.cumulative_weights)
+        if sampler.virtual_processes:
+            facts["virtual_processes"] = sampler.virtual_processes
         return facts
 
 

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 
 from .console import stop
 from .imports import quick_imports
+from .virtual_processes import virtual_processes
 
 # What a line of metrics.jsonl has beside the metrics.
 RESERVED = {"split", "step", "epoch", "samples"}
@@ -116,13 +117,21 @@ class Metrics:
     def _sums(self) -> tuple[list[str], list[float]]:
         """The names; and the weighted sum of each, the sum of the weights, and the samples, over
         all processes."""
-        device = self.accelerator.device
-        # Apple GPUs have no float64.
-        wide = torch.float32 if device.type == "mps" else torch.float64
         # Sorted: values that come from a checkpoint may stand in another order than on other ranks.
         names = sorted(self.values)
         if not self.all_ranks_add:
             names = sorted(set(gather_object(names)))
+        exact = virtual_processes(self.accelerator)
+        sums = self._exact_sums(names) if exact else self._quick_sums(names)
+        for name, total in zip(names, sums, strict=False):
+            if is_loss(name) and not math.isfinite(total):
+                self._stop_at_first_bad(name)
+        return names, sums
+
+    def _quick_sums(self, names: list[str]) -> list[float]:
+        device = self.accelerator.device
+        # Apple GPUs have no float64.
+        wide = torch.float32 if device.type == "mps" else torch.float64
         mine = torch.zeros(len(names) + 2, dtype=wide, device=device)
         if self.indices:
             samples = sum(len(indices) for indices in self.indices)
@@ -136,11 +145,19 @@ class Metrics:
                 mine[place] = values.sum() if weights is None else (values * weights).sum()
             mine[-2] = samples if weights is None else weights.sum()
             mine[-1] = samples
-        sums = self.accelerator.reduce(mine, "sum").tolist()
-        for name, total in zip(names, sums, strict=False):
-            if is_loss(name) and not math.isfinite(total):
-                self._stop_at_first_bad(name)
-        return names, sums
+        return self.accelerator.reduce(mine, "sum").tolist()
+
+    def _exact_sums(self, names: list[str]) -> list[float]:
+        """The sums of the real numbers, rounded once: the same in any order."""
+        rows = torch.zeros(0, len(names) + 1, dtype=torch.float64)
+        if self.indices:
+            columns = [torch.cat(self.values[name]) for name in names]
+            columns.append(torch.cat(self._known_weights()))
+            rows = torch.stack([column.cpu().to(torch.float64) for column in columns], 1)
+        rows = gather_samples(self.accelerator, [rows.to(self.accelerator.device)]).cpu().numpy()
+        rows[:, :-1] *= rows[:, -1:]
+        sums = [math.fsum(column) if np.isfinite(column).all() else math.nan for column in rows.T]
+        return [*sums, len(rows)]
 
     def _known_weights(self) -> list[torch.Tensor]:
         return [

@@ -13,19 +13,22 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from . import record
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
 from .flags import as_json
-from .loader import Batch, GlobalLoader
+from .loader import Batch, GlobalLoader, GlobalSampler
 from .metrics import Metrics
 from .profiling import Profiler
 from .randomness import combine
 from .signals import StopSignal
 from .topology import announce, describe, same_on_all
 from .tracking import Tracker, is_number
+from .virtual_processes import sum_gradients_by_tree, virtual_processes
 
 DEFAULTS = {
     "seed": 0,
@@ -143,12 +146,16 @@ class Run:
             self.args.keep_checkpoints,
             copy,
         )
+        check_batch_norms(self.checkpoints.models.values(), train_loader.sampler)
         topology = describe(self.accelerator, split_batch=describe_batch is None)
         self.step, extra, saved_metrics = self.checkpoints.load()
         self.best = extra.get("best", {})
         self.tests_since_best = extra.get("tests_since_best", 0)
         # A pipeline has losses on its last stage only.
         self.all_ranks_add = copy is None
+        if virtual_processes(self.accelerator):
+            models = [part for part in state.values() if isinstance(part, nn.Module)]
+            sum_gradients_by_tree(self.accelerator, models)
         self.recorder = None
         if record.settings() is not None:
             self.recorder = record.Recorder(self.accelerator, self.checkpoints)
@@ -276,8 +283,7 @@ class Run:
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 in training; in a test, the number of the batch from 1 on."""
-        number = batch.micro_step * self.accelerator.num_processes + self.accelerator.process_index
-        key = combine(self.args.seed, self.step, number, test_batch)
+        key = combine(self.args.seed, self.step, batch.part, test_batch)
         torch.default_generator.manual_seed(key)
         if self.accelerator.device.type != "cpu":
             torch.get_device_module(self.accelerator.device).manual_seed(key)
@@ -447,6 +453,19 @@ class Run:
             **self.notes,
             stopped_early=self.stopped_early,
             checkpoint_time_s=round(self.checkpoints.save_time_s, 4),
+        )
+
+
+def check_batch_norms(models: Iterable[nn.Module], sampler: GlobalSampler) -> None:
+    """Raises: SystemExit if a model has BatchNorm and micro-batches have different sizes: their
+    statistics would not count alike, and one sample has no variance."""
+    if sampler.batch_size % sampler.num_parts == 0:
+        return
+    layers = [module for model in models for module in model.modules()]
+    if any(isinstance(layer, _BatchNorm) and layer.training for layer in layers):
+        stop(
+            f"--batch_size {sampler.batch_size} does not divide by {sampler.num_parts} "
+            "micro-batches, and the model has BatchNorm, which needs micro-batches of one size"
         )
 
 

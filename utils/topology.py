@@ -15,6 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, gather_object
 
 from .console import plural, stop
+from .virtual_processes import virtual_processes
 
 # Facts that may differ between machines: where their files are, and how many workers read them.
 # fixed_flags is a list of names that follows from the script.
@@ -181,6 +182,7 @@ def describe(accelerator: Accelerator, split_batch: bool = True) -> dict:
         "data_parallel_gpus": data_parallel_gpus,
         "mixed_precision": accelerator.mixed_precision,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "virtual_processes": virtual_processes(accelerator),
         "processes": gather_object([this_process]),
     }
 
@@ -221,14 +223,20 @@ def announce(
     shown = dict(data)
     if os.path.isabs(str(shown.get("dataset", ""))):
         shown["dataset"] = os.path.relpath(shown["dataset"])
+    virtual = topology["virtual_processes"]
+    parts = virtual or processes * accumulation
     if batch is None:
-        per_process = batch_size // processes // accumulation
-        batch = f"{per_process} per process x {plural(processes, 'process')}"
+        smallest = batch_size // parts
+        each = f"{smallest}" if batch_size % parts == 0 else f"{smallest} or {smallest + 1}"
+        batch = f"{each} per process x {plural(processes, 'process')}"
+    batch += f" x {plural(accumulation, 'accumulation step')}"
+    if virtual:
+        batch = f"{each} per virtual process x {plural(virtual, 'virtual process')}"
     accelerator.print(
         f"topology      {plural(processes, 'process')} on {plural(hosts, 'machine')}{kind}, "
         f"each {device}, precision {topology['mixed_precision']}\n"
         f"config        {topology['config_file']}\n"
-        f"global batch  {batch_size} = {batch} x {plural(accumulation, 'accumulation step')}\n"
+        f"global batch  {batch_size} = {batch}\n"
         f"steps         {total_steps} updates = {total_steps / steps_per_epoch:.4g} epochs of "
         f"{steps_per_epoch}\n"
         f"data          {', '.join(f'{name} {value}' for name, value in shown.items())}\n"

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.batch_norm import average_batch_norms, weigh_batch_norms  # noqa: F401  for a mistake
+from utils.batch_norm import BatchNorms  # noqa: F401  for a mistake
 from utils.loader import GlobalLoader
 from utils.run import Run
 
