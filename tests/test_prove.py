@@ -278,7 +278,7 @@ CORRECT = {
 }
 # Smooth, but so steep that rounding grows a hundredfold in an update.
 STEEP = [
-    ("self.between(self.body(points))", "self.between(torch.sin(40 * self.body(points)))"),
+    ("self.between(self.body(points))", "self.between(torch.sin(100 * self.body(points)))"),
     ("clip_grad_norm_(model.parameters(), 0.3)", "clip_grad_norm_(model.parameters(), 3)"),
 ]
 GROWING = {
