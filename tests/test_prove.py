@@ -5,13 +5,13 @@ All programs run in one launch for each topology: to start processes takes far l
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from typing import NamedTuple
 
 import pytest
 import several
-import torch
 from conftest import ROOT
 
 from utils import prove
@@ -222,6 +222,28 @@ MISTAKES = {
         ],
         *("1 process, resumed in the middle", 4, "learning rate", "0.09 on", "schedule_not_saved"),
     ),
+    "a copy of the model is saved": Planted(
+        [
+            ("import sys\n", "import copy\nimport sys\n"),
+            ('state = {"model": model,', 'state = {"model": copy.deepcopy(model),'),
+        ],
+        *("2 processes", None, "checkpoint", "trained, and not in the models", "checkpoint"),
+    ),
+    "rank 0 changes the weights at the end": Planted(
+        [
+            (
+                "    run.finish()",
+                "    if accelerator.is_main_process:\n"
+                "        accelerator.unwrap_model(model).head.bias.data[2] += 1e-6\n"
+                "    run.finish()",
+            )
+        ],
+        *("3 processes", None, "checkpoint", "head.bias in model.safetensors", "checkpoint"),
+    ),
+    "the end is missing": Planted(
+        [("    run.finish()\n", "")],
+        *("2 processes", None, "checkpoint", "there is no model.safetensors", "checkpoint"),
+    ),
     "a counter of one's own that is not saved": Planted(
         [
             ("    for epoch in run.epochs():", "    seen = 0\n    for epoch in run.epochs():"),
@@ -244,6 +266,15 @@ CORRECT = {
     "BatchNorm, averaged": BATCH_NORM + AVERAGED,
     "ReLU": [("nn.Tanh()", "nn.ReLU()")],
 }
+# Smooth, but so steep that rounding grows a hundredfold in an update.
+STEEP = [
+    ("self.between(self.body(points))", "self.between(torch.sin(100 * self.body(points)))"),
+    ("clip_grad_norm_(model.parameters(), 0.3)", "clip_grad_norm_(model.parameters(), 3)"),
+]
+GROWING = {
+    "the program itself": STEEP,
+    "the mean of the micro-batch": [*STEEP, *MISTAKES["the mean of the micro-batch"].edits],
+}
 VARIANTS = {
     "1 process": {},
     "1 process, 2 accumulation steps": {"accumulation": 2},
@@ -252,6 +283,9 @@ VARIANTS = {
     "1 process, resumed in the middle": {"resume": True},
     "2 processes": {},
     "3 processes": {},
+    "1 process, 2 accumulation steps, again": {"accumulation": 2, "weights_of": "0"},
+    "2 processes, again": {"weights_of": "0"},
+    "3 processes, again": {"weights_of": "0"},
 }
 
 
@@ -263,12 +297,21 @@ def edited(edits) -> str:
     return text
 
 
+def may_grow(name) -> bool:
+    """Whether the difference may be taken for rounding that has grown."""
+    planted = MISTAKES.get(name)
+    if planted is None:
+        return name.startswith("growing")
+    return planted.stage in prove.NUMBERS and planted.update != 1
+
+
 @pytest.fixture(scope="module")
 def records(shared_launcher):
     """The records of each program on each variant, by name, as `prove` would have made them."""
     top = shared_launcher.folder
     launches = {1: [], 2: [], 3: []}
     programs = {**{name: each.edits for name, each in MISTAKES.items()}, **CORRECT}
+    programs |= {f"growing: {name}": edits for name, edits in GROWING.items()}
     folders = {name: top / f"program{number}" for number, name in enumerate(programs)}
     for name, edits in programs.items():
         folder = folders[name]
@@ -276,9 +319,14 @@ def records(shared_launcher):
         script = folder / f"{folder.name}.py"
         script.write_text(edited(edits).replace("parents[2]", f"parents[0] / {str(ROOT)!r}"))
         for number, (variant, settings) in enumerate(VARIANTS.items()):
+            if variant.endswith("again") and not may_grow(name):
+                continue
             asked = {"updates": 6, "batch_size": prove.BATCH_SIZE, "accumulation": 1}
             asked |= {"num_workers": None, "resume": False, "folder": str(folder / str(number))}
-            words = ["--script", script, "--record", json.dumps({**asked, **settings})]
+            asked |= settings
+            if "weights_of" in settings:
+                asked["weights_of"] = str(folder / settings["weights_of"])
+            words = ["--script", script, "--record", json.dumps(asked)]
             if settings.get("resume"):
                 words += ["--back_to", folder / "0", 2, folder / str(number)]
             launches[int(variant[0]) if "processes" in variant else 1].append(words)
@@ -296,10 +344,7 @@ def records(shared_launcher):
 
     def read(name):
         return {
-            variant: [
-                torch.load(path, weights_only=True)
-                for path in sorted((folders[name] / str(number)).glob("record_rank*.pt"))
-            ]
+            variant: prove.read(folders[name] / str(number))
             for number, variant in enumerate(VARIANTS)
         }
 
@@ -313,7 +358,7 @@ def findings(found: dict, tolerance=1e-4) -> dict:
     )
     result = {}
     for name, settings in VARIANTS.items():
-        if name == "1 process" or "3 accumulation" in name:
+        if name == "1 process" or "3 accumulation" in name or "again" in name:
             continue
         variant = prove.Variant(name, resume=settings.get("resume", False))
         reference, limit = found["1 process"], tolerance
@@ -321,7 +366,11 @@ def findings(found: dict, tolerance=1e-4) -> dict:
             reference = found[f"1 process, {name[0]} accumulation steps"]
         if settings.get("resume") or settings.get("num_workers"):
             limit = 0.0
-        result[name] = prove.first_difference(reference, found[name], limit, variant)
+        difference = prove.first_difference(reference, found[name], limit, variant)
+        again = found.get(f"{name}, again")
+        if again and prove.may_be_rounding(difference, limit):
+            difference = prove.without_rounding(difference, reference, again, limit, variant)
+        result[name] = difference
     return result
 
 
@@ -346,6 +395,30 @@ def test_a_correct_program_is_proven(records, name):
             assert finding.expected
 
 
+@pytest.mark.slow
+def test_rounding_that_grows_is_no_mistake(records):
+    found = records("growing: the program itself")
+    for name in ("1 process, 2 accumulation steps", "2 processes", "3 processes"):
+        difference = prove.first_difference(found["1 process"], found[name], 1e-4)
+        assert difference is not None  # else nothing has grown
+        assert difference.update != 1
+    for variant, finding in findings(found).items():
+        if "another" in variant or "resumed" in variant:
+            assert finding is None
+        else:
+            assert finding.stage == "rounding", finding
+            assert finding.expected
+            assert finding.cause.endswith(f"({prove.CAUSES}#rounding)")
+
+
+@pytest.mark.slow
+def test_a_mistake_is_named_where_rounding_grows(records):
+    planted = MISTAKES["the mean of the micro-batch"]
+    finding = findings(records("growing: the mean of the micro-batch"))[planted.variant]
+    assert (finding.update, finding.stage) == (planted.update, planted.stage), finding
+    assert planted.what in finding.what
+
+
 def test_every_cause_has_its_section():
     page = (ROOT / prove.CAUSES).read_text()
     sections = {line[3:] for line in page.splitlines() if line.startswith("## ")}
@@ -356,12 +429,15 @@ def test_every_cause_has_its_section():
 
 
 @pytest.mark.slow
-def test_the_command_says_what_differs_and_ends_with_1(tmp_path):
+def test_in_a_taken_folder_the_command_says_what_differs_and_ends_with_1(tmp_path):
     script = tmp_path / "mine.py"
     text = edited(MISTAKES["divided by the processes twice"].edits)
-    script.write_text(text.replace("parents[2]", f"parents[0] / {str(ROOT)!r}"))
-    command = [sys.executable, "-m", "utils.prove", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    script.write_text(text.replace("str(Path(__file__).resolve().parents[2])", repr(str(ROOT))))
+    folder = tmp_path / "taken"
+    command = [sys.executable, "-m", "utils.take", script, "prove", folder]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    command = [sys.executable, "-m", "train_utils.prove", "mine.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 processes" in done.stdout
     assert (
@@ -369,6 +445,9 @@ def test_the_command_says_what_differs_and_ends_with_1(tmp_path):
         in done.stdout
     )
     assert done.stdout.count("likely cause: ") == 1
+    page, section = re.search(r"\((\S+)#(\S+)\)", done.stdout).groups()
+    assert f"## {section}\n" in (folder / page).read_text()
+    assert "`python -m train_utils.prove`" in (folder / page).read_text()
 
 
 @pytest.mark.parametrize(

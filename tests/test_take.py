@@ -238,6 +238,14 @@ def test_the_doctor_is_taken_and_runs(taken, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_page_that_a_module_names_comes_along(taken):
+    page = taken("prove") / "train_utils" / "CAUSES.md"
+    assert "`python -m train_utils.prove`" in page.read_text()
+    module = (taken("prove") / "train_utils" / "prove.py").read_text()
+    assert '"train_utils/CAUSES.md"' in module
+    assert not list((taken("doctor") / "train_utils").glob("*.md"))
+
+
 def test_several_scripts_share_one_package(tmp_path):
     first, last = SCRIPTS[0], SCRIPTS[-1]
     run(first, last, "doctor", tmp_path)

@@ -255,6 +255,20 @@ class Checkpoints:
                 names.setdefault(id(parameter), f"{owner}.{place}")
         return names
 
+    def unsaved_parameters(self) -> list[str]:
+        """Names of the parameters that an optimizer trains and that nothing here saves."""
+        saved = {id(p) for model in self.models.values() for p in model.parameters()}
+        memory = set()
+        for part in self.others.values():
+            memory |= {tensor.data_ptr() for tensor in split_tensors(part.state_dict())[1].values()}
+        return [
+            self.parameter_names[id(p)]
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) not in saved and p.data_ptr() not in memory
+        ]
+
     def _derive(self) -> dict:
         """What must match on resume, from the objects themselves as they are at the start of the
         run."""
@@ -430,6 +444,19 @@ class Checkpoints:
                 join_tensors(manifest["state"][name], tensors.get(f"{name}.safetensors", {}))
             )
         return manifest["step"], manifest["extra"], self._own_part(manifest, tensors[PROCESSES])
+
+    def load_weights(self, path: Path) -> None:
+        """Models and optimizers from any checkpoint of such a run; hyperparameters, schedules and
+        all else stay as they are."""
+        manifest, tensors = read_checkpoint(path)
+        for name, model in self.models.items():
+            self._load_model(name, model, tensors[f"{name}.safetensors"])
+        for name, optimizer in self.optimizers.items():
+            own = [dict(group) for group in optimizer.param_groups]
+            saved = tensors[f"{name}.safetensors"], manifest["state"][name]
+            self._load_optimizer(name, optimizer, *saved)
+            for group, values in zip(optimizer.param_groups, own, strict=True):
+                group.update(values)
 
     def _load_model(self, name: str, model: nn.Module, saved: dict[str, torch.Tensor]) -> list[str]:
         """Load a model's state if it fits; returns what does not: names, shapes, types."""

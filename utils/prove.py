@@ -1,13 +1,14 @@
 """Prove that a script trains the same model on any topology, or name the first thing that differs.
 
-    python -m utils.prove scripts/mine.py [flags of the script]
-    python -m utils.prove --updates 12 --keep proof/ scripts/mine.py --lr 0.1
+    python -m utils.prove mine.py [flags of the script]
+    python -m utils.prove --updates 12 --keep proof/ mine.py --lr 0.1
 
 Runs the script for a few updates on one process, with accumulation, on several processes, with
 another number of data workers, and with a resume in the middle, and compares what it does in the
 order in which things happen: samples, items, values of each sample, gradients, learning rates,
-weights, optimizer state, test. The script must train through `Run` and `GlobalLoader`. Nothing in
-it needs to be changed. Ends with 0 if all agree, 1 if something differs, 2 if the script fails.
+weights, optimizer state, test, files. The script must train through `Run` and `GlobalLoader`.
+Nothing in it needs to be changed. Ends with 0 if all agree, 1 if something differs, 2 if the script
+fails.
 """
 
 import argparse
@@ -31,6 +32,9 @@ BATCH_SIZE = 12  # divides by 1, 2 and 3 processes, and by 2 accumulation steps 
 TIMEOUT_S = 600
 ROUNDING = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding
 ENDING = "_batches_tracked"  # counts of BatchNorm: not a result
+# What rounding can change.
+NUMBERS = {"values", "gradients", "gradients at the step", "weights", "optimizer"}
+NUMBERS |= {"test values", "test result"}
 
 CPU = """compute_environment: LOCAL_MACHINE
 distributed_type: "NO"
@@ -64,11 +68,11 @@ class Variant(NamedTuple):
 class Finding(NamedTuple):
     """The first thing in which a variant differs from its reference."""
 
-    update: int | None  # None: in the test
+    update: int | None  # None: in the test, or at the end
     stage: str
     what: str
     cause: str
-    expected: bool = False  # not a mistake: the model looks across samples
+    expected: bool = False  # not a mistake: the model looks across samples, or rounding grows
 
 
 def parse_args():
@@ -135,7 +139,7 @@ def prove(args, folder: Path) -> int:
         if isinstance(reference, str):
             pool.shutdown(cancel_futures=True)
             stop(f"the script fails on one process: {reference}")
-        started[resumed] = pool.submit(runs.launch, resumed, base)
+        started[resumed] = pool.submit(runs.launch, resumed, base.name)
         records = {each: future.result() for each, future in started.items()}
         across = None
         if not isinstance(records[accumulated], str):
@@ -146,13 +150,18 @@ def prove(args, folder: Path) -> int:
             same_parts[two] = records[accumulated]
             thirds = Variant("1 process, 3 accumulation steps", accumulation=3)
             same_parts[three] = runs.launch(thirds)
-    return report(args, reference, records, same_parts, [*variants, resumed])
+    return report(runs, reference, records, same_parts, [*variants, resumed])
 
 
-def report(args, reference, records, same_parts, variants) -> int:
+def report(runs, reference, records, same_parts, variants) -> int:
     """Print a line for each variant, and the cause of what differs. Returns the exit code."""
-    show(f"  {'1 process':<38}the reference")
-    failed = []
+    failed, rounded = [], []
+    found = differs_in_files(reference)
+    if found is None:
+        show(f"  {'1 process':<38}the reference")
+    else:
+        show(f"  {'1 process':<38}DIFFERENT {place(found)}: {found.what}", "red")
+        failed.append((None, found))
     for variant in variants:
         if variant not in records:
             continue
@@ -160,30 +169,46 @@ def report(args, reference, records, same_parts, variants) -> int:
             show(f"  {variant.name:<38}FAILS: {records[variant]}", "red")
             failed.append((variant, Finding(None, "start", records[variant], cause("fails"))))
             continue
-        expected = same_parts.get(variant, reference)
-        tolerance = 0.0 if variant.resume or variant.num_workers else args.tolerance
-        found = first_difference(expected, records[variant], tolerance, variant)
-        with_parts = ""
+        expected, expected_name = reference, "1 process"
         if variant in same_parts:
-            with_parts = f" as 1 process with {variant.processes} accumulation steps"
+            expected = same_parts[variant]
+            expected_name = f"1 process, {variant.processes} accumulation steps"
+        tolerance = 0.0 if variant.resume or variant.num_workers else runs.args.tolerance
+        found = first_difference(expected, records[variant], tolerance, variant)
+        if may_be_rounding(found, tolerance):
+            again = variant._replace(name=f"{variant.name}, with the weights of {expected_name}")
+            again = runs.launch(again, weights_of=expected_name)
+            found = without_rounding(found, expected, again, tolerance, variant)
+        with_parts = f" as {expected_name}" if variant in same_parts else ""
         if found is None:
             largest = largest_difference(expected, records[variant])
             said = "bit for bit the same" if largest == 0 else f"the same, to {largest:.0e}"
             show(f"  {variant.name:<38}{said}{with_parts}")
+        elif found.stage == "rounding":
+            show(f"  {variant.name:<38}{found.what}{with_parts}", "yellow")
+            rounded.append(found.cause)
         elif found.expected and tolerance and variant not in same_parts:
             show(f"  {variant.name:<38}differs, and must: {found.cause}")
         else:
-            place = "test" if found.update is None else f"update {found.update}"
-            show(f"  {variant.name:<38}DIFFERENT in {place}, {found.stage}: {found.what}", "red")
+            show(f"  {variant.name:<38}DIFFERENT {place(found)}: {found.what}", "red")
             failed.append((variant, found))
+    for sentence in dict.fromkeys(rounded):
+        show(sentence)
     if not failed:
         show("proven: the same samples, gradients, weights and test on every topology", "green")
         return 0
     for sentence in dict.fromkeys(found.cause for _, found in failed):
         show(f"likely cause: {sentence}")
-    if not args.float64:
+    if not runs.args.float64:
         show("if it may be rounding (BatchNorm over few samples, large numbers): --float64 tells")
     return 1
+
+
+def place(found: Finding) -> str:
+    if found.stage == "checkpoint":
+        return "at the end, checkpoint"
+    where = "test" if found.update is None else f"update {found.update}"
+    return f"in {where}, {found.stage}"
 
 
 class Runs:
@@ -192,17 +217,23 @@ class Runs:
     def __init__(self, args, folder: Path, gpus: int):
         self.args, self.folder, self.gpus = args, folder, gpus
 
-    def launch(self, variant: Variant, resumed_from: Variant | None = None) -> list[dict] | str:
-        """Run the script; returns the record of each rank, or why the script failed."""
-        import torch
+    def launch(
+        self,
+        variant: Variant,
+        resumed_from: str | None = None,
+        weights_of: str | None = None,
+    ) -> list[dict] | str:
+        """Run the script; returns the record of each rank, or why the script failed.
 
-        name = variant.name.replace(" ", "_").replace(",", "")
-        run = self.folder / name
+        resumed_from: the name of a variant that has run. weights_of: that of one whose weights
+        each update begins with.
+        """
+        run = self._folder(variant.name)
         if resumed_from is not None:
-            self._copy_as_killed(self.folder / resumed_from.name.replace(" ", "_"), run)
+            self._copy_as_killed(self._folder(resumed_from), run)
         run.mkdir(exist_ok=True)
         template = (CPU, CPU_DDP, SINGLE_GPU, DDP)[2 * bool(self.gpus) + (variant.processes > 1)]
-        config = self.folder / f"{name}.yaml"
+        config = run.with_name(f"{run.name}.yaml")
         config.write_text(
             template.format(processes=variant.processes, precision=self.args.precision)
         )
@@ -214,6 +245,7 @@ class Runs:
             "num_workers": variant.num_workers,
             "resume": variant.resume,
             "float64": self.args.float64,
+            "weights_of": str(self._folder(weights_of)) if weights_of else None,
         }
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
         if variant.processes > 1:
@@ -222,7 +254,7 @@ class Runs:
         command += [self.args.script, *self.args.flags]
         environment = {**os.environ, "TRAIN_RECORD": json.dumps(wanted)}
         environment["OMP_WAIT_POLICY"] = "PASSIVE"  # several runs share the cores
-        log = self.folder / f"{name}.log"
+        log = run.with_name(f"{run.name}.log")
         with log.open("w") as file:
             try:
                 subprocess.run(
@@ -235,12 +267,15 @@ class Runs:
                 )
             except subprocess.TimeoutExpired:
                 return f"it did not end in {TIMEOUT_S} s"
-        records = sorted(run.glob("record_rank*.pt"))
+        records = read(run)
         if len(records) != variant.processes:
             lines = [line for line in log.read_text().splitlines() if line.strip()]
             errors = [line for line in lines if "rror" in line] or lines[-1:]
             return errors[0].strip() if errors else "it left no record: does it train by Run?"
-        return [torch.load(path, weights_only=True) for path in records]
+        return records
+
+    def _folder(self, name: str) -> Path:
+        return self.folder / name.replace(" ", "_").replace(",", "")
 
     def _copy_as_killed(self, whole: Path, run: Path) -> None:
         """The folder of a run as a kill in the middle of its second epoch would have left it."""
@@ -248,6 +283,24 @@ class Runs:
         for checkpoint in (run / "checkpoints").glob("step_*"):
             if int(checkpoint.name[5:]) > 2:
                 shutil.rmtree(checkpoint)
+
+
+def read(run: Path) -> list[dict]:
+    """The record of each rank; the first also has the "files" of the run's end, by their names."""
+    import torch
+    from safetensors.torch import load_file
+
+    from .record import sampled
+
+    ranks = [torch.load(path, weights_only=True) for path in sorted(run.glob("record_rank*.pt"))]
+    if ranks:
+        folders = [run, *sorted((run / "checkpoints").glob("step_*"))[-1:]]
+        ranks[0]["files"] = {
+            str(path.relative_to(run)): {k: sampled(v) for k, v in load_file(path).items()}
+            for folder in folders
+            for path in sorted(folder.glob("*.safetensors"))
+        }
+    return ranks
 
 
 def relative(one, other) -> float:
@@ -303,6 +356,9 @@ def first_difference(
             if found is not None:
                 return found
             tests.pop(0)
+    found = differs_in_files(ranks)
+    if found is not None:
+        return found
     if variant is not None and len(steps) + (2 if variant.resume else 0) < len(known):
         what = f"{len(steps)} updates were made instead of {len(known)}"
         return Finding(steps[-1] if steps else None, "updates", what, cause("updates"))
@@ -523,6 +579,56 @@ def differs_in_test(reference, ranks, step, tolerance, variant) -> Finding | Non
     return None
 
 
+def differs_in_files(ranks) -> Finding | None:
+    """Whether the files of a run's end hold what it had after its last update, bit for bit."""
+    record = ranks[0]
+    last = record["updates"][-1]
+    if record["unsaved"]:
+        names = record["unsaved"]
+        what = f"{names[0]}{more_of(names)}: trained, and not in the models given to run.start"
+        return Finding(None, "checkpoint", what, cause("checkpoint"))
+    checkpoint = f"checkpoints/step_{last['step']:08d}/"
+    for kind, folder in (("weights", ""), ("weights", checkpoint), ("optimizer", checkpoint)):
+        for name, tensor in last[kind].items():
+            owner, _, key = name.partition(": ")
+            file = f"{folder}{owner}.safetensors"
+            held = record["files"].get(file)
+            if held is None:
+                what = f"there is no {file}"
+                return Finding(None, "checkpoint", what, cause("checkpoint"))
+            if not folder and key not in held:
+                key = key.removeprefix("module.")  # a moving average: the file is of its model
+            if key not in held:
+                what = f"{file} has no {key}"
+                return Finding(None, "checkpoint", what, cause("checkpoint"))
+            if relative(tensor[1:], held[key][1:]):
+                what = f"{key} in {file} differs by {relative(tensor[1:], held[key][1:]):.1e}"
+                what += " of its largest entry from what the last update left"
+                return Finding(None, "checkpoint", what, cause("checkpoint"))
+    return None
+
+
+def may_be_rounding(found: Finding | None, tolerance: float) -> bool:
+    """Whether a difference may have grown from rounding. In update 1 it had no time to grow."""
+    if found is None or found.expected or not tolerance:
+        return False
+    return found.stage in NUMBERS and found.update != 1
+
+
+def without_rounding(found, reference, again, tolerance, variant) -> Finding:
+    """What is left of a difference where each update begins with the weights of the reference, as
+    in the records `again`: rounding cannot grow there, and a mistake is still one."""
+    if isinstance(again, str):
+        return found
+    mistake = first_difference(reference, again, tolerance, variant)
+    if mistake is not None:
+        return mistake
+    agree = largest_difference(reference, again)
+    what = f"the same, to {agree:.0e}, in each update from the same weights"
+    since = "in the test" if found.update is None else f"from update {found.update} on"
+    return Finding(found.update, "rounding", what, cause("rounding", since), expected=True)
+
+
 def largest_difference(reference, ranks) -> float:
     """The largest relative difference of a gradient or a weight, over all updates."""
     known = {update["step"]: update for update in reference[0]["updates"]}
@@ -572,6 +678,9 @@ KINDS = {
     "test_values": "the model looks across samples in the test: is it in evaluation mode?",
     "mean_of_means": "the result of the test is a mean of means, or of one process alone; use "
     "run.new_metrics",
+    "checkpoint": "the weights change after the last update, or run.start got another model than "
+    "the one that is trained, or run.finish() is missing",
+    "rounding": "rounding grows over the updates, and exceeds the tolerance {detail}: no mistake",
     "fails": "see what it says; with --keep FOLDER the logs are kept",
     "updates": "the script makes another number of updates on another topology",
 }

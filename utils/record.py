@@ -25,6 +25,8 @@ class Settings(NamedTuple):
     num_workers: int | None  # None: as the script says
     resume: bool
     float64: bool = False
+    # A run of the same script: each update begins with the weights that this one had.
+    weights_of: str | None = None
 
     @property
     def train_items(self) -> int:
@@ -82,6 +84,7 @@ class Recorder:
         self.updates, self.tests = [], []
         self.current = None
         self.testing = None
+        self.has_ended = False
         for name, optimizer in checkpoints.optimizers.items():
             optimizer.register_step_pre_hook(functools.partial(self._before_step, name))
         accelerator.backward = self._recorded(accelerator.backward)
@@ -97,6 +100,9 @@ class Recorder:
         """Micro-batches that the script gets next, of the update after `step`."""
         for batch in batches:
             if batch.micro_step == 0:
+                if settings().weights_of is not None and step > 0:
+                    run = Path(settings().weights_of)
+                    self.checkpoints.load_weights(run / "checkpoints" / f"step_{step:08d}")
                 self.current = {"step": step + 1, "update_size": batch.update_size, "samples": []}
                 self.current |= {"gradients": {}, "at_step": {}, "steps": {}, "learning_rates": {}}
             self.current["samples"].append(
@@ -135,8 +141,11 @@ class Recorder:
         self.current["learning_rates"][name] = float(optimizer.param_groups[0]["lr"])
         self.current["at_step"] |= self._gradients(name, optimizer)
 
-    def end_update(self) -> None:
-        """Call it after the update, before anything is saved or tested."""
+    def end_update(self, is_last: bool) -> None:
+        """Call it after the update, before anything is saved or tested.
+
+        is_last: the run ends with it; what is recorded is written from now on.
+        """
         names = self.checkpoints.parameter_names
         self.current["weights"] = {
             f"{owner}: {name}": sampled(tensor)
@@ -153,7 +162,9 @@ class Recorder:
         }
         self.updates.append(self.current)
         self.current = None
-        self.write()
+        self.has_ended = is_last
+        if is_last:
+            self.write()
 
     def test_values(self, batch, values: dict[str, torch.Tensor]) -> None:
         """What the script counts for a batch of the test."""
@@ -168,9 +179,11 @@ class Recorder:
         numbers = {name: float(v) for name, v in result.items() if isinstance(v, (int, float))}
         self.tests.append({"step": step, "samples": self.testing or [], "result": numbers})
         self.testing = None
-        self.write()
+        if self.has_ended:
+            self.write()
 
     def write(self) -> None:
         content = {"updates": self.updates, "tests": self.tests, "modules": self.modules}
+        content["unsaved"] = self.checkpoints.unsaved_parameters()
         rank = self.accelerator.process_index
         torch.save(content, Path(settings().folder) / f"record_rank{rank}.pt")

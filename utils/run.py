@@ -311,7 +311,7 @@ class Run:
         self.step += 1
         self.profiler.step()
         if self.recorder is not None:
-            self.recorder.end_update()
+            self.recorder.end_update(self.step == self.total_steps)
         args = self.args
         epoch_ends = self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
         if self.step % args.log_every == 0 or epoch_ends:

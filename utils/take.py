@@ -335,6 +335,16 @@ def config_files(package: str, script: str) -> dict[Path, bytes]:
     return files
 
 
+def pages(package: str, scripts: list[str], modules: dict[str, Source]) -> dict[Path, bytes]:
+    """The pages of our package that its modules name, by their path in the copy."""
+    files = {}
+    for path in sorted((ROOT / PACKAGE).glob("*.md")):
+        if any(f"{PACKAGE}/{path.name}" in module.text for module in modules.values()):
+            text = rename_in_text(path.read_text(), package, scripts)
+            files[Path(package) / path.name] = text.encode()
+    return files
+
+
 def data_files() -> dict[Path, bytes]:
     """The bundled data by their path in the copy. Raises: SystemExit if they are not here."""
     folder = ROOT / "data" / "mnist"
@@ -410,6 +420,8 @@ def take(words: list[str], folder: Path, package: str, with_data: bool) -> str:
         if name == "__init__":
             text = ORIGIN + text
         files[Path(package) / f"{name}.py"] = text.encode()
+    texts = pages(package, names, modules)
+    files.update(texts)
     files.update(config_files(package, names[0] if names else "your_script"))
     files[Path("LICENSE")] = (ROOT / "LICENSE").read_bytes()
     files[Path("requirements.txt")] = requirements(packages).encode()
@@ -422,7 +434,8 @@ def take(words: list[str], folder: Path, package: str, with_data: bool) -> str:
     lines += [f"  {name}.py" for name in names]
     if modules:
         count = plural(len(modules) - 1, "module")
-        lines.append(f"  {package}/  {count}: {', '.join(sorted(modules.keys() - {'__init__'}))}")
+        shown = sorted(modules.keys() - {"__init__"}) + [path.name for path in texts]
+        lines.append(f"  {package}/  {count}: {', '.join(shown)}")
     lines.append(
         f"  {CONFIGS}/, LICENSE, requirements.txt" + (", data/mnist/" if with_data else "")
     )
@@ -451,8 +464,8 @@ def main() -> None:
         "script",
         metavar="SCRIPT",
         nargs="+",
-        help="mnist_mlp or another name in scripts/, doctor, or the path of a script of your own "
-        f"that imports from {PACKAGE}",
+        help="mnist_mlp or another name in scripts/, doctor, prove, or the path of a script of "
+        f"your own that imports from {PACKAGE}",
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="made if it does not exist")
     parser.add_argument(
