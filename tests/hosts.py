@@ -1,5 +1,5 @@
-"""Two hosts on one machine: network namespaces with an address, a name and an /etc/hosts each, and
-a cable between."""
+"""Several hosts on one machine: network namespaces with an address, a name and an /etc/hosts each,
+and a switch between."""
 
 import os
 import shutil
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from conftest import ROOT, free_port
 
-NAMES, ADDRESSES = ("alpha", "beta"), ("10.77.0.1", "10.77.0.2")
+NAMES = ("alpha", "beta", "gamma")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 
 
 def ip(*words):
@@ -22,30 +23,23 @@ def ip(*words):
 
 
 class Hosts:
-    """Hosts 0 and 1. Raises: OSError, with the reason, where they cannot be made."""
+    """Hosts 0 to count - 1. Raises: OSError, with the reason, where they cannot be made."""
 
-    def __init__(self, folder: Path, home: Path):
+    def __init__(self, folder: Path, home: Path, count: int = 2):
         self.folder, self.home, self.processes = folder, home, []
-        self.spaces = [f"{name}{os.getpid()}" for name in NAMES]
+        self.spaces = [f"{name}{os.getpid()}" for name in NAMES[:count]]
+        self.switch = f"switch{os.getpid()}"
         if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
             raise OSError("network namespaces need root, and the programs ip and unshare")
         try:
-            for space in self.spaces:
+            ip("netns", "add", self.switch)
+            ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
+            ip("-n", self.switch, "link", "set", "switch", "up")
+            for space, name, address in zip(self.spaces, NAMES, ADDRESSES, strict=False):
                 ip("netns", "add", space)
-            ip(
-                "link",
-                "add",
-                "eth0",
-                "netns",
-                self.spaces[0],
-                "type",
-                "veth",
-                "peer",
-                "eth0",
-                "netns",
-                self.spaces[1],
-            )
-            for space, address in zip(self.spaces, ADDRESSES, strict=True):
+                cable = ("link", "add", "eth0", "netns", space, "type", "veth")
+                ip(*cable, "peer", name, "netns", self.switch)
+                ip("-n", self.switch, "link", "set", name, "master", "switch", "up")
                 ip("-n", space, "address", "add", f"{address}/24", "dev", "eth0")
                 ip("-n", space, "link", "set", "lo", "up")
             self.plug("up")
@@ -58,13 +52,16 @@ class Hosts:
         for space in self.spaces:
             ip("-n", space, "link", "set", "eth0", up_or_down)
 
-    def write_etc_hosts(self, own: tuple[str, str]):
+    def write_etc_hosts(self, own: tuple[str, ...]):
         """own: the address that a host's name has on that host itself; `ip netns exec` puts the
         files into /etc."""
         for host, space in enumerate(self.spaces):
             folder = Path("/etc/netns") / space
             folder.mkdir(parents=True, exist_ok=True)
-            lines = [f"{own[n] if n == host else ADDRESSES[n]} {NAMES[n]}\n" for n in (0, 1)]
+            lines = [
+                f"{own[n] if n == host else ADDRESSES[n]} {NAMES[n]}\n"
+                for n in range(len(self.spaces))
+            ]
             (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
             (folder / "resolv.conf").write_text(
                 "nameserver 127.0.0.1\n"
@@ -192,5 +189,6 @@ class Hosts:
             except OSError:  # not made
                 pass
             shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
+        subprocess.run(["ip", "netns", "delete", self.switch], capture_output=True)
         for process in self.processes:
             process.wait(10)

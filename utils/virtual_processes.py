@@ -217,7 +217,10 @@ class GradientSum:
         self.nodes = []  # of {parameter: gradient}; one that is not there is zero
         self.next_leaf = tree.leaves[0]
         self.collected_at = None  # accelerator.step
-        self.is_ddp = isinstance(model, DistributedDataParallel)
+        is_wrapped = isinstance(model, DistributedDataParallel)
+        # torchrun with one process: DDP reduces nothing then, and Accelerate has no no_sync.
+        self.in_buckets = is_wrapped and tree.world_size == 1
+        self.is_ddp = is_wrapped and tree.world_size > 1
         if self.is_ddp:
             model.register_comm_hook(None, self._sum_bucket)
             self.buckets_of_step = (None, set())
@@ -241,6 +244,8 @@ class GradientSum:
         self._skip_to(leaf)
         for parameter in gradients:
             parameter.grad = None
+        if self.in_buckets:  # which the next micro-batch writes to
+            gradients = {each: gradient.clone() for each, gradient in gradients.items()}
         push(self.nodes, Node(leaf, 1, gradients), add_gradients)
         self.next_leaf = leaf + 1
         if is_last:
@@ -292,7 +297,7 @@ def views_of(bucket: dist.GradBucket, buffer: torch.Tensor) -> dict:
 
 def add_gradients(left: dict, right: dict) -> dict:
     """The sum of two {parameter: gradient}, in place of `left`."""
-    if left.keys() == right.keys():
+    if left and left.keys() == right.keys():
         torch._foreach_add_(list(left.values()), [right[each] for each in left])
         return left
     for parameter, gradient in right.items():
