@@ -19,6 +19,7 @@ import contextlib
 import copy
 import itertools
 import multiprocessing
+import os
 import statistics
 import sys
 import threading
@@ -416,7 +417,7 @@ def plain(model, optimizer, images):
 SIZES = {"large layers": (2, 512, 128), "small layers": (100, 8, 8)}  # layers, width, rows
 PASSES = {"large layers": 3, "small layers": 15}
 PHASES = ("forward", "backward")
-REPEATS = 4
+REPEATS = 3
 
 
 def passes(size, barrier):
@@ -678,7 +679,8 @@ def say_answers(found, count):
     backward = f"{count} replicas in {plural(threads, 'thread')}"
     if "backward_one_thread_ms" in found:
         backward += f": {found['backward_threads_ms']:.1f} ms, in one thread "
-        backward += f"{found['backward_one_thread_ms']:.1f} ms"
+        cores = plural(os.cpu_count(), "core")
+        backward += f"{found['backward_one_thread_ms']:.1f} ms, on {cores}"
     copies = found["weights_on_first_device"]
     differ = found["replica_to_model"]
     lines = [

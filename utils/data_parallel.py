@@ -2,12 +2,13 @@
 
 import functools
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from torch.nn.parallel.parallel_apply import get_a_var
 from torch.nn.parallel.scatter_gather import scatter
+
+from .topology import data_parallel_gpus
 
 
 def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
@@ -16,8 +17,7 @@ def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     Call it before `accelerator.prepare`, which replaces `model.forward` by a method of the object
     that it is given: replicas of a prepared model would all call the first one.
     """
-    one_process_on_gpu = accelerator.device.type == "cuda" and accelerator.num_processes == 1
-    if not one_process_on_gpu or torch.cuda.device_count() < 2:
+    if data_parallel_gpus(accelerator) < 2:
         return model
     model = nn.DataParallel(model.to(accelerator.device))
     # For `in_each_replica`, whose replicas have the forward from before `prepare`.
