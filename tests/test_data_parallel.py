@@ -292,7 +292,7 @@ MLP = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--dtype", "float
 MLP += ["--dropout", 0.1, "--checkpoint_every", 2]
 
 
-def test_mnist_mlp_on_gpus_is_that_on_one_device_and_either_resumes_the_other(train, capsys):
+def test_mnist_mlp_on_gpus_is_that_on_one_device(train, capsys):
     one, _ = train("mnist_mlp", "one", *MLP)
     capsys.readouterr()
     four, seen = train("mnist_mlp", "four", *MLP, gpus=GPUS)
@@ -303,17 +303,24 @@ def test_mnist_mlp_on_gpus_is_that_on_one_device_and_either_resumes_the_other(tr
     assert_loss_inside(seen, GPUS, 1003 + 203)
     (launch,) = json.loads((four / "run.json").read_text())["launches"]
     assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
-    for run in (one, four):
-        checkpoint = sorted((run / "checkpoints").iterdir())[-1]
+
+
+@pytest.mark.slow
+def test_checkpoints_have_plain_names_and_gpus_and_one_device_resume_each_other(train):
+    one, _ = train("mnist_mlp", "one", *MLP)
+    four, _ = train("mnist_mlp", "four", *MLP, gpus=GPUS)
+    for name, first, gpus in (("one to four", one, GPUS), ("four to one", four, 1)):
+        checkpoint = sorted((first / "checkpoints").iterdir())[-1]
         names = read_checkpoint(checkpoint)[1]["model.safetensors"].keys()
         assert sorted(names) == ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"]
-    for name, first, gpus in (("one to four", one, GPUS), ("four to one", four, 1)):
         resumed = several.back_to(first, 4, first.parent / name)
         train("mnist_mlp", name, *MLP, "--resume", gpus=gpus)
         assert_same_run(resumed, one)
 
 
-@pytest.mark.parametrize("lengths", [[], ["--variable_length"]])
+@pytest.mark.parametrize(
+    "lengths", [[], pytest.param(["--variable_length"], marks=pytest.mark.slow)]
+)
 def test_gradient_accumulation_on_gpus_is_the_whole_batch_on_one_device(train, lengths):
     flags = ["--batch_size", 250, "--num_epochs", 1, "--dtype", "float64", *lengths]
     flags += ["--max_grad_norm", 0.2]

@@ -1,15 +1,26 @@
 """DataParallel by hand ends with plain autograd's weights; what it counts is what there is."""
 
+import contextlib
 import json
 import sys
 import threading
 
 import pytest
 import torch
+import virtual_gpus
 from accelerate import Accelerator
 
 from scripts import dp_from_scratch
-from scripts.dp_from_scratch import Copies, CpuDevices, Gathered, Memory, Painter, edges, update
+from scripts.dp_from_scratch import (
+    Copies,
+    CpuDevices,
+    Gathered,
+    Gpus,
+    Memory,
+    Painter,
+    edges,
+    update,
+)
 
 PIXELS = 49
 STEPS = [
@@ -117,6 +128,26 @@ def test_moved_bytes_are_those_of_the_tensors(batches, loss_inside):
         expected["scatter", device] = samples * PIXELS
     assert dict(devices.moved) == expected
     assert list(dict.fromkeys(span[1] for span in devices.spans)) == STEPS
+
+
+@pytest.mark.parametrize("loss_inside", [False, True])
+def test_torchs_own_functions_make_the_same_update(args, batches, monkeypatch, loss_inside):
+    """The path for GPUs, on virtual ones: only the times and the memory are those of no GPU."""
+    virtual_gpus.install(monkeypatch.setattr, 3)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert difference(args, batches, Gpus(3), loss_inside) < 1e-12
+    ours, theirs = Gpus(3), CpuDevices(3)
+    for devices in (ours, theirs):
+        one_update(devices, batches[0], loss_inside)
+    assert ours.moved == theirs.moved
+    assert list(dict.fromkeys(span[1] for span in ours.spans)) == STEPS
+    found = dp_from_scratch.answers(args, batches, Gpus)
+    assert found["weights_on_first_device"] == 1
+    assert found["replica_to_model"] == 0
+    assert found["parts"][30, 3] == [10, 10, 10]
 
 
 def test_memory_counts_tensors_until_they_are_freed_and_no_views():

@@ -51,14 +51,16 @@ def gather(device, dim, *tensors):
     return torch.cat([tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors], dim)
 
 
-def parallel_apply(functions, inputs, kwargs, devices):
+def parallel_apply(functions, inputs, kwargs=None, devices=None):
     """Each function in a new thread, which knows nothing of the autocast of this one."""
     grad_enabled = torch.is_grad_enabled()
 
     def run(function, args, kwargs):
+        args = args if isinstance(args, (list, tuple)) else (args,)
         with torch.set_grad_enabled(grad_enabled):
             return function(*args, **kwargs)
 
+    kwargs = kwargs or [{} for _ in functions]
     assert len(functions) == len(inputs) == len(kwargs) == len(devices)
     with ThreadPoolExecutor(len(functions)) as pool:
         return list(pool.map(run, functions, inputs, kwargs))
@@ -100,6 +102,7 @@ def install(setattr, count: int) -> SimpleNamespace:
     setattr(module, "_get_all_device_indices", lambda: list(range(count)))
     setattr(module, "_check_balance", lambda device_ids: None)
     setattr(module, "parallel_apply", watched_apply)
+    setattr(nn.parallel, "parallel_apply", parallel_apply)
     setattr(replicate, "_broadcast_coalesced_reshape", broadcast)
     setattr(functions.Scatter, "apply", scatter)
     setattr(functions.Gather, "apply", watched_gather)
