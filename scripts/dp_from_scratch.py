@@ -678,19 +678,23 @@ def say_answers(found, count):
     for (inputs, devices), sizes in found["parts"].items():
         parts.append(f"{inputs} inputs on {plural(devices, 'device')}: {sizes}")
     threads = found["backward_threads"]
-    backward = f"{count} replicas in {plural(threads, 'thread')}"
+    backward = [f"  {plural(count, 'replica')} in {plural(threads, 'thread')}."]
     if "backward_one_thread_ms" in found:
-        backward += f": {found['backward_threads_ms']:.1f} ms, in one thread "
-        cores = plural(os.cpu_count(), "core")
-        backward += f"{found['backward_one_thread_ms']:.1f} ms, on {cores}"
+        backward = [
+            f"  {plural(count, 'replica')} in {plural(threads, 'thread')}: "
+            f"{found['backward_threads_ms']:.1f} ms; in one thread "
+            f"{found['backward_one_thread_ms']:.1f} ms; on {plural(os.cpu_count(), 'core')}.",
+            f"  The weights then differ by {found['backward_difference']:g}: no replica needs "
+            "anything of another.",
+        ]
     copies = found["weights_on_first_device"]
     differ = found["replica_to_model"]
     lines = [
         *parts,
         "",
         f"Is the backward pass parallel? {'Yes' if threads == count > 1 else 'No'}.",
-        f"  {backward}.",
-        "  autograd has one thread for each GPU, and one for a CPU: here each replica has its own.",
+        *backward,
+        "  Autograd has one thread for each GPU, and one for a CPU: here each replica has its own.",
         "  So is the forward pass. In all other steps the others wait for the first device.",
         f"Are there two copies of the model on the first device? {'No' if copies == 1 else 'Yes'}.",
         f"  It holds {copies:g} of each weight: its replica uses those of the model.",
@@ -754,6 +758,7 @@ def draw_steps(results, title):
         draw_timeline(timeline, spans)
         timeline.set_title(TITLES[way])
         draw_bars(moved, costs, "moved_mib", "MiB sent and received")
+        moved.legend(loc="upper right")  # "update", which is there, moves nothing
         draw_bars(memory, costs, "peak_mib", "peak memory, MiB")
         if column:
             for axes in (timeline, moved, memory):
@@ -790,7 +795,6 @@ def draw_bars(axes, costs, kind, label):
     axes.set_ylabel(label)
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
-    axes.legend()
 
 
 def draw_memory(results, title):
@@ -893,11 +897,14 @@ def main():
 
     found |= answers(args, batches, kind)
     if kind is CpuDevices:
+        ends = []
         for name, one_call in (("threads", False), ("one_thread", True)):
             devices = CpuDevices(args.num_devices, one_call=one_call)
-            _, updates = train(args, batches, devices, False)
+            weights, updates = train(args, batches, devices, False)
             best_s = min(duration(spans, "backward") for spans in updates)
             found[f"backward_{name}_ms"] = 1000 * best_s
+            ends.append(weights)
+        found["backward_difference"] = (ends[0] - ends[1]).abs().max().item()
     print(f"\n{say_answers(found, args.num_devices)}", flush=True)
 
     facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}

@@ -243,6 +243,7 @@ def test_a_run_prints_answers_and_draws(launcher, small_mnist):
         "4 on 3": [2, 2],
     }
     assert answers["backward_threads"] == 3
+    assert answers["backward_difference"] == 0
     assert answers["weights_on_first_device"] == 1
     assert answers["replica_to_model"] == 0
     assert answers["gradients_of_replicas"] > 0.01
