@@ -19,12 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from hosts import NAMES, Hosts
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
+from tests.hosts import NAMES, Hosts
 
 FLAGS = ["--virtual_processes", 8, "--batch_size", 64, "--hidden", 64, "--checkpoint_every", 50]
 FLAGS += ["--log_every", 10, "--timeout_s", 60]
@@ -89,7 +87,7 @@ class Agents:
         command += ["--nproc_per_node", 1, "--max_restarts", 100, "--rdzv_id", "elastic"]
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", self.folder / "rendezvous"]
         command += ["--rdzv_conf", f"{settings},last_call_timeout=2"]
-        command += [ROOT / "scripts" / "mnist_mlp.py", *self.flags]
+        command += [common.ROOT / "scripts" / "mnist_mlp.py", *self.flags]
         command += ["--output_dir", self.folder / "run", "--resume"]
         self.number += 1
         log = f"{self.number}_{NAMES[host]}.log"
@@ -133,16 +131,17 @@ def disturbed(hosts: Hosts, folder: Path, events, steps_between: int, flags) -> 
             running.pop(host).wait(10)
         else:
             running[host] = agents.start(host)
+        size = len(here)
         going_on = agents.wait(
-            lambda: agents.trains_with(len(here)), f"an update on {len(here)} machines"
+            lambda size=size: agents.trains_with(size), f"an update on {size} machines"
         )
         launch = agents.watch.launches()[-1]
         lost = max(0, step - launch["from_step"])
         if kind == "lost":  # a machine that comes back interrupts when it is ready, and not before
             sizes.append([now - began, 0])
-        sizes.append([going_on - began, len(here)])
+        sizes.append([going_on - began, size])
         waited = round(going_on - now, 1)
-        rows.append([kind, NAMES[host], step, len(here), waited, lost])
+        rows.append([kind, NAMES[host], step, size, waited, lost])
     hosts.end(list(running.values()), timeout=600)
     return {"sizes": sizes, "rows": rows, "end": time.monotonic() - began}
 
@@ -162,7 +161,11 @@ def measure(args) -> dict:
         finally:
             hosts.remove()
         common.launch(
-            "cpu", ROOT / "scripts" / "mnist_mlp.py", *flags, "--output_dir", folder / "alone"
+            "cpu",
+            common.ROOT / "scripts" / "mnist_mlp.py",
+            *flags,
+            "--output_dir",
+            folder / "alone",
         )
         measured["sha256"] = [sha256(folder / "run"), sha256(folder / "alone")]
     draw(measured, Path(__file__).with_suffix(".png"))

@@ -4,15 +4,21 @@ and a switch between."""
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from conftest import ROOT, free_port
-
+ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("alpha", "beta", "gamma")
 ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 def ip(*words):

@@ -1,92 +1,36 @@
-"""nn.DataParallel with the loss in each replica.
-
-Without GPUs, stand-ins for torch's functions split and copy for real, so that each replica is a
-module of its own on a part of the batch, in a thread of its own.
-"""
+"""nn.DataParallel on virtual GPUs: the numbers of one device, with the loss in each replica."""
 
 import copy
-import functools
-import importlib
+import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
+import several
+import test_resnet50
 import torch
 import torch.nn.functional as F
+import virtual_gpus
 from accelerate import Accelerator
 from test_topology import fake_accelerator
 from torch import nn
 
+from scripts import resnet50
+from utils.checkpoint import read_checkpoint
 from utils.data_parallel import data_parallel, in_each_replica
+from utils.topology import data_parallel_gpus
 
 GPUS = 4
-
-
-class Copy(torch.autograd.Function):
-    """Copies of a parameter, whose gradients are summed in backward, as in torch's Broadcast."""
-
-    @staticmethod
-    def forward(ctx, tensor, count):
-        return tuple(tensor.clone() for _ in range(count))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return sum(gradients), None
-
-
-def replicate(module, devices, detach=False):
-    """Copies of a module, as torch.nn.parallel.replicate makes them: `parameters` leads back."""
-    copies = [copy.deepcopy(module) for _ in devices]
-    for name, parameter in module.named_parameters():
-        owner, _, attribute = name.rpartition(".")
-        values = Copy.apply(parameter, len(devices))
-        for replica, value in zip(copies, values, strict=True):
-            place = replica.get_submodule(owner)
-            del place._parameters[attribute]
-            setattr(place, attribute, value.detach() if detach else value)
-    return copies
-
-
-def scatter_tensor(devices, sizes, dim, tensor):
-    return tuple(tensor.chunk(len(devices), dim))
-
-
-def gather_tensors(device, dim, *tensors):
-    return torch.cat(tensors, dim)
-
-
-def parallel_apply(functions, inputs, kwargs, devices):
-    """Each function in a new thread, which knows nothing of the autocast of this one."""
-    grad_enabled = torch.is_grad_enabled()
-
-    def run(function, args, kwargs):
-        with torch.set_grad_enabled(grad_enabled):
-            return function(*args, **kwargs)
-
-    assert len(functions) == len(inputs) == len(kwargs) == len(devices)
-    with ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(run, functions, inputs, kwargs))
 
 
 @pytest.fixture
 def gpus(monkeypatch):
     """Returns a function that wraps a model as on a machine with several GPUs."""
-    # torch.nn.parallel.data_parallel is both a module and a function in the package.
-    module = importlib.import_module("torch.nn.parallel.data_parallel")
-    scatter_gather = importlib.import_module("torch.nn.parallel.scatter_gather")
-    monkeypatch.setattr(module, "replicate", replicate)
-    monkeypatch.setattr(module, "parallel_apply", parallel_apply)
-    monkeypatch.setattr(scatter_gather.Scatter, "apply", scatter_tensor)
-    monkeypatch.setattr(scatter_gather.Gather, "apply", gather_tensors)
+    virtual_gpus.install(monkeypatch.setattr, GPUS)
 
     def wrap(model, accelerator=None):
-        wrapped = nn.DataParallel(model)
-        wrapped.dim = 0
-        wrapped.device_ids = list(range(GPUS))
-        wrapped.output_device = 0
-        if accelerator is not None:
-            wrapped.autocast = accelerator.autocast
-        return wrapped
+        return data_parallel(model, accelerator or fake_accelerator())
 
     return wrap
 
@@ -207,22 +151,227 @@ def test_autocast_reaches_every_replica(gpus, model):
     torch.testing.assert_close(losses, losses_and_hits(reference, images, labels)[0])
 
 
+def test_a_model_called_as_it_stands_gathers_its_logits(gpus, model):
+    """Without the decorator: nn.DataParallel's own forward, and the loss on the first GPU."""
+    images, labels = batch(11)
+    reference = copy.deepcopy(model)
+    logits = gpus(model)(images)
+    torch.testing.assert_close(logits, reference(images))
+    F.cross_entropy(logits, labels).backward()
+    F.cross_entropy(reference(images), labels).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_frozen_weights_get_no_gradient(gpus, model):
+    model[0].requires_grad_(False)
+    losses, _ = losses_and_hits(gpus(model), *batch(11))
+    losses.sum().backward()
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad.abs().sum() > 0
+
+
+def test_replicas_are_made_anew_and_the_first_has_the_models_own_weights(gpus, model):
+    addresses = []
+
+    @in_each_replica
+    def note(replica, images):
+        addresses.append((len(images), replica[0].weight.data_ptr()))
+        return images.sum(1)
+
+    note(gpus(model), batch(9)[0])
+    own = [samples for samples, address in addresses if address == model[0].weight.data_ptr()]
+    assert own == [3]
+    assert len({address for _, address in addresses}) == 3  # 9 samples by threes: the fourth waits
+
+
+def share_one_buffer(ctx, *gradients):
+    """As if all replicas wrote their gradients into the buffer of the last one."""
+    last = gradients[-ctx.num_tensors :]
+    return None, *(gradient * (len(gradients) // ctx.num_tensors) for gradient in last)
+
+
+def keep_the_first(ctx, *gradients):
+    return None, *gradients[: ctx.num_tensors]
+
+
+@pytest.mark.parametrize("wrong", [share_one_buffer, keep_the_first])
+def test_gradients_that_are_not_summed_are_noticed(gpus, model, monkeypatch, wrong):
+    test_numbers_and_gradients_are_those_of_one_device(gpus, copy.deepcopy(model), 11, False)
+    monkeypatch.setattr(virtual_gpus.Broadcast, "backward", staticmethod(wrong))
+    seen.clear()
+    with pytest.raises(AssertionError, match="weight"):
+        test_numbers_and_gradients_are_those_of_one_device(gpus, model, 11, False)
+
+
+def test_a_gather_in_another_order_is_noticed(model, monkeypatch):
+    gather = virtual_gpus.gather
+    monkeypatch.setattr(
+        virtual_gpus, "gather", lambda to, dim, *parts: gather(to, dim, *parts[::-1])
+    )
+    virtual_gpus.install(monkeypatch.setattr, GPUS)
+    with pytest.raises(AssertionError, match="not close"):
+        test_numbers_and_gradients_are_those_of_one_device(
+            lambda model: data_parallel(model, fake_accelerator()), model, 12, False
+        )
+
+
 @pytest.mark.parametrize(
-    ("devices", "processes", "wrapped"), [(4, 1, True), (1, 1, False), (4, 4, False)]
+    ("visible", "processes", "device", "gpus"),
+    [(4, 1, "cuda", 4), (1, 1, "cuda", 1), (4, 4, "cuda", 1), (4, 1, "cpu", 1)],
 )
 def test_data_parallel_is_one_process_with_several_gpus(
-    monkeypatch, model, devices, processes, wrapped
+    monkeypatch, model, visible, processes, device, gpus
 ):
-    accelerator = fake_accelerator(processes, "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(model, "to", lambda device: model)
-    result = data_parallel(model, accelerator)
-    assert isinstance(result, nn.DataParallel) == wrapped
-    if wrapped:
-        assert result.module is model
-        assert result.autocast is None
-        accelerator.mixed_precision, accelerator.autocast = "bf16", functools.partial(int)
-        assert data_parallel(model, accelerator).autocast is accelerator.autocast
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    accelerator = fake_accelerator(processes, device)
+    assert data_parallel_gpus(accelerator) == gpus
+    if gpus == 1:
+        assert data_parallel(model, accelerator) is model
+
+
+def test_a_wrapped_model_has_autocast_only_if_the_config_has_it(gpus, model):
+    wrapped = gpus(model)
+    assert isinstance(wrapped, nn.DataParallel)
+    assert wrapped.module is model
+    assert wrapped.autocast is None
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert gpus(model, accelerator).autocast == accelerator.autocast
+
+
+# The training scripts.
+
+
+@pytest.fixture
+def train(small_mnist, tmp_path, monkeypatch, home):
+    """Returns a function that runs the main of a script, on virtual GPUs if asked to.
+
+    It returns the folder of the run, and what the virtual GPUs saw.
+    """
+
+    def train(script, name, *flags, gpus=1):
+        words = ["--dataset", small_mnist, "--log_every", 1, "--output_dir", tmp_path / name]
+        seen = SimpleNamespace(parts=[], gathered=[])
+        with monkeypatch.context() as patch:
+            if gpus > 1:
+                seen = virtual_gpus.install(patch.setattr, gpus)
+            assert several.run(script, [*words, *flags]) is None
+        return tmp_path / name, seen
+
+    return train
+
+
+def lines(folder):
+    """Those of the training and of the tests."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["split"] in ("train", "test")]
+
+
+def assert_same_run(ours, theirs):
+    """The same metrics and weights, in files with the same names in them."""
+    for line, expected in zip(lines(ours), lines(theirs), strict=True):
+        assert line.keys() == expected.keys()
+        for name in line.keys() - {"split", "samples_per_s", "data_wait_pct"}:
+            assert line[name] == pytest.approx(expected[name], rel=1e-12), name
+    files = [folder / "model.safetensors" for folder in (ours, theirs)]
+    weights, expected = (safetensors.torch.load_file(file) for file in files)
+    assert weights.keys() == expected.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def assert_loss_inside(seen, gpus, samples):
+    """All GPUs worked, and nothing was gathered but numbers of one a sample."""
+    assert {len(parts) for parts in seen.parts} >= {gpus}
+    assert sum(map(sum, seen.parts)) == samples
+    assert {len(shape) for shape in seen.gathered} == {1}
+    assert max(shape[0] for shape in seen.gathered) == max(map(sum, seen.parts))
+
+
+MLP = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--dtype", "float64"]
+MLP += ["--dropout", 0.1, "--checkpoint_every", 2]
+
+
+def test_mnist_mlp_on_gpus_is_that_on_one_device(train, capsys):
+    one, _ = train("mnist_mlp", "one", *MLP)
+    capsys.readouterr()
+    four, seen = train("mnist_mlp", "four", *MLP, gpus=GPUS)
+    assert f"(DataParallel over {GPUS} GPUs)" in capsys.readouterr().out
+    assert_same_run(four, one)
+    assert [63, 63, 63, 61] in seen.parts
+    assert [1, 1, 1] in seen.parts  # the last update of the epoch has 3 of 1003 images
+    assert_loss_inside(seen, GPUS, 1003 + 203)
+    (launch,) = json.loads((four / "run.json").read_text())["launches"]
+    assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
+
+
+@pytest.mark.slow
+def test_checkpoints_have_plain_names_and_gpus_and_one_device_resume_each_other(train):
+    one, _ = train("mnist_mlp", "one", *MLP)
+    four, _ = train("mnist_mlp", "four", *MLP, gpus=GPUS)
+    for name, first, gpus in (("one to four", one, GPUS), ("four to one", four, 1)):
+        checkpoint = sorted((first / "checkpoints").iterdir())[-1]
+        names = read_checkpoint(checkpoint)[1]["model.safetensors"].keys()
+        assert sorted(names) == ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"]
+        resumed = several.back_to(first, 4, first.parent / name)
+        train("mnist_mlp", name, *MLP, "--resume", gpus=gpus)
+        assert_same_run(resumed, one)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[], pytest.param(["--variable_length"], marks=pytest.mark.slow)]
+)
+def test_gradient_accumulation_on_gpus_is_the_whole_batch_on_one_device(train, lengths):
+    flags = ["--batch_size", 250, "--num_epochs", 1, "--dtype", "float64", *lengths]
+    flags += ["--max_grad_norm", 0.2]
+    one, _ = train("gradient_accumulation", "one", *flags)
+    accumulated = ["--gradient_accumulation_steps", 5, "--compare"]
+    four, seen = train("gradient_accumulation", "four", *flags, *accumulated, gpus=GPUS)
+    summary = json.loads((four / "summary.json").read_text())
+    assert summary["largest_gradient_difference"] < 1e-12
+    assert summary["micro_batches"] == 25
+    assert_same_run(four, one)
+    assert [13, 13, 13, 11] in seen.parts  # 50 images in a micro-batch
+    assert_loss_inside(seen, GPUS, 1003 + 203)
+
+
+@pytest.mark.slow
+def test_resnet50_on_gpus_is_accumulation_and_batch_norm_keeps_the_first_gpus_statistics(
+    train, monkeypatch
+):
+    """Each GPU normalises its part of the batch, as each micro-batch is with accumulation."""
+    test_resnet50.use_4_blocks(monkeypatch.setattr)
+    monkeypatch.setattr(resnet50, "TEST_BATCH_SIZE", 64)
+    monkeypatch.setattr(resnet50, "mean_and_std", resnet50.mean_and_std.__wrapped__)
+    flags = ["--batch_size", 16, "--image_size", 16, "--max_steps", 2, "--max_test_samples", 23]
+    flags += ["--ema_decay", 0.9, "--num_workers", 0]
+    torch.set_default_dtype(torch.float64)
+    try:
+        two, seen = train("resnet50", "two", *flags, gpus=2)
+
+        def count_the_first_only(model, micro_step, accumulation):
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.momentum = 0.1 if micro_step == 0 else 0.0
+
+        monkeypatch.setattr(resnet50, "weigh_batch_norms", count_the_first_only)
+        one, _ = train("resnet50", "one", *flags, "--gradient_accumulation_steps", 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    states = []
+    for folder in (two, one):
+        checkpoint = sorted((folder / "checkpoints").iterdir())[-1]
+        states.append(read_checkpoint(checkpoint)[1])
+    for file in ("model.safetensors", "model_ema.safetensors"):
+        ours, theirs = (state[file] for state in states)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            if "num_batches_tracked" not in name:  # one an update, or two
+                torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=1e-8, msg=name)
+    losses = [[line["loss"] for line in lines(folder)] for folder in (two, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert [8, 8] in seen.parts
+    assert {len(shape) for shape in seen.gathered} == {1}
 
 
 @pytest.mark.gpu

@@ -248,3 +248,12 @@ def test_each_common_mistake_has_its_test():
     assert len(rows) >= 15
     for row in rows:
         assert re.search(r"`test_\w+` in \[\w+\]\(tests/\w+\.py\) \|$", row), row
+
+
+def test_each_word_of_the_glossary_has_its_line():
+    rows = SCRIPTS.partition("\n## Words\n")[2].strip().splitlines()
+    rows = [row for row in rows if row.startswith("|")][2:]
+    assert len(rows) >= 9
+    for row in rows:
+        line, file = re.search(r"`([^`]+)` in \[[\w.]+\]\(([^)]+)\) \|$", row).groups()
+        assert line in (ROOT / "scripts" / file).read_text(), row

@@ -12,6 +12,7 @@ FLAGS = {
     "gradient_accumulation": ["--max_steps", 1, "--batch_size", 64, "--compare"],
     "model_split": ["--max_steps", 1, "--batch_size", 8, "--norm", "group"],
     "ddp_from_scratch": ["--num_epochs", 1, "--algorithm", "ring"],
+    "dp_from_scratch": ["--num_steps", 2, "--batch_size", 12],
     "collectives": ["--sizes", 8, "--repetitions", 1, "--warmup", 0],
 }
 TRAINING = {"mnist_mlp", "resnet50", "gradient_accumulation", "model_split"}
@@ -27,8 +28,17 @@ def test_a_script_runs(launcher, small_mnist, script, config):
     flags = list(FLAGS[script])
     if script != "collectives":
         flags += ["--dataset", small_mnist]
-    done = launcher(config, *flags, "--output_dir", "run", script=script)
+    runs_here = script != "dp_from_scratch" or config == "cpu"
+    done = launcher(config, *flags, "--output_dir", "run", script=script, check=runs_here)
     run = launcher.folder / "run"
+    if not runs_here:
+        sentence = (
+            "error: nn.DataParallel runs in one process and here are 2: use cpu.yaml or dp.yaml"
+        )
+        assert sentence in done.stderr
+        assert done.returncode != 0
+        assert not run.exists()
+        return
     assert "Traceback" not in done.stderr
     if script == "collectives":
         says = {"cpu": "one process: there is nothing to send", "cpu_ddp": "give the right results"}

@@ -2,7 +2,6 @@
 
 import functools
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
@@ -10,6 +9,7 @@ from torch.nn.parallel.parallel_apply import get_a_var
 from torch.nn.parallel.scatter_gather import scatter
 
 from .console import stop
+from .topology import data_parallel_gpus
 from .virtual_processes import virtual_processes
 
 
@@ -21,8 +21,7 @@ def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
     Raises: SystemExit with several GPUs and --virtual_processes.
     """
-    one_process_on_gpu = accelerator.device.type == "cuda" and accelerator.num_processes == 1
-    if not one_process_on_gpu or torch.cuda.device_count() < 2:
+    if data_parallel_gpus(accelerator) < 2:
         return model
     if virtual_processes(accelerator):
         stop("--virtual_processes works with DDP, and DataParallel runs here: use ddp.yaml")

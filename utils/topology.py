@@ -144,6 +144,13 @@ def same_on_all(facts: dict) -> dict:
     return facts
 
 
+def data_parallel_gpus(accelerator: Accelerator) -> int:
+    """How many GPUs one process uses by nn.DataParallel (dp.yaml); 1 with any other config."""
+    if accelerator.device.type != "cuda" or accelerator.num_processes > 1:
+        return 1
+    return torch.cuda.device_count()
+
+
 def describe(accelerator: Accelerator, split_batch: bool = True) -> dict:
     """The topology that runs, for run.json. Collective: call it on every rank.
 
@@ -156,11 +163,9 @@ def describe(accelerator: Accelerator, split_batch: bool = True) -> dict:
         rank.
     """
     on_gpu = accelerator.device.type == "cuda"
-    data_parallel_gpus = 1
-    if on_gpu and accelerator.num_processes == 1 and split_batch:
-        data_parallel_gpus = torch.cuda.device_count()
+    gpus = data_parallel_gpus(accelerator) if split_batch else 1
     distributed_type = accelerator.distributed_type.value
-    if data_parallel_gpus > 1:
+    if gpus > 1:
         distributed_type = "DATA_PARALLEL"
     options, _ = requested_topology()
     config_file = None
@@ -179,7 +184,7 @@ def describe(accelerator: Accelerator, split_batch: bool = True) -> dict:
         "distributed_type": distributed_type,
         "backend": accelerator.state.backend,
         "num_processes": accelerator.num_processes,
-        "data_parallel_gpus": data_parallel_gpus,
+        "data_parallel_gpus": gpus,
         "mixed_precision": accelerator.mixed_precision,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "virtual_processes": virtual_processes(accelerator),
