@@ -5,8 +5,9 @@
 Three machines (network namespaces, so it needs Linux and root) with an agent of torchrun and one
 process each train mnist_mlp.py with `--virtual_processes 8 --checkpoint_every 50`. By a seeded
 schedule machines are lost (kill -9 of everything on them) and come back, and training goes on with
-those that are there. In the end the model has the same bits as that of one process that nothing
-happened to.
+those that are there. After a loss the others notice it and meet again (until processes start),
+import, read the data and the checkpoint (until training begins), and train. In the end the model
+has the same bits as that of one process that nothing happened to.
 
 ![world size over the time](elastic.png)
 """
@@ -18,6 +19,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -105,12 +108,20 @@ class Agents:
             time.sleep(0.02)
         return time.monotonic()
 
-    def trains_with(self, machines: int) -> bool:
-        """Whether the newest launch has this world size and has logged an update."""
+    def begins_with(self, machines: int) -> bool:
+        """Whether the newest launch has this world size."""
         launches = self.watch.launches()
-        if not launches or launches[-1]["num_processes"] != machines:
-            return False
-        return self.watch.step() > launches[-1]["from_step"]
+        return bool(launches) and launches[-1]["num_processes"] == machines
+
+    def trains_with(self, machines: int) -> bool:
+        """Whether it also has logged an update."""
+        begun = self.begins_with(machines)
+        return begun and self.watch.step() > self.watch.launches()[-1]["from_step"]
+
+    def process_age_s(self, here: set[int]) -> float:
+        """Of the oldest process that trains."""
+        pids = [pid for host in here for pid in self.hosts.pids(host, LOCAL_RANK="0")]
+        return time.time() - min(psutil.Process(pid).create_time() for pid in pids)
 
 
 def disturbed(hosts: Hosts, folder: Path, events, steps_between: int, flags) -> dict:
@@ -132,6 +143,8 @@ def disturbed(hosts: Hosts, folder: Path, events, steps_between: int, flags) -> 
         else:
             running[host] = agents.start(host)
         size = len(here)
+        begins = agents.wait(lambda size=size: agents.begins_with(size), f"{size} machines")
+        born = begins - agents.process_age_s(here)
         going_on = agents.wait(
             lambda size=size: agents.trains_with(size), f"an update on {size} machines"
         )
@@ -140,8 +153,8 @@ def disturbed(hosts: Hosts, folder: Path, events, steps_between: int, flags) -> 
         if kind == "lost":  # a machine that comes back interrupts when it is ready, and not before
             sizes.append([now - began, 0])
         sizes.append([going_on - began, size])
-        waited = round(going_on - now, 1)
-        rows.append([kind, NAMES[host], step, size, waited, lost])
+        parts = [born - now, begins - born, going_on - begins, going_on - now]
+        rows.append([kind, NAMES[host], step, size, *(round(part, 1) for part in parts), lost])
     hosts.end(list(running.values()), timeout=600)
     return {"sizes": sizes, "rows": rows, "end": time.monotonic() - began}
 
@@ -203,8 +216,10 @@ def draw(measured: dict, picture: Path) -> None:
 
 def report(measured) -> common.Report:
     columns = {"event": "{}", "machine": "{}", "at update": "{}", "machines then": "{}"}
-    columns |= {"s until the next update": "{:.1f}", "updates done again": "{}"}
-    waits = [row[4] for row in measured["rows"] if row[0] == "lost"]
+    columns |= {"s until processes start": "{:.1f}", "until training begins": "{:.1f}"}
+    columns |= {"until 10 updates are done": "{:.1f}", "s in all": "{:.1f}"}
+    columns |= {"updates done again": "{}"}
+    waits = [row[7] for row in measured["rows"] if row[0] == "lost"]
     goals = [common.Goal("seconds from kill -9 to the next update, longest", max(waits), 15)]
     same = float(len(set(measured["sha256"])) == 1)
     goals.append(

@@ -177,6 +177,7 @@ def test_the_banner_says_what_will_run(capsys):
         "data_parallel_gpus": 1,
         "mixed_precision": "bf16",
         "gradient_accumulation_steps": 2,
+        "virtual_processes": 0,
         "processes": [process | {"host": host} for host in ("alpha", "alpha", "beta", "beta")],
     }
     data = {"dataset": "mnist", "train samples": 1003}

@@ -271,3 +271,16 @@ def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
     flags += ["--dataset", run["arguments"]["dataset"], "--virtual_processes", number]
     assert several.run("mnist_mlp", flags) == 2
     assert "virtual_processes was 8 and is " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_resume_on_another_kind_of_machine_warns(runs, tmp_path, capsys):
+    folder = several.back_to(runs / "mnist_mlp" / "1", 6, tmp_path / "run")
+    flags = [*SCRIPTS["mnist_mlp"], *COMMON, "--resume", "--output_dir", folder]
+    run = json.loads((folder / "run.json").read_text())
+    flags += ["--dataset", run["arguments"]["dataset"]]
+    run["launches"][0]["processes"][0]["cpu"] = "Another CPU"
+    (folder / "run.json").write_text(json.dumps(run))
+    assert several.run("mnist_mlp", flags) is None
+    said = capsys.readouterr()
+    assert "warning: this run has been on Another CPU with 1 thread, torch " in said.out + said.err

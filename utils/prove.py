@@ -670,8 +670,7 @@ KINDS = {
     "weights": "the weights are changed by something else than the optimizer's step on the "
     "averaged gradient (an average of weights, a clamp, weight decay by hand)",
     "optimizer": "the optimizer's state is changed by something else than its step",
-    "statistics": "the BatchNorm statistics of rank 0 alone; use average_batch_norms and "
-    "weigh_batch_norms",
+    "statistics": "the BatchNorm statistics of rank 0 alone; use BatchNorms",
     "not_restored": "something that decides the numbers is not in the checkpoint: pass it to "
     "run.start by name",
     "test_samples": "the test does not take each batch of run.test_batches once",

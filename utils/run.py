@@ -6,6 +6,7 @@ them.
 """
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from .metrics import Metrics
 from .profiling import Profiler
 from .randomness import combine
 from .signals import StopSignal
-from .topology import announce, describe, same_on_all
+from .topology import announce, decides_rounding, describe, same_on_all
 from .tracking import Tracker, is_number
 from .virtual_processes import sum_gradients_by_tree, virtual_processes
 
@@ -190,6 +191,8 @@ class Run:
             total_steps - self.step,
         )
         self._start_trackers()
+        if virtual_processes(self.accelerator) and self.step:
+            self._warn_of_other_rounding(topology)
         test_samples = test_loader.num_samples if test_loader else 0
         self.tracker.start(
             self.step,
@@ -213,6 +216,19 @@ class Run:
             fingerprints.append(test["fingerprint"])
         found["fingerprint"] = "-".join(dict.fromkeys(fingerprints))
         return same_on_all({**data, **{k: v for k, v in found.items() if k not in data}})
+
+    def _warn_of_other_rounding(self, topology: dict) -> None:
+        """--virtual_processes promises the same bits on the same kind of machine only."""
+        if not self.accelerator.is_main_process:
+            return
+        launches = json.loads((self.folder / "run.json").read_text())["launches"]
+        before, now = decides_rounding(launches[-1]), decides_rounding(topology)
+        if before != now:
+            show(
+                f"warning: this run has been on {', '.join(before)} and goes on on "
+                f"{', '.join(now)}: its last bits are not those of a run on one kind alone",
+                "yellow",
+            )
 
     def _start_trackers(self) -> None:
         if not self.accelerator.log_with:

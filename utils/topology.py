@@ -2,6 +2,7 @@
 
 import functools
 import os
+import platform
 import shlex
 import socket
 import sys
@@ -177,6 +178,7 @@ def describe(accelerator: Accelerator, split_batch: bool = True) -> dict:
         "host": socket.gethostname(),
         "device": "cpu" if accelerator.device.type == "cpu" else str(accelerator.device),
         "device_name": torch.cuda.get_device_name(accelerator.device) if on_gpu else None,
+        "cpu": cpu_name(),
         "cpu_threads": torch.get_num_threads(),
     }
     return {
@@ -186,10 +188,30 @@ def describe(accelerator: Accelerator, split_batch: bool = True) -> dict:
         "num_processes": accelerator.num_processes,
         "data_parallel_gpus": gpus,
         "mixed_precision": accelerator.mixed_precision,
+        "torch": torch.__version__,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "virtual_processes": virtual_processes(accelerator),
         "processes": gather_object([this_process]),
     }
+
+
+def cpu_name() -> str:
+    """The model of the CPU, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def decides_rounding(topology: dict) -> list[str]:
+    """What else than the order of the sums decides the last bits of the numbers."""
+    kinds = set()
+    for process in topology["processes"]:
+        threads = plural(process["cpu_threads"], "thread")
+        kinds.add(f"{process['device_name'] or process['cpu']} with {threads}")
+    return [*sorted(kinds), f"torch {topology['torch']}"]
 
 
 def announce(
