@@ -192,7 +192,7 @@ SCRIPTS = {
         *("--virtual_processes", 7, "--variable_length", "--batch_size", 190, "--max_steps", 8),
     ],
     "resnet50": [
-        *("--virtual_processes", 4, "--batch_size", 12, "--max_steps", 8, "--num_workers", 0),
+        *("--virtual_processes", 4, "--batch_size", 8, "--max_steps", 8, "--num_workers", 0),
         *("--mixup", 0.2, "--ema_decay", 0.9, "--max_test_samples", 10),
     ],
     "gan": ["--virtual_processes", 4, "--batch_size", 60, "--num_epochs", 2],
