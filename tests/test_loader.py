@@ -79,6 +79,8 @@ def test_virtual_processes_get_the_same_parts_on_any_number_of_processes(process
             )
             batches = list(loader.epoch(1, first_update=1))
             assert len(batches) == 3 * loader.sampler.accumulation
+            parts = [batch.part for batch in batches]
+            assert parts == list(range(6 * rank // processes, 6 * (rank + 1) // processes)) * 3
             for number, batch in enumerate(batches):
                 update = number // loader.sampler.accumulation
                 found[update, batch.part] = batch.data

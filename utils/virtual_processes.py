@@ -93,14 +93,12 @@ class Node(NamedTuple):
 def push(nodes: list[Node], node: Node, add: Callable) -> None:
     """Append a node to those on its left, and add up what the tree adds up.
 
-    nodes: without a sum that the tree could still make among them.
+    nodes: consecutive, without a sum that the tree could still make among them.
     add(left, right): their sum; may change either in place.
     """
-    while nodes and node.start // node.size % 2 == 1:
-        left = nodes[-1]
-        if left.size != node.size or left.start + left.size != node.start:
-            break  # another process has the left one
-        nodes.pop()
+    # A node with an odd number belongs to the one on its left, if this process has that.
+    while nodes and nodes[-1].size == node.size and node.start // node.size % 2 == 1:
+        left = nodes.pop()
         node = Node(left.start, 2 * left.size, add(left.value, node.value))
     nodes.append(node)
 
