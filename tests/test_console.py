@@ -78,6 +78,46 @@ def test_the_report_of_torchrun_ends_with_the_error(tmp_path):
     assert "To enable traceback" not in done.stderr
 
 
+OUTPUT = """
+import os, sys
+from utils.console import outlive_readers, show
+
+outlive_readers()
+outlive_readers()  # a second call changes nothing
+show("first")
+sys.stdin.readline()  # until the reader has gone
+for number in range(3):
+    show(f"line {number}")
+    print("of the user's own")
+os.write(1, b"of a library")
+sys.exit(7)
+"""
+
+
+def test_a_reader_that_goes_ends_the_output_and_not_the_process():
+    """As `| head -1` does. The exit code stays; without the mend it is 120, or a traceback."""
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    process = subprocess.Popen([sys.executable, "-c", OUTPUT], cwd=ROOT, text=True, **pipes)
+    assert process.stdout.readline() == "first\n"
+    process.stdout.close()
+    process.stdin.write("\n")
+    process.stdin.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 7
+    assert said == "warning: the run goes on, but not its output: Broken pipe\n"
+
+
+@pytest.mark.parametrize("words", [">/dev/full", "2>/dev/full", ">&-", "2>&-", ">&- 2>&- <&-"])
+def test_output_that_cannot_be_written_ends_no_process(words):
+    command = f'"$0" -c "$1" {words} </dev/null'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, OUTPUT], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert done.returncode == 7, done.stderr
+    assert b"Traceback" not in done.stderr
+
+
 def test_plurals():
     assert plural(1, "process") == "1 process"
     assert plural(2, "process") == "2 processes"

@@ -33,10 +33,10 @@ from accelerate.utils import (
 )
 
 from . import record
-from .console import plural, stop
+from .console import outlive_readers, plural, stop
 from .imports import quick_imports
 from .peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
-from .signals import explain_ctrl_c
+from .signals import explain_ctrl_c, follow_launcher
 from .topology import check_topology, same_on_all, wants_cpu
 
 
@@ -72,6 +72,8 @@ def make_accelerator(
             processes, a tracker or a precision is not available.
     """
     record.apply(args)
+    outlive_readers()
+    follow_launcher()
     with quick_imports():
         importlib.import_module("torch._dynamo")  # the first optimizer imports it anyway
     explain_ctrl_c()
