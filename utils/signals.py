@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -63,6 +64,13 @@ def is_orphan() -> bool:
         return True
     except psutil.AccessDenied:  # somebody else's process
         return is_init
+
+
+def launchers_patience_s() -> float:
+    """Seconds from a signal to torchrun until it kills its processes."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return math.inf
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
 
 
 class StopSignal:

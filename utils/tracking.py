@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from .console import show, stop
-from .files import write_json
+from .files import fsync_folder, write_json
 from .memory import own_peak_memory_gib
 from .plots import plot_curves
 
@@ -80,6 +80,15 @@ def git_commit() -> str | None:
     return commit and commit + ("+" if changes else "")
 
 
+def read_entry(path: Path, name: str, kind: type):
+    """What a JSON file has under `name`; None if there is no such file or entry."""
+    try:
+        entry = json.loads(path.read_text())[name]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return entry if isinstance(entry, kind) else None
+
+
 class Tracker:
     """run.json, metrics.jsonl, summary.json, curves.png, and the lines on the screen."""
 
@@ -108,7 +117,8 @@ class Tracker:
         try:
             if not self.folder.exists():
                 atexit.register(remove_if_unused, self.folder)
-            self.folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                fsync_folder(self.folder.parent)
             self.lock = FileLock(self.folder / ".lock")
             # A run that was told to stop may still be saving.
             self.lock.acquire(timeout=10 if self.resume else 0)
@@ -130,10 +140,9 @@ class Tracker:
     def completed_step(self) -> int | None:
         """The last step of a run that was completed in this folder; None without one.
         Collective."""
-        path = self.folder / "summary.json"
         step = None
-        if self.accelerator.is_main_process and path.exists():
-            step = json.loads(path.read_text())["step"]
+        if self.accelerator.is_main_process:
+            step = read_entry(self.folder / "summary.json", "step", int)
         return broadcast_object_list([step])[0]
 
     def start(
@@ -159,7 +168,12 @@ class Tracker:
         if not self.accelerator.is_main_process:
             return
         path = self.folder / "run.json"
-        launches = json.loads(path.read_text())["launches"] if step else []
+        launches = []
+        if step:
+            launches = read_entry(path, "launches", list)
+            if launches is None:
+                show(f"warning: {path} is missing or damaged, and is written anew", "yellow")
+                launches = []
         launch = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "from_step": step,
@@ -173,9 +187,9 @@ class Tracker:
             "git_commit": git_commit(),
             "launches": [*launches, launch],
         }
-        write_json(path, content)
         self.metrics_file = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115  until the end
-        self.metrics_file.truncate(metrics_bytes)
+        self._drop_later_lines(metrics_bytes)
+        write_json(path, content)  # and flushes the name of metrics.jsonl too
         if sys.stderr.isatty():
             self.bar = tqdm(
                 total=total_steps,
@@ -184,6 +198,18 @@ class Tracker:
                 leave=False,
                 dynamic_ncols=True,
             )
+
+    def _drop_later_lines(self, metrics_bytes: int) -> None:
+        path = self.folder / "metrics.jsonl"
+        if path.stat().st_size < metrics_bytes:  # `truncate` would lengthen it
+            show(
+                f"warning: {path} is shorter than when the checkpoint was saved: lines before step "
+                f"{self.first_step + 1} are missing",
+                "yellow",
+            )
+            metrics_bytes = path.read_bytes().rfind(b"\n") + 1
+        self.metrics_file.truncate(metrics_bytes)
+        self.metrics_file.seek(0, os.SEEK_END)
 
     def timed(self, batches: Iterable, batches_per_update: int) -> Iterator:
         """The same batches; adds up the time in this loop, and the time spent waiting for data."""
