@@ -320,7 +320,7 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(
     tmp_path, accelerator, monkeypatch
 ):
     state = build_two(0, accelerator)
-    saver = checkpoints(accelerator, tmp_path, state)
+    saver = checkpoints(accelerator, tmp_path, state, keep=1)  # the old one goes last
     expected = {}
     for step in (1, 2):
         train_two(accelerator, state, step)
@@ -359,6 +359,21 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(
         found = {name: part.state_dict() for name, part in loaded.items()}
         assert as_text(found) == expected[step]
         assert not list((tmp_path / "checkpoints").glob(".part_*"))
+
+
+def test_the_manifest_is_written_last(tmp_path, accelerator, monkeypatch):
+    """A file that is not whole then has no name in it, whatever the disk does with the folder."""
+    written = []
+    write_synced = checkpoint.write_synced
+
+    def record(path, content):
+        written.append(path.name)
+        return write_synced(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_synced", record)
+    checkpoints(accelerator, tmp_path, build(0, accelerator)).save(1, {}, {})
+    assert sorted(written[:-1]) == ["model.safetensors", "optimizer.safetensors", PROCESSES]
+    assert written[-1] == "manifest.json"
 
 
 def test_tied_weights_are_saved_for_both_names_and_stay_tied(tmp_path, accelerator):

@@ -13,7 +13,7 @@ from utils.console import is_local_main, plural, report_to_launcher, stop
 @pytest.fixture
 def environment(monkeypatch):
     def set_only(**variables):
-        for name in ("LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
+        for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_ERROR_FILE"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, str(value))
@@ -26,10 +26,11 @@ def environment(monkeypatch):
     ("variables", "prints"),
     [
         ({}, True),
-        ({"LOCAL_RANK": 0, "WORLD_SIZE": 2}, True),
-        ({"LOCAL_RANK": 1, "WORLD_SIZE": 2}, False),
+        ({"LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x"}, True),
+        ({"LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "x"}, False),
+        ({"LOCAL_RANK": 1, "WORLD_SIZE": 2}, True),
         ({"LOCAL_RANK": 1}, True),  # left over in the environment: no launcher, no other process
-        ({"LOCAL_RANK": 1, "WORLD_SIZE": 1}, True),
+        ({"LOCAL_RANK": 1, "WORLD_SIZE": 1, "MASTER_ADDR": "x"}, True),
     ],
 )
 def test_one_process_of_a_machine_prints(environment, variables, prints):
@@ -43,7 +44,7 @@ def test_an_error_is_printed_once_a_machine_unless_the_process_is_alone(environm
         (1, False, ""),
         (1, True, "error: so\n"),
     ):
-        environment(LOCAL_RANK=rank, WORLD_SIZE=2)
+        environment(LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="x")
         with pytest.raises(SystemExit) as ended:
             stop("so", alone=alone)
         assert ended.value.code == 2
@@ -53,7 +54,7 @@ def test_an_error_is_printed_once_a_machine_unless_the_process_is_alone(environm
 def test_every_rank_hands_its_error_to_the_launcher(environment, tmp_path):
     for rank in range(2):
         path = tmp_path / f"{rank}.json"
-        environment(LOCAL_RANK=rank, WORLD_SIZE=2, TORCHELASTIC_ERROR_FILE=path)
+        environment(LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="x", TORCHELASTIC_ERROR_FILE=path)
         with pytest.raises(SystemExit):
             stop("so")
         message = json.loads(path.read_text())["message"]

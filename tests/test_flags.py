@@ -94,8 +94,20 @@ def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, mo
             assert re.search(r"\(default: [\d.e-]+\)", rest), name
 
 
+def test_a_timeout_that_overflows_in_torch_is_refused(capsys):
+    """Both ranks would hang at the start."""
+    parser = ArgumentParser()
+    parser.add_run_flags()
+    assert parser.parse_args(["--timeout_s", "99999999"]).timeout_s == 99_999_999
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--timeout_s", "9000000000"])
+    sentence = "--timeout_s: 9000000000 is not a number from 1 up and below 100000000"
+    assert sentence in capsys.readouterr().err
+
+
 def test_help_is_printed_once_a_machine(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "x")
     for rank, printed in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as ended:

@@ -594,6 +594,7 @@ def test_an_item_with_a_generator_of_its_own_is_warned_about(capsys, monkeypatch
     assert warning.startswith("warning: item 0 or 22 of the dataset differs when it is read again")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "x")
     make(OwnGenerator()).describe()
     assert capsys.readouterr().out == ""
     monkeypatch.undo()

@@ -136,6 +136,39 @@ def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, smal
     assert not (launcher.folder / "run").exists()
 
 
+STUCK = """
+import os, sys, time
+from accelerate import Accelerator
+from utils.loader import GlobalLoader
+
+class Stuck:
+    fingerprint = "stuck"
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        print(os.getpid(), flush=True)
+        time.sleep(1000)
+
+next(iter(GlobalLoader(Stuck(), 4, Accelerator(cpu=True), seed=0, num_workers=1)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+def test_a_worker_that_is_stuck_ends_with_its_process(launcher):
+    """As a read of a network disk is that does not answer. A second Ctrl-C ends by os._exit."""
+    words = [sys.executable, "-c", STUCK]
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    launcher.processes.append(process)
+    worker = psutil.Process(int(process.stdout.readline()))
+    assert worker.ppid() == process.pid
+    process.kill()
+    worker.wait(20)
+
+
 def is_script(process: psutil.Process) -> bool:
     try:
         return any(word.endswith("mnist_mlp.py") for word in process.cmdline()[:3])
@@ -218,6 +251,7 @@ def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
 def test_ctrl_c_before_training_is_no_traceback(monkeypatch, capsys):
     signals.explain_ctrl_c()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "x")
     for rank, expected in (("0", "stopped by Ctrl-C: nothing was saved\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)

@@ -29,7 +29,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from .console import show, stop
-from .files import fsync_folder, read_regular, remove, write_synced
+from .files import fsync_folder, read_entry, read_regular, remove, write_synced
 from .signals import launchers_patience_s
 from .state import (
     flat,
@@ -110,6 +110,25 @@ def save_model(
         fsync_folder(path.parent)
 
     on_main(accelerator, write)
+
+
+def read_trained(file: Path, *needed: str) -> tuple[dict[str, torch.Tensor], dict]:
+    """The weights that a finished run saved as `file`, and the arguments that it had.
+
+    needed: names of weights without which it is no model of the script.
+    Raises: SystemExit, in one sentence, if the file is not there, damaged, or of another script.
+    """
+    if not file.is_file():
+        stop(f"--predict needs the --output_dir of a finished run: there is no {file}")
+    try:
+        weights = safetensors.torch.load_file(file)
+    except (OSError, safetensors.SafetensorError) as error:
+        stop(f"{file} is damaged, or no model: {error}")
+    missing = [name for name in needed if name not in weights]
+    if missing:
+        names = ", ".join(list(weights)[:5])
+        stop(f"{file} is of another model: it has {names} and so on, and no {missing[0]}")
+    return weights, read_entry(file.with_name("run.json"), "arguments", dict) or {}
 
 
 def load_pretrained(model: nn.Module, source: str, head: str) -> None:

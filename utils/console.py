@@ -58,11 +58,12 @@ def outlive_readers() -> None:
 def is_local_main() -> bool:
     """Whether this process prints: local rank 0, or a process that no launcher started.
 
-    A LOCAL_RANK that is set without a WORLD_SIZE was left in the environment by something else.
+    A launcher sets LOCAL_RANK, WORLD_SIZE and MASTER_ADDR. If one is missing, the others were left
+    in the environment by something else.
     """
     local_rank = os.environ.get("LOCAL_RANK", "0")
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    return local_rank == "0" or world_size in ("", "0", "1")
+    has_others = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+    return local_rank == "0" or not has_others or "MASTER_ADDR" not in os.environ
 
 
 def show(text: str, colour: str = "", file=None) -> None:

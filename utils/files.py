@@ -78,6 +78,15 @@ def read_regular(path: Path, limit: int) -> bytes:
         return file.read()
 
 
+def read_entry(path: Path, name: str, kind: type):
+    """What a JSON file has under `name`; None if there is no such file or entry."""
+    try:
+        entry = json.loads(path.read_text())[name]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return entry if isinstance(entry, kind) else None
+
+
 def remove(path: Path) -> None:
     """Remove a folder with all in it, a file, or a link (not what it leads to), if it is there.
 

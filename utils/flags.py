@@ -146,7 +146,7 @@ class ArgumentParser(argparse.ArgumentParser):
             )
         add(
             "--timeout_s",
-            type=at_least(1),
+            type=at_least(1, below=10**8),  # more overflows in torch, which then hangs
             default=600,
             help="seconds that a process waits for another one, also while the main process saves, "
             "before the run ends",

@@ -37,7 +37,7 @@ from .console import outlive_readers, plural, stop
 from .imports import quick_imports
 from .peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
 from .signals import explain_ctrl_c, follow_launcher
-from .topology import check_topology, same_on_all, wants_cpu
+from .topology import check_environment, check_topology, same_on_all, wants_cpu
 
 
 def make_accelerator(
@@ -73,6 +73,7 @@ def make_accelerator(
     """
     record.apply(args)
     outlive_readers()
+    check_environment()
     follow_launcher()
     with quick_imports():
         importlib.import_module("torch._dynamo")  # the first optimizer imports it anyway

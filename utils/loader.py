@@ -26,6 +26,7 @@ from .randomness import (
     seed_generators,
     shuffle,
 )
+from .signals import end_with_parent
 
 # Up to here the order of an epoch is one torch.randperm; longer ones are computed in parts of CHUNK
 # items.
@@ -412,6 +413,7 @@ class GlobalLoader:
                 batch_sampler=self._requests,
                 collate_fn=as_it_is,
                 num_workers=self.num_workers,
+                worker_init_fn=end_with_parent,
                 persistent_workers=True,
                 pin_memory=self.accelerator.device.type == "cuda",
                 # Without one, DataLoader draws from the global generator in every epoch.

@@ -52,6 +52,13 @@ def follow_launcher() -> None:
             stop("the launcher was killed: start the run again", alone=True)
 
 
+def end_with_parent(_worker: int) -> None:
+    """For `worker_init_fn` of a DataLoader: a worker that is stuck in a read would stay for ever
+    when the process that waits for it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def is_orphan() -> bool:
     """Whether init has adopted this process. In a container, process 1 may be the launcher."""
     parent = psutil.Process().parent()

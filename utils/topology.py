@@ -63,6 +63,22 @@ def wants_cpu() -> bool:
     return bool(options and options.cpu) or bool(config and config.use_cpu)
 
 
+def check_environment() -> None:
+    """Check that the environment is that of a launcher, or of none.
+
+    Raises:
+        SystemExit: if variables of another launcher were left in it, by an `export` for instance.
+    """
+    left = [name for name in ("LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    has_others = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+    if "MASTER_ADDR" not in os.environ and ("LOCAL_RANK" in left or has_others):
+        shown = " and ".join(f"{name}={os.environ[name]}" for name in left)
+        stop(
+            f"{shown} in the environment, without MASTER_ADDR, is not from a launcher: unset "
+            f"{' '.join(left)}, or start the script with accelerate launch"
+        )
+
+
 def check_topology(accelerator: Accelerator) -> None:
     """Compare the processes that run with what was asked for.
 

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from .console import show, stop
-from .files import fsync_folder, write_json
+from .files import fsync_folder, read_entry, write_json
 from .memory import own_peak_memory_gib
 from .plots import plot_curves
 
@@ -78,15 +78,6 @@ def git_commit() -> str | None:
     except OSError:  # git is not installed
         return None
     return commit and commit + ("+" if changes else "")
-
-
-def read_entry(path: Path, name: str, kind: type):
-    """What a JSON file has under `name`; None if there is no such file or entry."""
-    try:
-        entry = json.loads(path.read_text())[name]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return entry if isinstance(entry, kind) else None
 
 
 class Tracker:
