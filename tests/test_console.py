@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from utils.console import is_local_main, plural, report_to_launcher, stop
+from utils.console import is_local_main, plural, report_to_launcher, show, stop
 
 
 @pytest.fixture
@@ -117,6 +117,11 @@ def test_output_that_cannot_be_written_ends_no_process(words):
     )
     assert done.returncode == 7, done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys):
+    show("a\tb\nc \N{SNOWMAN} \x1b[31m \r \x9b \udcff")
+    assert capsys.readouterr().out == "a\tb\nc \N{SNOWMAN} \\x1b[31m \\r \\x9b \\udcff\n"
 
 
 def test_plurals():

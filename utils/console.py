@@ -2,10 +2,14 @@
 
 import json
 import os
+import re
 import sys
 import time
 
 CLEAR_LINE = "\r\033[K"
+# All but the tab and the line end: a terminal would obey them. The last range is what file names
+# have in the place of bytes that are no UTF-8.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
@@ -66,6 +70,12 @@ def is_local_main() -> bool:
     return local_rank == "0" or not has_others or "MASTER_ADDR" not in os.environ
 
 
+def printable(text: str) -> str:
+    r"""`text` with control characters as their escapes, \x1b for instance: names of files and
+    messages of others may have any."""
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
 def show(text: str, colour: str = "", file=None) -> None:
     """Print a line. On a terminal, clear a progress bar first, and colour the first word.
 
@@ -75,6 +85,7 @@ def show(text: str, colour: str = "", file=None) -> None:
         file: default: stdout.
     """
     file = file or sys.stdout
+    text = printable(text)
     if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(CLEAR_LINE)  # a progress bar stands there and has no line end
         sys.stderr.flush()

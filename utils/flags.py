@@ -92,6 +92,7 @@ class ArgumentParser(argparse.ArgumentParser):
         add = self.add_argument_group("run").add_argument
         add(
             "--output_dir",
+            type=folder_name,
             metavar="FOLDER",
             help="where this run writes its files (default: a new folder under runs/)",
         )
@@ -160,8 +161,20 @@ class ArgumentParser(argparse.ArgumentParser):
         stop(f"{message} (--help lists all flags)")
 
 
+def folder_name(text: str) -> str:
+    """An argparse type: the name of a folder, which a person can read and type."""
+    if not text or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no name for a folder")
+    return text
+
+
 def at_least(minimum: float, kind: type = int, below: float = float("inf")):
-    """An argparse type: a number of type `kind` with minimum <= number < below."""
+    """An argparse type: a number of type `kind` with minimum <= number < below.
+
+    Integers have 31 bits at most: a larger one overflows later, in one of the libraries.
+    """
+    if kind is int:
+        below = min(below, 2**31)
 
     def number(text: str):
         value = kind(text)

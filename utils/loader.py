@@ -403,6 +403,11 @@ class GlobalLoader:
                 yield piece, data
         except UnreadableItem as error:
             stop_at_unreadable_item(error)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            reason = str(error).splitlines()[0].rstrip(". ")
+            stop(f"{reason}: if memory ran out, take fewer --num_workers", alone=True)
 
     def _answers(self, requests: Iterator) -> Iterator:
         if self.num_workers == 0:

@@ -14,7 +14,7 @@ from accelerate.commands.config import default_config_file, load_config_from_fil
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, gather_object
 
-from .console import plural, stop
+from .console import plural, printable, stop
 
 # Facts that may differ between machines: where their files are, and how many workers read them.
 # fixed_flags is a list of names that follows from the script.
@@ -240,7 +240,7 @@ def announce(
     if batch is None:
         per_process = batch_size // processes // accumulation
         batch = f"{per_process} per process x {plural(processes, 'process')}"
-    accelerator.print(
+    banner = (
         f"topology      {plural(processes, 'process')} on {plural(hosts, 'machine')}{kind}, "
         f"each {device}, precision {topology['mixed_precision']}\n"
         f"config        {topology['config_file']}\n"
@@ -248,9 +248,9 @@ def announce(
         f"steps         {total_steps} updates = {total_steps / steps_per_epoch:.4g} epochs of "
         f"{steps_per_epoch}\n"
         f"data          {', '.join(f'{name} {value}' for name, value in shown.items())}\n"
-        f"output        {output_dir}",
-        flush=True,
+        f"output        {output_dir}"
     )
+    accelerator.print(printable(banner), flush=True)
 
 
 def resume_command() -> str:
