@@ -205,6 +205,18 @@ def test_unusable_data_is_one_sentence(tmp_path, capsys, make):
     assert len(error.splitlines()) == 1
 
 
+def test_a_cache_that_cannot_be_used_is_not_blamed_on_the_data(tmp_path, capsys, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.write_text("a file in the place of the folder")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(SystemExit):
+        data.load_splits(str(image_folder(tmp_path / "data")))
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the cache {cache} cannot be used (")
+    assert error.endswith("): remove it, or set HF_HOME\n")
+
+
 def test_16_bits_are_scaled_and_not_clipped(tmp_path):
     grey = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
     deep = tmp_path / "deep.png"

@@ -97,6 +97,9 @@ def test_a_profile_changes_no_number_and_leaves_tests_out(train, tmp_path, capfd
     for begin, end in gradients:
         assert any(first <= begin and end <= last for first, last in spans["backward"])
         assert not any(first <= begin and end <= last for first, last in spans["forward"])
+    for name in spans:
+        total_ms = sum(end - begin for begin, end in spans[name]) / 1000
+        assert parts[name] == pytest.approx(total_ms / 3, rel=1e-3)
     # Updates 11 to 13: an epoch ends after the 11th, and a test and a checkpoint follow.
     assert (counts["forward"], counts["backward"], counts["optimizer"]) == (6, 6, 3)
 

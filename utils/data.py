@@ -69,6 +69,9 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
         Exception
     ) as error:  # the library raises some twenty kinds here; all of them mean that there is no data
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cache = str(datasets.config.HF_DATASETS_CACHE)
+        if cache in reason:
+            stop(f"the cache {cache} cannot be used ({reason}): remove it, or set HF_HOME")
         kind = (
             "a folder without a data set, or with a damaged one"
             if Path(dataset).is_dir()
