@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -437,6 +438,65 @@ def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, i
         for name, count in (("accuracy", 1), ("top5_accuracy", 5)):
             hits = (best[:, :count] == test_data[1][:, None]).any(1).double().mean()
             assert tested[prefix + name] == pytest.approx(hits.item())
+
+
+def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monkeypatch):
+    started, mixed, smoothed, rates = [], [], set(), set()
+    start, mix, lr_factor = resnet50.Run.start, resnet50.mix, resnet50.lr_factor
+    losses_and_predictions = resnet50.losses_and_predictions
+
+    def record_start(run, train_loader, total_steps, test_loader, **more):
+        started.append((train_loader, total_steps, test_loader))
+        return start(run, train_loader, total_steps, test_loader, **more)
+
+    def record_mix(images, *more):
+        mixed.append(more)
+        return mix(images, *more)
+
+    def record_losses(model, images, labels, *more):
+        if torch.is_grad_enabled():
+            smoothed.add(more[-1])
+        return losses_and_predictions(model, images, labels, *more)
+
+    def record_rate(step, *more):
+        rates.add(more)
+        return lr_factor(step, *more)
+
+    monkeypatch.setattr(resnet50.Run, "start", record_start)
+    monkeypatch.setattr(resnet50, "mix", record_mix)
+    monkeypatch.setattr(resnet50, "losses_and_predictions", record_losses)
+    monkeypatch.setattr(resnet50, "lr_factor", record_rate)
+    flags = ["--image_size", 20, "--eval_size", 24, "--eval_resize", 28, "--min_crop", 0.3]
+    flags += ["--flip", 0.25, "--trivial_augment", "--erase", 0.125, "--repeats", 2, "--seed", 7]
+    flags += ["--mixup", 0.2, "--cutmix", 0.9, "--label_smoothing", 0.15, "--schedule", "step"]
+    flags += ["--ema_decay", 0.9, "--ema_every", 2, "--warmup_epochs", 0, "--max_steps", 4]
+    assert run_4_blocks("run", *flags) is None
+
+    ((train_loader, total_steps, test_loader),) = started
+    augment = train_loader.dataset.transform
+    assert (augment.size, augment.min_area, augment.flip, augment.eraser.p) == (
+        20,
+        0.3,
+        0.25,
+        0.125,
+    )
+    assert augment.policy is not None
+    center = test_loader.dataset.transform
+    assert (center.size, center.resize) == (24, 28)
+    assert (train_loader.sampler.repeats, train_loader.sampler.seed, total_steps) == (2, 7, 4)
+    assert mixed == [(0.2, 0.9, 7, step) for step in range(4)]
+    assert smoothed == {0.15}
+    assert rates == {("step", 0.0, 3, 4)}
+    _, tensors = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004")
+    assert tensors["model_ema.safetensors"]["n_averaged"] == 2
+
+
+def test_residual_blocks_start_as_the_identity_if_asked_to():
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    for zero_init in (True, False):
+        args = SimpleNamespace(zero_init=zero_init, pretrained=None, bn="local")
+        model = resnet50.make_model(args, 10, accelerator)
+        assert bool((model.layer1[0].bn3.weight == 0).all()) == zero_init
 
 
 def test_statistics_are_averaged_once_an_update_after_its_last_micro_batch(

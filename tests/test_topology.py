@@ -221,6 +221,8 @@ def test_the_banner_says_what_will_run(capsys):
         "data          dataset mnist, train samples 1003",
         "output        runs/a",
     ]
+    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
+    assert "dataset a\\x1b[31m\n" in capsys.readouterr().out  # and not in red
     topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {}, 64, batch="4 micro-batches")
     assert "64 = 4 micro-batches x 2 accumulation steps" in capsys.readouterr().out
 
