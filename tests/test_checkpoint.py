@@ -665,7 +665,8 @@ def test_what_stands_where_an_old_checkpoint_did_is_removed(tmp_path, accelerato
         if name == "step_00000001":
             occupy(path)
         else:
-            path.write_text("x")
+            path.mkdir()
+            (path / "x").write_text("x")
     saver.save(2, {}, {})
     assert names(tmp_path) == ["step_00000002"]
     assert occupy is occupy_file or (tmp_path / "elsewhere" / "kept").exists()

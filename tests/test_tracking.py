@@ -149,6 +149,16 @@ def test_a_folder_with_a_run_is_refused_without_resume(make, capsys):
     make(resume=True)
 
 
+def test_checkpoints_without_run_json_are_a_run_too(make, tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    make().lock.release()
+    (tmp_path / "run" / "checkpoints" / "step_00000005").mkdir()
+    with pytest.raises(SystemExit):
+        make()
+    assert "already holds a run: add --resume" in capsys.readouterr().err
+    make(resume=True)
+
+
 def test_a_second_run_in_the_folder_is_refused(make, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"), pytest.raises(SystemExit):

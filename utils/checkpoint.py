@@ -462,6 +462,7 @@ class Checkpoints:
         try:
             # First its name, so that a kill in the middle leaves no half of a checkpoint.
             part = path.with_name(f".part_{path.name}")
+            remove(part)
             path.rename(part)
             remove(part)
         except OSError as error:

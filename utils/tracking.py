@@ -123,7 +123,10 @@ class Tracker:
             )
         except OSError as error:
             return f"--output_dir {self.folder} cannot be written to: {error.strerror}"
-        if not self.resume and (self.folder / "run.json").exists():
+        # Also without run.json, which a power cut may have taken: the checkpoints would be mixed.
+        names = ("run.json", "checkpoints/step_*")
+        holds_a_run = any(any(self.folder.glob(name)) for name in names)
+        if not self.resume and holds_a_run:
             way_out = "" if self.resume is None else "add --resume to continue it, or "
             return f"{self.folder} already holds a run: {way_out}take another --output_dir"
         return None
