@@ -12,7 +12,6 @@ One-cycle schedule: L. N. Smith and N. Topin, https://arxiv.org/abs/1708.07120.
 import sys
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import flags, launch
-from utils.console import stop
+from utils.checkpoint import read_trained
 from utils.data import BUNDLED_MNIST, describe, load_grey_image, load_images
 from utils.data_parallel import data_parallel, in_each_replica
 from utils.loader import GlobalLoader
@@ -119,9 +118,8 @@ def evaluate(model, loader, run, num_classes) -> dict:
 def predict(args):
     """Name the digit in each image, white on black and of any size, by model.safetensors."""
     file = Path(args.output_dir or "") / "model.safetensors"
-    if not file.is_file():
-        stop(f"--predict needs the --output_dir of a finished run: there is no {file}")
-    weights = safetensors.torch.load_file(file)
+    weights, arguments = read_trained(file, "fc1.weight", "fc1.bias", "fc2.bias")
+    args.activation = arguments.get("activation", args.activation)
     hidden, num_inputs = weights["fc1.weight"].shape
     num_classes = len(weights["fc2.bias"])
     model = MLP(num_inputs, hidden, num_classes, args.activation).to(weights["fc1.weight"].dtype)

@@ -64,7 +64,7 @@ def _old_handlers():
 
     Each process group installs an excepthook that prints the rank and then calls the one before.
     """
-    names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
     before, excepthook = [signal.getsignal(name) for name in names], sys.excepthook
     yield
     for name, handler in zip(names, before, strict=True):

@@ -1,9 +1,12 @@
 """Checkpoints: whole or not there, of any number of models, and refused where they do not fit."""
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +19,15 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils import checkpoint
-from utils.checkpoint import Checkpoints, checksum, read_checkpoint, save_model
+from utils.checkpoint import (
+    ENTRIES,
+    PROCESSES,
+    Checkpoints,
+    checksum,
+    read_checkpoint,
+    save_model,
+)
+from utils.signals import launchers_patience_s
 
 
 @pytest.fixture
@@ -110,6 +121,7 @@ def test_the_generators_of_torch_python_and_numpy_go_on(tmp_path, accelerator):
         if odd:
             random.gauss(0, 1)
             np.random.randn()
+        (tmp_path / str(step)).mkdir()
         saver = checkpoints(accelerator, tmp_path / str(step), state)
         saver.save(1, {}, {})
         expected = [draw() for _ in range(3)]
@@ -308,7 +320,7 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(
     tmp_path, accelerator, monkeypatch
 ):
     state = build_two(0, accelerator)
-    saver = checkpoints(accelerator, tmp_path, state)
+    saver = checkpoints(accelerator, tmp_path, state, keep=1)  # the old one goes last
     expected = {}
     for step in (1, 2):
         train_two(accelerator, state, step)
@@ -347,6 +359,21 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(
         found = {name: part.state_dict() for name, part in loaded.items()}
         assert as_text(found) == expected[step]
         assert not list((tmp_path / "checkpoints").glob(".part_*"))
+
+
+def test_the_manifest_is_written_last(tmp_path, accelerator, monkeypatch):
+    """A file that is not whole then has no name in it, whatever the disk does with the folder."""
+    written = []
+    write_synced = checkpoint.write_synced
+
+    def record(path, content):
+        written.append(path.name)
+        return write_synced(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_synced", record)
+    checkpoints(accelerator, tmp_path, build(0, accelerator)).save(1, {}, {})
+    assert sorted(written[:-1]) == ["model.safetensors", "optimizer.safetensors", PROCESSES]
+    assert written[-1] == "manifest.json"
 
 
 def test_tied_weights_are_saved_for_both_names_and_stay_tied(tmp_path, accelerator):
@@ -555,14 +582,18 @@ def test_other_parts_are_refused(tmp_path, accelerator, capsys):
     )
 
 
-def rewrite(path, change):
-    """Change a checkpoint with `change(manifest, tensors)`, under checksums that fit."""
+def rewrite(path, change, change_last=lambda manifest: None):
+    """Change a checkpoint with `change(manifest, tensors)`, under checksums that fit.
+
+    change_last: for what decides which files are written.
+    """
     manifest, tensors = read_checkpoint(path)
     change(manifest, tensors)
     manifest["sha256"] = {
         name: checkpoint.write_synced(path / name, safetensors.torch.save(content))
         for name, content in tensors.items()
     }
+    change_last(manifest)
     manifest["checksum"] = checksum(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
@@ -592,6 +623,286 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays(tmp_path, accelera
     assert "was written by another version of this code (format 1, this one reads 2): end" in error
     assert len(error.splitlines()) == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_folder_that_was_moved_away_is_not_made_again(tmp_path, accelerator, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    saver = checkpoints(accelerator, run, build(0, accelerator))
+    saver.save(1, {}, {})
+    run.rename(tmp_path / "moved")
+    with pytest.raises(SystemExit):
+        saver.save(2, {}, {})
+    said = capsys.readouterr().err
+    assert "the checkpoint of step 2 cannot be written to" in said
+    assert "the folder of the run was moved or removed" in said
+    assert names(tmp_path / "moved") == ["step_00000001"]
+    assert not run.exists()
+
+
+def occupy_file(path):
+    path.write_text("x")
+
+
+def occupy_link(path):
+    target = path.parent.parent / "elsewhere"
+    target.mkdir()
+    (target / "kept").write_text("x")
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("occupy", [occupy_file, occupy_link])
+def test_what_stands_where_an_old_checkpoint_did_is_removed(tmp_path, accelerator, occupy):
+    """But not what a link leads to."""
+    saver = checkpoints(accelerator, tmp_path, build(0, accelerator), keep=1)
+    for name in ("step_00000001", ".part_step_00000001", ".part_step_00000002"):
+        path = tmp_path / "checkpoints" / name
+        path.parent.mkdir(exist_ok=True)
+        if name == "step_00000001":
+            occupy(path)
+        else:
+            path.mkdir()
+            (path / "x").write_text("x")
+    saver.save(2, {}, {})
+    assert names(tmp_path) == ["step_00000002"]
+    assert occupy is occupy_file or (tmp_path / "elsewhere" / "kept").exists()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
+    tmp_path, accelerator, capsys, monkeypatch
+):
+    saver = checkpoints(accelerator, tmp_path, build(0, accelerator), keep=1)
+    saver.save(1, {}, {})
+
+    def refuse(path):
+        if "step_00000001" in path.name:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(checkpoint, "remove", refuse)
+    rename = Path.rename
+
+    def kept(path, to):
+        return None if path.name == "step_00000001" else rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", kept)
+    for step in (2, 3):
+        saver.save(step, {}, {})
+    path = tmp_path / "checkpoints" / "step_00000001"
+    warning = f"warning: {path} cannot be removed: Operation not permitted\n"
+    assert capsys.readouterr().out == warning  # once
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(
+    tmp_path, accelerator, monkeypatch
+):
+    saver = checkpoints(accelerator, tmp_path, build(0, accelerator), keep=1)
+    saver.save(1, {}, {})
+    remove = checkpoint.remove
+
+    def die(path):
+        if path.is_dir():
+            (path / "manifest.json").unlink()
+            raise KeyboardInterrupt
+        remove(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "remove", die)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(2, {}, {})
+    assert saver.complete_steps() == [2]
+    assert saver.load()[0] == 2
+    assert names(tmp_path) == ["step_00000002"]
+
+
+def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path, accelerator, capsys):
+    """Though the losses were: they were computed before the update."""
+    state = build(0, accelerator)
+    state["model"].register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    saver = checkpoints(accelerator, tmp_path, state)
+    saver.save(1, {}, {})
+    state["model"][2].bias.data[1] = torch.nan
+    with pytest.raises(SystemExit):
+        saver.save(2, {}, {})
+    assert "error: model.2.bias is not finite after update 2, and no" in capsys.readouterr().err
+    assert names(tmp_path) == ["step_00000001"]
+
+
+def test_a_save_that_takes_as_long_as_the_launcher_waits_is_told_once(
+    tmp_path, accelerator, capsys, monkeypatch
+):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
+    saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
+    saver.save(1, {}, {})
+    assert capsys.readouterr().out == ""  # `accelerate launch` of one process does not kill
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for step in (2, 3):
+        saver.save(step, {}, {})
+    said = capsys.readouterr().out
+    assert said.startswith("warning: a checkpoint takes 0 s, and 0 s after a Ctrl-C or SIGTERM")
+    assert said.endswith("start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=4 in the environment\n")
+    assert said.count("\n") == 1
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert launchers_patience_s() == 30
+
+
+# --- what was damaged, or written by somebody else ---------------------------------------------
+
+
+MANIFESTS = {
+    **{f"without {name}": lambda manifest, name=name: manifest.pop(name) for name in ENTRIES},
+    **{
+        f"{name} of another type": lambda manifest, name=name: manifest.update({name: [1]})
+        for name in ENTRIES
+    },
+    "step is true": lambda manifest: manifest.update(step=True),
+    "another step": lambda manifest: manifest.update(step=3),
+    "no processes": lambda manifest: manifest.update(num_processes=0),
+    "many processes": lambda manifest: manifest.update(num_processes=10**9),
+    "metrics_bytes": lambda manifest: manifest["extra"].update(metrics_bytes="many"),
+    "best": lambda manifest: manifest["extra"].update(best={"loss": "good"}),
+    "best of three": lambda manifest: manifest["extra"].update(best={"loss": [1, 2, 3]}),
+    "a file outside": lambda manifest: manifest["sha256"].update({"../../x.safetensors": "0"}),
+    "an absolute file": lambda manifest: manifest["sha256"].update({"/x.safetensors": "0"}),
+    "another file": lambda manifest: manifest["sha256"].update({"x": "0"}),
+    "a digest that is none": lambda manifest: manifest["sha256"].update({PROCESSES: 5}),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_that_save_did_not_write_is_damage(tmp_path, accelerator, capsys, name):
+    """Under a checksum that fits. The checkpoint before it is used."""
+    state = build(0, accelerator)
+    saver = checkpoints(accelerator, tmp_path, state)
+    for step in (1, 2):
+        saver.save(step, {}, {})
+    path = tmp_path / "checkpoints" / "step_00000002"
+    rewrite(path, lambda manifest, tensors: None, MANIFESTS[name])
+    assert saver.load()[0] == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"warning: {path} is skipped: ")
+    assert said.count("\n") == 1
+    assert names(tmp_path) == ["damaged_step_00000002", "step_00000001"]
+
+
+def test_a_manifest_nested_5000_deep_is_damage(tmp_path, accelerator, capsys):
+    saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
+    for step in (1, 2):
+        saver.save(step, {}, {})
+    path = tmp_path / "checkpoints" / "step_00000002" / "manifest.json"
+    path.write_text("[" * 5000 + "]" * 5000)
+    (tmp_path / "checkpoints" / "damaged_step_00000002").write_text("a file with that name")
+    assert saver.load()[0] == 1
+    assert "step_00000002 is skipped: manifest.json: maximum recursion" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", PROCESSES])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_file_that_is_no_regular_file_is_damage(tmp_path, accelerator, capsys, name, kind):
+    """A pipe waits for a writer, and a device such as /dev/zero has no end."""
+    saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
+    for step in (1, 2):
+        saver.save(step, {}, {})
+    path = tmp_path / "checkpoints" / "step_00000002" / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/null")  # of the same kind, but harmless
+    else:
+        path.mkdir()
+    assert saver.load()[0] == 1
+    reason = "Is a directory" if kind == "folder" else "it is no regular file"
+    assert f"is skipped: {name}: {reason}" in capsys.readouterr().out
+
+
+def test_a_file_larger_than_the_memory_is_damage(tmp_path, accelerator, capsys):
+    saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
+    for step in (1, 2):
+        saver.save(step, {}, {})
+    os.truncate(tmp_path / "checkpoints" / "step_00000002" / "model.safetensors", 2**42)  # sparse
+    assert saver.load()[0] == 1
+    said = capsys.readouterr().out
+    assert "model.safetensors: its 4,398,046,511,104 bytes do not fit into the memory" in said
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
+def test_what_cannot_be_read_for_the_moment_stays(
+    tmp_path, accelerator, capsys, monkeypatch, number
+):
+    state = build(0, accelerator)
+    saver = checkpoints(accelerator, tmp_path, state)
+    for step in (1, 2):
+        saver.save(step, {}, {})
+    read = checkpoint.read_regular
+
+    def refuse(path, limit):
+        if path.name == "model.safetensors":
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path, limit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read_regular", refuse)
+        refused(accelerator, tmp_path, state)
+    said = capsys.readouterr().err
+    assert f"model.safetensors cannot be read ({os.strerror(number)}): nothing was changed" in said
+    assert saver.load()[0] == 2
+
+
+def test_names_that_save_does_not_write_are_no_checkpoints(tmp_path, accelerator):
+    saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
+    saver.save(25, {}, {})
+    for name in (
+        "step_26",
+        "step_000000027",
+        "step_\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661",
+    ):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert saver.complete_steps() == [25]
+    assert saver.load()[0] == 25
+
+
+STATES = {
+    "an empty group": lambda manifest: manifest["state"]["optimizer"]["groups"].append({}),
+    "a learning rate of text": lambda manifest: manifest["state"]["optimizer"]["groups"][0].update(
+        lr="x"
+    ),
+    "no groups": lambda manifest: manifest["state"]["optimizer"].pop("groups"),
+    "a schedule of a list": lambda manifest: manifest["state"].update(scheduler={"list": []}),
+    "a schedule without an entry": lambda manifest: manifest["state"]["scheduler"]["dict"].pop(
+        "last_epoch"
+    ),
+    "a schedule with a method": lambda manifest: manifest["state"]["scheduler"]["dict"].update(
+        step=5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_that_cannot_be_loaded_is_one_sentence(tmp_path, accelerator, capsys, name):
+    saved(accelerator, tmp_path, build(0, accelerator))
+    path = tmp_path / "checkpoints" / "step_00000002"
+    rewrite(path, lambda manifest, tensors: None, STATES[name])
+    refused(accelerator, tmp_path, build(0, accelerator))
+    said = capsys.readouterr().err
+    assert f" in {path} cannot be loaded (" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_step_count_of_another_shape_is_refused(tmp_path, accelerator, capsys):
+    """A fused step reads it as one number."""
+    saved(accelerator, tmp_path, build(0, accelerator, fused=True))
+
+    def empty(manifest, tensors):
+        tensors["optimizer.safetensors"]["0.weight/step"] = torch.zeros(0)
+
+    rewrite(tmp_path / "checkpoints" / "step_00000002", empty)
+    refused(accelerator, tmp_path, build(0, accelerator, fused=True))
+    assert "optimizer's 0.weight/step has the shape (0,) for a parameter" in capsys.readouterr().err
 
 
 def test_another_number_of_processes_takes_all_metrics(tmp_path):

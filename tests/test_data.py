@@ -3,6 +3,7 @@ import io
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import MNIST
@@ -131,10 +132,68 @@ def bad_shapes(folder):
     return folder, "test images of (1, 3, 3)"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [bad_missing, bad_hub_id, bad_empty, bad_no_test, bad_file, bad_size, bad_columns, bad_shapes],
-)
+def parquet(folder, split, names=("cat", "dog"), labels=(0, 1), images=None):
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    if names:
+        features["label"] = datasets.ClassLabel(names=list(names))
+    images = images or [Image.new("L", (4, 4))] * len(labels)
+    # Not as ClassLabel: that would refuse labels out of range itself.
+    columns = {"image": images, "label": list(labels)}
+    plain = datasets.Features({**features, "label": datasets.Value("int64")})
+    rows = datasets.Dataset.from_dict(columns, features=plain)
+    table = rows.data.table.replace_schema_metadata(features.arrow_schema.metadata)
+    pyarrow.parquet.write_table(table, folder / f"{split}.parquet")
+    return folder
+
+
+def bad_order_of_classes(folder):
+    parquet(folder, "test", names=("dog", "cat"))
+    parquet(folder, "train")
+    sentence = "numbers its classes differently in test.parquet (dog, cat) and train.parquet (cat,"
+    return folder, sentence
+
+
+def bad_label(folder):
+    parquet(folder, "train", labels=(0, 1, 2))
+    return parquet(folder, "test"), "has the label 2 in row 2, and 2 classes: number them"
+
+
+def bad_label_without_names(folder):
+    parquet(folder, "train", names=None, labels=(0, 2**40))
+    return parquet(folder, "test", names=None), f"has the label {2**40} in row 1, and 1048576 class"
+
+
+def bad_null_image(folder):
+    parquet(folder, "train", images=[Image.new("L", (4, 4)), None])
+    return parquet(folder, "test"), "the image in row 1 cannot be decoded: "
+
+
+def bad_empty_pgm(folder):
+    for split in ("train", "test"):
+        for label in ("cat", "dog"):
+            file = folder / split / label / "1.pgm"
+            file.parent.mkdir(parents=True)
+            file.write_bytes(b"P5 0 0 255 ")
+    return folder, "1.pgm cannot be decoded: "
+
+
+def bad_bomb(folder):
+    image_folder(folder)
+    Image.new("1", (20000, 20000)).save(folder / "train" / "dog" / "2.png")
+    return folder, "2.png cannot be decoded: Image size (400000000 pixels) exceeds limit"
+
+
+def bad_range(folder):
+    image_folder(folder)
+    pixels = np.full((4, 4), 70000, np.int32)
+    Image.fromarray(pixels, "I").save(folder / "train" / "dog" / "3.tiff")
+    return folder, "3.tiff cannot be decoded: its pixels are integers of unknown range"
+
+
+BAD = [value for name, value in list(globals().items()) if name.startswith("bad_")]
+
+
+@pytest.mark.parametrize("make", BAD)
 def test_unusable_data_is_one_sentence(tmp_path, capsys, make):
     path, sentence = make(tmp_path)
     with pytest.raises(SystemExit) as stopped:
@@ -144,6 +203,54 @@ def test_unusable_data_is_one_sentence(tmp_path, capsys, make):
     assert sentence in error
     assert error.startswith("error: --dataset ")
     assert len(error.splitlines()) == 1
+
+
+def test_a_cache_that_cannot_be_used_is_not_blamed_on_the_data(tmp_path, capsys, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.write_text("a file in the place of the folder")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(SystemExit):
+        data.load_splits(str(image_folder(tmp_path / "data")))
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the cache {cache} cannot be used (")
+    assert error.endswith("): remove it, or set HF_HOME\n")
+
+
+def test_16_bits_are_scaled_and_not_clipped(tmp_path):
+    grey = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
+    deep = tmp_path / "deep.png"
+    Image.fromarray(grey.astype(np.uint16) * 257).save(deep)
+    contents = [deep.read_bytes()] * 2
+    assert (data.decode_any(contents, [None] * 2, "x", 0) == grey).all()
+    assert (data.load_grey_image(deep, 4).numpy() == grey).all()
+
+
+def test_a_grey_image_before_coloured_ones_keeps_their_colours(tmp_path):
+    colour = np.random.default_rng(0).integers(256, size=(4, 4, 3), dtype=np.uint8)
+    contents = []
+    for pixels in (colour[:, :, 0], colour):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        contents.append(buffer.getvalue())
+    decoded = data.decode_any(contents, [None] * 2, "x", 2)
+    assert (decoded[0] == colour[:, :, 0]).all()
+    assert (decoded[1] == colour.transpose(2, 0, 1)).all()
+
+
+def test_a_pgm_has_its_width_before_its_height():
+    pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    assert (data.decode_pgm([b"P5 4 3 255 " + pixels.tobytes()])[0, 0] == pixels).all()
+
+
+def test_classes_that_only_the_test_has_are_named(tmp_path, capsys):
+    image_folder(tmp_path)
+    new = tmp_path / "test" / "zebra" / "1.png"
+    new.parent.mkdir()
+    Image.new("L", (4, 4)).save(new)
+    data.load_splits(str(tmp_path))
+    said = capsys.readouterr().out
+    assert "warning: test has classes that train has no image of: zebra\n" in said
 
 
 def test_predict_reads_one_grey_image(tmp_path):

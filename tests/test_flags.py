@@ -94,8 +94,81 @@ def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, mo
             assert re.search(r"\(default: [\d.e-]+\)", rest), name
 
 
+def test_a_timeout_that_overflows_in_torch_is_refused(capsys):
+    """Both ranks would hang at the start."""
+    parser = ArgumentParser()
+    parser.add_run_flags()
+    assert parser.parse_args(["--timeout_s", "99999999"]).timeout_s == 99_999_999
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--timeout_s", "9000000000"])
+    sentence = "--timeout_s: 9000000000 is not a number from 1 up and below 100000000"
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "a\x1b[31m", "a\nb", "a\udcff"])
+def test_a_folder_has_a_name_that_can_be_read(capsys, name):
+    parser = ArgumentParser()
+    parser.add_run_flags()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--output_dir", name])
+    sentence = f"error: argument --output_dir: {name!r} is no name for a folder"
+    assert sentence in capsys.readouterr().err
+    assert parser.parse_args(["--output_dir", "\N{SNOWMAN} b"]).output_dir == "\N{SNOWMAN} b"
+
+
+def test_an_integer_that_overflows_later_is_refused(capsys):
+    parser = ArgumentParser()
+    parser.add_argument("--max_steps", type=at_least(0))
+    assert parser.parse_args(["--max_steps", str(2**31 - 1)]).max_steps == 2**31 - 1
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--max_steps", "1" + 30 * "0"])
+    assert "is not a number from 0 up and below 2147483648" in capsys.readouterr().err
+
+
+# What may differ between a run and its resume: nothing in it decides the numbers. The length is
+# compared as total_steps, the data by their fingerprint, and patience stops a run early.
+FREE = {
+    "checkpoint_every",
+    "dataset",
+    "gradient_accumulation_steps",
+    "keep_best",  # compared by Run
+    "keep_checkpoints",
+    "log_every",
+    "log_with",
+    "max_steps",
+    "num_epochs",
+    "num_workers",
+    "output_dir",
+    "patience",
+    "profile",
+    "resume",
+    "timeout_s",
+}
+FREE_IN = {
+    # virtual_processes is compared by what the loader says of itself.
+    "mnist_mlp": {"predict", "virtual_processes"},
+    "gradient_accumulation": {"compare", "cpu_memory_gib", "micro_batch_size", "virtual_processes"},
+    "resnet50": {"max_test_samples", "preset", "skip_bad_images", "synthetic", "virtual_processes"},
+    "model_split": {
+        *{"balance", "cpu_threads", "image_size", "num_microbatches", "num_stages", "schedule"},
+        *{"split", "synthetic"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", FREE_IN)
+def test_what_decides_the_numbers_is_fixed(name, monkeypatch):
+    script = importlib.import_module(f"scripts.{name}")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    flags = vars(script.parse_args())
+    free = flags.keys() - {"fixed_flags", *flags["fixed_flags"]}
+    # Else: put the new flag into a group with fixed=True, or in one of the lists above.
+    assert free == FREE | FREE_IN[name]
+
+
 def test_help_is_printed_once_a_machine(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "x")
     for rank, printed in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as ended:

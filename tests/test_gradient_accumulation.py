@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import several
 import torch
 from accelerate import Accelerator
@@ -18,8 +19,8 @@ from scripts.gradient_accumulation import (
     losses_and_predictions,
     samples_of_update,
 )
-from utils.data import LabelledImages
-from utils.loader import GlobalLoader
+from utils.data import LabelledImages, load_images
+from utils.loader import GlobalLoader, GlobalSampler
 
 # 1003 images in batches of 250: the last update has 3 images for 10 micro-batches. Three of the
 # five updates have a gradient that is clipped.
@@ -110,6 +111,41 @@ def test_updates_equal_those_of_the_whole_batch_whatever_auto_chooses(
     whole = train("whole", "--dataset", small_mnist, *FLAGS)
     assert_same_trace(folder, whole)
     assert summary(whole)["gradient_all_reduces"] == 0
+
+
+@pytest.mark.parametrize("max_grad_norm", [0, 0.05])
+def test_it_is_the_plain_loop(train, small_mnist, max_grad_norm):
+    """Weights, learning rates and test of a PyTorch loop on whole batches; BatchNorm is tested
+    with its running statistics."""
+    flags = ["--dataset", small_mnist, "--batch_size", 250, "--max_steps", 3, "--log_every", 1]
+    flags += ["--dtype", "float64", "--norm", "batch", "--seed", 4, "--weight_decay", 0.5]
+    folder = train("run", *flags, "--max_grad_norm", max_grad_norm)
+    data, test = load_images(str(small_mnist))
+    torch.manual_seed(4)
+    model = CellNet(1, 10, "batch").double()
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-2, weight_decay=0.5)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, 3, cycle_momentum=False)
+    order, _ = GlobalSampler(len(data), 250, seed=4).items(0)
+    rates, norms = [], []
+    for rows in order.split(250)[:3]:
+        losses, _ = losses_and_predictions(model, data.images[rows], data.labels[rows])
+        losses.mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert min(norms) > 0.05  # all of them are clipped
+    assert [line["lr"] for line in read(folder, "train")] == rates
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-9)
+    model.eval()
+    with torch.no_grad():
+        losses, predicted = losses_and_predictions(model, test.images, test.labels)
+    (tested,) = read(folder, "test")
+    assert tested["loss"] == pytest.approx(losses.mean().item(), rel=1e-9)
+    assert tested["accuracy"] == pytest.approx((predicted == test.labels).double().mean().item())
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,13 @@ def test_mixing_does_not_depend_on_how_the_batch_is_cut(mixup, cutmix):
     assert len(kinds) == 1 + bool(mixup and cutmix)
 
 
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0)])
+def test_how_much_is_mixed_in_depends_on_seed_and_step(mixup, cutmix):
+    pixels = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    own = [images.mix(pixels, mixup, cutmix, seed, step)[2] for seed in (0, 1) for step in (0, 1)]
+    assert len(set(own)) == 4
+
+
 def test_with_repeats_mixup_finds_another_image():
     data = torch.utils.data.TensorDataset(torch.arange(103))
     loader = GlobalLoader(data, 12, ONE, seed=0, drop_last=True, repeats=3)
@@ -239,6 +246,8 @@ def test_fingerprint_of_files(tmp_path):
     base = images.fingerprint(split_of(tmp_path / "a", {}))
     assert images.fingerprint(split_of(tmp_path / "b", {})) == base  # the folder may move
     assert images.fingerprint(split_of(tmp_path / "c", {"more": encoded(PHOTO)})) != base
+    named = [split_of(tmp_path / name, {name: encoded(PHOTO)}) for name in ("x", "y")]
+    assert images.fingerprint(named[0]) != images.fingerprint(named[1])
     split = split_of(tmp_path / "d", {})
     (tmp_path / "d" / "data" / "train" / "cat" / "0.png").write_bytes(encoded(GREY))
     assert images.fingerprint(split) != base  # an image was overwritten by another

@@ -15,6 +15,7 @@ from conftest import ROOT
 from torch import nn
 
 from utils import launch
+from utils.console import LastingOutput
 from utils.flags import ArgumentParser
 from utils.launch import make_accelerator, remember_accelerates_answers
 from utils.topology import resume_command
@@ -129,6 +130,21 @@ def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
     assert args.output_dir.startswith("runs/train-")
     end = f"train.py --lr 1 --output_dir {args.output_dir} --resume"
     assert resume_command().endswith(end)
+
+
+def test_what_comes_before_anything_else(monkeypatch, capsys):
+    """The output outlives its reader, the launcher is followed, the environment is checked."""
+    followed = []
+    monkeypatch.setattr(launch, "follow_launcher", lambda: followed.append(sys.stdout))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    make_accelerator(run_flags())
+    assert [type(stream) for stream in followed] == [LastingOutput]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags())
+    assert "error: LOCAL_RANK=1 in the environment, without" in capsys.readouterr().err
 
 
 def test_flags_that_a_parser_lacks_have_defaults(monkeypatch):

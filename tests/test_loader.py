@@ -2,7 +2,9 @@
 
 import collections
 import itertools
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -624,6 +626,7 @@ def test_an_item_with_a_generator_of_its_own_is_warned_about(capsys, monkeypatch
     assert warning.startswith("warning: item 0 or 22 of the dataset differs when it is read again")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "x")
     make(OwnGenerator()).describe()
     assert capsys.readouterr().out == ""
     monkeypatch.undo()
@@ -658,6 +661,29 @@ def test_an_item_that_cannot_be_read_is_one_sentence(capsys, workers):
         list(make(Unreadable(), num_workers=workers).epoch(0))
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: photo 13 is no photo: remove it\n"
+
+
+class Deadly(torch.utils.data.Dataset):
+    """Its third item kills who reads it, as the kernel does where memory runs out."""
+
+    fingerprint = "deadly"
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_worker_that_was_killed_is_one_sentence(capsys):
+    with pytest.raises(SystemExit):
+        list(GlobalLoader(Deadly(), 2, fake_accelerator(), num_workers=1))
+    error = capsys.readouterr().err
+    assert error.startswith("error: DataLoader worker (pid")
+    assert error.endswith(": if memory ran out, take fewer --num_workers\n")
+    assert len(error.splitlines()) == 1
 
 
 def test_a_first_item_that_cannot_be_read_is_one_sentence(capsys):

@@ -15,6 +15,7 @@ from PIL import Image
 from scripts import mnist_mlp
 from utils.data import load_images
 from utils.loader import GlobalSampler
+from utils.randomness import combine, random_uniform
 
 
 def lines(folder, split=None):
@@ -78,31 +79,55 @@ def test_one_and_two_processes_train_the_same_model(launcher, small_mnist, capsy
     assert f"digit.png: {int(model(test.images[:1]).argmax())} (" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_it_is_the_plain_loop(train, small_mnist, tmp_path, accumulation):
+PLAIN = {"seed": 0, "lr": 6e-3, "weight_decay": 0.1, "optimizer": "adamw", "dropout": 0}
+RECIPES = {
+    "default": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "other": {"seed": 5, "lr": 0.02, "weight_decay": 0.3, "dropout": 0.25},
+    "sgd": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.05, "activation": "relu"},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_the_plain_loop(train, small_mnist, tmp_path, monkeypatch, recipe):
     """Weights and learning rates of a PyTorch loop on whole batches, in float64."""
-    flags = [
-        "--dropout",
-        0,
-        "--dtype",
-        "float64",
-        "--log_every",
-        1,
-        "--gradient_accumulation_steps",
-        accumulation,
-    ]
-    assert train("run", *flags) is None
-    data = load_images(str(small_mnist))[0]
-    torch.manual_seed(0)
+    values = {**PLAIN, **RECIPES[recipe]}
+    flags = [word for name, value in values.items() for word in (f"--{name}", value)]
+    modes = set()
+    losses_and_predictions = mnist_mlp.losses_and_predictions
+
+    def watched(model, *rest):
+        modes.add((model.training, torch.is_grad_enabled()))
+        return losses_and_predictions(model, *rest)
+
+    monkeypatch.setattr(mnist_mlp, "losses_and_predictions", watched)
+    assert train("run", "--dtype", "float64", "--log_every", 1, *flags) is None
+    assert modes == {(True, True), (False, False)}
+
+    data, test = load_images(str(small_mnist))
+    torch.manual_seed(values["seed"])
     model = mnist_mlp.MLP(784, 16, 10).double()
-    optimizer = torch.optim.AdamW(model.parameters(), 6e-3, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, 8, cycle_momentum=False)
+    activation = getattr(torch.nn.functional, values.get("activation", "silu"))
+    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[values["optimizer"]]
+    optimizer = kind(model.parameters(), values["lr"], weight_decay=values["weight_decay"])
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, values["lr"], 8, cycle_momentum=False
+    )
+
+    def logits(images, kept=1.0):
+        pixels = (images.flatten(1) - mnist_mlp.MEAN).mul_(1 / mnist_mlp.STD).double()
+        return model.fc2(activation(model.fc1(pixels)) * kept)
+
     rates = []
     for epoch in range(2):
-        order, _ = GlobalSampler(len(data), 300, seed=0).items(epoch)
+        order, _ = GlobalSampler(len(data), 300, seed=values["seed"]).items(epoch)
         for indices in order.split(300):
+            key = combine(combine(values["seed"], epoch, 3), 0)
+            random = random_uniform(key, indices, (16,))
+            # A kept unit counts for the ones that were left out.
+            kept = (random >= values["dropout"]).double() / (1 - values["dropout"])
             loss = torch.nn.functional.cross_entropy(
-                model(data.images[indices]), data.labels[indices]
+                logits(data.images[indices], kept), data.labels[indices]
             )
             loss.backward()
             rates.append(optimizer.param_groups[0]["lr"])
@@ -112,6 +137,8 @@ def test_it_is_the_plain_loop(train, small_mnist, tmp_path, accumulation):
     assert [line["lr"] for line in lines(tmp_path / "run", "train")] == rates
     for name, tensor in safetensors.torch.load_file(tmp_path / "run" / "model.safetensors").items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-13)
+    loss = torch.nn.functional.cross_entropy(logits(test.images), test.labels)
+    assert lines(tmp_path / "run", "test")[-1]["loss"] == pytest.approx(loss.item(), rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +173,53 @@ def test_bad_input_is_one_sentence_before_any_training(
     assert sentence in error
     assert "train" not in out
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_predict_takes_the_activation_that_the_model_was_trained_with(
+    train, tmp_path, monkeypatch, capsys
+):
+    """And not the default: with silu in the place of relu it would guess worse, and not say so."""
+    train("run", "--activation", "relu", "--max_steps", 1)
+    image = tmp_path / "noise.png"
+    pixels = np.random.default_rng(0).integers(256, size=(28, 28), dtype=np.uint8)
+    Image.fromarray(pixels).save(image)
+    capsys.readouterr()
+    words = ["mnist_mlp.py", "--output_dir", str(tmp_path / "run"), "--predict", str(image)]
+    monkeypatch.setattr(sys, "argv", words)
+    mnist_mlp.main()
+    weights = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    said = {}
+    for activation in ("relu", "silu"):
+        model = mnist_mlp.MLP(784, 16, 10, activation)
+        model.load_state_dict(weights)
+        probabilities = model(torch.from_numpy(pixels)[None, None]).softmax(1)[0]
+        best = int(probabilities.argmax())
+        said[activation] = f"{image}: {best} ({probabilities[best]:.1%})\n"
+    assert said["relu"] != said["silu"]
+    assert capsys.readouterr().out == said["relu"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"not a model", "is damaged, or no model: "),
+        (
+            safetensors.torch.save({"conv.weight": torch.zeros(1)}),
+            "is of another model: it has conv.weight and so on, and no fc1.weight",
+        ),
+    ],
+)
+def test_predict_with_a_damaged_or_foreign_model_is_one_sentence(
+    tmp_path, monkeypatch, capsys, content, sentence
+):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    words = ["mnist_mlp.py", "--output_dir", str(tmp_path), "--predict", "x.png"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        mnist_mlp.main()
+    error = capsys.readouterr().err
+    assert f"error: {tmp_path}/model.safetensors {sentence}" in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from accelerate.utils import gather_object
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
 from utils.data import BUNDLED_MNIST, LabelledImages, load_images
-from utils.loader import GlobalLoader
+from utils.loader import GlobalLoader, GlobalSampler
 from utils.metrics import Metrics
 from utils.pipeline import (
     BlockCost,
@@ -180,16 +180,22 @@ def differences(accelerator, schedule, norm, num_stages) -> dict[str, float]:
     assert result["samples"] == len(data)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
+    whole = copy.deepcopy(seeded_resnet(norm)).eval()
+    whole.load_state_dict(buffers, strict=False)
+    with torch.no_grad():
+        logits = whole(model_split.to_input(data.images, torch.float64))
+    test_loss = torch.nn.functional.cross_entropy(logits, data.labels).item()
     return {
         "gradients": max(gradient for gradient, _, _ in everyone),
         "buffers": max(buffer for _, buffer, _ in everyone),
-        "test_loss": result["loss"],
+        "test_loss": abs(result["loss"] / test_loss - 1),
     }
 
 
 def check(found):
     assert found["gradients"] <= 1e-11
     assert found["buffers"] <= 1e-11
+    assert found["test_loss"] <= 1e-11
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
@@ -247,6 +253,52 @@ def four_processes(shared_launcher, tiny_mnist):
     processes = ["--num_processes", 4]
     done = shared_launcher("cpu_ddp", *words, script=FILE, launch_flags=processes, timeout=300)
     return done.stdout, shared_launcher.folder / "whole", shared_launcher.folder / "resumed"
+
+
+@pytest.mark.slow
+def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
+    """Weights, learning rates and the test of the unsplit model, with values that are no
+    defaults; the stages are balanced by what the flag says."""
+    balanced_by = []
+    balance_stages = model_split.balance_stages
+
+    def record(costs, num_stages, by, *more):
+        balanced_by.append((num_stages, by))
+        return balance_stages(costs, num_stages, by, *more)
+
+    monkeypatch.setattr(model_split, "balance_stages", record)
+    flags = ["--seed", 3, "--lr", 1e-3, "--weight_decay", 0.5, "--max_steps", 3]
+    flags += ["--dtype", "float64", "--num_stages", 2, "--balance", "memory"]
+    assert train(tmp_path / "run", *FLAGS, *flags) is None
+    assert balanced_by == [(2, "memory")]
+
+    data, test = load_images(str(tiny_mnist))
+    torch.manual_seed(3)
+    model = make_resnet(10, "group").double()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.5)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, 3, cycle_momentum=False)
+    order, _ = GlobalSampler(len(data), 16, seed=3).items(0)
+
+    def loss_of(images, labels):
+        logits = model(model_split.to_input(images, torch.float64))
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    rates = []
+    for rows in order.split(16):
+        loss_of(data.images[rows], data.labels[rows]).backward()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in lines]
+    assert [line["lr"] for line in lines if line["split"] == "train"] == rates
+    (tested,) = [line["loss"] for line in lines if line["split"] == "test"]
+    with torch.no_grad():
+        assert tested == pytest.approx(loss_of(test.images, test.labels).item(), rel=1e-6)
+    weights = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.slow

@@ -84,6 +84,22 @@ def test_a_profile_changes_no_number_and_leaves_tests_out(train, tmp_path, capfd
     trace = json.loads(gzip.decompress((folder / "trace_rank0.json.gz").read_bytes()))
     annotations = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
     counts = Counter(annotations)
+    spans = {name: [] for name in ("forward", "backward")}
+    gradients = []
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X":
+            begin_and_end = event["ts"], event["ts"] + event["dur"]
+            if event.get("cat") == "user_annotation" and event["name"] in spans:
+                spans[event["name"]].append(begin_and_end)
+            elif event["name"].startswith("autograd::engine::evaluate_function: AddmmBackward"):
+                gradients.append(begin_and_end)
+    assert gradients
+    for begin, end in gradients:
+        assert any(first <= begin and end <= last for first, last in spans["backward"])
+        assert not any(first <= begin and end <= last for first, last in spans["forward"])
+    for name in spans:
+        total_ms = sum(end - begin for begin, end in spans[name]) / 1000
+        assert parts[name] == pytest.approx(total_ms / 3, rel=1e-3)
     # Updates 11 to 13: an epoch ends after the 11th, and a test and a checkpoint follow.
     assert (counts["forward"], counts["backward"], counts["optimizer"]) == (6, 6, 3)
 

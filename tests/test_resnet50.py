@@ -1,8 +1,11 @@
 """ResNet-50: N processes are one process with N accumulation steps, and the files are whole."""
 
+import copy
 import json
 import math
+import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -17,8 +20,11 @@ from PIL import Image
 from torch import nn
 
 from scripts import resnet50
+from utils import images
 from utils.batch_norm import BatchNorms
-from utils.checkpoint import read_checkpoint
+from utils.checkpoint import load_pretrained, read_checkpoint
+from utils.data import load_splits
+from utils.loader import GlobalSampler
 
 # As several.py, but with 4 blocks instead of 16, and in float64: there "equal" and "close" differ.
 IN_FLOAT64 = """
@@ -255,9 +261,31 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, tiny_mnist, fl
     assert sentence in error
 
 
-def test_pretrained_weights_but_not_the_last_layer(tmp_path):
-    from utils.checkpoint import load_pretrained
+def test_pretrained_weights_run_no_code(tmp_path, monkeypatch, capsys):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "trapped"),)
 
+    torch.save({"fc.weight": Trap()}, tmp_path / "w.pth")
+    model = torchvision.models.resnet50(num_classes=3)
+    fetched = {}
+
+    def fetch(url, **options):
+        fetched.update(options)
+        return torch.load(tmp_path / "w.pth", weights_only=options.get("weights_only", False))
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", fetch)
+    for source in (str(tmp_path / "w.pth"), "https://example.org/w.pth"):
+        with pytest.raises(SystemExit):
+            load_pretrained(model, source, head="fc")
+        assert f"--pretrained {source} cannot be read" in capsys.readouterr().err
+        assert not (tmp_path / "trapped").exists()
+    assert fetched["check_hash"]
+    torch.load(tmp_path / "w.pth", weights_only=False)
+    assert (tmp_path / "trapped").exists()  # the trap works
+
+
+def test_pretrained_weights_but_not_the_last_layer(tmp_path):
     source = torchvision.models.resnet50(num_classes=7)
     model = torchvision.models.resnet50(num_classes=3)
     for file, save in (("w.pth", torch.save), ("w.safetensors", safetensors.torch.save_file)):
@@ -355,6 +383,153 @@ def test_model_and_moving_average_are_tested_in_the_precision_of_the_run(run_4_b
     assert run_4_blocks("run", *flags) is None
     assert {dtype for _, _, dtype in seen} == {torch.bfloat16}
     assert sorted(training for _, training, _ in seen) == [False, False, True]
+
+
+def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, in_float64):
+    """Weights, learning rates, moving average and tests, with values that are no defaults."""
+    made = []
+    make_model = resnet50.make_model
+
+    def keep(*args):
+        made.append(make_model(*args))
+        made.append(copy.deepcopy(made[0]))
+        return made[0]
+
+    monkeypatch.setattr(resnet50, "make_model", keep)
+    # 3 updates are an epoch; the learning rate rises in the first 2. Whole images, as they are.
+    flags = ["--seed", 3, "--lr", 0.4, "--weight_decay", 0.02, "--norm_weight_decay", 0.05]
+    flags += ["--ema_decay", 0.6, "--warmup_epochs", 0.67, "--max_steps", 4, "--min_crop", 1]
+    assert run_4_blocks("run", *flags, "--image_size", 32, "--no-zero_init") is None
+
+    _, model = made
+    torch.manual_seed(3)
+    for tensor, expected in zip(
+        torchvision.models.resnet50(num_classes=10).parameters(), model.parameters(), strict=True
+    ):
+        assert torch.equal(tensor, expected)
+    splits = load_splits(str(tiny_mnist))
+    splits = [images.ImageFiles(split, images.CenterCrop(32, 32)) for split in splits]
+    train_data, test_data = [
+        split.collate([split[i] for i in range(len(split))]) for split in splits
+    ]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.SGD(
+        [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.05}],
+        0.4 * 16 / 256,
+        momentum=0.9,
+        nesterov=True,
+    )
+    average, rates = None, []
+    for step in range(4):
+        factor = resnet50.lr_factor(step, "cosine", 0.67 * 3, 3, 4)
+        rates.append(0.4 * 16 / 256 * factor)
+        for group in optimizer.param_groups:
+            group["lr"] = rates[-1]
+        order, _ = GlobalSampler(50, 16, seed=3).items(step // 3)
+        rows = order.split(16)[step % 3]
+        model.train()
+        logits = model(resnet50.normalize(train_data[0][rows]))
+        nn.functional.cross_entropy(logits, train_data[1][rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if step + 1 <= 2:  # in the warm-up it is a copy of the model
+            average = now
+        else:
+            average = {name: 0.6 * average[name] + 0.4 * now[name] for name in now}
+
+    run = tmp_path / "run"
+    assert [x["lr"] for x in lines(run) if x["split"] == "train"] == pytest.approx(rates, rel=1e-12)
+    tested = [line for line in lines(run) if line["split"] == "test"][-1]
+    for prefix, file, expected in (("", "model", now), ("ema_", "model_ema", average)):
+        saved = safetensors.torch.load_file(run / f"{file}.safetensors")
+        for name, tensor in saved.items():
+            if "num_batches_tracked" not in name:
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-7, atol=1e-10)
+        model.load_state_dict(saved)
+        model.eval()
+        with torch.no_grad():
+            logits = model(resnet50.normalize(test_data[0]))
+        losses = nn.functional.cross_entropy(logits, test_data[1])
+        assert tested[f"{prefix}loss"] == pytest.approx(losses.item(), rel=1e-7)
+        best = logits.argsort(1, descending=True)
+        for name, count in (("accuracy", 1), ("top5_accuracy", 5)):
+            hits = (best[:, :count] == test_data[1][:, None]).any(1).double().mean()
+            assert tested[prefix + name] == pytest.approx(hits.item())
+
+
+def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monkeypatch):
+    started, mixed, smoothed, rates = [], [], set(), set()
+    start, mix, lr_factor = resnet50.Run.start, resnet50.mix, resnet50.lr_factor
+    losses_and_predictions = resnet50.losses_and_predictions
+
+    def record_start(run, train_loader, total_steps, test_loader, **more):
+        started.append((train_loader, total_steps, test_loader))
+        return start(run, train_loader, total_steps, test_loader, **more)
+
+    def record_mix(images, *more):
+        mixed.append(more)
+        return mix(images, *more)
+
+    def record_losses(model, images, labels, *more):
+        if torch.is_grad_enabled():
+            smoothed.add(more[-1])
+        return losses_and_predictions(model, images, labels, *more)
+
+    def record_rate(step, *more):
+        rates.add(more)
+        return lr_factor(step, *more)
+
+    monkeypatch.setattr(resnet50.Run, "start", record_start)
+    monkeypatch.setattr(resnet50, "mix", record_mix)
+    monkeypatch.setattr(resnet50, "losses_and_predictions", record_losses)
+    monkeypatch.setattr(resnet50, "lr_factor", record_rate)
+    flags = ["--image_size", 20, "--eval_size", 24, "--eval_resize", 28, "--min_crop", 0.3]
+    flags += ["--flip", 0.25, "--trivial_augment", "--erase", 0.125, "--repeats", 2, "--seed", 7]
+    flags += ["--mixup", 0.2, "--cutmix", 0.9, "--label_smoothing", 0.15, "--schedule", "step"]
+    flags += ["--ema_decay", 0.9, "--ema_every", 2, "--warmup_epochs", 0, "--max_steps", 4]
+    assert run_4_blocks("run", *flags) is None
+
+    ((train_loader, total_steps, test_loader),) = started
+    augment = train_loader.dataset.transform
+    assert (augment.size, augment.min_area, augment.flip, augment.eraser.p) == (
+        20,
+        0.3,
+        0.25,
+        0.125,
+    )
+    assert augment.policy is not None
+    center = test_loader.dataset.transform
+    assert (center.size, center.resize) == (24, 28)
+    assert (train_loader.sampler.repeats, train_loader.sampler.seed, total_steps) == (2, 7, 4)
+    assert mixed == [(0.2, 0.9, 7, step) for step in range(4)]
+    assert smoothed == {0.15}
+    assert rates == {("step", 0.0, 3, 4)}
+    _, tensors = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004")
+    assert tensors["model_ema.safetensors"]["n_averaged"] == 2
+
+
+def test_residual_blocks_start_as_the_identity_if_asked_to():
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    for zero_init in (True, False):
+        args = SimpleNamespace(zero_init=zero_init, pretrained=None, bn="local")
+        model = resnet50.make_model(args, 10, accelerator)
+        assert bool((model.layer1[0].bn3.weight == 0).all()) == zero_init
+
+
+def test_statistics_are_averaged_once_an_update_after_its_last_micro_batch(
+    run_4_blocks, monkeypatch
+):
+    calls = []
+
+    def record(model, accelerator):
+        calls.append(accelerator.sync_gradients)
+
+    monkeypatch.setattr(resnet50, "average_batch_norms", record)
+    flags = ["--gradient_accumulation_steps", 2, "--max_steps", 2, "--max_test_samples", 2]
+    assert run_4_blocks("run", *flags) is None
+    assert calls == [True, True]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C, to the launcher or to one worker.
+"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C, to the launcher or to one worker.
 
 All ranks save together, and nothing is lost.
 """
@@ -43,13 +43,14 @@ def wait_for_line(process: subprocess.Popen, word: str) -> str:
 
 
 STOPS = {
-    "cpu": ["launcher SIGTERM", "launcher SIGUSR1", "group SIGINT"],
+    "cpu": ["launcher SIGTERM", "launcher SIGUSR1", "group SIGINT", "group SIGHUP"],
     "cpu_ddp": [
         "worker SIGUSR1",
         "launcher SIGTERM",
         "launcher SIGUSR1",
         "launcher SIGKILL",
         "group SIGINT",
+        "launcher SIGHUP",
     ],
 }
 
@@ -92,7 +93,117 @@ def test_a_signal_saves_and_ends_every_process(launcher, small_mnist, config):
     assert steps == sorted(set(steps))  # none twice
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", STOPS)
+def test_a_run_whose_reader_is_gone_goes_on_and_saves_at_a_signal(launcher, small_mnist, config):
+    """`| head` leaves after some lines, and a Ctrl-C ends `| tee log` before the run has saved."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 5000, "--log_every", 1]
+    process = launcher.start(config, *flags, "--checkpoint_every", 10**6)
+    shown = int(wait_for_line(process, "train epoch").partition("step ")[2].partition("/")[0])
+    ranks = workers(process, 2 if config == "cpu_ddp" else 1)
+    process.stdout.close()
+    process.stderr.close()
+    run = launcher.folder / "run"
+    while last_step(run) < shown + 100:  # it goes on
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive
+    (saved,) = (run / "checkpoints").iterdir()
+    assert int(saved.name[5:]) >= shown + 100
+
+
+def last_step(run) -> int:
+    lines = (run / "metrics.jsonl").read_text().split("\n")
+    return json.loads(lines[-2])["step"]  # the last one may not be whole yet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", STOPS)
+def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, small_mnist, config):
+    process = launcher.start(config, "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000)
+    count = 2 if config == "cpu_ddp" else 1
+    ranks = []
+    while len(ranks) < count:
+        time.sleep(0.01)
+        children = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in children if is_script(child)]
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive
+    assert "error: the launcher was killed: start the run again" in process.stderr.read()
+    assert not (launcher.folder / "run").exists()
+
+
+STUCK = """
+import os, sys, time
+from accelerate import Accelerator
+from utils.loader import GlobalLoader
+
+class Stuck:
+    fingerprint = "stuck"
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        print(os.getpid(), flush=True)
+        time.sleep(1000)
+
+next(iter(GlobalLoader(Stuck(), 4, Accelerator(cpu=True), seed=0, num_workers=1)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+def test_a_worker_that_is_stuck_ends_with_its_process(launcher):
+    """As a read of a network disk is that does not answer. A second Ctrl-C ends by os._exit."""
+    words = [sys.executable, "-c", STUCK]
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    launcher.processes.append(process)
+    worker = psutil.Process(int(process.stdout.readline()))
+    assert worker.ppid() == process.pid
+    process.kill()
+    worker.wait(20)
+
+
+def is_script(process: psutil.Process) -> bool:
+    try:
+        return any(word.endswith("mnist_mlp.py") for word in process.cmdline()[:3])
+    except psutil.Error:  # it has just ended
+        return False
+
+
+def test_a_launcher_that_is_process_1_of_a_container_is_alive(monkeypatch):
+    def adopted_by(pid, name, exe):
+        parent = SimpleNamespace(pid=pid, name=lambda: name, exe=lambda: exe)
+        monkeypatch.setattr(psutil.Process, "parent", lambda _: parent)
+        return signals.is_orphan()
+
+    assert not adopted_by(1, "accelerate", "/usr/bin/python3.11")
+    assert adopted_by(1, "tini", "/usr/bin/tini")
+    assert adopted_by(812, "systemd", "/usr/lib/systemd/systemd")
+    assert not adopted_by(813, "hydra_pmi_proxy", "/usr/bin/hydra_pmi_proxy")
+
+
+@pytest.mark.parametrize(
+    ("nohup", "torchrun", "stops"),
+    [(False, False, True), (True, False, False), (True, True, True)],
+)
+def test_nohup_keeps_a_run_alive_unless_torchrun_ends_it(monkeypatch, nohup, torchrun, stops):
+    """torchrun sends SIGHUP on to its processes, and kills those that have not ended after 30 s."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop_signal.agreed() == stops
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_a_signal_asks_for_a_stop(name):
     stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
     assert not stop_signal.agreed()
@@ -140,6 +251,7 @@ def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
 def test_ctrl_c_before_training_is_no_traceback(monkeypatch, capsys):
     signals.explain_ctrl_c()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "x")
     for rank, expected in (("0", "stopped by Ctrl-C: nothing was saved\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)

@@ -56,6 +56,72 @@ def test_metrics_go_on_where_the_checkpoint_was(make, tmp_path):
     assert [launch["from_step"] for launch in launches] == [0, 5]
 
 
+def test_a_checkpoint_before_the_first_line_knows_where_the_file_ends(make, tmp_path):
+    tracker = started(make())
+    tracker.log("train", 5, 1, {"loss": 0.5, "samples": 10})
+    saved = tracker.metrics_bytes()
+    tracker.log("train", 6, 1, {"loss": 0.4, "samples": 10})
+    tracker.lock.release()  # killed here
+    assert started(make(resume=True), 5, saved).metrics_bytes() == saved
+
+
+def test_metrics_shorter_than_the_checkpoint_knows_are_not_lengthened(make, tmp_path, capsys):
+    """The lines after the last flush to the disk are gone after a power cut."""
+    tracker = started(make())
+    for step in (5, 6):
+        tracker.log("train", step, 1, {"loss": 0.5, "samples": 10})
+    saved = tracker.metrics_bytes()
+    tracker.lock.release()
+    path = tmp_path / "run" / "metrics.jsonl"
+    os.truncate(path, saved - 3)  # in the middle of a line
+    capsys.readouterr()
+    tracker = started(make(resume=True), 7, saved)
+    said = capsys.readouterr().out
+    assert said.startswith(f"warning: {path} is shorter than when the checkpoint was saved: ")
+    tracker.log("train", 8, 2, {"loss": 0.4, "samples": 10})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [5, 8]
+    assert tracker.metrics_bytes() == path.stat().st_size
+    tracker.lock.release()
+    started(make(resume=True), 8, 10**13)
+    assert path.stat().st_size < 1000
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"launches": 5}', "[" * 5000, "\0" * 20])
+def test_a_run_goes_on_without_run_json(make, tmp_path, capsys, content):
+    started(make()).lock.release()
+    path = tmp_path / "run" / "run.json"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+        (tmp_path / "run" / "summary.json").write_text(content)
+    tracker = make(resume=True)
+    assert tracker.completed_step() is None
+    started(tracker, 5)
+    said = capsys.readouterr().out
+    assert said == f"warning: {path} is missing or damaged, and is written anew\n"
+    assert [launch["from_step"] for launch in json.loads(path.read_text())["launches"]] == [5]
+
+
+def test_the_folder_of_a_run_and_its_files_are_flushed_by_name(make, tmp_path, monkeypatch):
+    """An fsync of a file does not cover its name in the folder."""
+    flushed = []
+    fsync = os.fsync
+
+    def recorded(descriptor):
+        path = tracking.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_dir():
+            flushed.append((path, sorted(each.name for each in path.iterdir())))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    started(make())
+    assert flushed == [
+        (tmp_path, ["run"]),
+        (tmp_path / "run", [".lock", "metrics.jsonl", "run.json"]),
+    ]
+
+
 def test_finish_leaves_summary_and_picture(make, tmp_path, capsys):
     tracker = started(make())
     for step in (1, 2):
@@ -77,6 +143,16 @@ def test_finish_leaves_summary_and_picture(make, tmp_path, capsys):
 
 def test_a_folder_with_a_run_is_refused_without_resume(make, capsys):
     started(make()).lock.release()
+    with pytest.raises(SystemExit):
+        make()
+    assert "already holds a run: add --resume" in capsys.readouterr().err
+    make(resume=True)
+
+
+def test_checkpoints_without_run_json_are_a_run_too(make, tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    make().lock.release()
+    (tmp_path / "run" / "checkpoints" / "step_00000005").mkdir()
     with pytest.raises(SystemExit):
         make()
     assert "already holds a run: add --resume" in capsys.readouterr().err

@@ -9,13 +9,17 @@ checkpoints/step_00000938/
                             SHA-256 of each file
 """
 
+import contextlib
+import errno
 import hashlib
 import json
-import shutil
+import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import safetensors.torch
 import torch
 from accelerate import Accelerator
@@ -25,7 +29,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from .console import show, stop
-from .files import fsync_folder, write_synced
+from .files import fsync_folder, read_entry, read_regular, remove, write_synced
+from .signals import launchers_patience_s
 from .state import (
     flat,
     is_sharded,
@@ -48,6 +53,23 @@ PROCESSES = "processes.safetensors"
 IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
 # State that torch's fused steps read side by side with the parameter.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+# What a manifest has, and of which type; and what `Run` has in its "extra".
+ENTRIES = {
+    "step": int,
+    "fixed": dict,
+    "derived": dict,
+    "num_processes": int,
+    "torch": str,
+    "state": dict,
+    "extra": dict,
+    "sha256": dict,
+}
+EXTRA = {"metrics_bytes": int, "best": dict, "tests_since_best": int}
+# What reading JSON of another form than expected can raise.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+# The file itself is at fault. Others, such as missing rights, may be over at the next start.
+DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO}
 
 
 def on_main(accelerator: Accelerator, work: Callable):
@@ -88,6 +110,25 @@ def save_model(
         fsync_folder(path.parent)
 
     on_main(accelerator, write)
+
+
+def read_trained(file: Path, *needed: str) -> tuple[dict[str, torch.Tensor], dict]:
+    """The weights that a finished run saved as `file`, and the arguments that it had.
+
+    needed: names of weights without which it is no model of the script.
+    Raises: SystemExit, in one sentence, if the file is not there, damaged, or of another script.
+    """
+    if not file.is_file():
+        stop(f"--predict needs the --output_dir of a finished run: there is no {file}")
+    try:
+        weights = safetensors.torch.load_file(file)
+    except (OSError, safetensors.SafetensorError) as error:
+        stop(f"{file} is damaged, or no model: {error}")
+    missing = [name for name in needed if name not in weights]
+    if missing:
+        names = ", ".join(list(weights)[:5])
+        stop(f"{file} is of another model: it has {names} and so on, and no {missing[0]}")
+    return weights, read_entry(file.with_name("run.json"), "arguments", dict) or {}
 
 
 def load_pretrained(model: nn.Module, source: str, head: str) -> None:
@@ -132,32 +173,73 @@ class OtherFormat(ValueError):
     """A checkpoint of another version of this module."""
 
 
-def read_checkpoint(path: Path) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
-    """The manifest, and the tensors of each file. Raises: ValueError, naming the file that is
-    missing or damaged."""
+def check_types(entries: dict, kinds: dict[str, type]) -> None:
+    for name, kind in kinds.items():
+        if type(entries[name]) is not kind:
+            raise ValueError(f"its {name} is {str(entries[name])[:50]}")
+
+
+def read_manifest(path: Path) -> dict:
+    """The manifest of a checkpoint, validated: what reads it later need not look again.
+
+    Raises: ValueError if it is missing or damaged, OtherFormat, OSError if it cannot be read now.
+    """
+    manifest = json.loads(read_regular(path / "manifest.json", psutil.virtual_memory().total))
+    if manifest.pop("checksum") != checksum(manifest):
+        raise ValueError("its checksum differs")
+    if manifest["format"] != FORMAT:
+        raise OtherFormat(manifest["format"])
+    check_types(manifest, ENTRIES)
+    extra = manifest["extra"]
+    check_types(extra, {name: kind for name, kind in EXTRA.items() if name in extra})
+    if path.name != f"step_{manifest['step']:08d}":
+        raise ValueError(f"it is of step {manifest['step']}")
+    for best in extra.get("best", {}).values():
+        value, step = best
+        if not isinstance(value, (int, float)) or type(step) is not int:
+            raise ValueError(f"its best is {str(best)[:50]}")
+    for name, digest in manifest["sha256"].items():
+        if not re.fullmatch(r"[^/\0]+\.safetensors", name) or not isinstance(digest, str):
+            raise ValueError(f"it has a file {name[:50]!r}")
+    return manifest
+
+
+def read_tensors(path: Path, digest: str) -> dict[str, torch.Tensor]:
+    """The tensors of a file. Raises: ValueError if it is damaged, OSError if it cannot be read."""
+    content = read_regular(path, psutil.virtual_memory().total)
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError("its SHA-256 is not the one in manifest.json")
+    return safetensors.torch.load(content)
+
+
+def read_checkpoint(
+    path: Path, check: Callable[[dict], None] | None = None
+) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
+    """The manifest, and the tensors of each file.
+
+    check: called with the manifest before the tensors are read.
+    Raises: ValueError, naming the file that is missing or damaged. OSError if a file cannot be read
+    for another reason: it may be whole.
+    """
     name = "manifest.json"
     try:
-        manifest = json.loads((path / name).read_bytes())
-        if manifest.pop("checksum") != checksum(manifest):
-            raise ValueError("its checksum differs")
-        if manifest["format"] != FORMAT:
-            raise OtherFormat(manifest["format"])
+        manifest = read_manifest(path)
+        if check is not None:
+            check(manifest)
         tensors = {}
-        for name in manifest["sha256"]:
-            content = (path / name).read_bytes()
-            if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
-                raise ValueError("its SHA-256 is not the one in manifest.json")
-            tensors[name] = safetensors.torch.load(content)
+        for name, digest in manifest["sha256"].items():
+            tensors[name] = read_tensors(path / name, digest)
+        name = PROCESSES
+        ranks = {key.partition("/")[0] for key in tensors[PROCESSES]}
+        if len(ranks) != manifest["num_processes"] or ranks != set(map(str, range(len(ranks)))):
+            raise ValueError(f"it is not of {manifest['num_processes']} processes")
     except OtherFormat:
         raise
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        safetensors.SafetensorError,
-    ) as error:
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
+        raise ValueError(f"{name}: {error.strerror}") from error
+    except (*MALFORMED, safetensors.SafetensorError) as error:
         raise ValueError(f"{name}: {error}") from error
     return manifest, tensors
 
@@ -226,6 +308,8 @@ class Checkpoints:
         self.fixed = json.loads(json.dumps(fixed))  # as it will be read back: tuples become lists
         self.derived = json.loads(json.dumps(self._derive()))
         self.save_time_s = 0.0  # in which training waited
+        self.is_slow = False
+        self.left = set()  # old checkpoints that cannot be removed
 
     def _name_parameters(self) -> dict[int, str]:
         """A name for each parameter, by id: plain if there is one model, else with the model's name
@@ -321,9 +405,15 @@ class Checkpoints:
                 "extra": extra,
             }
             part = self.folder / f".part_{final.name}"
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+            self._check_finite(contents, step)
             try:
+                # Not its parents: a run whose folder was moved or removed must not go on in half of
+                # a new one.
+                if not self.folder.is_dir():
+                    self.folder.mkdir()
+                    fsync_folder(self.folder.parent)
+                remove(part)
+                part.mkdir()
                 manifest["sha256"] = {
                     name: write_synced(part / name, safetensors.torch.save(savable(tensors)))
                     for name, tensors in contents.items()
@@ -334,20 +424,65 @@ class Checkpoints:
                 part.rename(final)
                 fsync_folder(self.folder)
             except OSError as error:
-                shutil.rmtree(part, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove(part)
                 left = self.complete_steps()
                 way_on = "there is none yet"
                 if left:
                     way_on = f"the one of step {left[0]} is whole, --resume goes on from it"
+                if not self.folder.parent.is_dir():
+                    way_on = "the folder of the run was moved or removed"
                 stop(
                     f"the checkpoint of step {step} cannot be written to {self.folder} "
                     f"({error.strerror}); {way_on}"
                 )
             for old in self.complete_steps()[self.keep :] if self.keep else []:
-                shutil.rmtree(self.folder / f"step_{old:08d}")
+                self._remove_old(self.folder / f"step_{old:08d}")
 
         on_main(self.accelerator, write)
-        self.save_time_s += time.perf_counter() - began
+        save_time_s = time.perf_counter() - began
+        self.save_time_s += save_time_s
+        self._warn_if_slow(save_time_s)
+
+    def _warn_if_slow(self, save_time_s: float) -> None:
+        """Say once that the launcher would kill the run before it has saved."""
+        patience_s = launchers_patience_s()
+        if 2 * save_time_s < patience_s or self.is_slow or not self.accelerator.is_main_process:
+            return
+        self.is_slow = True
+        needed_s = 4 * math.ceil(save_time_s)
+        show(
+            f"warning: a checkpoint takes {save_time_s:.0f} s, and {patience_s:.0f} s after a "
+            "Ctrl-C or SIGTERM the launcher kills its processes, saved or not: start it with "
+            f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={needed_s} in the environment",
+            "yellow",
+        )
+
+    def _check_finite(self, contents: dict[str, dict[str, torch.Tensor]], step: int) -> None:
+        """Raises: SystemExit if a parameter is not finite: each resume would end with it. Buffers
+        may well be infinite, as masks are."""
+        for name, model in self.models.items():
+            buffers = {key for key, _ in model.named_buffers()}
+            for key, tensor in contents[f"{name}.safetensors"].items():
+                is_checked = key not in buffers and tensor.dtype in FLOATS
+                if is_checked and not tensor.isfinite().all():
+                    stop(
+                        f"{name}.{key} is not finite after update {step}, and no checkpoint of it "
+                        "is saved: train with a smaller learning rate, or clip the gradients"
+                    )
+
+    def _remove_old(self, path: Path) -> None:
+        """A checkpoint that cannot be removed costs disk space only, and the new one is saved."""
+        try:
+            # First its name, so that a kill in the middle leaves no half of a checkpoint.
+            part = path.with_name(f".part_{path.name}")
+            remove(part)
+            path.rename(part)
+            remove(part)
+        except OSError as error:
+            if path not in self.left:
+                self.left.add(path)
+                show(f"warning: {path} cannot be removed: {error.strerror or error}", "yellow")
 
     def _collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict]:
         """The tensors of each file, and by name what is no tensor; complete on the main process.
@@ -413,8 +548,10 @@ class Checkpoints:
     def complete_steps(self) -> list[int]:
         """The steps of the checkpoints here, newest first, by number: as text 100000000 is below
         99999999."""
-        names = [path.name.removeprefix("step_") for path in self.folder.glob("step_*")]
-        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+        names = [path.name for path in self.folder.glob("step_*")]
+        steps = [int(name[5:]) for name in names if name[5:].isdecimal()]
+        # Not step_25 or step_000000025, which `save` did not write.
+        return sorted((step for step in steps if f"step_{step:08d}" in names), reverse=True)
 
     def load(self) -> tuple[int, dict, dict[str, torch.Tensor]]:
         """Load the newest whole checkpoint: (step, extra, this process's metrics); (0, {}, {})
@@ -435,15 +572,28 @@ class Checkpoints:
             problems += self._load_model(name, model, tensors[f"{name}.safetensors"])
         if problems:
             self._refuse(problems)
-        for name, optimizer in self.optimizers.items():
-            self._load_optimizer(
-                name, optimizer, tensors[f"{name}.safetensors"], manifest["state"][name]
+        try:
+            for name, optimizer in self.optimizers.items():
+                self._load_optimizer(
+                    name, optimizer, tensors[f"{name}.safetensors"], manifest["state"][name]
+                )
+            for name, part in self.others.items():
+                saved = manifest["state"][name]
+                state = join_tensors(saved, tensors.get(f"{name}.safetensors", {}))
+                is_schedule = isinstance(part, torch.optim.lr_scheduler.LRScheduler)
+                if is_schedule and state.keys() != part.state_dict().keys():
+                    raise ValueError(f"it has {', '.join(state)}")
+                part.load_state_dict(state)
+            name = PROCESSES
+            own_metrics = self._own_part(manifest, tensors[PROCESSES])
+        except (*MALFORMED, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            stop(
+                f"{name} in {self.folder}/step_{manifest['step']:08d} cannot be loaded "
+                f"({type(error).__name__}: {reason}): remove that checkpoint to go on from the one "
+                "before it"
             )
-        for name, part in self.others.items():
-            part.load_state_dict(
-                join_tensors(manifest["state"][name], tensors.get(f"{name}.safetensors", {}))
-            )
-        return manifest["step"], manifest["extra"], self._own_part(manifest, tensors[PROCESSES])
+        return manifest["step"], manifest["extra"], own_metrics
 
     def load_weights(self, path: Path) -> None:
         """Models and optimizers from any checkpoint of such a run; hyperparameters, schedules and
@@ -518,7 +668,9 @@ class Checkpoints:
                 # A fused step would run over the end of a tensor that is too small. Optimizers of
                 # others may well have moments of their own shapes under these names.
                 is_torch = type(optimizer).__module__.startswith("torch.optim")
-                if is_torch and entry in MOMENTS and value.shape != parameter.shape:
+                expected = parameter.shape if entry in MOMENTS else torch.Size()
+                is_known = entry in MOMENTS or entry == "step"
+                if is_torch and is_known and getattr(value, "shape", expected) != expected:
                     whose = f"{name}'s {self.parameter_names[id(parameter)]}/{entry}"
                     shapes = f"{tuple(value.shape)} for a parameter of {tuple(parameter.shape)}"
                     self._refuse([f"{whose} has the shape {shapes}"])
@@ -529,6 +681,8 @@ class Checkpoints:
                 # stays.
                 if key in IMPLEMENTATION or value is None:
                     continue
+                if isinstance(group.get(key), (int, float)) and not isinstance(value, (int, float)):
+                    raise ValueError(f"its {key} is {value!r}")
                 if isinstance(group.get(key), torch.Tensor):
                     value = torch.full_like(group[key], value)
                 group[key] = tuple(value) if isinstance(value, list) else value
@@ -537,12 +691,18 @@ class Checkpoints:
 
     def _read_newest(self) -> tuple[dict, dict[str, dict[str, torch.Tensor]]] | None:
         for part in self.folder.glob(".part_*"):  # what a kill in the middle of a save left
-            shutil.rmtree(part, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(part)
         steps, damaged = self.complete_steps(), []
         for step in steps:
             path = self.folder / f"step_{step:08d}"
             try:
-                manifest, tensors = read_checkpoint(path)
+                manifest, tensors = read_checkpoint(path, self._compare)
+            except OSError as error:
+                stop(
+                    f"{error.filename or path} cannot be read ({error.strerror}): nothing was "
+                    "changed, start again when it can"
+                )
             except OtherFormat as other:
                 stop(
                     f"{path} was written by another version of this code (format {other}, this one "
@@ -553,9 +713,8 @@ class Checkpoints:
                 show(f"warning: {path} is skipped: {error}", "yellow")
                 damaged.append(path)
                 continue
-            self._compare(manifest)
             for other in damaged:  # its name will be needed again
-                shutil.rmtree(other.with_name(f"damaged_{other.name}"), ignore_errors=True)
+                remove(other.with_name(f"damaged_{other.name}"))
                 other.rename(other.with_name(f"damaged_{other.name}"))
             return manifest, tensors
         if steps:

@@ -2,21 +2,78 @@
 
 import json
 import os
+import re
 import sys
 import time
 
 CLEAR_LINE = "\r\033[K"
+# All but the tab and the line end: a terminal would obey them. The last range is what file names
+# have in the place of bytes that are no UTF-8.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
+
+
+class LastingOutput:
+    """A stream that outlives its reader: what nobody can receive any more is dropped."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self._drop(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        # What is still in the buffer goes to /dev/null too, and what libraries write themselves.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.stream.fileno())
+        os.close(null)
+        if self is sys.stdout:
+            reason = error.strerror or error
+            show(f"warning: the run goes on, but not its output: {reason}", "yellow", sys.stderr)
+
+
+def outlive_readers() -> None:
+    """From now on a closed pipe or terminal, or a full disk, ends the output and not the run.
+
+    Without it `script | tee log` would die of its next line after a Ctrl-C, which ends `tee` at
+    once, and before the checkpoint is saved.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started this process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  until the end
+        elif not isinstance(stream, LastingOutput):
+            setattr(sys, name, LastingOutput(stream))
 
 
 def is_local_main() -> bool:
     """Whether this process prints: local rank 0, or a process that no launcher started.
 
-    A LOCAL_RANK that is set without a WORLD_SIZE was left in the environment by something else.
+    A launcher sets LOCAL_RANK, WORLD_SIZE and MASTER_ADDR. If one is missing, the others were left
+    in the environment by something else.
     """
     local_rank = os.environ.get("LOCAL_RANK", "0")
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    return local_rank == "0" or world_size in ("", "0", "1")
+    has_others = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+    return local_rank == "0" or not has_others or "MASTER_ADDR" not in os.environ
+
+
+def printable(text: str) -> str:
+    r"""`text` with control characters as their escapes, \x1b for instance: names of files and
+    messages of others may have any."""
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def show(text: str, colour: str = "", file=None) -> None:
@@ -28,7 +85,8 @@ def show(text: str, colour: str = "", file=None) -> None:
         file: default: stdout.
     """
     file = file or sys.stdout
-    if sys.stderr.isatty():
+    text = printable(text)
+    if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(CLEAR_LINE)  # a progress bar stands there and has no line end
         sys.stderr.flush()
     if colour and file.isatty() and not os.environ.get("NO_COLOR"):

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from .console import is_local_main, stop
+from .console import is_local_main, show, stop
 from .imports import quick_imports
 
 # All of MNIST lies beside this package; a copy of a script without it takes the same from the Hub.
 MNIST_FOLDER = Path(__file__).resolve().parents[1] / "data" / "mnist"
 BUNDLED_MNIST = str(MNIST_FOLDER) if MNIST_FOLDER.is_dir() else "ylecun/mnist"
+MAX_CLASSES = 2**20
 TEST_SPLITS = ("test", "validation", "val")
 
 
@@ -62,10 +63,15 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
         stop(f"--dataset {dataset} is neither a folder nor a Hub id such as ylecun/mnist")
     try:
         splits = datasets.load_dataset(dataset)
+        if Path(dataset).is_dir() and next(iter(splits.values())).info.builder_name == "parquet":
+            check_class_names(dataset)
     except (
         Exception
     ) as error:  # the library raises some twenty kinds here; all of them mean that there is no data
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cache = str(datasets.config.HF_DATASETS_CACHE)
+        if cache in reason:
+            stop(f"the cache {cache} cannot be used ({reason}): remove it, or set HF_HOME")
         kind = (
             "a folder without a data set, or with a damaged one"
             if Path(dataset).is_dir()
@@ -85,7 +91,42 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
             f"--dataset {dataset} has the label {int(test_split.labels.max())} in {test}, but not "
             "in train"
         )
+    missing = sorted(set(test_split.labels.tolist()) - set(train_split.labels.tolist()))
+    if missing and is_local_main():
+        names = ", ".join(train_split.classes[label] for label in missing[:5])
+        more = ", ..." if len(missing) > 5 else ""
+        show(f"warning: {test} has classes that train has no image of: {names}{more}", "yellow")
     return train_split, test_split
+
+
+def check_class_names(dataset: str) -> None:
+    """`datasets` reads the labels of all files as those of the first one, whatever they mean there.
+
+    Raises: SystemExit if two parquet files in the folder number their classes differently.
+    """
+    import datasets
+    import pyarrow.parquet
+
+    first_path, first_names = None, None
+    for path in sorted(Path(dataset).rglob("*.parquet")):
+        features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path))
+        kinds = features.values()
+        names = [kind.names for kind in kinds if isinstance(kind, datasets.ClassLabel)]
+        if not names:  # plain integers
+            continue
+        if first_names is None:
+            first_path, first_names = path, names
+        if names != first_names:
+            stop(
+                f"--dataset {dataset} numbers its classes differently in {first_path.name} "
+                f"({show_classes(first_names)}) and {path.name} ({show_classes(names)}): write "
+                "both with the same names in the same order"
+            )
+
+
+def show_classes(columns: list[list[str]]) -> str:
+    names = [name for column in columns for name in column]
+    return ", ".join(names[:5]) + ", ..." * (len(names) > 5)
 
 
 def find_columns(rows, dataset: str) -> Split:
@@ -112,9 +153,15 @@ def find_columns(rows, dataset: str) -> Split:
             f"--dataset {dataset} has rows without a label, the first is row "
             f"{int((labels < 0).nonzero()[0])}"
         )
-    classes = getattr(features[label_column], "names", None) or [
-        str(label) for label in range(int(labels.max()) + 1)
-    ]
+    classes = getattr(features[label_column], "names", None)
+    largest = int(labels.max())
+    if largest >= (len(classes) if classes else MAX_CLASSES):
+        known = f"{len(classes)} classes" if classes else f"{MAX_CLASSES} classes at most"
+        stop(
+            f"--dataset {dataset} has the label {largest} in row {int(labels.argmax())}, and "
+            f"{known}: number them from 0 on"
+        )
+    classes = classes or [str(label) for label in range(largest + 1)]
     return Split(
         dataset,
         rows.cast_column(image_column, datasets.Image(decode=False)),
@@ -157,7 +204,7 @@ def decode_pgm(contents: list[bytes | None]) -> np.ndarray | None:
     if not header:
         return None
     width, height, start = int(header[1]), int(header[2]), header.end()
-    if any(
+    if width * height == 0 or any(
         file is None or len(file) != start + width * height or file[:start] != header[0]
         for file in contents
     ):
@@ -169,44 +216,84 @@ def decode_pgm(contents: list[bytes | None]) -> np.ndarray | None:
     )
 
 
+def to_rgb(image):
+    """Convert a PIL image of any mode to 8-bit RGB; transparent pixels become white.
+
+    Raises:
+        ValueError: for pixels whose range is unknown: floating point, or integers of over 16 bits.
+    """
+    from PIL import Image
+
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):  # 16 bits, which PIL's own conversion would clip at 255
+        pixels = np.asarray(image)
+        if pixels.min() < 0 or pixels.max() > 65535:
+            raise ValueError("its pixels are integers of unknown range")
+        return Image.fromarray((pixels / 257).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("its pixels are floating point numbers of unknown range")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def to_grey(image):
+    """Convert a PIL image of any mode to 8-bit grey, as `to_rgb`."""
+    return image if image.mode == "L" else to_rgb(image).convert("L")
+
+
 def decode_any(
     contents: list[bytes | None], paths: list[str | None], dataset: str, num_workers: int
 ) -> np.ndarray:
-    """Image files of one size in any format PIL reads to uint8 (N, C, H, W); grey stays C = 1, all
-    else becomes RGB."""
+    """Image files of one size in any format PIL reads to uint8 (N, C, H, W); C is 1 if all of them
+    are grey, else 3."""
     from concurrent.futures import ThreadPoolExecutor
 
     from PIL import Image
 
-    def decode(row, mode=None):
-        name = paths[row] or f"the image in row {row}"
+    def read(row, use):
+        """`use` of an open image."""
         try:
-            with Image.open(
-                paths[row] if contents[row] is None else io.BytesIO(contents[row])
-            ) as image:
-                mode = mode or ("L" if image.mode in ("1", "L") else "RGB")
-                return np.asarray(image.convert(mode)), mode
-        except (OSError, ValueError, SyntaxError) as error:
-            stop(f"--dataset {dataset}: {name} cannot be decoded: {error}")
+            content = contents[row]
+            with Image.open(paths[row] if content is None else io.BytesIO(content)) as image:
+                return use(image)
+        except Exception as error:  # PIL has no common class for what its thirty readers raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{name(row)} cannot be decoded: {reason}") from error
 
-    first, mode = decode(0)
-    pixels = np.empty((len(contents), *first.shape), np.uint8)
+    def name(row):
+        return paths[row] or f"the image in row {row}"
+
+    def is_grey(image):  # known from the header: nothing is decoded
+        return image.mode in ("1", "L") or image.mode.startswith("I")
+
+    def decode(row):
+        convert = to_grey if all_grey else to_rgb
+        return read(row, lambda image: np.asarray(convert(image)))
 
     def decode_into(row):
-        image, _ = decode(row, mode)
+        image = decode(row)
         if image.shape != first.shape:
-            sizes = "x".join(map(str, image.shape[1::-1])), "x".join(map(str, first.shape[1::-1]))
-            name = paths[row] or f"the image in row {row}"
-            stop(
-                f"--dataset {dataset}: {name} has {sizes[0]} pixels and the first image "
-                f"{sizes[1]}: make them equal"
+            sizes = [f"{shape[1]}x{shape[0]}" for shape in (image.shape, first.shape)]
+            raise ValueError(
+                f"{name(row)} has {sizes[0]} pixels and the first image {sizes[1]}: make them equal"
             )
         pixels[row] = image
 
-    with ThreadPoolExecutor(max(1, num_workers)) as pool:
-        for _ in pool.map(decode_into, range(len(contents))):  # raises here what a thread raised
-            pass
-    return pixels[:, None] if mode == "L" else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    rows = range(len(contents))
+    try:
+        with ThreadPoolExecutor(max(1, num_workers)) as pool:
+            all_grey = all(pool.map(lambda row: read(row, is_grey), rows))
+            first = decode(0)
+            pixels = np.empty((len(contents), *first.shape), np.uint8)
+            for _ in pool.map(decode_into, rows):  # raises here what a thread raised
+                pass
+    except ValueError as error:
+        stop(f"--dataset {dataset}: {error}")
+    return pixels[:, None] if all_grey else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
 
 
 def load_grey_image(path: str, side: int) -> torch.Tensor:
@@ -215,8 +302,8 @@ def load_grey_image(path: str, side: int) -> torch.Tensor:
 
     try:
         with Image.open(path) as image:
-            return torch.from_numpy(np.array(image.convert("L").resize((side, side))))[None, None]
-    except (OSError, ValueError, SyntaxError) as error:
+            return torch.from_numpy(np.array(to_grey(image).resize((side, side))))[None, None]
+    except Exception as error:  # as above
         stop(f"{path} cannot be read as an image: {error}")
 
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +60,42 @@ def write_synced(path: Path, content: bytes) -> str:
         file.flush()
         os.fsync(file.fileno())
     return hashlib.sha256(content).hexdigest()
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The content of a file that somebody else may have put there.
+
+    Raises: OSError; ValueError if it is no regular file, such as a pipe, which would wait for a
+    writer, or a device without an end, or if it has more than `limit` bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if status.st_size > limit:
+            raise ValueError(f"its {status.st_size:,} bytes do not fit into the memory")
+        return file.read()
+
+
+def read_entry(path: Path, name: str, kind: type):
+    """What a JSON file has under `name`; None if there is no such file or entry."""
+    try:
+        entry = json.loads(path.read_text())[name]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return entry if isinstance(entry, kind) else None
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all in it, a file, or a link (not what it leads to), if it is there.
+
+    Raises: OSError.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def fsync_file(path: Path) -> None:

@@ -96,6 +96,7 @@ class ArgumentParser(argparse.ArgumentParser):
         add = self.add_argument_group("run").add_argument
         add(
             "--output_dir",
+            type=folder_name,
             metavar="FOLDER",
             help="where this run writes its files (default: a new folder under runs/)",
         )
@@ -158,7 +159,7 @@ class ArgumentParser(argparse.ArgumentParser):
                 )
         add(
             "--timeout_s",
-            type=at_least(1),
+            type=at_least(1, below=10**8),  # more overflows in torch, which then hangs
             default=600,
             help="seconds that a process waits for another one, also while the main process saves, "
             "before the run ends",
@@ -172,8 +173,20 @@ class ArgumentParser(argparse.ArgumentParser):
         stop(f"{message} (--help lists all flags)")
 
 
+def folder_name(text: str) -> str:
+    """An argparse type: the name of a folder, which a person can read and type."""
+    if not text or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no name for a folder")
+    return text
+
+
 def at_least(minimum: float, kind: type = int, below: float = float("inf")):
-    """An argparse type: a number of type `kind` with minimum <= number < below."""
+    """An argparse type: a number of type `kind` with minimum <= number < below.
+
+    Integers have 31 bits at most: a larger one overflows later, in one of the libraries.
+    """
+    if kind is int:
+        below = min(below, 2**31)
 
     def number(text: str):
         value = kind(text)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import v2 as transforms
 
+from .data import to_rgb
 from .loader import UnreadableItem
 
 EXIF_ORIENTATION = 0x0112
@@ -32,25 +33,6 @@ def open_upright(cell: dict) -> Image.Image:
     if image.getexif().get(EXIF_ORIENTATION, 1) == 1:
         return image
     return ImageOps.exif_transpose(image)
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to 8-bit RGB; transparent pixels become white.
-
-    Raises:
-        ValueError: for floating point pixels, whose range is unknown.
-    """
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I"):  # 16 bits, which PIL's own conversion would clip at 255
-        return Image.fromarray((np.asarray(image) / 257).astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        raise ValueError("its pixels are floating point numbers of unknown range")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
-    return image.convert("RGB")
 
 
 def crop_and_resize(

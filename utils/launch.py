@@ -33,11 +33,11 @@ from accelerate.utils import (
 )
 
 from . import record
-from .console import stop
+from .console import outlive_readers, stop
 from .imports import quick_imports
 from .peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
-from .signals import explain_ctrl_c
-from .topology import check_topology, same_on_all, wants_cpu
+from .signals import explain_ctrl_c, follow_launcher
+from .topology import check_environment, check_topology, same_on_all, wants_cpu
 from .virtual_processes import use_virtual_processes
 
 
@@ -74,6 +74,9 @@ def make_accelerator(
             --virtual_processes does not fit, a tracker or a precision is not available.
     """
     record.apply(args)
+    outlive_readers()
+    check_environment()
+    follow_launcher()
     with quick_imports():
         importlib.import_module("torch._dynamo")  # the first optimizer imports it anyway
     explain_ctrl_c()

@@ -26,6 +26,7 @@ from .randomness import (
     seed_generators,
     shuffle,
 )
+from .signals import end_with_parent
 from .virtual_processes import leaves_of, virtual_processes
 
 # Up to here the order of an epoch is one torch.randperm; longer ones are computed in parts of CHUNK
@@ -422,6 +423,11 @@ class GlobalLoader:
                 yield piece, data
         except UnreadableItem as error:
             stop_at_unreadable_item(error)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            reason = str(error).splitlines()[0].rstrip(". ")
+            stop(f"{reason}: if memory ran out, take fewer --num_workers", alone=True)
 
     def _answers(self, requests: Iterator) -> Iterator:
         if self.num_workers == 0:
@@ -432,6 +438,7 @@ class GlobalLoader:
                 batch_sampler=self._requests,
                 collate_fn=as_it_is,
                 num_workers=self.num_workers,
+                worker_init_fn=end_with_parent,
                 persistent_workers=True,
                 pin_memory=self.accelerator.device.type == "cuda",
                 # Without one, DataLoader draws from the global generator in every epoch.

@@ -2,15 +2,17 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
 import time
 
+import psutil
 import torch
 from accelerate import Accelerator
 
-from .console import CLEAR_LINE, is_local_main, report_to_launcher, show
+from .console import CLEAR_LINE, is_local_main, report_to_launcher, show, stop
 from .topology import launcher_words, resume_command
 
 # "Temporary failure, try again" (BSD's sysexits.h): the state is saved, and the same command with
@@ -33,8 +35,53 @@ def explain_ctrl_c() -> None:
     sys.excepthook = explain_interrupt
 
 
+def follow_launcher() -> None:
+    """From now on the end of the launcher ends this process, also a `kill -9`.
+
+    The launcher would leave its processes running, unseen and with the lock of the folder. The
+    kernel now sends them a SIGTERM. Not without a launcher: then the parent is a shell, which may
+    well end before the run does.
+
+    Raises: SystemExit if the launcher is gone already, killed while this process imported torch.
+    """
+    # Set by `accelerate launch` and by torchrun.
+    by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    if sys.platform == "linux" and (by_environment or launcher_words() is not None):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if is_orphan():
+            stop("the launcher was killed: start the run again", alone=True)
+
+
+def end_with_parent(_worker: int) -> None:
+    """For `worker_init_fn` of a DataLoader: a worker that is stuck in a read would stay for ever
+    when the process that waits for it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def is_orphan() -> bool:
+    """Whether init has adopted this process. In a container, process 1 may be the launcher."""
+    parent = psutil.Process().parent()
+    if parent is None:
+        return False  # its parent is in another container
+    try:
+        is_init = parent.pid == 1 or parent.name() == "systemd"
+        return is_init and "python" not in parent.exe()
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:  # somebody else's process
+        return is_init
+
+
+def launchers_patience_s() -> float:
+    """Seconds from a signal to torchrun until it kills its processes."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return math.inf
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+
+
 class StopSignal:
-    """SIGTERM, SIGUSR1 or Ctrl-C asks for a stop after the current update.
+    """SIGTERM, SIGUSR1, SIGHUP or Ctrl-C asks for a stop after the current update.
 
     A second Ctrl-C stops at once. `agreed()` gives the same answer on all processes, whichever of
     them got the signal.
@@ -51,14 +98,13 @@ class StopSignal:
         self.calls = 0
         self.next_check = 1
         self.checked_at = time.perf_counter()
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        # nohup has SIGHUP ignored. torchrun does not obey, and kills who does.
+        has_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        if not has_nohup or "TORCHELASTIC_RUN_ID" in os.environ:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, self._receive)
-        has_launcher = launcher_words() is not None or "TORCHELASTIC_RUN_ID" in os.environ
-        if sys.platform == "linux" and has_launcher:
-            # A launcher that is killed would leave its processes running, unseen. The kernel now
-            # sends them a SIGTERM. Not without a launcher: then the parent is a shell, which may
-            # well end before the run does.
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def _receive(self, number, _frame):
         if os.getpid() != self.pid:  # a forked data worker, which this process will end

@@ -15,7 +15,7 @@ from accelerate.commands.config import default_config_file, load_config_from_fil
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, gather_object
 
-from .console import plural, stop
+from .console import plural, printable, stop
 from .virtual_processes import virtual_processes
 
 # Facts that may differ between machines: where their files are, and how many workers read them.
@@ -63,6 +63,22 @@ def wants_cpu() -> bool:
         return True
     options, config = requested_topology()
     return bool(options and options.cpu) or bool(config and config.use_cpu)
+
+
+def check_environment() -> None:
+    """Check that the environment is that of a launcher, or of none.
+
+    Raises:
+        SystemExit: if variables of another launcher were left in it, by an `export` for instance.
+    """
+    left = [name for name in ("LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    has_others = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+    if "MASTER_ADDR" not in os.environ and ("LOCAL_RANK" in left or has_others):
+        shown = " and ".join(f"{name}={os.environ[name]}" for name in left)
+        stop(
+            f"{shown} in the environment, without MASTER_ADDR, is not from a launcher: unset "
+            f"{' '.join(left)}, or start the script with accelerate launch"
+        )
 
 
 def check_topology(accelerator: Accelerator) -> None:
@@ -259,7 +275,7 @@ def announce(
     batch += f" x {plural(accumulation, 'accumulation step')}"
     if virtual:
         batch = f"{each} per virtual process x {plural(virtual, 'virtual process')}"
-    accelerator.print(
+    banner = (
         f"topology      {plural(processes, 'process')} on {plural(hosts, 'machine')}{kind}, "
         f"each {device}, precision {topology['mixed_precision']}\n"
         f"config        {topology['config_file']}\n"
@@ -267,9 +283,9 @@ def announce(
         f"steps         {total_steps} updates = {total_steps / steps_per_epoch:.4g} epochs of "
         f"{steps_per_epoch}\n"
         f"data          {', '.join(f'{name} {value}' for name, value in shown.items())}\n"
-        f"output        {output_dir}",
-        flush=True,
+        f"output        {output_dir}"
     )
+    accelerator.print(printable(banner), flush=True)
 
 
 def resume_command() -> str:

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from .console import show, stop
-from .files import write_json
+from .files import fsync_folder, read_entry, write_json
 from .memory import own_peak_memory_gib
 from .plots import plot_curves
 
@@ -108,7 +108,8 @@ class Tracker:
         try:
             if not self.folder.exists():
                 atexit.register(remove_if_unused, self.folder)
-            self.folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                fsync_folder(self.folder.parent)
             self.lock = FileLock(self.folder / ".lock")
             # A run that was told to stop may still be saving.
             self.lock.acquire(timeout=10 if self.resume else 0)
@@ -122,7 +123,10 @@ class Tracker:
             )
         except OSError as error:
             return f"--output_dir {self.folder} cannot be written to: {error.strerror}"
-        if not self.resume and (self.folder / "run.json").exists():
+        # Also without run.json, which a power cut may have taken: the checkpoints would be mixed.
+        names = ("run.json", "checkpoints/step_*")
+        holds_a_run = any(any(self.folder.glob(name)) for name in names)
+        if not self.resume and holds_a_run:
             way_out = "" if self.resume is None else "add --resume to continue it, or "
             return f"{self.folder} already holds a run: {way_out}take another --output_dir"
         return None
@@ -130,10 +134,9 @@ class Tracker:
     def completed_step(self) -> int | None:
         """The last step of a run that was completed in this folder; None without one.
         Collective."""
-        path = self.folder / "summary.json"
         step = None
-        if self.accelerator.is_main_process and path.exists():
-            step = json.loads(path.read_text())["step"]
+        if self.accelerator.is_main_process:
+            step = read_entry(self.folder / "summary.json", "step", int)
         return broadcast_object_list([step])[0]
 
     def start(
@@ -159,7 +162,12 @@ class Tracker:
         if not self.accelerator.is_main_process:
             return
         path = self.folder / "run.json"
-        launches = json.loads(path.read_text())["launches"] if step else []
+        launches = []
+        if step:
+            launches = read_entry(path, "launches", list)
+            if launches is None:
+                show(f"warning: {path} is missing or damaged, and is written anew", "yellow")
+                launches = []
         launch = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "from_step": step,
@@ -173,9 +181,9 @@ class Tracker:
             "git_commit": git_commit(),
             "launches": [*launches, launch],
         }
-        write_json(path, content)
         self.metrics_file = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115  until the end
-        self.metrics_file.truncate(metrics_bytes)
+        self._drop_later_lines(metrics_bytes)
+        write_json(path, content)  # and flushes the name of metrics.jsonl too
         if sys.stderr.isatty():
             self.bar = tqdm(
                 total=total_steps,
@@ -184,6 +192,18 @@ class Tracker:
                 leave=False,
                 dynamic_ncols=True,
             )
+
+    def _drop_later_lines(self, metrics_bytes: int) -> None:
+        path = self.folder / "metrics.jsonl"
+        if path.stat().st_size < metrics_bytes:  # `truncate` would lengthen it
+            show(
+                f"warning: {path} is shorter than when the checkpoint was saved: lines before step "
+                f"{self.first_step + 1} are missing",
+                "yellow",
+            )
+            metrics_bytes = path.read_bytes().rfind(b"\n") + 1
+        self.metrics_file.truncate(metrics_bytes)
+        self.metrics_file.seek(0, os.SEEK_END)
 
     def timed(self, batches: Iterable, batches_per_update: int) -> Iterator:
         """The same batches; adds up the time in this loop, and the time spent waiting for data."""
