@@ -15,7 +15,11 @@ from utils.data import load_splits
 from utils.loader import GlobalLoader
 
 ONE = SimpleNamespace(
-    device=torch.device("cpu"), num_processes=1, process_index=0, gradient_accumulation_steps=1
+    device=torch.device("cpu"),
+    num_processes=1,
+    process_index=0,
+    gradient_accumulation_steps=1,
+    gradient_state=SimpleNamespace(plugin_kwargs={}),
 )
 PHOTO = Image.linear_gradient("L").resize((120, 90))
 MIRRORED = PHOTO.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

@@ -471,3 +471,16 @@ def test_flags_of_the_script_are_passed_on(monkeypatch):
     args = prove.parse_args()
     assert isinstance(args, argparse.Namespace)
     assert (args.updates, args.flags) == (7, ["--lr", "0.1", "--x"])
+
+
+@pytest.mark.slow
+def test_virtual_processes_are_proven_bit_for_bit():
+    script = ROOT / "tests" / "programs" / "planted.py"
+    command = [sys.executable, "-m", "utils.prove", script, "--virtual_processes", 6]
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if "bit for bit the same" in line]
+    assert [line.split(" ")[2] for line in lines] == ["2", "3", "1", "1"]
+    assert "accumulation" not in done.stdout
