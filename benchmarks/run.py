@@ -35,6 +35,8 @@ BENCHMARKS = {
     "resnet50": "--rounds 2",
     "gradient_accumulation": "--memory_steps 1 8",
     "model_split": "speed --microbatches 1 4 8",
+    "virtual_processes": "--rounds 4 --steps 4",
+    "elastic": "",
 }
 INTRODUCTION = """\
 # Results

@@ -133,6 +133,7 @@ class TreeSum:
         self.world_size = accelerator.num_processes
         self.leaves = own_leaves(accelerator)
         self.bytes_sent = 0
+        self.buffers = {}
         if self.world_size == 1:
             return
         number = virtual_processes(accelerator)
@@ -176,13 +177,17 @@ class TreeSum:
 
     def _exchange(self, values: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
         size = math.ceil(result.numel() / self.world_size)  # of a slice; the last one is padded
-        mine = result.new_zeros(len(values), self.world_size * size)
-        for row, value in zip(mine, values, strict=True):
-            row[: len(value)] = value
-        # The slices in the order of the ranks that get them.
-        sent = mine.view(len(values), self.world_size, size).transpose(0, 1).reshape(-1)
+        is_even = size * self.world_size == result.numel()
         counts = [len(nodes) for nodes in self.nodes_of_ranks]
-        received = result.new_empty(sum(counts) * size)
+        sent = values[0]
+        if len(values) > 1 or not is_even:
+            # The slices in the order of the ranks that get them.
+            sent = self._buffer("sent", result, self.world_size * len(values) * size)
+            for place, value in enumerate(values):
+                for rank, part in enumerate(value.split(size)):
+                    start = (rank * len(values) + place) * size
+                    sent[start : start + len(part)] = part
+        received = self._buffer("received", result, sum(counts) * size)
         dist.all_to_all_single(
             received,
             sent,
@@ -194,11 +199,22 @@ class TreeSum:
         places = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
         for place, value in zip(places, received.split(size), strict=True):
             push(nodes, place._replace(value=value), torch.Tensor.add_)
-        gathered = result.new_empty(self.world_size * size)
-        dist.all_gather_into_tensor(gathered, root(nodes, torch.Tensor.add_), group=self.group)
+        total = root(nodes, torch.Tensor.add_)
         per_slice = (self.world_size - 1) * size * result.element_size()
         self.bytes_sent += per_slice * (len(values) + 1)
+        if is_even:
+            dist.all_gather_into_tensor(result, total, group=self.group)
+            return result
+        gathered = self._buffer("gathered", result, self.world_size * size)
+        dist.all_gather_into_tensor(gathered, total, group=self.group)
         return result.copy_(gathered[: result.numel()])
+
+    def _buffer(self, name: str, like: torch.Tensor, size: int) -> torch.Tensor:
+        """Memory for `size` entries, which stays: new memory costs as much time as a copy."""
+        key = (name, like.dtype, size)
+        if key not in self.buffers:
+            self.buffers[key] = like.new_zeros(size)
+        return self.buffers[key]
 
 
 class GradientSum:
