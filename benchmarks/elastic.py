@@ -6,8 +6,9 @@ Three machines (network namespaces, so it needs Linux and root) with an agent of
 process each train mnist_mlp.py with `--virtual_processes 8 --checkpoint_every 50`. By a seeded
 schedule machines are lost (kill -9 of everything on them) and come back, and training goes on with
 those that are there. After a loss the others notice it and meet again (until processes start),
-import, read the data and the checkpoint (until training begins), and train. In the end the model
-has the same bits as that of one process that nothing happened to.
+import, read the data and the checkpoint (until training begins), and train. A machine that comes
+back interrupts the others as well, for about as long, once it is ready; the picture does not show
+that. In the end the model has the same bits as that of one process that nothing happened to.
 
 ![world size over the time](elastic.png)
 """

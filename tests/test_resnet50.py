@@ -384,6 +384,7 @@ def test_model_and_moving_average_are_tested_in_the_precision_of_the_run(run_4_b
     assert sorted(training for _, training, _ in seen) == [False, False, True]
 
 
+@pytest.mark.slow
 def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, in_float64):
     """Weights, learning rates, moving average and tests, with values that are no defaults."""
     made = []
@@ -458,6 +459,7 @@ def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, i
             assert tested[prefix + name] == pytest.approx(hits.item())
 
 
+@pytest.mark.slow
 def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monkeypatch):
     started, mixed, smoothed, rates = [], [], set(), set()
     start, mix, lr_factor = resnet50.Run.start, resnet50.mix, resnet50.lr_factor
