@@ -21,7 +21,8 @@ def test_a_schedule_leaves_always_one_machine():
 
 def test_lost_and_returned_machines_change_no_bit(hosts, launcher, small_mnist, tmp_path):
     flags = [*elastic.FLAGS, "--dataset", small_mnist, "--activation", "relu"]
-    flags += ["--max_steps", 900, "--keep_checkpoints", 0]
+    # Far more updates than pass while a machine comes back: the others do not wait for it.
+    flags += ["--max_steps", 3000]
     # The machine with rank 0 and the rendezvous is lost first; then it is back, and the other goes.
     measured = elastic.disturbed(
         hosts, tmp_path, [("lost", 0), ("back", 0), ("lost", 1)], 150, flags
@@ -32,7 +33,7 @@ def test_lost_and_returned_machines_change_no_bit(hosts, launcher, small_mnist, 
     assert [each["num_processes"] for each in launches] == [2, 1, 2, 1]
     assert {each["virtual_processes"] for each in launches} == {8}
     launcher("cpu", *flags, "--output_dir", tmp_path / "alone")
-    for file in ("model.safetensors", "checkpoints/step_00000900/optimizer.safetensors"):
+    for file in ("model.safetensors", "checkpoints/step_00003000/optimizer.safetensors"):
         assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
 
 
