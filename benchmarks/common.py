@@ -197,6 +197,17 @@ def launch_workers(config: str, file: str, *flags, **options):
         return json.loads(out.read_text())
 
 
+def finish_worker(out: str, measured) -> None:
+    """At the end of each process that `launch_workers` launched: the main one writes to `out`."""
+    from torch import distributed
+
+    is_group = distributed.is_initialized()
+    if not is_group or distributed.get_rank() == 0:
+        Path(out).write_text(json.dumps(measured))
+    if is_group:
+        distributed.destroy_process_group()
+
+
 def write_idx(folder: Path) -> None:
     """The bundled MNIST in the files that torchvision reads."""
     import gzip
@@ -226,12 +237,9 @@ def machine() -> dict[str, str]:
 
     import torch
 
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if "model name" in line:
-                cpu = line.partition(": ")[2]
-                break
+    from utils.topology import cpu_name
+
+    cpu = cpu_name() or platform.machine()
     gpus, kind = "no GPU", device().type
     if kind != "cpu":
         name = torch.get_device_module(kind).get_device_name()

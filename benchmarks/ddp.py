@@ -9,7 +9,6 @@ same model, optimizer, schedule and images, and neither logs, counts, nor looks 
 Start-up, and the checkpoint at the script's end, are left out.
 """
 
-import json
 import statistics
 import sys
 import time
@@ -110,9 +109,7 @@ def worker(args) -> None:
         common.take_turns(ways, 1)  # warm-up; and the script starts the process group
         rounds = args.rounds if "MNIST" in workload else max(1, args.rounds // 4)
         measured[workload] = common.take_turns(ways, rounds)
-    if distributed.get_rank() == 0:
-        Path(args.worker).write_text(json.dumps(measured))
-    distributed.destroy_process_group()
+    common.finish_worker(args.worker, measured)
 
 
 def measure(args) -> dict:

@@ -15,7 +15,6 @@ LayerNorm, on one process in float64, and memory: the peak of two updates of 163
 the process had before them.
 """
 
-import json
 import math
 import sys
 import tempfile
@@ -111,10 +110,7 @@ def worker(args) -> None:
             for norm in ("batch", "layer"):
                 extra = ["--dtype", "float64", "--norm", norm, "--gradient_accumulation_steps"]
                 result["norms"][norm] = {k: max(ours(*flags, *extra, k)[0]) for k in (1, 4)}
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        Path(args.worker).write_text(json.dumps(result))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    common.finish_worker(args.worker, result)
 
 
 def measure(args) -> dict:

@@ -9,7 +9,6 @@ update, counted by the kernel: a ring all-reduce sends the size of the gradients
 processes.
 """
 
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -51,8 +50,6 @@ def run(name: str, *flags) -> list[float]:
 
 
 def worker(args) -> None:
-    from torch import distributed
-
     workloads = {
         "MNIST, batch 512": ("mnist_mlp", ["--batch_size", 512, "--num_epochs", 1]),
         "ResNet-50, batch 32": (
@@ -74,9 +71,7 @@ def worker(args) -> None:
             common.take_turns(ways, 1)  # warm-up
             rounds = args.rounds if name == "mnist_mlp" else max(2, args.rounds // 2)
             measured.setdefault(workload, []).append(common.take_turns(ways, rounds))
-    if distributed.get_rank() == 0:
-        Path(args.worker).write_text(json.dumps(measured))
-    distributed.destroy_process_group()
+    common.finish_worker(args.worker, measured)
 
 
 def measure(args) -> dict:

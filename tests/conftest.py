@@ -5,13 +5,13 @@ Each launch has its own port, folder and time-out, and leaves no process behind.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import several
+from hosts import free_port
 
 # Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they
 # wait. By default they spin, and with more threads than cores (two tests at a time) a step of
@@ -43,12 +43,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)

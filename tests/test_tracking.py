@@ -40,12 +40,18 @@ def started(tracker, step=0, metrics_bytes=0):
     return tracker
 
 
-def test_metrics_go_on_where_the_checkpoint_was(make, tmp_path):
+def killed_after_a_checkpoint(make) -> int:
+    """A run that was killed a line after its checkpoint; what that knows of metrics.jsonl."""
     tracker = started(make())
     tracker.log("train", 5, 1, {"loss": 0.5, "samples": 10})
     saved = tracker.metrics_bytes()
     tracker.log("train", 6, 1, {"loss": 0.4, "samples": 10})
-    tracker.lock.release()  # killed here
+    tracker.lock.release()
+    return saved
+
+
+def test_metrics_go_on_where_the_checkpoint_was(make, tmp_path):
+    saved = killed_after_a_checkpoint(make)
     tracker = started(make(resume=True), 5, saved)
     tracker.log("train", 6, 1, {"loss": 0.4, "samples": 10})
     lines = [
@@ -57,11 +63,7 @@ def test_metrics_go_on_where_the_checkpoint_was(make, tmp_path):
 
 
 def test_a_checkpoint_before_the_first_line_knows_where_the_file_ends(make, tmp_path):
-    tracker = started(make())
-    tracker.log("train", 5, 1, {"loss": 0.5, "samples": 10})
-    saved = tracker.metrics_bytes()
-    tracker.log("train", 6, 1, {"loss": 0.4, "samples": 10})
-    tracker.lock.release()  # killed here
+    saved = killed_after_a_checkpoint(make)
     assert started(make(resume=True), 5, saved).metrics_bytes() == saved
 
 

@@ -66,8 +66,12 @@ def is_local_main() -> bool:
     in the environment by something else.
     """
     local_rank = os.environ.get("LOCAL_RANK", "0")
-    has_others = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
-    return local_rank == "0" or not has_others or "MASTER_ADDR" not in os.environ
+    return local_rank == "0" or not claims_others() or "MASTER_ADDR" not in os.environ
+
+
+def claims_others() -> bool:
+    """Whether the environment speaks of several processes."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
 
 
 def printable(text: str) -> str:

@@ -355,8 +355,7 @@ class GlobalLoader:
     def epoch(self, epoch: int = 0, first_update: int = 0) -> Iterator[Batch]:
         """This process's micro-batches of an epoch, from update `first_update` on. Collective if
         `loss_weights` is set."""
-        exact = self.sampler.virtual_processes > 0
-        divided_by = 1 if exact else self.sampler.num_parts
+        divided_by = 1 if self.sampler.virtual_processes else self.sampler.num_parts
         key = combine(self.sampler.seed or 0, epoch, 3)
         window = []
         for piece, data in self._read(epoch, first_update):

@@ -6,7 +6,6 @@ them.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from . import record
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
+from .files import read_entry
 from .flags import as_json
 from .loader import Batch, GlobalLoader, GlobalSampler
 from .metrics import Metrics
@@ -221,7 +221,9 @@ class Run:
         """--virtual_processes promises the same bits on the same kind of machine only."""
         if not self.accelerator.is_main_process:
             return
-        launches = json.loads((self.folder / "run.json").read_text())["launches"]
+        launches = read_entry(self.folder / "run.json", "launches", list)
+        if not launches:  # the tracker says so
+            return
         before, now = decides_rounding(launches[-1]), decides_rounding(topology)
         if before != now:
             show(

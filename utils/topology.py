@@ -15,7 +15,7 @@ from accelerate.commands.config import default_config_file, load_config_from_fil
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, gather_object
 
-from .console import plural, printable, stop
+from .console import claims_others, plural, printable, stop
 from .virtual_processes import virtual_processes
 
 # Facts that may differ between machines: where their files are, and how many workers read them.
@@ -72,8 +72,7 @@ def check_environment() -> None:
         SystemExit: if variables of another launcher were left in it, by an `export` for instance.
     """
     left = [name for name in ("LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
-    has_others = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
-    if "MASTER_ADDR" not in os.environ and ("LOCAL_RANK" in left or has_others):
+    if "MASTER_ADDR" not in os.environ and ("LOCAL_RANK" in left or claims_others()):
         shown = " and ".join(f"{name}={os.environ[name]}" for name in left)
         stop(
             f"{shown} in the environment, without MASTER_ADDR, is not from a launcher: unset "

@@ -124,15 +124,12 @@ class TreeSum:
 
     Has a process group and a thread of its own: sums travel while the backward pass goes on.
     Making one is collective.
-
-    bytes_sent: what this process sent to others, without headers.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.world_size = accelerator.num_processes
         self.leaves = own_leaves(accelerator)
-        self.bytes_sent = 0
         self.buffers = {}
         if self.world_size == 1:
             return
@@ -200,8 +197,6 @@ class TreeSum:
         for place, value in zip(places, received.split(size), strict=True):
             push(nodes, place._replace(value=value), torch.Tensor.add_)
         total = root(nodes, torch.Tensor.add_)
-        per_slice = (self.world_size - 1) * size * result.element_size()
-        self.bytes_sent += per_slice * (len(values) + 1)
         if is_even:
             dist.all_gather_into_tensor(result, total, group=self.group)
             return result
@@ -228,8 +223,7 @@ class GradientSum:
     def __init__(self, model: nn.Module, tree: TreeSum):
         self.tree = tree
         self.parameters = [each for each in model.parameters() if each.requires_grad]
-        self.nodes = []  # of {parameter: gradient}; one that is not there is zero
-        self.next_leaf = tree.leaves[0]
+        self._begin_update()
         self.collected_at = None  # accelerator.step
         is_wrapped = isinstance(model, DistributedDataParallel)
         # torchrun with one process: DDP reduces nothing then, and Accelerate has no no_sync.
@@ -239,6 +233,10 @@ class GradientSum:
             model.register_comm_hook(None, self._sum_bucket)
             self.buckets_of_step = (None, set())
 
+    def _begin_update(self) -> None:
+        self.nodes = []  # of {parameter: gradient}; one that is not there is zero
+        self.next_leaf = self.tree.leaves[0]
+
     def collect(self) -> None:
         """Call it after each backward pass."""
         accelerator = self.tree.accelerator
@@ -246,7 +244,7 @@ class GradientSum:
         is_last = accelerator.sync_gradients
         if is_last and self.is_ddp:
             if self.buckets_of_step[0] == accelerator.step:  # not only another model's
-                self.nodes, self.next_leaf = [], self.tree.leaves[0]
+                self._begin_update()
             return
         gradients = {each: each.grad for each in self.parameters if each.grad is not None}
         again = self.collected_at == accelerator.step
@@ -265,7 +263,7 @@ class GradientSum:
         if is_last:
             for parameter, gradient in root(self.nodes, add_gradients).items():
                 parameter.grad = gradient
-            self.nodes, self.next_leaf = [], self.tree.leaves[0]
+            self._begin_update()
 
     def _skip_to(self, leaf: int) -> None:
         """Micro-batches in which the model got no gradient at all."""
