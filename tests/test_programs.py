@@ -137,7 +137,6 @@ def test_each_test_sample_counts_once(runs, name):
     for run in ("one", "accumulated", "two", "three"):
         summary = json.loads((runs / name / run / "summary.json").read_text())
         assert summary["test_samples"] == PROGRAMS[name][2]
-        assert (runs / name / run / "curves.png").stat().st_size > 5000
 
 
 @pytest.mark.slow

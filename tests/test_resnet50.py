@@ -121,7 +121,7 @@ def test_two_processes_are_one_with_two_accumulation_steps_and_resume_bitwise(
     summary = json.loads((two / "summary.json").read_text())
     assert summary["test_samples"] == 23
     assert sum(map(sum, summary["test_confusion"])) == 23
-    pictures = {"confusion.png", "worst_predictions.png", "curves.png"}
+    pictures = {"confusion.png", "worst_predictions.png"}
     assert pictures <= {path.name for path in two.iterdir()}
 
     for name in ("model.safetensors", "model_ema.safetensors"):  # what a stranger does with them
