@@ -190,9 +190,9 @@ def train(small_mnist, tmp_path, monkeypatch, home):
         calls = []
         agreed = StopSignal.agreed
 
-        def agreed_or_at_call(stop_signal):
+        def agreed_or_at_call(stop_signal, must_stop):
             calls.append(None)
-            return len(calls) == stop_at_call or agreed(stop_signal)
+            return len(calls) == stop_at_call or agreed(stop_signal, must_stop)
 
         with monkeypatch.context() as patch:
             patch.setattr(StopSignal, "agreed", agreed_or_at_call)

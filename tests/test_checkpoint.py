@@ -6,6 +6,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,8 +47,16 @@ def build(seed, accelerator, optimizer=torch.optim.AdamW, scheduler=None, **opti
     return dict(zip(("model", "optimizer", "scheduler"), prepared, strict=True))
 
 
+class Waiting(Checkpoints):
+    """Each save ends when it is on the disk."""
+
+    def save(self, *words):
+        super().save(*words)
+        self.wait()
+
+
 def checkpoints(accelerator, folder, state, fixed=None, **options):
-    return Checkpoints(accelerator, folder / "checkpoints", state, fixed or {}, **options)
+    return Waiting(accelerator, folder / "checkpoints", state, fixed or {}, **options)
 
 
 def train(accelerator, state, steps):
@@ -329,7 +339,7 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(
         if step == 1:
             saver.save(1, {}, {})
     files = len(state) + 2  # processes.safetensors and manifest.json
-    calls = ["write_synced"] * files + ["fsync_folder"] * 2
+    calls = ["write_tensors"] * (files - 1) + ["write_synced"] + ["fsync_folder"] * 2
     for allowed in range(len(calls) + 1):
         left = [allowed]
 
@@ -345,7 +355,7 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(
             return count
 
         with monkeypatch.context() as patch:
-            for name in ("write_synced", "fsync_folder"):
+            for name in set(calls):
                 patch.setattr(checkpoint, name, die_after(name))
             if allowed < len(calls):
                 with pytest.raises(KeyboardInterrupt):
@@ -364,16 +374,108 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(
 def test_the_manifest_is_written_last(tmp_path, accelerator, monkeypatch):
     """A file that is not whole then has no name in it, whatever the disk does with the folder."""
     written = []
-    write_synced = checkpoint.write_synced
 
-    def record(path, content):
-        written.append(path.name)
-        return write_synced(path, content)
+    def recording(write):
+        return lambda path, content: (written.append(path.name), write(path, content))[1]
 
-    monkeypatch.setattr(checkpoint, "write_synced", record)
+    for name in ("write_tensors", "write_synced"):
+        monkeypatch.setattr(checkpoint, name, recording(getattr(checkpoint, name)))
     checkpoints(accelerator, tmp_path, build(0, accelerator)).save(1, {}, {})
     assert sorted(written[:-1]) == ["model.safetensors", "optimizer.safetensors", PROCESSES]
     assert written[-1] == "manifest.json"
+
+
+class SlowDisk:
+    """`write_tensors` that waits before each file until `end` is set."""
+
+    def __init__(self, monkeypatch):
+        self.began, self.end = threading.Event(), threading.Event()
+        self.write = checkpoint.write_tensors
+        monkeypatch.setattr(checkpoint, "write_tensors", self)
+
+    def __call__(self, path, tensors):
+        self.began.set()
+        assert self.end.wait(60)
+        return self.write(path, tensors)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, accelerator, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    state, expected = build(0, accelerator), build(0, accelerator)
+    saver = Checkpoints(accelerator, tmp_path / "checkpoints", state, {})
+    train(accelerator, state, 3)
+    train(accelerator, expected, 3)
+    metrics = {"loss": torch.ones(2)}
+    saver.save(3, metrics, {})
+    assert disk.began.wait(60)
+    metrics["loss"].zero_()
+    train(accelerator, state, 5)  # changes every tensor that is being written
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
+    assert not saver.failed()
+    disk.end.set()
+    saver.wait()
+    loaded = build(1, accelerator)
+    step, _, loaded_metrics = checkpoints(accelerator, tmp_path, loaded).load()
+    assert step == 3
+    assert loaded_metrics["loss"].tolist() == [1, 1]
+    assert_equal(loaded, expected)
+
+
+def test_the_next_save_waits_for_the_one_before_and_takes_its_memory(
+    tmp_path, accelerator, monkeypatch
+):
+    disk = SlowDisk(monkeypatch)
+    state = build(0, accelerator)
+    saver = Checkpoints(accelerator, tmp_path / "checkpoints", state, {})
+    train(accelerator, state, 1)
+    saver.save(1, {}, {})
+    addresses = [
+        tensor.data_ptr() for copies in saver.copies.values() for tensor in copies.values()
+    ]
+    threading.Timer(0.3, disk.end.set).start()
+    train(accelerator, state, 1)
+    saver.save(2, {}, {})
+    assert (tmp_path / "checkpoints" / "step_00000001").exists()
+    saver.wait()
+    assert addresses == [
+        tensor.data_ptr() for copies in saver.copies.values() for tensor in copies.values()
+    ]
+    for step in (1, 2):
+        read_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}")
+
+
+def test_a_failure_while_training_goes_on_is_told_when_it_is_asked_for(
+    tmp_path, accelerator, monkeypatch, capsys
+):
+    def full(path, tensors):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    state = build(0, accelerator)
+    saver = Checkpoints(accelerator, tmp_path / "checkpoints", state, {})
+    train(accelerator, state, 1)
+    saver.save(1, {}, {})
+    saver.wait()
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    saver.save(2, {}, {})
+    while not saver.failed():
+        time.sleep(0.01)
+    sentence = "the checkpoint of step 2 cannot be written"
+    assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        saver.save(3, {}, {})
+    assert sentence not in capsys.readouterr().err  # not a second time
+    assert saver.complete_steps() == [1]
+    assert not list((tmp_path / "checkpoints").glob(".part_*"))
+
+
+def test_those_who_may_read_the_folder_may_read_the_files(tmp_path, accelerator):
+    before = os.umask(0o027)
+    try:
+        checkpoints(accelerator, tmp_path, build(0, accelerator)).save(1, {}, {})
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "checkpoints" / "step_00000001").iterdir())
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 def test_tied_weights_are_saved_for_both_names_and_stay_tied(tmp_path, accelerator):
@@ -924,6 +1026,8 @@ def test_another_number_of_processes_takes_all_metrics(tmp_path):
 
 SHARDED = """
 import sys
+import threading
+import time
 from pathlib import Path
 import torch
 from accelerate import Accelerator

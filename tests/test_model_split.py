@@ -399,7 +399,7 @@ def test_a_signal_saves_in_an_epoch_and_in_its_evaluation(train, tiny_mnist, tmp
         run = tmp_path / f"stopped{call}"
         answers = iter([False] * (call - 1) + [True])
         with monkeypatch.context() as patch:
-            patch.setattr(StopSignal, "agreed", lambda _, answers=answers: next(answers))
+            patch.setattr(StopSignal, "agreed", lambda *_, answers=answers: next(answers))
             assert train(run, *FLAGS, "--checkpoint_every", 100) == EXIT_REQUEUE
         assert train(run, *FLAGS, "--checkpoint_every", 100, "--resume") is None
         launches = json.loads((run / "run.json").read_text())["launches"]

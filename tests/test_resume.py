@@ -1,5 +1,6 @@
 """A run that was stopped, anywhere and anyhow, ends like the run that was not."""
 
+import errno
 import json
 import os
 import random
@@ -227,6 +228,68 @@ def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_checkpoint(
     assert contents(tmp_path / "run") == whole[1]
 
 
+def fail_from(step, monkeypatch):
+    """No file of a checkpoint of `step` or later can be written; `failed` waits for the writer."""
+    from utils import checkpoint
+
+    write, failed = checkpoint.write_tensors, checkpoint.Checkpoints.failed
+
+    def write_or_fail(path, tensors):
+        if int(path.parent.name.removeprefix(".part_step_")) >= step:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+        return write(path, tensors)
+
+    def failed_at_once(checkpoints):
+        if checkpoints.writing is not None:
+            checkpoints.writing.exception(60)
+        return failed(checkpoints)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write_or_fail)
+    monkeypatch.setattr(checkpoint.Checkpoints, "failed", failed_at_once)
+
+
+def test_a_checkpoint_that_fails_while_training_goes_on_ends_the_run(
+    train, tmp_path, capsys, monkeypatch
+):
+    fail_from(2, monkeypatch)
+    flags = ["--checkpoint_every", 1, "--log_every", 1]
+    assert train("run", *flags) == 2
+    assert "the checkpoint of step 2 cannot be written" in capsys.readouterr().err
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_a_run_whose_last_checkpoint_fails_is_not_done(train, tmp_path, capsys, monkeypatch):
+    fail_from(8, monkeypatch)
+    monkeypatch.setattr("utils.checkpoint.Checkpoints.failed", lambda _: False)  # nobody asks
+    assert train("run") == 2
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 8 cannot be written" in error
+    assert "the one of step 4 is whole" in error
+    for name in ("summary.json", "model.safetensors"):
+        assert not (tmp_path / "run" / name).exists()
+
+
+def test_a_stop_is_told_when_its_checkpoint_is_on_the_disk(train, tmp_path, monkeypatch):
+    from utils import checkpoint
+    from utils.signals import StopSignal
+
+    write, leave, found = checkpoint.write_tensors, StopSignal.leave, []
+
+    def write_slowly(path, tensors):
+        time.sleep(0.3)
+        return write(path, tensors)
+
+    def look_and_leave(stop_signal, step):
+        found.extend((tmp_path / "run" / "checkpoints").glob("step_*"))
+        leave(stop_signal, step)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write_slowly)
+    monkeypatch.setattr(StopSignal, "leave", look_and_leave)
+    assert train("run", stop_at_call=3) == EXIT_REQUEUE
+    assert [path.name for path in found] == ["step_00000003"]
+
+
 def test_a_full_file_system(train, tmp_path, capsys):
     """A tmpfs of 1 MiB fills up. Made larger, the run goes on from the last whole checkpoint."""
     import subprocess
@@ -316,10 +379,10 @@ def kill_until_done(train, tmp_path, kills, flags):
 def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(train, whole, tmp_path, monkeypatch):
     from utils import checkpoint
 
-    write = checkpoint.write_synced
+    write = checkpoint.write_tensors
     with monkeypatch.context() as patch:
         patch.setattr(
-            checkpoint, "write_synced", lambda *words: (time.sleep(0.5), write(*words))[1]
+            checkpoint, "write_tensors", lambda *words: (time.sleep(0.5), write(*words))[1]
         )
         child = fork_run(train, tmp_path / "log", "--checkpoint_every", 2)
     while not is_writing(tmp_path / "run"):

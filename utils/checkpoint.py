@@ -17,6 +17,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -29,9 +30,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from .console import show, stop
-from .files import fsync_folder, read_entry, read_regular, remove, write_synced
+from .files import fsync_folder, read_entry, read_regular, remove, write_synced, write_tensors
 from .signals import launchers_patience_s
 from .state import (
+    copy_to_cpu,
     flat,
     is_sharded,
     join_parts,
@@ -105,7 +107,7 @@ def save_model(
 
     def write():
         part = path.with_name(path.name + ".part")
-        write_synced(part, safetensors.torch.save(savable(state)))
+        write_tensors(part, savable(state))
         part.replace(path)
         fsync_folder(path.parent)
 
@@ -245,8 +247,8 @@ def read_checkpoint(
 
 
 class Checkpoints:
-    """The checkpoints of one run. `save` and `load` are collective, and the main process alone
-    touches the disk.
+    """The checkpoints of one run. `save`, `wait` and `load` are collective, and the main process
+    alone touches the disk.
 
     state: by name, whatever has a state_dict: models and optimizers as `prepare` returned them,
     schedules, scalers, moving averages, objects of your own. All of it is saved in one step: no
@@ -307,6 +309,9 @@ class Checkpoints:
         self.parameter_names = self._name_parameters()
         self.fixed = json.loads(json.dumps(fixed))  # as it will be read back: tuples become lists
         self.derived = json.loads(json.dumps(self._derive()))
+        self.writer = ThreadPoolExecutor(1, "checkpoint")  # the interpreter waits for it at its end
+        self.writing: Future | None = None
+        self.copies = {}  # of the tensors of each file, from one checkpoint to the next
         self.save_time_s = 0.0  # in which training waited
         self.is_slow = False
         self.left = set()  # old checkpoints that cannot be removed
@@ -369,31 +374,38 @@ class Checkpoints:
                 facts[name] |= plain_facts(without_progress(part.state_dict()))
         return facts
 
-    def exists(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step. Collective."""
-        return on_main(self.accelerator, (self.folder / f"step_{step:08d}").exists)
+    def save(
+        self,
+        step: int,
+        metrics: dict[str, torch.Tensor],
+        extra: dict,
+        sync: Callable[[], None] | None = None,
+    ) -> None:
+        """Copy the state after `step` updates into memory; a thread writes it to the disk.
 
-    def save(self, step: int, metrics: dict[str, torch.Tensor], extra: dict) -> None:
-        """Save after `step` updates. metrics: this process's tensors; extra: JSON, the main
-        process's.
+        metrics: this process's tensors; extra: JSON, the main process's; sync: called in the thread
+        before the checkpoint is whole, to flush what `extra` speaks of.
 
         The folder gets its name when all in it is on the disk, and older ones are removed after
-        that: at no moment is there less than the last whole checkpoint. Raises: SystemExit on every
-        rank if it cannot be written.
+        that: at no moment is there less than the last whole checkpoint. Before it copies, it waits
+        for the one before. Raises: SystemExit on every rank if that one could not be written.
         """
         began = time.perf_counter()
-        final = self.folder / f"step_{step:08d}"
-        if self.exists(step):  # a run that was resumed here, and stopped before its first update
+        self.wait()
+        if self._is_there(step):  # a run that was resumed here, and stopped before its first update
             return
         contents, scalars = self._collect()
         by_rank = gather_object([{**metrics, **random_states(self.accelerator)}])
 
-        def write():
+        def start_writing():
+            self._check_finite(contents, step)
             contents[PROCESSES] = {
                 f"{rank}/{name}": tensor
                 for rank, tensors in enumerate(by_rank)
                 for name, tensor in tensors.items()
             }
+            for name, tensors in contents.items():
+                self.copies[name] = copy_to_cpu(tensors, self.copies.get(name, {}))
             manifest = {
                 "format": FORMAT,
                 "step": step,
@@ -404,55 +416,82 @@ class Checkpoints:
                 "state": scalars,
                 "extra": extra,
             }
-            part = self.folder / f".part_{final.name}"
-            self._check_finite(contents, step)
-            try:
-                # Not its parents: a run whose folder was moved or removed must not go on in half of
-                # a new one.
-                if not self.folder.is_dir():
-                    self.folder.mkdir()
-                    fsync_folder(self.folder.parent)
+            self.writing = self.writer.submit(self._write, manifest, sync)
+
+        on_main(self.accelerator, start_writing)
+        self.save_time_s += time.perf_counter() - began
+
+    def failed(self) -> bool:
+        """Whether this process could not write the last checkpoint; the others do not know yet."""
+        return self.writing is not None and self.writing.done() and bool(self.writing.exception())
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on the disk. Collective.
+
+        Raises: SystemExit on every rank if it cannot be written.
+        """
+
+        def result():
+            if self.writing is not None:
+                writing, self.writing = self.writing, None
+                writing.result()
+
+        on_main(self.accelerator, result)
+
+    def _is_there(self, step: int) -> bool:
+        return on_main(self.accelerator, (self.folder / f"step_{step:08d}").exists)
+
+    def _write(self, manifest: dict, sync: Callable[[], None] | None) -> None:
+        """Write the copies as a checkpoint, in the thread. Raises: SystemExit if that fails."""
+        began = time.perf_counter()
+        step = manifest["step"]
+        final = self.folder / f"step_{step:08d}"
+        part = self.folder / f".part_{final.name}"
+        try:
+            # Not its parents: a run whose folder was moved or removed must not go on in half of a
+            # new one.
+            if not self.folder.is_dir():
+                self.folder.mkdir()
+                fsync_folder(self.folder.parent)
+            remove(part)
+            part.mkdir()
+            manifest["sha256"] = {
+                name: write_tensors(part / name, tensors) for name, tensors in self.copies.items()
+            }
+            if sync is not None:
+                sync()
+            manifest["checksum"] = checksum(manifest)
+            write_synced(part / "manifest.json", json.dumps(manifest, indent=1).encode())
+            fsync_folder(part)
+            part.rename(final)
+            fsync_folder(self.folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
                 remove(part)
-                part.mkdir()
-                manifest["sha256"] = {
-                    name: write_synced(part / name, safetensors.torch.save(savable(tensors)))
-                    for name, tensors in contents.items()
-                }
-                manifest["checksum"] = checksum(manifest)
-                write_synced(part / "manifest.json", json.dumps(manifest, indent=1).encode())
-                fsync_folder(part)
-                part.rename(final)
-                fsync_folder(self.folder)
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    remove(part)
-                left = self.complete_steps()
-                way_on = "there is none yet"
-                if left:
-                    way_on = f"the one of step {left[0]} is whole, --resume goes on from it"
-                if not self.folder.parent.is_dir():
-                    way_on = "the folder of the run was moved or removed"
-                stop(
-                    f"the checkpoint of step {step} cannot be written to {self.folder} "
-                    f"({error.strerror}); {way_on}"
-                )
-            for old in self.complete_steps()[self.keep :] if self.keep else []:
-                self._remove_old(self.folder / f"step_{old:08d}")
+            left = self.complete_steps()
+            way_on = "there is none yet"
+            if left:
+                way_on = f"the one of step {left[0]} is whole, --resume goes on from it"
+            if not self.folder.parent.is_dir():
+                way_on = "the folder of the run was moved or removed"
+            stop(
+                f"the checkpoint of step {step} cannot be written to {self.folder} "
+                f"({error.strerror}); {way_on}"
+            )
+        for old in self.complete_steps()[self.keep :] if self.keep else []:
+            self._remove_old(self.folder / f"step_{old:08d}")
+        self._warn_if_slow(time.perf_counter() - began)
 
-        on_main(self.accelerator, write)
-        save_time_s = time.perf_counter() - began
-        self.save_time_s += save_time_s
-        self._warn_if_slow(save_time_s)
-
-    def _warn_if_slow(self, save_time_s: float) -> None:
-        """Say once that the launcher would kill the run before it has saved."""
+    def _warn_if_slow(self, write_time_s: float) -> None:
+        """Say once that the launcher would kill the run before it has saved: a stop waits for the
+        checkpoint under way, and then saves another one."""
         patience_s = launchers_patience_s()
-        if 2 * save_time_s < patience_s or self.is_slow or not self.accelerator.is_main_process:
+        if 2 * write_time_s < patience_s or self.is_slow:
             return
         self.is_slow = True
-        needed_s = 4 * math.ceil(save_time_s)
+        needed_s = 4 * math.ceil(write_time_s)
         show(
-            f"warning: a checkpoint takes {save_time_s:.0f} s, and {patience_s:.0f} s after a "
+            f"warning: a checkpoint takes {write_time_s:.0f} s, and {patience_s:.0f} s after a "
             "Ctrl-C or SIGTERM the launcher kills its processes, saved or not: start it with "
             f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={needed_s} in the environment",
             "yellow",
@@ -463,9 +502,15 @@ class Checkpoints:
         may well be infinite, as masks are."""
         for name, model in self.models.items():
             buffers = {key for key, _ in model.named_buffers()}
-            for key, tensor in contents[f"{name}.safetensors"].items():
-                is_checked = key not in buffers and tensor.dtype in FLOATS
-                if is_checked and not tensor.isfinite().all():
+            parameters = {
+                key: tensor
+                for key, tensor in contents[f"{name}.safetensors"].items()
+                if key not in buffers and tensor.dtype in FLOATS
+            }
+            if torch.nn.utils.get_total_norm(parameters.values()).isfinite():
+                continue  # a tenth of the time of looking at each of them
+            for key, tensor in parameters.items():
+                if not tensor.isfinite().all():
                     stop(
                         f"{name}.{key} is not finite after update {step}, and no checkpoint of it "
                         "is saved: train with a smaller learning rate, or clip the gradients"

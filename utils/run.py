@@ -340,8 +340,13 @@ class Run:
         due = self.step % args.checkpoint_every == 0 if args.checkpoint_every else epoch_ends
         if due or self.step == self.total_steps:
             self._save()
-        if self.stop_signal.agreed():
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        """After a signal, or where a checkpoint could not be written: save, and end. Collective."""
+        if self.stop_signal.agreed(self.checkpoints.failed()):
             self._save()
+            self.checkpoints.wait()
             self.stop_signal.leave(self.step)
 
     def _progress(self) -> dict:
@@ -357,7 +362,7 @@ class Run:
         # A run that is resumed at the end of an epoch begins with the test: a checkpoint that is
         # saved after that test must not have its result already.
         extra = self.before_test or self._progress()
-        self.checkpoints.save(self.step, self.metrics.state(), extra)
+        self.checkpoints.save(self.step, self.metrics.state(), extra, self.tracker.sync)
 
     def count(
         self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor
@@ -394,9 +399,7 @@ class Run:
             yield list(window)
             done += window[0].update_size
             self.tracker.show_test(self.step, done, loader.num_samples)
-            if self.stop_signal.agreed():
-                self._save()
-                self.stop_signal.leave(self.step)
+            self._stop_if_asked()
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
@@ -453,6 +456,7 @@ class Run:
 
     def finish(self) -> None:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
+        self.checkpoints.wait()
         self._save_models()
         best = {
             f"best_{name}": value for name, (value, _) in self.best.items() if name != "samples"

@@ -125,14 +125,16 @@ class StopSignal:
         if second_ctrl_c:
             os._exit(130)  # a checkpoint that is being written stays an unnamed temporary folder
 
-    def agreed(self) -> bool:
+    def agreed(self, must_stop: bool = False) -> bool:
         """Whether any process got a signal. Collective: call it on every rank, once an update.
+
+        must_stop: this process has another reason to stop.
 
         To ask costs an all-reduce, so the processes ask only every `check_every_s`. They also agree
         on the number of calls until the next time.
         """
         if self.accelerator.num_processes == 1:
-            return self.received is not None
+            return must_stop or self.received is not None
         self.calls += 1
         if self.calls < self.next_check:
             return False
@@ -141,7 +143,8 @@ class StopSignal:
         calls_to_next = max(1, int(calls_per_s * self.check_every_s))
         # One maximum answers both questions: was there a signal, and which rank's number of calls
         # is smallest.
-        votes = [float(self.received is not None), -float(calls_to_next)]
+        stops = must_stop or self.received is not None
+        votes = [float(stops), -float(calls_to_next)]
         votes = torch.tensor(votes, device=self.accelerator.device)
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
         stopped, negative_calls = votes.tolist()

@@ -313,11 +313,12 @@ class Tracker:
             self.bar = None
 
     def metrics_bytes(self) -> int:
-        """The length of metrics.jsonl, flushed to the disk: a checkpoint's place in the file."""
-        if self.metrics_file is None:
-            return 0
+        """The length of metrics.jsonl: a checkpoint's place in the file."""
+        return 0 if self.metrics_file is None else self.metrics_file.tell()
+
+    def sync(self) -> None:
+        """Flush metrics.jsonl to the disk. In any thread."""
         os.fsync(self.metrics_file.fileno())
-        return self.metrics_file.tell()
 
     def finish(self, step: int, test: dict, title: str, **more) -> None:
         """Write summary.json, with the last `test` metrics and `more`; then draw curves.png."""
