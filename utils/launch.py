@@ -37,6 +37,7 @@ from .console import outlive_readers, stop
 from .imports import quick_imports
 from .peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
 from .signals import explain_ctrl_c, follow_launcher
+from .stalls import watch_ranks
 from .topology import check_environment, check_topology, same_on_all, wants_cpu
 from .virtual_processes import use_virtual_processes
 
@@ -124,6 +125,7 @@ def make_accelerator(
         stop(f"Accelerate cannot start with this config file and these flags: {reason}")
     check_topology(accelerator)
     introduce_peers()
+    watch_ranks(timeout_s)
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, **vars(args)})

@@ -14,6 +14,7 @@ import psutil
 from accelerate.utils import gather_object
 
 from .console import report_to_launcher, show
+from .stalls import who_is_late
 from .topology import resume_command
 
 # What gloo, NCCL and their store say when another process is gone or silent. Their other errors,
@@ -59,6 +60,9 @@ def explain_lost_peers(can_resume: bool = True) -> None:
         where = ""
         if own_frames:
             where = f" at {os.path.relpath(own_frames[-1].filename)}:{own_frames[-1].lineno}"
+        late = who_is_late()
+        if late is not None:
+            reason = f"{reason}; {late}"
         advice = f"; to continue: {resume_command()}" if can_resume else ""
         sentence = f"error: rank {rank} on {host} lost {lost}{where}: {reason}{advice}"
         report_to_launcher(sentence)

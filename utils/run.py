@@ -27,6 +27,7 @@ from .metrics import Metrics
 from .profiling import Profiler
 from .randomness import combine
 from .signals import StopSignal
+from .stalls import reached
 from .topology import announce, decides_rounding, describe, same_on_all
 from .tracking import Tracker, is_number
 from .virtual_processes import sum_gradients_by_tree, virtual_processes
@@ -301,6 +302,7 @@ class Run:
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 in training; in a test, the number of the batch from 1 on."""
+        reached(self.step)
         key = combine(self.args.seed, self.step, batch.part, test_batch)
         torch.default_generator.manual_seed(key)
         if self.accelerator.device.type != "cpu":
