@@ -1,3 +1,5 @@
+import re
+import subprocess
 import sys
 import weakref
 
@@ -6,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT
 
+from utils import memory
 from utils.memory import (
     is_out_of_memory,
     largest_that_fits,
@@ -123,3 +126,46 @@ def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher, tmp_p
     printed = launcher("cpu_ddp", script=tmp_path / "probe", timeout=60).stdout
     # Two processes may write into one line.
     assert [printed.count(f"process {rank}: 8") for rank in (0, 1)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."),
+            ", which asked for 2.50 GiB",
+        ),
+        (MemoryError(), ""),
+    ],
+)
+def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, asked):
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(memory.socket, "gethostname", lambda: "alpha")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    memory.explain_out_of_memory()
+    sys.excepthook(type(error), error, None)
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: rank 3 on alpha ran out of memory{asked}: take a smaller model")
+    assert said.count("\n") == 1
+    assert said.strip() in (tmp_path / "error.json").read_text()
+
+
+def test_more_weights_than_memory_are_a_sentence(tmp_path):
+    words = ["--hidden", 10**9, "--output_dir", tmp_path / "run"]
+    command = [sys.executable, ROOT / "scripts" / "mnist_mlp.py", *words]
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    line_of_code = r"scripts/mnist_mlp.py:\d+, which asked for 3136000000000 bytes: take"
+    assert re.search(rf"ran out of memory at \S*{line_of_code}", line)
+    assert "Traceback" not in done.stderr
+
+
+def test_another_error_keeps_its_traceback(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *words: seen.append(words))
+    memory.explain_out_of_memory()
+    for error in (RuntimeError("shapes differ"), KeyboardInterrupt()):
+        sys.excepthook(type(error), error, None)
+    assert [kind for kind, *_ in seen] == [RuntimeError, KeyboardInterrupt]

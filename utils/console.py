@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+import traceback
 
 CLEAR_LINE = "\r\033[K"
 # All but the tab and the line end: a terminal would obey them. The last range is what file names
@@ -136,6 +137,13 @@ def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
     if alone or is_local_main():
         show(f"error: {sentence}", "red", sys.stderr)
     raise SystemExit(code)
+
+
+def own_line(trace) -> str:
+    """The innermost line in a traceback that is in no library, as " at FILE:LINE"; "" without."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    return f" at {os.path.relpath(own[-1].filename)}:{own[-1].lineno}" if own else ""
 
 
 def plural(count: int, word: str) -> str:

@@ -35,6 +35,7 @@ from accelerate.utils import (
 from . import record
 from .console import outlive_readers, stop
 from .imports import quick_imports
+from .memory import explain_out_of_memory
 from .peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
 from .signals import explain_ctrl_c, follow_launcher
 from .stalls import watch_ranks
@@ -52,8 +53,8 @@ def make_accelerator(
 ) -> Accelerator:
     """The Accelerator for the topology in the config file, checked against what runs.
 
-    Also seeds all generators, sets the number of CPU threads, and has a Ctrl-C and a lost peer
-    explained in a sentence.
+    Also seeds all generators, sets the number of CPU threads, and has a Ctrl-C, a lost peer and a
+    lack of memory explained in a sentence.
 
     Args:
         args: the parsed flags. Read if they are there: batch_size, gradient_accumulation_steps (1),
@@ -81,6 +82,7 @@ def make_accelerator(
     with quick_imports():
         importlib.import_module("torch._dynamo")  # the first optimizer imports it anyway
     explain_ctrl_c()
+    explain_out_of_memory()
     remember_accelerates_answers()
     output_dir = getattr(args, "output_dir", None)
     is_new_folder = output_dir is None

@@ -3,7 +3,10 @@
 import contextlib
 import functools
 import math
+import os
+import re
 import resource
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+from .console import own_line, report_to_launcher, show
 
 
 def largest_that_fits(
@@ -71,6 +76,26 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or "ALLOC_FAILED" in str(error):
         return True
     return should_reduce_batch_size(error)
+
+
+def explain_out_of_memory() -> None:
+    """From now on an out-of-memory error is printed as one sentence, with the line of code."""
+    other_hook = sys.excepthook
+
+    def explain(kind, error, trace):
+        if not (issubclass(kind, Exception) and is_out_of_memory(error)):
+            return other_hook(kind, error, trace)
+        tried = re.search(r"[Tt]ried to allocate (\S+ \w+)", str(error))
+        asked = f", which asked for {tried[1]}" if tried else ""
+        sentence = (
+            f"error: rank {os.environ.get('RANK', 0)} on {socket.gethostname()} ran out of memory"
+            f"{own_line(trace)}{asked}: take a smaller model, or more "
+            "--gradient_accumulation_steps, which make the same update of smaller micro-batches"
+        )
+        report_to_launcher(sentence)
+        show(sentence, "red", sys.stderr)
+
+    sys.excepthook = explain
 
 
 @contextlib.contextmanager

@@ -7,13 +7,12 @@ import os
 import re
 import socket
 import sys
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 from accelerate.utils import gather_object
 
-from .console import report_to_launcher, show
+from .console import own_line, report_to_launcher, show
 from .stalls import who_is_late
 from .topology import resume_command
 
@@ -53,18 +52,11 @@ def explain_lost_peers(can_resume: bool = True) -> None:
         reason = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0]
         reason = reason.split(". This is typically")[0]
         lost = " or ".join(lost_ranks(reason)) or "another process"
-        own_frames = []
-        for frame in traceback.extract_tb(trace):
-            if "site-packages" not in frame.filename:
-                own_frames.append(frame)
-        where = ""
-        if own_frames:
-            where = f" at {os.path.relpath(own_frames[-1].filename)}:{own_frames[-1].lineno}"
         late = who_is_late()
         if late is not None:
             reason = f"{reason}; {late}"
         advice = f"; to continue: {resume_command()}" if can_resume else ""
-        sentence = f"error: rank {rank} on {host} lost {lost}{where}: {reason}{advice}"
+        sentence = f"error: rank {rank} on {host} lost {lost}{own_line(trace)}: {reason}{advice}"
         report_to_launcher(sentence)
         show(sentence, "red", sys.stderr)
 
