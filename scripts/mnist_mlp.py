@@ -23,6 +23,7 @@ from utils import flags, launch
 from utils.checkpoint import read_trained
 from utils.data import BUNDLED_MNIST, describe, load_grey_image, load_images
 from utils.data_parallel import data_parallel, in_each_replica
+from utils.fsdp import can_fuse
 from utils.loader import GlobalLoader
 from utils.metrics import classification_metrics
 from utils.run import Run
@@ -146,7 +147,7 @@ def main():
     model = MLP(num_inputs, args.hidden, num_classes, args.activation, args.dropout)
     model = data_parallel(model.to(getattr(torch, args.dtype)), accelerator)
     optimizer = OPTIMIZERS[args.optimizer](
-        model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True
+        model.parameters(), args.lr, weight_decay=args.weight_decay, fused=can_fuse(accelerator)
     )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps, cycle_momentum=False

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torchvision
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
 
@@ -29,6 +29,7 @@ from utils.checkpoint import load_pretrained
 from utils.console import stop
 from utils.data import BUNDLED_MNIST, load_splits
 from utils.data_parallel import data_parallel, in_each_replica
+from utils.fsdp import can_fuse, image_format, moving_average, shard
 from utils.images import (
     CenterCrop,
     ImageFiles,
@@ -205,14 +206,14 @@ def load_data(args, accelerator):
 
 
 def make_model(args, num_classes, accelerator):
-    """torchvision's ResNet-50 on the device, in channels_last."""
+    """torchvision's ResNet-50 on the device, in channels_last (but not with fsdp.yaml)."""
     zero_init = args.zero_init and not args.pretrained
     model = torchvision.models.resnet50(num_classes=num_classes, zero_init_residual=zero_init)
     if args.pretrained:
         load_pretrained(model, args.pretrained, head="fc")
     if args.bn == "sync":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model.to(accelerator.device, memory_format=torch.channels_last)
+    return model.to(accelerator.device, memory_format=image_format(accelerator))
 
 
 def make_optimizer(args, model, accelerator):
@@ -225,7 +226,8 @@ def make_optimizer(args, model, accelerator):
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": args.norm_weight_decay},
     ]
-    return torch.optim.SGD(groups, lr, momentum=0.9, nesterov=args.nesterov, fused=True)
+    fused = can_fuse(accelerator)
+    return torch.optim.SGD(groups, lr, momentum=0.9, nesterov=args.nesterov, fused=fused)
 
 
 def lr_factor(step, schedule, warmup_steps, steps_per_epoch, total_steps) -> float:
@@ -344,7 +346,7 @@ def main():
     model = make_model(args, num_classes, accelerator)
     ema = None
     if args.ema_decay:
-        average = get_ema_multi_avg_fn(args.ema_decay)
+        average = moving_average(args.ema_decay)
         ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
     optimizer = make_optimizer(args, model, accelerator)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -355,6 +357,8 @@ def main():
         model.compile()
     model = data_parallel(model, accelerator)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if ema is not None:
+        shard(ema.module, accelerator)  # with fsdp.yaml, as `prepare` has sharded the model
     # DDP copies the running statistics of rank 0 to all ranks before each forward pass. Here they
     # are averaged over the ranks instead, once an update. Other models ignore the attribute.
     model.forward_sync_buffers = False

@@ -43,8 +43,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def tiny_mnist(small_mnist, tmp_path_factory):
+def make_tiny_mnist(small_mnist, tmp_path_factory):
     """50 training and 23 test images."""
     import datasets
 
@@ -54,6 +53,11 @@ def tiny_mnist(small_mnist, tmp_path_factory):
         data = datasets.Dataset.from_parquet(files, cache_dir=str(folder / "cache"))
         data.select(range(rows)).to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
     return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def tiny_mnist(small_mnist, tmp_path_factory):
+    return make_tiny_mnist(small_mnist, tmp_path_factory)
 
 
 def use_4_blocks(setattr):

@@ -31,11 +31,11 @@ from torch import nn
 
 from .console import show, stop
 from .files import fsync_folder, read_entry, read_regular, remove, write_synced, write_tensors
+from .fsdp import is_sharded, whole_options
 from .signals import launchers_patience_s
 from .state import (
     copy_to_cpu,
     flat,
-    is_sharded,
     join_parts,
     join_tensors,
     lay_out_like_parameters,
@@ -45,7 +45,6 @@ from .state import (
     set_random_states,
     split_tensors,
     whole_model,
-    whole_options,
     without_progress,
 )
 
@@ -161,6 +160,19 @@ def load_pretrained(model: nn.Module, source: str, head: str) -> None:
             f"--pretrained {source} cannot be read, or is of another model: "
             f"{str(error).splitlines()[0]}"
         )
+
+
+def restore_hyperparameters(group: dict, saved: dict) -> None:
+    """Set those of an optimizer's param_group to the ones in a checkpoint, in place."""
+    for key, value in saved.items():
+        # None where JSON has no word for a value, such as a function: the run's own one stays.
+        if key in IMPLEMENTATION or value is None:
+            continue
+        if isinstance(group.get(key), (int, float)) and not isinstance(value, (int, float)):
+            raise ValueError(f"its {key} is {value!r}")
+        if isinstance(group.get(key), torch.Tensor):
+            value = torch.full_like(group[key], value)
+        group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def is_no_class(name: str) -> bool:
@@ -695,7 +707,8 @@ class Checkpoints:
 
             # Not with whole_options(): rank 0 alone would get the names of the parameters.
             groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-            groups = [group | saved for group, saved in zip(groups, scalars["groups"], strict=True)]
+            for group, saved in zip(groups, scalars["groups"], strict=True):
+                restore_hyperparameters(group, saved)
             set_optimizer_state_dict(
                 model, optimizer, {"state": state, "param_groups": groups}, options=whole_options()
             )
@@ -721,16 +734,7 @@ class Checkpoints:
                     self._refuse([f"{whose} has the shape {shapes}"])
             numbered[number] = entries
         for group, saved in zip(own["param_groups"], scalars["groups"], strict=True):
-            for key, value in saved.items():
-                # None where JSON has no word for a value, such as a function: the run's own one
-                # stays.
-                if key in IMPLEMENTATION or value is None:
-                    continue
-                if isinstance(group.get(key), (int, float)) and not isinstance(value, (int, float)):
-                    raise ValueError(f"its {key} is {value!r}")
-                if isinstance(group.get(key), torch.Tensor):
-                    value = torch.full_like(group[key], value)
-                group[key] = tuple(value) if isinstance(value, list) else value
+            restore_hyperparameters(group, saved)
         optimizer.load_state_dict({"state": numbered, "param_groups": own["param_groups"]})
         lay_out_like_parameters(optimizer)
 

@@ -9,22 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from .fsdp import is_sharded, whole_options
+
 # What a schedule keeps besides its settings; private names of torch, which may be others in its
 # next version.
 PROGRESS = {"_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP has cut the parameters (DTensors, known without the second that importing their
-    class takes)."""
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-
-
-def whole_options():
-    # Only FSDP needs it, and it takes a second to import.
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def whole_model(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
