@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
@@ -281,6 +281,8 @@ def count_all_reduces(model, virtual_processes: int) -> Counter:
         counts["gradient_all_reduces"] += 1
         return allreduce_hook(process_group, bucket)
 
+    if is_compiled_module(model):  # a dynamo_config in the config file
+        model = model._orig_mod
     if isinstance(model, DistributedDataParallel) and not virtual_processes:
         model.register_comm_hook(None, counting_hook)
     return counts

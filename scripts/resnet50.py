@@ -43,6 +43,7 @@ from utils.loader import GlobalLoader
 from utils.metrics import classification_metrics, gather_samples
 from utils.plots import draw_images, plot_confusion, save_picture
 from utils.run import Run
+from utils.topology import data_parallel_gpus
 
 # Mean and standard deviation of the pixels of ImageNet, 0 to 255, by channel. torchvision's weights
 # were trained with them.
@@ -136,7 +137,6 @@ def parse_args():
     add("--zero_init", action=switch, default=True, help=residual)
     statistics = "BatchNorm; sync: statistics over all processes, on GPUs"
     add("--bn", choices=("local", "sync"), default="local", help=statistics)
-    add("--compile", action="store_true", help="torch.compile the model")
     add = parser.add_argument_group("training", fixed=True).add_argument
     update = "of one optimizer update, over all processes together"
     add("--batch_size", type=size, default=64, help=update)
@@ -153,11 +153,12 @@ def parse_args():
     add("--ema_every", type=size, default=1, help="updates between two steps of that average")
     seed = flags.at_least(0, below=2**31)
     add("--seed", type=seed, default=0, help="of weights, data order and augmentation")
-    add = parser.add_argument_group("length and memory").add_argument
+    add = parser.add_argument_group("length, memory and speed").add_argument
     add("--num_epochs", type=size, default=1, help="passes over the training images")
     add("--max_steps", type=count, default=150, help="updates, instead of num_epochs; 0: off")
     micro_batches = "micro-batches of a process in one update"
     add("--gradient_accumulation_steps", type=size, default=1, help=micro_batches)
+    add("--compile", action="store_true", help="torch.compile the model")
     parser.add_run_flags(log_every=10)
     parser.set_defaults(**PRESETS.get(parser.parse_known_args()[0].preset, {}))
     args = parser.parse_args()
@@ -167,7 +168,8 @@ def parse_args():
 
 
 def check_args(args, accelerator):
-    """Raises: SystemExit if a micro-batch has a size that BatchNorm or mixup cannot work with."""
+    """Raises: SystemExit if a micro-batch has a size that BatchNorm or mixup cannot work with, or
+    where --bn sync cannot be what it says."""
     num_parts = accelerator.num_processes * args.gradient_accumulation_steps
     num_parts = args.virtual_processes or num_parts
     micro_batch = args.batch_size // num_parts
@@ -180,6 +182,14 @@ def check_args(args, accelerator):
         )
     if args.bn == "sync" and accelerator.device.type != "cuda":
         stop("--bn sync works on GPUs only, PyTorch has it for no other device: leave it out here")
+    if args.bn == "sync" and data_parallel_gpus(accelerator) > 1:
+        # Each GPU would use its own statistics, and PyTorch would not say so.
+        stop("--bn sync needs a process for each GPU, and DataParallel runs here: use ddp.yaml")
+    if args.bn == "sync" and args.virtual_processes:
+        stop(
+            "--bn sync normalises by what all processes have, and with --virtual_processes no "
+            "number depends on the processes: leave one of the two out"
+        )
 
 
 def load_data(args, accelerator):

@@ -225,6 +225,7 @@ def test_what_shards_cannot_do_is_refused(
     tmp_path, monkeypatch, capsys, small_mnist, script, flags, sentence
 ):
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(Accelerator, "is_fsdp2", True)
     words = ["--dataset", small_mnist, "--output_dir", tmp_path / "run", *flags]
     assert several.run(script, words) == 2
     error = capsys.readouterr().err

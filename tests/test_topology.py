@@ -11,11 +11,12 @@ from accelerate.utils import DistributedType
 from utils import topology
 
 
-def fake_accelerator(processes=1, device="cpu", kind="NO", precision="no"):
+def fake_accelerator(processes=1, device="cpu", kind="NO", precision="no", fsdp_version=2):
     return SimpleNamespace(
         num_processes=processes,
         device=torch.device(device),
         distributed_type=DistributedType(kind),
+        is_fsdp2=kind == "FSDP" and fsdp_version == 2,
         mixed_precision=precision,
         gradient_state=SimpleNamespace(plugin_kwargs={}),
         is_main_process=True,
@@ -67,6 +68,12 @@ def asked(monkeypatch):
             "asks for 8 processes",
         ),
         ({"use_cpu": True}, {}, {"precision": "fp16"}, "precision fp16 needs a GPU: "),
+        (
+            {"distributed_type": "FSDP", "num_processes": 2},
+            {"WORLD_SIZE": "2"},
+            {"processes": 2, "device": "cuda", "kind": "FSDP", "fsdp_version": 1},
+            "version 1 of FSDP runs: set fsdp_version to 2",
+        ),
     ],
 )
 def test_another_topology_than_asked_for_stops_the_run(

@@ -85,8 +85,8 @@ def check_topology(accelerator: Accelerator) -> None:
 
     Raises:
         SystemExit: if the processes do not form one group, if they would share a GPU, if their
-            number, kind or device is not what the config file says, or if fp16 is asked for on a
-            CPU.
+            number, kind or device is not what the config file says, if version 1 of FSDP runs, or
+            if fp16 is asked for on a CPU.
     """
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != accelerator.num_processes:
@@ -106,6 +106,11 @@ def check_topology(accelerator: Accelerator) -> None:
     options, config = requested_topology()
     if config is not None:
         check_config(accelerator, options, config)
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        stop(
+            "checkpoints here hold what FSDP2 shards, and version 1 of FSDP runs: set fsdp_version "
+            "to 2 in the config file, as in accelerate_configs/fsdp.yaml"
+        )
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         # Accelerate would train in float32 and not say so.
         stop(

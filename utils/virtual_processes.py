@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -225,6 +225,8 @@ class GradientSum:
         self.parameters = [each for each in model.parameters() if each.requires_grad]
         self._begin_update()
         self.collected_at = None  # accelerator.step
+        if is_compiled_module(model):  # by dynamo_config: around DDP
+            model = model._orig_mod
         is_wrapped = isinstance(model, DistributedDataParallel)
         # torchrun with one process: DDP reduces nothing then, and Accelerate has no no_sync.
         self.in_buckets = is_wrapped and tree.world_size == 1
