@@ -545,6 +545,8 @@ class Checkpoints:
         """The tensors of each file, and by name what is no tensor; complete on the main process.
         Collective."""
         contents, scalars = {}, {}
+        # Models first: after a test FSDP has some whole parameters, which no optimizer knows, and
+        # asking for the state of a model makes them shards again.
         for name, model in self.models.items():
             contents[f"{name}.safetensors"] = self._joined(whole_model(self.accelerator, model))
         for name, optimizer in self.optimizers.items():
