@@ -516,7 +516,7 @@ def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monke
 
 
 def test_residual_blocks_start_as_the_identity_if_asked_to():
-    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    accelerator = Accelerator(cpu=True)
     for zero_init in (True, False):
         args = SimpleNamespace(zero_init=zero_init, pretrained=None, bn="local")
         model = resnet50.make_model(args, 10, accelerator)
