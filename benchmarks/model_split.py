@@ -10,9 +10,6 @@ Two processes with one thread each, compared with the whole model on one thread:
   speed-up of a pipeline of p equal stages is p m / (m + p - 1).
 - split: the split that --split auto finds, the one of --balance memory, and one by hand (after
   layer2), with the times and the memory of the stages.
-- exact: the largest difference of a weight to the unsplit model's after 20 updates, relative to the
-  largest weight of its tensor. In float64 with GroupNorm, where the unsplit model gets the whole
-  batch at once; and in float32 with BatchNorm, where it gets the same micro-batches.
 """
 
 import copy
@@ -23,7 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from accelerate import Accelerator
 
@@ -31,27 +27,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts import model_split
-from utils.data import BUNDLED_MNIST
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.pipeline import OneProcess, balance_stages, measure_blocks
 
 BATCH, STAGES = 64, 2
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # copies average theirs
-KINDS = {"float64, group": ["--dtype", "float64", "--norm", "group"], "float32, batch": []}
-# Processes, stages, micro-batches.
-LAYOUTS = {"2 stages": (2, 2, 4), "4 stages": (4, 4, 4), "2 x 2": (4, 2, 2)}
 
 
 def parse_args():
     parser = common.make_parser(__doc__, rounds=5)
-    parts = ["speed", "split", "exact"]
-    schedules = list(model_split.STAGES_PER_PROCESS)
+    parts = ["speed", "split"]
     add = parser.add_argument
     add("parts", nargs="*", default=parts, help=", ".join(parts))
     add("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    add("--schedules", nargs="+", choices=schedules, default=schedules)
-    add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     add("--steps", type=int, default=7, help="updates of `split`")
     add("--worker", help="for the processes that it launches: where to write")
     args = parser.parse_args()
@@ -169,52 +157,6 @@ def split(args) -> list[list]:
     return results
 
 
-def exact(args) -> list[list]:
-    """For each kind of numbers and schedule: the largest difference in each layout."""
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        data = work / "data"
-        write_small_mnist(data)
-        flags = ["--dataset", data, "--batch_size", 16, "--max_steps", 20]
-        for kind, more in KINDS.items():
-            m = 1 if "group" in kind else 4
-            how = ["--num_microbatches", m, "--cpu_threads", 1]
-            unsplit = run(work / kind, "cpu", *flags, *more, *how)
-            for schedule in args.schedules:
-                differences = {}
-                for layout in args.layouts:
-                    processes, stages, m = LAYOUTS[layout]
-                    how = ["--schedule", schedule, "--num_stages", stages, "--num_microbatches", m]
-                    where = work / f"{schedule}_{layout}_{kind}"
-                    run(where, "cpu_ddp", *flags, *more, *how, processes=processes)
-                    differences[layout] = largest_difference(where, unsplit)
-                results.append([kind, schedule, differences])
-    return results
-
-
-def write_small_mnist(folder: Path) -> None:
-    """The first 320 training and 16 test images."""
-    import pyarrow.parquet
-
-    folder.mkdir()
-    for split_name, rows in (("train", 320), ("test", 16)):
-        file = f"{split_name}-00000-of-00001.parquet"
-        part = pyarrow.parquet.read_table(f"{BUNDLED_MNIST}/{file}").slice(0, rows)
-        pyarrow.parquet.write_table(part, folder / file)
-
-
-def largest_difference(folder: Path, unsplit: Path) -> float:
-    """Of a weight, relative to the largest one of its tensor."""
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    differences = []
-    for name, expected in safetensors.torch.load_file(unsplit / "model.safetensors").items():
-        if not name.endswith(STATISTICS):
-            difference = (weights[name] - expected).abs().max() / expected.abs().max()
-            differences.append(float(difference))
-    return max(differences)
-
-
 def measure(args) -> dict:
     return {part: globals()[part](args) for part in args.parts}
 
@@ -229,13 +171,6 @@ def report(measured) -> common.Report:
     if "split" in measured:
         table = split_table(measured["split"])
         tables.append(f"Splits, 8 micro-batches of 8 images:\n\n{table}")
-    if "exact" in measured:
-        layouts = list(measured["exact"][0][2])
-        columns = {"numbers": "{}", "schedule": "{}"} | dict.fromkeys(layouts, "{:.1e}")
-        rows = []
-        for kind, schedule, by_layout in measured["exact"]:
-            rows.append([kind, schedule, *by_layout.values()])
-        tables.append(f"Weights after 20 updates:\n\n{common.table(columns, rows)}")
     return common.Report(tables, bars, [])
 
 

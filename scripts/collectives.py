@@ -14,13 +14,13 @@ Source of the bandwidths: nccl-tests,
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
+import functools
 import inspect
 import math
 import re
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +47,9 @@ from utils.wires import (
 
 # A check makes the inputs of all processes. Sizes for which these take more are timed only.
 CHECK_BYTES = 2**30
+DTYPES = (torch.float32, torch.int32)
 NOT_SUPPORTED = re.compile("not support|unsupported|cannot use|not implemented", re.IGNORECASE)
+TAG = 7  # of the messages of recv_from_any
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -121,9 +123,9 @@ class World(NamedTuple):
         return (self.rank - 1) % self.n
 
 
-# The operations. Arguments: x, this process's input, float32 (count,), with a count that n divides;
-# out, an uninitialised tensor of the same shape. Each returns the tensor with the result, which may
-# be x itself, or None on a process that gets no result.
+# The operations. Arguments: x, this process's input, (count,), float32 or int32, with a count that
+# n divides; out, an uninitialised tensor like it. Each returns the tensor with the result, which
+# may be x itself, or None on a process that gets no result.
 
 
 def send_recv(x, out, world):
@@ -164,14 +166,17 @@ def broadcast(x, out, world):
     return x
 
 
-def reduce(x, out, world):
-    """the sum of all, on one process: a metric to print
-    0 [a]   [a+b+c+d] 0
-    1 [b]   [?]       1      The other tensors hold partial sums: do not read them.
-    2 [c]   [?]       2
-    3 [d]   [?]       3"""
-    dist.reduce(x, dst=0)
-    return x if world.rank == 0 else None
+def reduce(operation):
+    def run(x, out, world):
+        """the sum (product, ..., the bits that all or any have), on one process: a metric to print
+        0 [a]   [a+b+c+d] 0
+        1 [b]   [?]       1      The other tensors hold partial sums: do not read them.
+        2 [c]   [?]       2
+        3 [d]   [?]       3"""
+        dist.reduce(x, 0, operation)
+        return x if world.rank == 0 else None
+
+    return run
 
 
 def all_reduce(operation):
@@ -274,6 +279,41 @@ def broadcast_tree(x, out, world):
     return x
 
 
+def reduce_tree(x, out, world):
+    """a reduce by hand: in each round half of those that still have a sum send it to the others
+    round 1: 1 > 0, 3 > 2, 5 > 4, 7 > 6;  round 2: 2 > 0, 6 > 4;  round 3: 4 > 0"""
+    distance = 1
+    while distance < world.n:
+        if world.rank % (2 * distance) == distance:
+            dist.send(x, world.rank - distance)
+            return None  # the others go on without this process
+        if world.rank + distance < world.n:
+            dist.recv(out, world.rank + distance)
+            x += out
+        distance *= 2
+    return x
+
+
+def recv_from_any(x, out, world):
+    """a gather by hand in the order of arrival: recv without a source returns the sender
+    0 [a]   [a b c d] 0      A tag keeps messages of different kinds apart: this recv takes
+    1 [b]             1      only those that were sent with its own.
+    2 [c]             2
+    3 [d]             3"""
+    if dist.get_backend() == "nccl":  # it would raise on rank 0 alone, after the others have sent
+        raise NotImplementedError("recv from any source is not supported by nccl")
+    chunk, chunks = x.chunk(world.n)[world.rank], out.chunk(world.n)
+    if world.rank > 0:
+        dist.send(chunk, 0, tag=TAG)
+        return None
+    chunks[0].copy_(chunk)
+    arriving = torch.empty_like(chunk)
+    for _ in range(world.n - 1):
+        sender = dist.recv(arriving, tag=TAG)
+        chunks[sender].copy_(arriving)
+    return out
+
+
 def broadcast_ring(x, out, world):
     """a broadcast by hand: a chain of chunks; the second goes 0 > 1 while the first goes 1 > 2
     0 > 1 > 2 > 3 > 4 > 5 > 6 > 7"""
@@ -297,6 +337,7 @@ class Operation(NamedTuple):
     # bus_factor(n): the bandwidth S / t times this is that of the busiest link, for any n
     bus_factor: Callable
     exact: bool = True  # the result does not depend on the order of the additions
+    dtype: torch.dtype = torch.float32
 
 
 # The factors of nccl-tests.
@@ -349,6 +390,11 @@ def mean(inputs, rank, n):
     return inputs.mean(0)
 
 
+def bitwise(operator):
+    """The result of a bitwise operator on all inputs."""
+    return lambda inputs, rank, n: functools.reduce(operator, inputs)
+
+
 def on_first(expected):
     """As `expected` on rank 0; no result on the others."""
     return lambda inputs, rank, n: expected(inputs, rank, n) if rank == 0 else None
@@ -377,12 +423,24 @@ def chunk_of_total(inputs, rank, n):
     return inputs.sum(0).chunk(n)[rank]
 
 
+def reduce_int32(operation, operator):
+    expected = on_first(bitwise(operator))
+    return Operation(reduce(operation), expected, one, dtype=torch.int32)
+
+
 Op = dist.ReduceOp
 OPERATIONS = {
     "send/recv": Operation(send_recv, from_left, one),
     "isend/irecv": Operation(isend_irecv, from_left, one),
     "broadcast": Operation(broadcast, from_first, one),
-    "reduce": Operation(reduce, on_first(total), one),
+    "reduce SUM": Operation(reduce(Op.SUM), on_first(total), one),
+    "reduce PRODUCT": Operation(reduce(Op.PRODUCT), on_first(product), one),
+    "reduce MAX": Operation(reduce(Op.MAX), on_first(maximum), one),
+    "reduce MIN": Operation(reduce(Op.MIN), on_first(minimum), one),
+    "reduce AVG": Operation(reduce(Op.AVG), on_first(mean), one, exact=False),
+    "reduce BAND": reduce_int32(Op.BAND, torch.bitwise_and),
+    "reduce BOR": reduce_int32(Op.BOR, torch.bitwise_or),
+    "reduce BXOR": reduce_int32(Op.BXOR, torch.bitwise_xor),
     "all_reduce SUM": Operation(all_reduce(Op.SUM), total, there_and_back),
     "all_reduce PRODUCT": Operation(all_reduce(Op.PRODUCT), product, there_and_back),
     "all_reduce MAX": Operation(all_reduce(Op.MAX), maximum, there_and_back),
@@ -397,6 +455,8 @@ OPERATIONS = {
     "broadcast one by one": Operation(broadcast_one_by_one, from_first, one),
     "broadcast tree": Operation(broadcast_tree, from_first, one),
     "broadcast ring": Operation(broadcast_ring, from_first, one),
+    "reduce tree": Operation(reduce_tree, on_first(total), one),
+    "recv from any": Operation(recv_from_any, on_first(own_chunks), all_but_own),
 }
 
 
@@ -409,23 +469,27 @@ def explain() -> str:
 
 
 def message_length(size: int, n: int) -> int:
-    """float32 numbers in a message of at least `size` bytes that divides into n chunks."""
+    """Numbers of 4 bytes in a message of at least `size` bytes that divides into n chunks."""
     return n * math.ceil(size / 4 / n)
 
 
-def make_inputs(count: int, n: int, seed: int) -> torch.Tensor:
-    """The inputs of all ranks, float32 (n, count), on the CPU; the same numbers on every rank.
+def make_inputs(count: int, n: int, seed: int, dtype=torch.float32) -> torch.Tensor:
+    """The inputs of all ranks, (n, count), on the CPU; the same numbers on every rank.
 
-    They are powers of two from 1/4 to 4, whose sums and products are exact in float32 in any order.
+    float32: powers of two from 1/4 to 4, whose sums and products are exact in any order.
+    int32: from 0 to 15, in which each bit is as often 0 as 1.
     """
     generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.int32:
+        return torch.randint(16, (n, count), generator=generator, dtype=dtype)
     return 2.0 ** torch.randint(-2, 3, (n, count), generator=generator)
 
 
 def check(operation: Operation, inputs: torch.Tensor, world: World, device) -> str:
     """Run an operation once. Returns what is wrong with this rank's result; "" if it is right."""
     x = inputs[world.rank].to(device, copy=True)
-    result = operation.run(x, torch.full_like(x, math.nan), world)
+    wrong_value = math.nan if x.is_floating_point() else -1
+    result = operation.run(x, torch.full_like(x, wrong_value), world)
     expected = operation.expected(inputs, world.rank, world.n)
     if expected is None:
         return ""
@@ -449,12 +513,12 @@ def check_all(sizes: list[int], world: World, device, seed: int) -> tuple[list[s
     wrong, unsupported = {}, set()
     for size in sizes:
         count = message_length(size, world.n)
-        inputs = make_inputs(count, world.n, seed)
+        inputs = {dtype: make_inputs(count, world.n, seed, dtype) for dtype in DTYPES}
         for name, operation in OPERATIONS.items():
             if name in wrong or name in unsupported:
                 continue
             try:
-                verdict = check(operation, inputs, world, device)
+                verdict = check(operation, inputs[operation.dtype], world, device)
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 if not NOT_SUPPORTED.search(str(error)):
                     error.add_note(f"this was {name} of {4 * count} bytes on rank {world.rank}")
@@ -488,8 +552,8 @@ def time_all(args, world: World, device, unsupported: set[str]) -> list[dict]:
             continue
         for size in args.sizes:
             # Zeros stay zeros, however often they are added up.
-            x = torch.zeros(message_length(size, world.n), device=device)
-            call = partial(operation.run, x, torch.empty_like(x), world)
+            x = torch.zeros(message_length(size, world.n), dtype=operation.dtype, device=device)
+            call = functools.partial(operation.run, x, torch.empty_like(x), world)
             time_s = statistics.median(timed(call, args.repetitions, args.warmup, device))
             algorithm, bus = bandwidths(operation, x.nbytes, time_s, world.n)
             row = {
@@ -533,7 +597,7 @@ def draw(rows: list[dict], pairs: dict, n: int, title: str, picture: Path) -> No
     """A PNG: times by size and bus bandwidth of each operation, and the bandwidth of each pair."""
     from matplotlib.figure import Figure  # not pyplot, which looks for a screen and a font cache
 
-    figure = Figure(figsize=(15, 6), layout="constrained")
+    figure = Figure(figsize=(15, 8), layout="constrained")
     times, bandwidth, matrix = figure.subplots(1, 3, width_ratios=(5, 3, 5))
     names = list(dict.fromkeys(row["operation"] for row in rows))
     sizes = sorted({row["bytes"] for row in rows})

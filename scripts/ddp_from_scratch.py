@@ -2,11 +2,11 @@
 
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/ddp_from_scratch.py
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/ddp_from_scratch.py \
-        --algorithm ring
+        --algorithm bucketed --bucket_kib 1 64 1024 25600 --layers 8
 
-On 2 processes and 2 CPU cores, torch 2.15: one_by_one, bucketed and ring end with DDP's weights,
-bit by bit, and with 94.54 % test accuracy after 2 epochs, local_sgd with 94.58 % and stale with
-94.83 %. A step of ddp takes 8.4 ms, one of local_sgd 4.2 ms.
+On 2 processes and 2 CPU cores, torch 2.15: one_by_one, reduce_broadcast, flat_copy, bucketed and
+ring end with DDP's weights, bit by bit, and with 94.54 % test accuracy after 2 epochs, local_sgd
+with 94.58 % and stale with 94.83 %. A step of ddp takes 8.4 ms, one of local_sgd 4.2 ms.
 Sources: buckets, https://arxiv.org/abs/2006.15704; ring, P. Patarasuk and X. Yuan, "Bandwidth
 optimal all-reduce algorithms", 2009; local SGD, https://arxiv.org/abs/1805.09767; stale gradients,
 https://arxiv.org/abs/1511.05950.
@@ -14,6 +14,7 @@ https://arxiv.org/abs/1511.05950.
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +26,12 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import flags, launch, topology
-from utils.console import show
+from utils.console import plural, show
 from utils.data import BUNDLED_MNIST, load_images
 from utils.files import write_json
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
+from utils.plots import save_picture
 from utils.tracking import Tracker
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
@@ -83,11 +85,49 @@ def one_by_one(model, optimizer, batches, args, all_reduce=dist.all_reduce):
         update(optimizer)
 
 
-def bucketed(model, optimizer, batches, args):
-    """A bucket of gradients for each layer, sent while the backward pass goes on."""
+def reduce_broadcast(model, optimizer, batches, args):
+    """The sum of each gradient goes to rank 0, and from there to all: two collectives."""
+
+    def through_rank_0(gradient):
+        dist.reduce(gradient, dst=0)
+        dist.broadcast(gradient, src=0)
+
+    one_by_one(model, optimizer, batches, args, all_reduce=through_rank_0)
+
+
+def flat_copy(model, optimizer, batches, args):
+    """One all-reduce of a flat copy of all gradients, after the backward pass."""
+    parameters = list(model.parameters())
+    sizes = [parameter.numel() for parameter in parameters]
+    for batch in batches:
+        backward(model, batch)
+        flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
+        dist.all_reduce(flat)
+        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+            parameter.grad.copy_(part.view_as(parameter))
+        update(optimizer)
+
+
+def make_buckets(parameters, bucket_kib):
+    """Lists of parameters, each of up to `bucket_kib`; a larger parameter is alone in its list.
+
+    The backward pass has the gradients of the last layers first, so these make the first bucket.
+    """
+    buckets, room = [], 0
+    for parameter in reversed(list(parameters)):
+        if not buckets or parameter.nbytes > room:
+            buckets.append([])
+            room = 1024 * bucket_kib
+        buckets[-1].append(parameter)
+        room -= parameter.nbytes
+    return buckets
+
+
+def bucketed(model, optimizer, batches, args, bucket_kib):
+    """Buckets of gradients of several layers, each sent while the backward pass goes on."""
     sending = []
 
-    def make_bucket(parameters):
+    def fill(parameters):
         sizes = [parameter.numel() for parameter in parameters]
         bucket = parameters[0].new_zeros(sum(sizes))
         ready = []
@@ -103,10 +143,8 @@ def bucketed(model, optimizer, batches, args):
             parameter.grad = part.view_as(parameter)
             parameter.register_post_accumulate_grad_hook(send_if_full)
 
-    for layer in model:  # DDP's buckets hold up to 25 MiB, of as many layers as that takes
-        parameters = list(layer.parameters())
-        if parameters:
-            make_bucket(parameters)
+    for parameters in make_buckets(model.parameters(), bucket_kib):
+        fill(parameters)
     for batch in batches:
         backward(model, batch)
         for work in sending:
@@ -187,7 +225,8 @@ def stale(model, optimizer, batches, args):
         apply_oldest()
 
 
-ALGORITHMS = {f.__name__: f for f in (ddp, one_by_one, bucketed, ring, local_sgd, stale)}
+SAME_UPDATES = (ddp, one_by_one, reduce_broadcast, flat_copy, bucketed, ring)
+ALGORITHMS = {f.__name__: f for f in (*SAME_UPDATES, local_sgd, stale)}
 
 
 def parse_args():
@@ -200,6 +239,14 @@ def parse_args():
         default="all",
         help="ddp always runs, to compare with",
     )
+    add(
+        "--bucket_kib",
+        type=size,
+        nargs="+",
+        default=[64],
+        metavar="KIB",
+        help="bucketed: largest bucket; several: one run for each; DDP's are 25600 (default: 64)",
+    )
     add("--local_steps", type=size, default=8, help="local_sgd: updates between two averages")
     add("--delay", type=count, default=4, help="stale: updates that a gradient comes late")
     add = parser.add_argument_group("training").add_argument
@@ -208,6 +255,7 @@ def parse_args():
         default=BUNDLED_MNIST,
         help="Hub id, or folder of parquet files or of <split>/<class>/ images",
     )
+    add("--layers", type=size, default=1, help="hidden layers of the model")
     add("--num_epochs", type=size, default=2, help="passes over the training images")
     add("--batch_size", type=size, default=256, help="of one update, over all processes together")
     add("--lr", type=flags.at_least(0.0, float), default=0.1, help="learning rate")
@@ -225,9 +273,10 @@ def parse_args():
 def make_model(args, accelerator, num_inputs: int, num_classes: int):
     """An MLP with the same weights in each process."""
     torch.manual_seed(args.seed + accelerator.process_index)  # other weights in each process ...
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(num_inputs, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, num_classes)
-    )
+    layers = [nn.Flatten(), nn.Linear(num_inputs, HIDDEN), nn.SiLU()]
+    for _ in range(args.layers - 1):
+        layers += [nn.Linear(HIDDEN, HIDDEN), nn.SiLU()]
+    model = nn.Sequential(*layers, nn.Linear(HIDDEN, num_classes))
     model.to(accelerator.device, getattr(torch, args.dtype))
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)  # ... until process 0 sends its own
@@ -244,6 +293,39 @@ def evaluate(model, loader, accelerator) -> dict:
     return metrics.reduce()
 
 
+def make_runs(args):
+    """What runs, by its name in the table: the name of the algorithm and its function."""
+    names = list(ALGORITHMS)
+    if args.algorithm != "all":
+        names = list(dict.fromkeys(["ddp", args.algorithm]))
+    runs = {}
+    for name in names:
+        if name != "bucketed":
+            runs[name] = name, ALGORITHMS[name]
+            continue
+        for size in args.bucket_kib:
+            run = f"{name} {size}" if len(args.bucket_kib) > 1 else name
+            runs[run] = name, partial(bucketed, bucket_kib=size)
+    return runs
+
+
+def draw(results: dict, title: str):
+    """A bar for each run: the time of an update."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.5 + 0.35 * len(results)), layout="constrained")
+    axes = figure.subplots()
+    names = []
+    for run, result in results.items():
+        count = result["buckets"]
+        names.append(f"{run}: {plural(count, 'bucket')}" if count else run)
+    times = [result["step_time_ms"] for result in results.values()]
+    axes.bar_label(axes.barh(names, times, color="#0072b2"), fmt=" {:.1f}")
+    axes.set(xlabel="ms an update, slowest process", title=title, xlim=(0, 1.15 * max(times)))
+    axes.invert_yaxis()
+    return figure
+
+
 def main():
     args = parse_args()
     # With matrices this small a second thread makes it slower.
@@ -258,17 +340,14 @@ def main():
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed)
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
     num_inputs, num_classes = train_data.images[0].numel(), len(train_data.classes)
-    names = list(ALGORITHMS)
-    if args.algorithm != "all":
-        names = list(dict.fromkeys(["ddp", args.algorithm]))
     results = {}
-    accelerator.print("algorithm   ms/step  weights-DDP  accuracy  what it does", flush=True)
-    for name in names:
+    accelerator.print("algorithm         ms/step  weights-DDP  accuracy  what it does", flush=True)
+    for run, (name, algorithm) in make_runs(args).items():
         model = make_model(args, accelerator, num_inputs, num_classes)
         optimizer = torch.optim.SGD(model.parameters(), args.lr)
         batches = (batch for epoch in range(args.num_epochs) for batch in train_loader.epoch(epoch))
         started = time.perf_counter()
-        ALGORITHMS[name](model, optimizer, batches, args)
+        algorithm(model, optimizer, batches, args)
         dist.barrier()  # so that the slowest process counts
         seconds = time.perf_counter() - started
         step_time_ms = 1000 * seconds / (args.num_epochs * len(train_loader))
@@ -278,19 +357,25 @@ def main():
             reference = weights
         difference = (weights - reference).abs().max()
         dist.all_reduce(difference, dist.ReduceOp.MAX)  # finds a process that has other weights
-        results[name] = {
+        buckets = None
+        if name == "bucketed":
+            buckets = len(make_buckets(model.parameters(), **algorithm.keywords))
+        results[run] = {
             "step_time_ms": step_time_ms,
             "difference_to_ddp": difference.item(),
+            "buckets": buckets,
             **evaluate(model, test_loader, accelerator),
         }
         numbers = f"{step_time_ms:>8.2f} {difference.item():>11.1e}"
-        numbers += f" {results[name]['accuracy']:>9.2%}"
-        accelerator.print(f"{name:<10} {numbers}  {ALGORITHMS[name].__doc__}", flush=True)
+        numbers += f" {results[run]['accuracy']:>9.2%}"
+        accelerator.print(f"{run:<16} {numbers}  {ALGORITHMS[name].__doc__}", flush=True)
 
     facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
     if accelerator.is_main_process:
         write_json(tracker.folder / "run.json", {**facts, "results": results})
-        show(f"done: these numbers, arguments and topology in {tracker.folder}/run.json", "green")
+        title = f"{args.layers} hidden layers, {plural(accelerator.num_processes, 'process')}"
+        save_picture(tracker.folder / "times.png", lambda: draw(results, title))
+        show(f"done: these numbers and a picture in {tracker.folder}/run.json, times.png", "green")
     dist.destroy_process_group()
 
 

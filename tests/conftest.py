@@ -155,6 +155,14 @@ def hosts(tmp_path, home):
     hosts.remove()
 
 
+@pytest.fixture
+def threads(monkeypatch):
+    """Point-to-point messages between threads of this process, as in threads.py."""
+    from threads import Threads
+
+    return Threads(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def small_mnist(tmp_path_factory) -> Path:
     """1003 training and 203 test images of MNIST as parquet. No batch size here divides them."""

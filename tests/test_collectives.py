@@ -2,8 +2,12 @@
 
 import inspect
 import json
+import math
+import threading
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT
 
 from scripts import collectives
@@ -44,10 +48,11 @@ def check(case):
     say(case, f"{{wrong}} {{sorted(unsupported)}}")
 
 
-def mutate(name, bad):
+def mutate(case, bad):
+    name = case.split()[0]
     good = getattr(dist, name)
     setattr(dist, name, lambda *words, **options: bad(good, *words, **options))
-    check(name)
+    check(case)
     setattr(dist, name, good)
 
 
@@ -55,9 +60,10 @@ def off_by_one(at):
     '''The right result, but one number of it is one too large on one rank.'''
 
     def bad(good, tensor, *words, **options):
-        good(tensor, *words, **options)
+        result = good(tensor, *words, **options)
         if rank == at:
             (tensor[-1] if isinstance(tensor, list) else tensor)[-1] += 1
+        return result
 
     return bad
 
@@ -71,7 +77,8 @@ def another_order(good, out, mine):
 check("all right")
 mutate("all_reduce", off_by_one(1))
 mutate("broadcast", lambda good, tensor, src: good(tensor, src=1))
-mutate("reduce", lambda good, tensor, dst: good(tensor, dst=1))
+mutate("reduce", lambda good, tensor, dst, op: good(tensor, 1, op))
+mutate("reduce operation", lambda good, tensor, dst, op: good(tensor, dst, dist.ReduceOp.SUM))
 mutate("gather", lambda good, tensor, pieces: good(tensor, pieces and pieces[::-1]))
 mutate("scatter", off_by_one(2))
 mutate("all_gather_into_tensor", another_order)
@@ -130,7 +137,7 @@ def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_pa
     assert "on rank 2" not in said["all_reduce"]
     for name, where in {
         "broadcast": "of broadcast, 12 bytes: on rank 0",
-        "reduce": "of reduce, 12 bytes: on rank 0",
+        "reduce": "of reduce SUM, 12 bytes: on rank 0",
         "gather": "of gather, 12 bytes: on rank 0",
         "scatter": "of scatter, 12 bytes: on rank 2",
         "all_gather_into_tensor": "of all_gather, 12 bytes: on rank 1",
@@ -139,6 +146,9 @@ def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_pa
     }.items():
         assert where in said[name], name
     assert "broadcast tree, 12 bytes: on rank 2" in said["recv"]
+    for name in ("SUM", "PRODUCT", "MAX", "MIN", "AVG", "BAND", "BOR", "BXOR"):
+        is_wrong = f"of reduce {name}, 12 bytes" in said["reduce operation"]
+        assert is_wrong == (name != "SUM"), name
     wrong, refused = (line for line in lines if line.startswith("<reduce_scatter_tensor>"))
     assert "of reduce_scatter, 12 bytes: on rank 0 1 of 1 numbers" in wrong
     assert refused == "<reduce_scatter_tensor> [] ['reduce_scatter']"
@@ -156,7 +166,7 @@ def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_pa
 def test_two_processes_leave_a_table_and_a_picture(launcher):
     flags = ["--output_dir", "run", "--sizes", "1K", 8, "--explain", "--simulate"]
     done = launcher("cpu_ddp", *flags, script="collectives")
-    assert "2 processes on 1 machine, cpu, gloo: 18 operations give" in done.stdout
+    assert "2 processes on 1 machine, cpu, gloo: 27 operations give" in done.stdout
     assert "7 x 5 s = 35 s" in done.stdout
     assert "one pair: there is no other" in done.stdout
     folder = launcher.folder / "run"
@@ -209,7 +219,43 @@ def test_every_operation_has_a_picture_of_its_own():
     for name in collectives.OPERATIONS:
         assert name in text
     pictures = {inspect.getdoc(operation.run) for operation in collectives.OPERATIONS.values()}
-    assert len(text.split("\n\n")) == len(pictures) == 14
+    assert len(text.split("\n\n")) == len(pictures) == 16
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_a_reduce_tree_takes_the_logarithm_of_the_processes_in_rounds(threads, n):
+    """And gives the sum for any number of processes, also one that is no power of two."""
+    inputs = collectives.make_inputs(5, n, seed=0)
+
+    def run(rank):
+        x = inputs[rank].clone()
+        return collectives.reduce_tree(x, torch.empty_like(x), collectives.World(rank, n, []))
+
+    results = threads.run(n, run)
+    assert torch.equal(results[0], inputs.sum(0))
+    assert results[1:] == [None] * (n - 1)
+    assert len(threads.messages) == n - 1
+    assert threads.rounds[0] == math.ceil(math.log2(n))
+
+
+def test_messages_from_any_source_come_in_any_order_and_by_their_tag(threads, monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    inputs = collectives.make_inputs(6, 3, seed=0)
+    earlier = threading.Event()
+
+    def run(rank):
+        if rank == 1:
+            assert earlier.wait(10)
+        if rank == 2:
+            dist.send(torch.full((2,), -1.0), 0, tag=collectives.TAG + 1)
+        x = inputs[rank].clone()
+        result = collectives.recv_from_any(x, torch.zeros(6), collectives.World(rank, 3, []))
+        if rank == 2:
+            earlier.set()
+        return result
+
+    results = threads.run(3, run)
+    assert torch.equal(results[0], collectives.own_chunks(inputs, 0, 3))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +263,8 @@ def test_every_operation_has_a_picture_of_its_own():
     [
         ("send/recv", (1, 1, 1)),
         ("broadcast", (1, 1, 1)),
-        ("reduce", (1, 1, 1)),
+        ("reduce SUM", (1, 1, 1)),
+        ("reduce tree", (1, 1, 1)),
         ("all_reduce SUM", (1, 1.5, 1.75)),
         ("gather", (1 / 2, 3 / 4, 7 / 8)),
         ("all_gather", (1 / 2, 3 / 4, 7 / 8)),

@@ -1,5 +1,6 @@
 """Data parallelism by hand ends with DDP's weights, and DDP with those of one process."""
 
+import copy
 import json
 import sys
 
@@ -11,7 +12,7 @@ from conftest import ROOT
 from scripts import ddp_from_scratch
 
 FLAGS = ["--num_epochs", "2", "--dtype", "float64"]
-SYNCHRONOUS = ["ddp", "one_by_one", "bucketed", "ring"]
+SYNCHRONOUS = ["ddp", "one_by_one", "reduce_broadcast", "flat_copy", "bucketed", "ring"]
 
 PROBE = """
 import gc
@@ -161,11 +162,57 @@ def test_stale_gradients_come_late_and_none_is_lost(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_end_with_a_table(launcher, small_mnist):
     flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 500, "--output_dir", "run"]
-    table = launcher("cpu_ddp", *flags, script="ddp_from_scratch").stdout.splitlines()[-8:-1]
+    table = launcher("cpu_ddp", *flags, script="ddp_from_scratch").stdout.splitlines()[-10:-1]
     assert [line.split()[0] for line in table] == ["algorithm", *SYNCHRONOUS, "local_sgd", "stale"]
     result = results(launcher.folder / "run")
     assert all(result[name]["difference_to_ddp"] < 1e-12 for name in SYNCHRONOUS)
     assert f"{result['stale']['accuracy']:.2%}" in table[-1]
+    assert (launcher.folder / "run" / "times.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_buckets_hold_several_parameters_from_the_last_layer_on():
+    sizes = (300, 1, 100, 60, 40, 7)  # float32 numbers; 256 of them are 1 KiB
+    parameters = [torch.zeros(size) for size in sizes]
+    buckets = ddp_from_scratch.make_buckets(parameters, bucket_kib=1)
+    assert [[len(each) for each in bucket] for bucket in buckets] == [[7, 40, 60, 100, 1], [300]]
+    assert len(ddp_from_scratch.make_buckets(parameters, bucket_kib=2)) == 1
+
+
+@pytest.mark.parametrize(("bucket_kib", "count"), [(1, 2), (100, 1)])
+def test_a_bucket_is_sent_when_it_is_full_and_used_after_wait(monkeypatch, bucket_kib, count):
+    """Two processes with equal gradients, whose sum is there after `wait` and not before it."""
+    sent = []
+
+    class Sending:
+        def __init__(self, bucket):
+            self.bucket, self.before = bucket, bucket.clone()
+
+        def wait(self):
+            assert torch.equal(self.bucket, self.before)
+            self.bucket *= 2
+
+    def all_reduce(bucket, async_op):
+        assert async_op
+        assert bucket.ne(0).any()
+        sent.append(len(bucket))
+        return Sending(bucket)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(ddp_from_scratch, "backward", lambda model, x: model(x).sum().backward())
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(30, 30), torch.nn.SiLU(), torch.nn.Linear(30, 3)]
+    model, expected = torch.nn.Sequential(*layers), torch.nn.Sequential(*copy.deepcopy(layers))
+    batches = torch.randn(3, 5, 30)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    ddp_from_scratch.bucketed(model, optimizer, batches, None, bucket_kib)
+    assert len(sent) == 3 * count
+    optimizer = torch.optim.SGD(expected.parameters(), 0.02)
+    for x in batches:
+        expected(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for own, right in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, right)
 
 
 @pytest.mark.parametrize("flags", ["--algorithm gossip", "--local_steps 0", "--delay -1"])

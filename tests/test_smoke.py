@@ -14,7 +14,11 @@ FLAGS = {
     "ddp_from_scratch": ["--num_epochs", 1, "--algorithm", "ring"],
     "dp_from_scratch": ["--num_steps", 2, "--batch_size", 12],
     "collectives": ["--sizes", 8, "--repetitions", 1, "--warmup", 0],
+    "averaging": ["--size_mib", 1, "--repetitions", 1, "--warmup", 0],
+    "async_sgd": ["--num_epochs", 1, "--sleep_ms", 1],
 }
+NO_IMAGES = {"collectives", "averaging"}
+SEVERAL_PROCESSES = {"averaging", "async_sgd"}  # their own tests run them on one
 TRAINING = {"mnist_mlp", "resnet50", "gradient_accumulation", "model_split"}
 
 
@@ -22,11 +26,14 @@ def test_every_script_is_here():
     assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == set(FLAGS)
 
 
-@pytest.mark.parametrize("config", ["cpu", "cpu_ddp"])
-@pytest.mark.parametrize("script", FLAGS)
+CASES = [(script, "cpu") for script in FLAGS if script not in SEVERAL_PROCESSES]
+CASES += [(script, "cpu_ddp") for script in FLAGS]
+
+
+@pytest.mark.parametrize(("script", "config"), CASES)
 def test_a_script_runs(launcher, small_mnist, script, config):
     flags = list(FLAGS[script])
-    if script != "collectives":
+    if script not in NO_IMAGES:
         flags += ["--dataset", small_mnist]
     runs_here = script != "dp_from_scratch" or config == "cpu"
     done = launcher(config, *flags, "--output_dir", "run", script=script, check=runs_here)

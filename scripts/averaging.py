@@ -1,0 +1,191 @@
+"""Averages gradients through rank 0 and by an all-reduce, on 1, 2, ... processes, and draws both.
+
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 4 \
+        scripts/averaging.py
+    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/averaging.py --size_mib 100
+
+All ways end with the same mean, which is checked on each process. What differs is the traffic: a
+parameter server on rank 0 receives n - 1 gradients and sends n - 1 means, so that its network is
+the bottleneck; in a ring all-reduce each process sends 2 (n-1)/n of a gradient, whatever n is.
+Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# Finds utils from any folder, without an install.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils import flags, launch, topology
+from utils.console import show, stop
+from utils.files import write_json
+from utils.plots import RUN_COLOURS, save_picture
+from utils.tracking import Tracker
+
+MIB = 2**20
+
+
+# The ways. Each turns `gradient`, on the ranks 0 to n - 1 of `group`, into their mean, in place.
+
+
+def parameter_server(gradient, rank, n, group):
+    """rank 0 receives the gradient of each other process, adds, and sends the mean to each"""
+    if rank == 0:
+        arriving = torch.empty_like(gradient)
+        for other in range(1, n):
+            dist.recv(arriving, other, group=group)
+            gradient += arriving
+        gradient /= n
+        for other in range(1, n):
+            dist.send(gradient, other, group=group)
+    else:
+        dist.send(gradient, 0, group=group)
+        dist.recv(gradient, 0, group=group)
+
+
+def reduce_broadcast(gradient, rank, n, group):
+    """the same in two collectives: the library may add and send along a tree or a ring"""
+    dist.reduce(gradient, dst=0, group=group)
+    if rank == 0:  # no collective: the other processes get the mean by the next line
+        gradient /= n
+    dist.broadcast(gradient, src=0, group=group)
+
+
+def all_reduce(gradient, rank, n, group):
+    """one collective, and no process is special"""
+    dist.all_reduce(gradient, group=group)
+    gradient /= n
+
+
+WAYS = {
+    "parameter server": parameter_server,
+    "reduce, broadcast": reduce_broadcast,
+    "all_reduce": all_reduce,
+}
+
+
+def parse_args():
+    parser = flags.ArgumentParser(__doc__)
+    add = parser.add_argument_group("measuring").add_argument
+    add("--size_mib", type=flags.at_least(1), default=4, help="of the gradient, in MiB")
+    add("--repetitions", type=flags.at_least(1), default=10, help="timed calls of each way")
+    add("--warmup", type=flags.at_least(0), default=2, help="calls before those")
+    add = parser.add_argument_group("numbers").add_argument
+    add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of the gradients")
+    parser.add_run_flags()
+    return parser.parse_args()
+
+
+def make_gradients(count: int, n: int, seed: int) -> torch.Tensor:
+    """Those of all ranks, (n, count): small integers, whose sum is exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, (n, count), generator=generator).float()
+
+
+def written_bytes() -> int | None:
+    """Bytes that this process has written, to sockets and files, as the kernel counts them.
+
+    None where there is no such count: not on Linux. It does not see what NCCL sends by itself.
+    """
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return int(dict(line.split(": ") for line in lines)["wchar"])
+
+
+def measure(way, gradients, rank: int, n: int, group, args, device) -> dict:
+    """Check and time one way on the ranks of `group`. Collective: call it on each of them.
+
+    Raises:
+        SystemExit: if the mean is wrong on this rank.
+    """
+    expected = gradients.sum(0) / n
+    seconds, sent = [], []
+    for _ in range(args.warmup + args.repetitions):
+        gradient = gradients[rank].to(device, copy=True)
+        dist.barrier(group)
+        written, began = written_bytes(), time.perf_counter()
+        way(gradient, rank, n, group)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - began)
+        sent.append(0 if written is None else written_bytes() - written)
+        if not torch.equal(gradient.cpu(), expected):
+            stop(f"wrong mean by {way.__name__} on rank {rank} of {n}")
+    # The slowest process counts, and the one that sends most.
+    most = torch.tensor([seconds, sent], dtype=torch.float64, device=device)[:, args.warmup :]
+    most = most.contiguous()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    seconds, sent = most.tolist()
+    measured = {"time_ms": 1000 * statistics.median(seconds)}
+    measured["sent_mib"] = statistics.median(sent) / MIB
+    return measured
+
+
+def draw(rows: list[dict], size_mib: int, title: str):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    numbers = sorted({row["processes"] for row in rows})
+    for name, colour in zip(WAYS, RUN_COLOURS, strict=False):
+        own = [row for row in rows if row["way"] == name]
+        for axes, key in zip(panels, ("time_ms", "sent_mib"), strict=True):
+            axes.plot(numbers, [row[key] for row in own], "o-", color=colour, label=name)
+    in_theory = {"server: (n-1) S": [], "ring: 2 (n-1)/n S": []}
+    for n in numbers:
+        in_theory["server: (n-1) S"].append(size_mib * (n - 1))
+        in_theory["ring: 2 (n-1)/n S"].append(size_mib * 2 * (n - 1) / n)
+    for (name, values), line in zip(in_theory.items(), ("-", ":"), strict=True):
+        style = {"color": "grey", "linewidth": 6, "alpha": 0.4, "zorder": 0, "linestyle": line}
+        panels[1].plot(numbers, values, **style, label=f"{name}, in theory")
+    panels[0].set(title="Time, slowest process", ylabel="ms")
+    panels[1].set(title="Sent by the process that sends most", ylabel="MiB")
+    for axes in panels:
+        axes.set(xlabel="processes n", xticks=numbers)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(title)
+    return figure
+
+
+def main():
+    args = parse_args()
+    accelerator = launch.make_accelerator(args, cpu_threads=1)
+    world_size, rank = accelerator.num_processes, accelerator.process_index
+    if world_size == 1:
+        accelerator.print("one process: there is nothing to send; add --num_processes 4")
+        return accelerator.end_training()
+    tracker = Tracker(accelerator, args.output_dir, None)
+    gradients = make_gradients(args.size_mib * MIB // 4, world_size, args.seed)
+    # Every process must make every group, also those that it is not in.
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}
+    rows = []
+    accelerator.print("processes  way                  ms   most MiB sent by a process", flush=True)
+    for n, group in groups.items():
+        for name, way in WAYS.items():
+            if rank < n:
+                row = {"processes": n, "way": name}
+                row |= measure(way, gradients[:n], rank, n, group, args, accelerator.device)
+                rows.append(row)
+                numbers = f"{row['time_ms']:>9.2f} {row['sent_mib']:>12.2f}"
+                accelerator.print(f"{n:>9}  {name:<18}{numbers}", flush=True)
+            dist.barrier()
+    facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
+    if accelerator.is_main_process:
+        write_json(tracker.folder / "run.json", {**facts, "results": rows})
+        title = f"Mean of a gradient of {args.size_mib} MiB, {facts['backend']}"
+        save_picture(tracker.folder / "averaging.png", lambda: draw(rows, args.size_mib, title))
+        show(f"done: the means are equal; numbers and a picture in {tracker.folder}", "green")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Asynchronous SGD: nobody waits for anybody, no gradient is lost, and late ones are counted."""
+
+import json
+import sys
+import threading
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scripts import async_sgd
+
+ARGS = Namespace(
+    **{"lr": 0.5, "local_steps": 3, "delay": 2, "test_every": 2, "worker_batch_size": 4},
+    **{"num_epochs": 1, "hidden": 5, "sleep_ms": 0.0, "seed": 0},
+)
+
+
+def make_data(count=48):
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(256, (count, 1, 3, 3), generator=generator, dtype=torch.uint8)
+    return SimpleNamespace(images=images, labels=torch.arange(count) % 3, classes=["a", "b", "c"])
+
+
+class Numbers:
+    """A worker whose gradients are given: they do not depend on the weights."""
+
+    def __init__(self, gradients):
+        self.weights, self.gradients, self.seen = torch.zeros(1), iter(gradients), []
+        self.num_workers, self.num_steps, self.group = 1, len(gradients), None
+
+    def gradient(self):
+        self.seen.append(self.weights.item())
+        value = next(self.gradients)
+        return torch.tensor([float(value() if callable(value) else value)])
+
+    def note(self):
+        pass
+
+    def note_step(self, step):
+        pass
+
+
+def test_nobody_waits_for_a_slow_worker(threads):
+    """The gradient of worker 2 comes after the server has applied all five of worker 1."""
+    five_are_applied, late_one_is_applied = threading.Event(), threading.Event()
+
+    def late():
+        assert five_are_applied.wait(20)
+        return 1000
+
+    def after_the_end():
+        five_are_applied.set()
+        assert late_one_is_applied.wait(20)
+        return 7
+
+    workers = {1: Numbers([1, 2, 3, 4, 5, after_the_end]), 2: Numbers([late])}
+    server = Numbers([])
+
+    def run(rank):
+        if rank == 0:
+            # lr / num_workers is 1.
+            return async_sgd.serve(server, 2, 6, Namespace(lr=2.0, test_every=1))
+        async_sgd.asynchronous(workers[rank], ARGS)
+        if rank == 2:
+            late_one_is_applied.set()
+        return None
+
+    staleness = threads.run(3, run)[0]
+    # The late gradient is applied too, and counted as five updates late.
+    assert server.weights.item() == -1015
+    assert staleness == [0, 0, 0, 0, 0, 5]
+    assert workers[1].seen == [0, -1, -3, -6, -10, -15]
+    assert workers[2].seen == [0]
+    # Both end with the server's last weights.
+    assert workers[1].weights.item() == workers[2].weights.item() == -1015
+
+
+def test_one_asynchronous_worker_is_sgd(threads):
+    """With one worker no gradient is late, and all ways are plain SGD."""
+    data = make_data()
+    server = async_sgd.Trainee(ARGS, data)
+    worker, expected = (async_sgd.Worker(ARGS, data, 0, 1, "last") for _ in range(2))
+
+    def run(rank):
+        if rank == 0:
+            return async_sgd.serve(server, 1, 12, ARGS)
+        return async_sgd.asynchronous(worker, ARGS)
+
+    assert threads.run(2, run)[0] == [0] * 12
+    start = expected.weights.clone()
+    for _ in range(12):
+        expected.weights -= ARGS.lr * expected.gradient()
+    assert torch.equal(server.weights, expected.weights)
+    assert torch.equal(worker.weights, expected.weights)
+    assert (expected.weights - start).abs().max() > 0.01
+    assert len(server.history) == 6
+
+
+@pytest.mark.parametrize("way", ["synchronous", "local", "stale"])
+def test_the_other_ways_apply_each_gradient_once(monkeypatch, way):
+    class Work:
+        def wait(self):
+            self.tensor *= 2
+
+    def all_reduce(tensor, group, async_op=False):
+        """Two workers with the same numbers; the sum is there after `wait`."""
+        work = Work()
+        work.tensor = tensor
+        return work if async_op else work.wait()
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    worker = Numbers([1, 10, 100, 1000])
+    worker.num_workers = 2
+    async_sgd.WAYS[way](worker, Namespace(lr=1, local_steps=3, delay=2))
+    assert worker.weights.item() == -1111
+    assert worker.seen == {"stale": [0, 0, 0, -1]}.get(way, [0, -1, -11, -111])
+
+
+def test_the_slow_worker_is_the_last_or_each_time_another():
+    def sleepers(straggler):
+        workers = [async_sgd.Worker(ARGS, make_data(), i, 3, straggler) for i in range(3)]
+        return [[worker.sleeps() for worker in workers] for _ in range(30)]
+
+    assert sleepers("last") == [[False, False, True]] * 30
+    steps = sleepers("any")
+    assert all(sum(step) == 1 for step in steps)
+    assert all(any(step[worker] for step in steps) for worker in range(3))
+
+
+def test_the_workers_share_the_data():
+    data = make_data()
+    workers = [async_sgd.Worker(ARGS, data, i, 3, "last") for i in range(3)]
+    own = torch.cat([worker.images for worker in workers]).flatten(1).tolist()
+    assert sorted(own) == sorted(data.images.flatten(1).tolist())
+
+
+def test_one_process_has_no_worker(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["async_sgd.py", "--output_dir", str(tmp_path / "run")])
+    async_sgd.main()
+    assert "one process: a server has no worker" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_all_ways_are_drawn_and_compared(launcher, small_mnist):
+    flags = ["--dataset", small_mnist, "--output_dir", "run", "--sleep_ms", 1, "--target", 0.3]
+    flags += ["--stragglers", "last", "any"]
+    launch_flags = ("--num_processes", 3)
+    done = launcher("cpu_ddp", *flags, script="async_sgd", launch_flags=launch_flags)
+    record = json.loads((launcher.folder / "run" / "run.json").read_text())
+    results = {(each["straggler"], each["way"]): each for each in record["results"]}
+    assert list(results) == [(who, way) for who in ("last", "any") for way in async_sgd.WAYS]
+    # 3 epochs of 1003 images: 23 steps of two workers with 64 images each.
+    assert results["last", "synchronous"]["accuracy"] == results["any", "synchronous"]["accuracy"]
+    for (_, way), result in results.items():
+        assert result["target_s"] <= result["total_s"]
+        assert (result["max_staleness"] > 0) == (way == "asynchronous")
+        assert f"{result['accuracy']:.2%}" in done.stdout
+    assert (launcher.folder / "run" / "accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,57 @@
+"""`send` and `recv` of torch.distributed between threads of one process, with a rank each.
+
+What is written by hand from these two can be tested so on any number of ranks, in milliseconds.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+TIMEOUT_S = 20  # for a message that never comes
+
+
+class Threads:
+    """messages: (sender, receiver) of each. rounds: by rank, how many messages one after another
+    its result has waited for."""
+
+    def __init__(self, monkeypatch):
+        self.here, self.changed = threading.local(), threading.Condition()
+        self.waiting, self.messages, self.rounds = [], [], []
+        monkeypatch.setattr(dist, "send", self.send)
+        monkeypatch.setattr(dist, "recv", self.recv)
+
+    def run(self, n, function) -> list:
+        """What `function(rank)` returns, for each rank."""
+        self.rounds = [0] * n
+
+        def start(rank):
+            self.here.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(n) as pool:
+            return list(pool.map(start, range(n)))
+
+    def send(self, tensor, dst, group=None, tag=0):
+        rank = self.here.rank
+        with self.changed:
+            self.messages.append((rank, dst))
+            self.waiting.append((rank, dst, tag, tensor.clone(), self.rounds[rank]))
+            self.changed.notify_all()
+
+    def recv(self, tensor, src=None, group=None, tag=0):
+        rank = self.here.rank
+
+        def find():
+            for message in self.waiting:
+                if message[1:3] == (rank, tag) and src in (None, message[0]):
+                    return message
+            return None
+
+        with self.changed:
+            assert self.changed.wait_for(find, TIMEOUT_S), f"nothing comes to rank {rank}"
+            message = find()
+            self.waiting = [each for each in self.waiting if each is not message]
+            self.rounds[rank] = 1 + max(self.rounds[rank], message[-1])
+        tensor.copy_(message[3])
+        return message[0]
