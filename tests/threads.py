@@ -1,6 +1,6 @@
-"""`send` and `recv` of torch.distributed between threads of one process, with a rank each.
+"""torch.distributed between threads of one process, with a rank each: a few of its functions.
 
-What is written by hand from these two can be tested so on any number of ranks, in milliseconds.
+What is written by hand with these can be tested so on any number of ranks, in milliseconds.
 """
 
 import threading
@@ -18,12 +18,15 @@ class Threads:
     def __init__(self, monkeypatch):
         self.here, self.changed = threading.local(), threading.Condition()
         self.waiting, self.messages, self.rounds = [], [], []
-        monkeypatch.setattr(dist, "send", self.send)
-        monkeypatch.setattr(dist, "recv", self.recv)
+        for name in ("send", "recv", "all_reduce", "broadcast"):
+            monkeypatch.setattr(dist, name, getattr(self, name))
+        monkeypatch.setattr(dist, "get_rank", lambda: self.here.rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda: len(self.rounds))
 
     def run(self, n, function) -> list:
         """What `function(rank)` returns, for each rank."""
-        self.rounds = [0] * n
+        self.rounds, self.tensors = [0] * n, [None] * n
+        self.barrier = threading.Barrier(n, timeout=TIMEOUT_S)
 
         def start(rank):
             self.here.rank = rank
@@ -55,3 +58,18 @@ class Threads:
             self.rounds[rank] = 1 + max(self.rounds[rank], message[-1])
         tensor.copy_(message[3])
         return message[0]
+
+    def exchange(self, tensor) -> list:
+        """The tensor of each rank. A collective."""
+        self.tensors[self.here.rank] = tensor.clone()
+        self.barrier.wait()
+        tensors = list(self.tensors)
+        self.barrier.wait()
+        return tensors
+
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM):
+        assert op == dist.ReduceOp.SUM
+        tensor.copy_(sum(self.exchange(tensor)))
+
+    def broadcast(self, tensor, src):
+        tensor.copy_(self.exchange(tensor)[src])
