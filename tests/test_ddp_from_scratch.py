@@ -171,11 +171,11 @@ def test_two_processes_end_with_a_table(launcher, small_mnist):
 
 
 def test_buckets_hold_several_parameters_from_the_last_layer_on():
-    sizes = (300, 1, 100, 60, 40, 7)  # float32 numbers; 256 of them are 1 KiB
+    sizes = (300, 60, 100, 60, 40, 7)  # float32 numbers; 256 of them are 1 KiB
     parameters = [torch.zeros(size) for size in sizes]
     buckets = ddp_from_scratch.make_buckets(parameters, bucket_kib=1)
-    assert [[len(each) for each in bucket] for bucket in buckets] == [[7, 40, 60, 100, 1], [300]]
-    assert len(ddp_from_scratch.make_buckets(parameters, bucket_kib=2)) == 1
+    assert [[len(each) for each in bucket] for bucket in buckets] == [[7, 40, 60, 100], [60], [300]]
+    assert len(ddp_from_scratch.make_buckets(parameters, bucket_kib=3)) == 1
 
 
 @pytest.mark.parametrize(("bucket_kib", "count"), [(1, 2), (100, 1)])

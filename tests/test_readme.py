@@ -15,6 +15,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from conftest import ROOT, free_port
 from PIL import Image
 
+from benchmarks import run
 from utils import take
 
 PAGES = [
@@ -241,6 +242,22 @@ def test_every_script_config_and_module_is_in_the_readme():
         assert f"({path.relative_to(ROOT)})" in README, path
     for path in (ROOT / "utils").glob("[a-z]*.py"):
         assert f"(../utils/{path.name})" in SCRIPTS, path
+
+
+def test_tables_of_the_pipeline_are_those_that_were_recorded():
+    results = json.loads((ROOT / "benchmarks" / "results.json").read_text())
+    page = section(SCRIPTS, "One model over several devices")
+    for name in ("model_split", "model_split_exact"):
+        (table,) = run.report(name, results[name]).tables
+        assert table.rpartition("\n\n")[2] in page, f"{name}: copy the table from RESULTS.md"
+    schedules = {schedule for _, schedule, _ in results["model_split_exact"]["measured"]}
+    assert schedules == {"naive", "gpipe", "1f1b", "interleaved"}
+    unsplit = {m: rate for m, rate, *_ in results["model_split"]["measured"]["speed"]}
+    split = {m: rate for m, _, rate, _ in results["model_split"]["measured"]["speed"]}
+    fastest = max(split, key=split.get)
+    words = " ".join(page.split())
+    assert f"at m = 8 the unsplit model has {unsplit[8] / unsplit[1]:.2f} times" in words
+    assert f"The fastest is m = {fastest}, with {split[fastest] / unsplit[1]:.2f} times" in words
 
 
 def test_each_common_mistake_has_its_test():
