@@ -304,7 +304,7 @@ def make_runs(args):
             runs[name] = name, ALGORITHMS[name]
             continue
         for size in args.bucket_kib:
-            run = f"{name} {size}" if len(args.bucket_kib) > 1 else name
+            run = f"{name} {size} KiB" if len(args.bucket_kib) > 1 else name
             runs[run] = name, partial(bucketed, bucket_kib=size)
     return runs
 
@@ -341,7 +341,9 @@ def main():
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
     num_inputs, num_classes = train_data.images[0].numel(), len(train_data.classes)
     results = {}
-    accelerator.print("algorithm         ms/step  weights-DDP  accuracy  what it does", flush=True)
+    accelerator.print(
+        "algorithm           ms/step  weights-DDP  accuracy  what it does", flush=True
+    )
     for run, (name, algorithm) in make_runs(args).items():
         model = make_model(args, accelerator, num_inputs, num_classes)
         optimizer = torch.optim.SGD(model.parameters(), args.lr)
@@ -368,7 +370,7 @@ def main():
         }
         numbers = f"{step_time_ms:>8.2f} {difference.item():>11.1e}"
         numbers += f" {results[run]['accuracy']:>9.2%}"
-        accelerator.print(f"{run:<16} {numbers}  {ALGORITHMS[name].__doc__}", flush=True)
+        accelerator.print(f"{run:<18} {numbers}  {ALGORITHMS[name].__doc__}", flush=True)
 
     facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
     if accelerator.is_main_process:
