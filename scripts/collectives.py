@@ -8,8 +8,8 @@
 Every operation first runs on numbers whose result is known, on every process and at every size. A
 wrong result ends the run with exit code 1 and the name of the operation. Then each is timed: a
 barrier, the call, the time of the slowest process, the median of the repetitions. Over gloo on 2
-CPU cores, torch 2.15: 10 s, and 1.3 GB/s of bus bandwidth for an all_reduce of 4 MiB between 2
-processes; 24 s and 0.5 GB/s between 4.
+busy CPU cores, torch 2.15: 27 s, and 0.8 GB/s of bus bandwidth for an all_reduce of 4 MiB between 2
+processes; 43 s and 0.4 GB/s between 4.
 Source of the bandwidths: nccl-tests,
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """

@@ -237,7 +237,8 @@ def parse_args():
         "--algorithm",
         choices=["all", *ALGORITHMS],
         default="all",
-        help="ddp always runs, to compare with",
+        metavar="NAME",
+        help=f"{', '.join(ALGORITHMS)} or all; ddp always runs, to compare with",
     )
     add(
         "--bucket_kib",
