@@ -20,6 +20,7 @@ import torch
 import torchvision
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
+from torchvision.models.resnet import Bottleneck
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
 
@@ -133,7 +134,7 @@ def parse_args():
     pretrained = "weights to start from; without a value: torchvision's"
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
     add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=pretrained)
-    residual = "start with residual blocks that are the identity"
+    residual = "start with residual blocks that are the identity, where the shape stays"
     add("--zero_init", action=switch, default=True, help=residual)
     statistics = "BatchNorm; sync: statistics over all processes, on GPUs"
     add("--bn", choices=("local", "sync"), default="local", help=statistics)
@@ -215,10 +216,23 @@ def load_data(args, accelerator):
     return train_data, test_data, about
 
 
+def start_as_identity(model):
+    """Make the residual blocks that keep the shape the identity, by a last BatchNorm of 0.
+
+    torchvision's `zero_init_residual` does it to the other four as well. Their shortcuts are 1 x 1
+    convolutions, most with stride 2: one after the other they see one corner of a small image,
+    black in nearly every digit. The first gradients would then be amplified rounding.
+    """
+    for block in model.modules():
+        if isinstance(block, Bottleneck) and block.downsample is None:
+            torch.nn.init.zeros_(block.bn3.weight)
+
+
 def make_model(args, num_classes, accelerator):
     """torchvision's ResNet-50 on the device, in channels_last (but not with fsdp.yaml)."""
-    zero_init = args.zero_init and not args.pretrained
-    model = torchvision.models.resnet50(num_classes=num_classes, zero_init_residual=zero_init)
+    model = torchvision.models.resnet50(num_classes=num_classes)
+    if args.zero_init:
+        start_as_identity(model)
     if args.pretrained:
         load_pretrained(model, args.pretrained, head="fc")
     if args.bn == "sync":

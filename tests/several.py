@@ -72,6 +72,7 @@ def run(script: str, flags: list) -> int | None:
     finally:
         sys.argv = own_argv
         gc.collect()  # the lock of the folder goes with the Tracker
+        gc.unfreeze()
         reset_accelerate()
 
 

@@ -69,8 +69,9 @@ def use_4_blocks(setattr):
     setattr(torchvision.models.ResNet, "__init__", init_with_4_blocks)
 
 
-def use_float64(setattr):
-    use_4_blocks(setattr)
+def use_float64(setattr, blocks=4):
+    if blocks == 4:
+        use_4_blocks(setattr)
     setattr(resnet50, "TEST_BATCH_SIZE", 64)
     torch.set_default_dtype(torch.float64)
 
@@ -520,7 +521,35 @@ def test_residual_blocks_start_as_the_identity_if_asked_to():
     for zero_init in (True, False):
         args = SimpleNamespace(zero_init=zero_init, pretrained=None, bn="local")
         model = resnet50.make_model(args, 10, accelerator)
-        assert bool((model.layer1[0].bn3.weight == 0).all()) == zero_init
+        weights = [
+            layer[number].bn3.weight for layer in (model.layer1, model.layer4) for number in (0, 1)
+        ]
+        found = [bool((weight == 0).all()) for weight in weights]
+        assert found == [False, zero_init, False, zero_init]
+
+
+@pytest.mark.slow
+def test_the_default_model_has_the_same_losses_on_2_x_2_as_on_1_x_4(
+    launcher, tiny_mnist, monkeypatch
+):
+    """All 16 blocks. Where the untrained model sees next to nothing of the images, the gradients
+    are amplified rounding, and another order of the sums is another run from update 2 on."""
+    use_float64(monkeypatch.setattr, blocks=16)
+    program = IN_FLOAT64.format(tests=str(ROOT / "tests")).replace("(setattr)", "(setattr, 16)")
+    (launcher.folder / "in_float64.py").write_text(program)
+    flags = ["--dataset", tiny_mnist, "--batch_size", 16, "--max_steps", 3, "--log_every", 1]
+    one, two = launcher.folder / "one", launcher.folder / "two"
+    own = ["--gradient_accumulation_steps", 2, "--output_dir", two]
+    words = several.words("resnet50", [*flags, *own])
+    launcher("cpu_ddp", *words, script=launcher.folder / "in_float64", timeout=300)
+    own = ["--gradient_accumulation_steps", 4, "--output_dir", one]
+    try:
+        assert several.run("resnet50", [*flags, *own]) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected, found = ([line["loss"] for line in lines(folder)] for folder in (one, two))
+    print([abs(b / a - 1) for a, b in zip(expected, found, strict=True)])
+    assert found == pytest.approx(expected, rel=1e-7)
 
 
 def test_statistics_are_averaged_once_an_update_after_its_last_micro_batch(
