@@ -54,6 +54,7 @@ def machine(real):
             "links": {"NV18": count * (count - 1) // 2} if count > 1 else {},
             "backends": {"CUDA": "13.2", "NCCL": "2.30.7", "gloo": ""},
             "cores": 64,
+            "cpu_has_bf16": None,
             "free_disk_gib": 500,
             "disk_mib_per_s": 900,
             "shm_gib": 32,
@@ -530,3 +531,21 @@ def test_a_missing_torch_is_a_problem_without_a_requirements_file(machine, real)
     versions = {**real["versions"], "torch": None}
     facts = machine(requirements=[], versions=versions, broken={"torch": "ModuleNotFoundError"})
     assert sentences(facts, True) == ["torch is not installed: pip install torch"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_bf16", "words"),
+    [
+        ("fma avx512f avx512_bf16 avx512_fp16", True, "8 cores, bf16: twice as fast"),
+        ("fma amx_bf16 amx_tile", True, "8 cores, bf16: twice as fast"),
+        ("asimddp i8mm bf16 dgh", True, "8 cores, bf16: twice as fast"),
+        ("fma avx512f avx512_fp16", False, "8 cores, bf16: slower than float32"),
+        (None, None, "8 cores\n"),
+    ],
+)
+def test_whether_bf16_pays_on_this_cpu(machine, tmp_path, flags, has_bf16, words):
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
+    found = doctor.has_bf16(tmp_path / "cpuinfo")
+    assert found is has_bf16
+    assert words in doctor.report(machine(cores=8, cpu_has_bf16=found), [])
