@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, free_port
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -1022,74 +1019,3 @@ def test_another_number_of_processes_takes_all_metrics(tmp_path):
     accelerator.process_index = 1
     (empty,) = saver._own_part({"num_processes": 2}, tensors).items()
     assert (empty[0], len(empty[1])) == ("indices", 0)
-
-
-SHARDED = """
-import sys
-import threading
-import time
-from pathlib import Path
-import torch
-from accelerate import Accelerator
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-sys.path.insert(0, sys.argv[1])
-from utils.checkpoint import Checkpoints, save_model
-
-accelerator = Accelerator(cpu=True)
-mesh = torch.distributed.init_device_mesh("cpu", (accelerator.num_processes,))
-
-def build(seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 20)
-    return model, optimizer, scheduler
-
-def train(model, optimizer, scheduler, steps):
-    for step in range(steps):
-        torch.manual_seed(step)
-        model(torch.randn(8, 5)).square().sum().backward()
-        optimizer.step(); scheduler.step(); optimizer.zero_grad()
-
-def checkpoints(model, optimizer, scheduler):
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    return Checkpoints(accelerator, Path(sys.argv[2]) / "checkpoints", state, {})
-
-first = build(0)
-saver = checkpoints(*first)
-train(*first, 4)
-saver.save(4, {}, {})
-train(*first, 3)
-second = build(7)
-assert checkpoints(*second).load()[0] == 4
-train(*second, 3)
-for (name, one), two in zip(first[0].named_parameters(), second[0].parameters()):
-    assert torch.equal(one.full_tensor(), two.full_tensor()), name
-save_model(accelerator, second[0], Path(sys.argv[2]) / "model.safetensors")
-accelerator.end_training()
-"""
-
-
-@pytest.mark.slow
-def test_a_model_sharded_by_fsdp2_is_saved_whole_and_goes_on(tmp_path):
-    """fully_shard over gloo on the CPU: Accelerate shards on GPUs only, torch does here too."""
-    (tmp_path / "sharded.py").write_text(SHARDED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += [
-        "--master-port",
-        str(free_port()),
-        str(tmp_path / "sharded.py"),
-        str(ROOT),
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2)).load_state_dict(
-        safetensors.torch.load_file(tmp_path / "model.safetensors"), strict=True
-    )
-    _, tensors = read_checkpoint(tmp_path / "checkpoints" / "step_00000004")
-    names = {name.rpartition("/")[0] for name in tensors["optimizer.safetensors"]}
-    assert names == {"0.weight", "0.bias", "2.weight", "2.bias"}
