@@ -1,5 +1,7 @@
 import hashlib
 import io
+import os
+import shutil
 
 import datasets
 import numpy as np
@@ -286,3 +288,18 @@ def test_a_split_is_a_tensor_dataset(tmp_path):
         "shape": "1x4x4",
         "classes": 2,
     }
+
+
+def test_a_damaged_copy_in_the_cache_is_named(small_mnist, tmp_path, capsys, monkeypatch):
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    data.load_splits(str(small_mnist))
+    for file in cache.rglob("*.arrow"):
+        os.truncate(file, 100)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        data.load_splits(str(small_mnist))
+    error = capsys.readouterr().err
+    assert error.endswith(f"if its files are whole, remove their copies in the cache {cache}\n")
+    shutil.rmtree(cache)
+    data.load_splits(str(small_mnist))

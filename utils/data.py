@@ -72,13 +72,15 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
         cache = str(datasets.config.HF_DATASETS_CACHE)
         if cache in reason:
             stop(f"the cache {cache} cannot be used ({reason}): remove it, or set HF_HOME")
-        kind = (
-            "a folder without a data set, or with a damaged one"
-            if Path(dataset).is_dir()
-            else "no folder here"
+        if Path(dataset).is_dir():
+            stop(
+                f"--dataset {dataset} is a folder without a data set, or with a damaged one: "
+                f"{reason}; if its files are whole, remove their copies in the cache {cache}"
+            )
+        stop(
+            f"--dataset {dataset} is no folder here and cannot be loaded from the Hub either: "
+            f"{reason}"
         )
-        more = "" if Path(dataset).is_dir() else " and cannot be loaded from the Hub either"
-        stop(f"--dataset {dataset} is {kind}{more}: {reason}")
     test = next((name for name in TEST_SPLITS if name in splits), None)
     if "train" not in splits or test is None:
         stop(
