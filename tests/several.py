@@ -17,6 +17,7 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -73,6 +74,10 @@ def run(script: str, flags: list) -> int | None:
         sys.argv = own_argv
         gc.collect()  # the lock of the folder goes with the Tracker
         gc.unfreeze()
+        # The end of a process waits for the checkpoint that is being written.
+        for thread in threading.enumerate():
+            if thread.name.startswith("checkpoint"):
+                thread.join(60)
         reset_accelerate()
 
 

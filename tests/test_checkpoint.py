@@ -377,9 +377,10 @@ def test_the_manifest_is_written_last(tmp_path, accelerator, monkeypatch):
 
     for name in ("write_tensors", "write_synced"):
         monkeypatch.setattr(checkpoint, name, recording(getattr(checkpoint, name)))
-    checkpoints(accelerator, tmp_path, build(0, accelerator)).save(1, {}, {})
-    assert sorted(written[:-1]) == ["model.safetensors", "optimizer.safetensors", PROCESSES]
-    assert written[-1] == "manifest.json"
+    saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
+    saver.save(1, {}, {}, lambda: written.append("what extra speaks of"))
+    assert sorted(written[:-2]) == ["model.safetensors", "optimizer.safetensors", PROCESSES]
+    assert written[-2:] == ["what extra speaks of", "manifest.json"]
 
 
 class SlowDisk:

@@ -259,6 +259,15 @@ def test_a_checkpoint_that_fails_while_training_goes_on_ends_the_run(
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
+def test_each_checkpoint_flushes_the_log_first(train, monkeypatch):
+    from utils.tracking import Tracker
+
+    flushed, sync = [], Tracker.sync
+    monkeypatch.setattr(Tracker, "sync", lambda self: flushed.append(sync(self)))
+    assert train("run", "--checkpoint_every", 2) is None
+    assert len(flushed) == 4
+
+
 def test_a_run_whose_last_checkpoint_fails_is_not_done(train, tmp_path, capsys, monkeypatch):
     fail_from(8, monkeypatch)
     monkeypatch.setattr("utils.checkpoint.Checkpoints.failed", lambda _: False)  # nobody asks
