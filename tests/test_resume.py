@@ -347,10 +347,16 @@ def is_writing(run) -> bool:
         return False
 
 
+def times_started(log) -> int:
+    """Of the runs in a log, how many have looked for checkpoints and are training."""
+    return log.read_text().count("\noutput  ") if log.exists() else 0
+
+
 def kill_until_done(train, tmp_path, kills, flags):
     """Kill the run `kills` times at random moments, then let it end.
 
-    Every second kill comes while a checkpoint is being written.
+    Every second kill comes while a checkpoint is being written, the others up to half a second
+    after the start of training.
 
     Returns:
         kills, how many of them left an unfinished checkpoint behind, and how many starts continued
@@ -360,9 +366,14 @@ def kill_until_done(train, tmp_path, kills, flags):
     log, done, unfinished, resumed = tmp_path / "log", 0, 0, 0
     while True:
         resumed += (run / "checkpoints").exists() and any((run / "checkpoints").glob("step_*"))
+        starts = times_started(log)
         child = fork_run(train, log, "--resume", *flags)
-        began, wait, in_write = time.monotonic(), rng.uniform(0.05, 1.2), done % 2 == 0
+        wait, in_write = rng.uniform(0, 0.5), done % 2 == 0
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            # Before, what the last kill left looks like a checkpoint that is being written.
+            if times_started(log) == starts:
+                began = time.monotonic()
+                continue
             waited = time.monotonic() - began
             if done < kills and (
                 (in_write and is_writing(run)) or (not in_write and waited > wait) or waited > 20
