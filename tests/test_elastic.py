@@ -32,7 +32,7 @@ def test_lost_and_returned_machines_change_no_bit(hosts, launcher, small_mnist, 
     launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
     assert [each["num_processes"] for each in launches] == [2, 1, 2, 1]
     assert {each["virtual_processes"] for each in launches} == {8}
-    launcher("cpu", *flags, "--output_dir", tmp_path / "alone")
+    launcher("cpu", *flags, "--output_dir", tmp_path / "alone", timeout=400)
     for file in ("model.safetensors", "checkpoints/step_00003000/optimizer.safetensors"):
         assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
 
