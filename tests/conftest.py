@@ -3,14 +3,17 @@
 Each launch has its own port, folder and time-out, and leaves no process behind.
 """
 
+import getpass
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import several
+from filelock import FileLock
 from hosts import free_port
 
 # Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they
@@ -27,11 +30,15 @@ LONGEST = ("slurm", "faults", "parity", "resnet50", "model_split", "signals", "r
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--config_file", help="tests/test_parity.py: a config to compare with one process"
+        "--report",
+        metavar="FILE",
+        default="gpu_report.md",
+        help="where test_topologies.py reports what it measured (default: %(default)s)",
     )
 
 
 def pytest_collection_modifyitems(items):
+    import machine_report
     import torch
 
     def turn(item):
@@ -40,9 +47,34 @@ def pytest_collection_modifyitems(items):
         return item.get_closest_marker("slow") is None, position
 
     items.sort(key=turn)
-    for item in items:
+    for place, item in enumerate(items):
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if item.path.stem == "test_topologies" and "topology" in item.fixturenames:
+            machine_report.describe(item, place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Tests on GPUs run one at a time, also those of several workers: they would share the memory,
+    and slow each other down."""
+    if not item.get_closest_marker("gpu"):
+        return (yield)
+    with FileLock(Path(tempfile.gettempdir()) / f"gpu_tests_of_{getpass.getuser()}.lock"):
+        return (yield)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Write the report. With workers this runs in the process that started them, and only there."""
+    import machine_report
+
+    stats = terminalreporter.stats
+    kinds = ("passed", "failed", "error", "skipped")
+    text = machine_report.render([result for kind in kinds for result in stats.get(kind, ())])
+    if text is not None:
+        file = config.invocation_params.dir / config.option.report
+        file.write_text(text)
+        terminalreporter.write_line(f"report of the topologies: {file}")
 
 
 @pytest.fixture(autouse=True)
