@@ -29,6 +29,7 @@ BENCHMARKS = {
     "startup": "",
     "accelerate_share": "",
     "ddp": "",
+    "topologies": "",
     "checkpoint": "",
     "evaluation": "",
     "memory": "",

@@ -8,13 +8,14 @@ import sys
 import time
 
 import pytest
+import several
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
 from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks import common, run
+from benchmarks import common, run, topologies
 
 RESULTS = json.loads((ROOT / "benchmarks" / "results.json").read_text())
 
@@ -112,6 +113,55 @@ def test_epoch_of_each_way(small_mnist, monkeypatch):
     seconds, checkpoint = measured["script"][0]
     assert 0 < checkpoint < seconds
     assert report.goals[0].measured == seconds / measured["bare loop"][0]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The configs that benchmarks launch, with their flags; the script runs in this process, with
+    another learning rate under cpu_ddp.yaml."""
+    found = []
+
+    def launch(config, script, *flags, launch_flags=()):
+        found.append((config, *launch_flags))
+        assert script == ROOT / "scripts" / "mnist_mlp.py"
+        rate = [] if config == "cpu" else ["--lr", 1e-4]
+        assert several.run("mnist_mlp", [*flags, "--hidden", 16, *rate]) is None
+
+    monkeypatch.setattr(common, "launch", launch)
+    return found
+
+
+def test_topologies_take_turns_and_a_model_that_is_not_the_same_is_shown(launched, small_mnist):
+    args = argparse.Namespace(rounds=2, num_epochs=1, dataset=str(small_mnist))
+    measured = json.loads(json.dumps(topologies.measure(args)))
+    two, four = (("cpu_ddp", "--num_processes", processes) for processes in (2, 4))
+    ways = [("cpu",), two, four]
+    if not torch.accelerator.is_available():
+        assert launched == [*ways, *ways[::-1]]
+    report = topologies.report(measured)
+    _, _, *rows = report.tables[0].splitlines()
+    assert len(rows) == len(launched) / 2
+    assert rows[0].endswith("| 0.0e+00 |")
+    assert not any(row.endswith("| 0.0e+00 |") for row in rows[1:])
+    assert not report.goals[0].is_met()
+    runs = measured["runs"]["cpu"]
+    for each in runs:
+        assert each["images"] == 1003
+        assert 0 < each["loop_s"] < each["seconds"]
+    epoch = sum(each["loop_s"] for each in runs) / 2
+    assert f" {1003 / epoch:,.0f} | {epoch:.2f} |" in rows[0]
+    measured["runs"] = {"cpu": runs}
+    assert topologies.report(measured).goals[0].is_met()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [(0, []), (1, ["single_gpu"]), (2, ["single_gpu", "dp", "ddp", "fsdp"])],
+)
+def test_topologies_of_a_machine(monkeypatch, gpus, more):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
+    assert list(topologies.ways()) == ["cpu", "cpu_ddp x 2", "cpu_ddp x 4", *more]
 
 
 def test_time_inside_a_wrapper_is_not_its_own():
