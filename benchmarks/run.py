@@ -29,7 +29,7 @@ BENCHMARKS = {
     "startup": "",
     "accelerate_share": "",
     "ddp": "",
-    "topologies": "",
+    "topologies": "--rounds 2",
     "checkpoint": "",
     "evaluation": "",
     "memory": "",

@@ -3,7 +3,6 @@
 Each launch has its own port, folder and time-out, and leaves no process behind.
 """
 
-import getpass
 import os
 import signal
 import subprocess
@@ -25,7 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT / "data" / "mnist"
 # These files run first, in this order, and then the other long tests: no worker is left with a long
 # one at the end.
-LONGEST = ("slurm", "faults", "parity", "resnet50", "model_split", "signals", "resume")
+LONGEST = (
+    "slurm",
+    "faults",
+    "topologies",
+    "parity",
+    "resnet50",
+    "model_split",
+    "signals",
+    "resume",
+)
 
 
 def pytest_addoption(parser):
@@ -60,7 +68,7 @@ def pytest_runtest_protocol(item):
     and slow each other down."""
     if not item.get_closest_marker("gpu"):
         return (yield)
-    with FileLock(Path(tempfile.gettempdir()) / f"gpu_tests_of_{getpass.getuser()}.lock"):
+    with FileLock(Path(tempfile.gettempdir()) / f"gpu_tests_of_{os.getuid()}.lock"):
         return (yield)
 
 
