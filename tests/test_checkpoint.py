@@ -466,6 +466,32 @@ def test_a_failure_while_training_goes_on_is_told_when_it_is_asked_for(
     assert not list((tmp_path / "checkpoints").glob(".part_*"))
 
 
+def test_no_file_of_an_older_checkpoint_is_in_a_newer_one(tmp_path, accelerator):
+    queue = Queue({"items": torch.ones(2)})
+    saver = checkpoints(accelerator, tmp_path, {"queue": queue})
+    saver.save(1, {}, {})
+    queue.state = {"items": None}
+    saver.save(2, {}, {})
+    again = Queue({})
+    assert checkpoints(accelerator, tmp_path, {"queue": again}).load()[0] == 2
+    assert again.state == {"items": None}
+    assert not (tmp_path / "checkpoints" / "step_00000002" / "queue.safetensors").exists()
+
+
+def test_a_model_file_takes_the_place_of_what_a_kill_left(tmp_path, accelerator):
+    model = nn.Linear(2, 2)
+    (tmp_path / ".part_model.safetensors").mkdir()
+    (tmp_path / ".part_model.safetensors" / ".tmpAbCdEf").write_text("half")
+    tmp_path.chmod(0o777)
+    before = os.umask(0o022)
+    try:
+        save_model(accelerator, model, tmp_path / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
 def test_those_who_may_read_the_folder_may_read_the_files(tmp_path, accelerator):
     before = os.umask(0o027)
     try:

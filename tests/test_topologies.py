@@ -1,7 +1,7 @@
 """Every config that fits this machine: its numbers against those of one process of the same device.
 
     python -m pytest -m gpu                   # all that the GPUs of this machine can show
-    python -m pytest -m gpu --report FILE     # the report; by default gpu_report.md
+    python -m pytest -m gpu --report=FILE     # the report; by default gpu_report.md
     python -m pytest tests/test_topologies.py -m "slow and not gpu" -n 0    # the same on its CPU
 
 The tests are the same on CPUs and GPUs. All runs of a config are in one launch, which the first

@@ -105,10 +105,14 @@ def save_model(
         state = join_parts(accelerator, copy, state)
 
     def write():
-        part = path.with_name(path.name + ".part")
-        write_tensors(part, savable(state))
-        part.replace(path)
+        # In a folder of its own, for what safetensors leaves there when it is killed.
+        part = path.with_name(f".part_{path.name}")
+        remove(part)
+        part.mkdir()
+        write_tensors(part / path.name, savable(state))
+        (part / path.name).replace(path)
         fsync_folder(path.parent)
+        remove(part)
 
     on_main(accelerator, write)
 
@@ -416,8 +420,10 @@ class Checkpoints:
                 for rank, tensors in enumerate(by_rank)
                 for name, tensor in tensors.items()
             }
-            for name, tensors in contents.items():
-                self.copies[name] = copy_to_cpu(tensors, self.copies.get(name, {}))
+            self.copies = {
+                name: copy_to_cpu(tensors, self.copies.get(name, {}))
+                for name, tensors in contents.items()
+            }
             manifest = {
                 "format": FORMAT,
                 "step": step,
