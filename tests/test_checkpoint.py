@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, of any number of models, and refused where they do not fit."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -490,6 +491,30 @@ def test_a_model_file_takes_the_place_of_what_a_kill_left(tmp_path, accelerator)
         os.umask(before)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_tensors_are_flushed_to_the_disk(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+
+    def record(descriptor):
+        flushed.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    path = tmp_path / "a.safetensors"
+    tensors = {"x": torch.arange(6).view(2, 3), "y": torch.ones(2, dtype=torch.bfloat16)}
+    digest = checkpoint.write_tensors(path, tensors)
+    assert str(path) in flushed
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    loaded = safetensors.torch.load_file(path)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_tensors_that_cannot_be_written_are_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="missing/a"):
+        checkpoint.write_tensors(tmp_path / "missing" / "a", {"x": torch.ones(1)})
 
 
 def test_those_who_may_read_the_folder_may_read_the_files(tmp_path, accelerator):

@@ -4,8 +4,6 @@ import json
 import os
 
 import pytest
-import safetensors.torch
-import torch
 
 from utils import files
 
@@ -107,27 +105,3 @@ def test_a_file_system_that_cannot_flush_folders_is_accepted(tmp_path, monkeypat
     refuse(errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         files.fsync_folder(tmp_path)
-
-
-def test_tensors_are_flushed_to_the_disk(tmp_path, monkeypatch):
-    flushed, fsync = [], os.fsync
-
-    def record(descriptor):
-        flushed.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    monkeypatch.setattr(files.os, "fsync", record)
-    path = tmp_path / "a.safetensors"
-    tensors = {"x": torch.arange(6).view(2, 3), "y": torch.ones(2, dtype=torch.bfloat16)}
-    digest = files.write_tensors(path, tensors)
-    assert str(path) in flushed
-    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    loaded = safetensors.torch.load_file(path)
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(loaded[name], tensor)
-
-
-def test_tensors_that_cannot_be_written_are_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="missing/a"):
-        files.write_tensors(tmp_path / "missing" / "a", {"x": torch.ones(1)})

@@ -30,7 +30,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from .console import show, stop
-from .files import fsync_folder, read_entry, read_regular, remove, write_synced, write_tensors
+from .files import fsync_folder, read_entry, read_regular, remove, write_synced
 from .fsdp import is_sharded, whole_options
 from .signals import launchers_patience_s
 from .state import (
@@ -46,6 +46,7 @@ from .state import (
     split_tensors,
     whole_model,
     without_progress,
+    write_tensors,
 )
 
 FORMAT = 2

@@ -11,9 +11,6 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-import safetensors.torch
-import torch
-
 from .console import stop
 
 
@@ -63,26 +60,6 @@ def write_synced(path: Path, content: bytes) -> str:
         file.flush()
         os.fsync(file.fileno())
     return hashlib.sha256(content).hexdigest()
-
-
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> str:
-    """Write a file of safetensors through to the disk, without a copy in memory; returns its
-    SHA-256 in hex.
-
-    tensors: as `savable` returns them. Raises: OSError.
-    """
-    try:
-        safetensors.torch.save_file(tensors, path)
-    except safetensors.SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    # For those who may read the folder: safetensors makes it for its owner alone.
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    fsync_file(path)
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_regular(path: Path, limit: int) -> bytes:

@@ -1,14 +1,20 @@
 """The state of models, optimizers and other objects: by name, as tensors and JSON."""
 
+import hashlib
 import math
+import os
 import random
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from .files import fsync_file
 from .fsdp import is_sharded, whole_options
 
 # What a schedule keeps besides its settings; private names of torch, which may be others in its
@@ -52,6 +58,26 @@ def savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.add(tensor.untyped_storage().data_ptr())
         result[name] = tensor
     return result
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> str:
+    """Write a file of safetensors through to the disk, without a copy in memory; returns its
+    SHA-256 in hex.
+
+    tensors: as `savable` returns them. Raises: OSError.
+    """
+    try:
+        safetensors.torch.save_file(tensors, path)
+    except safetensors.SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    # For those who may read the folder: safetensors makes it for its owner alone.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    fsync_file(path)
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def copy_to_cpu(
