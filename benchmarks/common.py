@@ -189,6 +189,23 @@ def launch(
         sys.exit(done.stdout + done.stderr)
 
 
+def largest_difference(run: Path, reference: Path, without: tuple[str, ...] = ()) -> float:
+    """Of a weight of two runs, relative to the largest one of its tensor in `reference`.
+
+    without: how the names of weights end that are not compared.
+    """
+    import safetensors.torch
+
+    weights, expected = (
+        safetensors.torch.load_file(folder / "model.safetensors") for folder in (run, reference)
+    )
+    return max(
+        float((weights[name] - tensor).abs().max() / tensor.abs().max())
+        for name, tensor in expected.items()
+        if not name.endswith(without)
+    )
+
+
 def launch_workers(config: str, file: str, *flags, **options):
     """Launch `file` with --worker OUT and `flags`; returns what its main process wrote to OUT."""
     with tempfile.TemporaryDirectory() as folder:

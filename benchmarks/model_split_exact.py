@@ -12,11 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import safetensors.torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
+from benchmarks.model_split import run
 from scripts.model_split import STAGES_PER_PROCESS
 from utils.data import BUNDLED_MNIST
 
@@ -33,15 +32,6 @@ def parse_args():
     add("--schedules", nargs="+", choices=STAGES_PER_PROCESS, default=list(STAGES_PER_PROCESS))
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     return parser.parse_args()
-
-
-def run(folder: Path, config: str, *flags, processes: int | None = None) -> Path:
-    """One run of the script in `folder`."""
-    script = common.ROOT / "scripts" / "model_split.py"
-    launch_flags = ["--num_processes", processes] if processes else []
-    flags = ["--output_dir", folder, *flags]
-    common.launch(config, script, *flags, launch_flags=launch_flags, timeout_s=900)
-    return folder
 
 
 def measure(args) -> list[list]:
@@ -64,7 +54,7 @@ def measure(args) -> list[list]:
                     how += [*KINDS[kind], "--cpu_threads", 1]
                     where = work / f"{schedule}_{layout}_{kind}"
                     run(where, "cpu_ddp", *flags, *how, processes=processes)
-                    differences[layout] = largest_difference(where, unsplit)
+                    differences[layout] = common.largest_difference(where, unsplit, STATISTICS)
                     print(f"{kind}, {schedule}, {layout}", file=sys.stderr, flush=True)
                 results.append([kind, schedule, differences])
     return results
@@ -79,17 +69,6 @@ def write_small_mnist(folder: Path) -> None:
         file = f"{split_name}-00000-of-00001.parquet"
         part = pyarrow.parquet.read_table(f"{BUNDLED_MNIST}/{file}").slice(0, rows)
         pyarrow.parquet.write_table(part, folder / file)
-
-
-def largest_difference(folder: Path, unsplit: Path) -> float:
-    """Of a weight, relative to the largest one of its tensor."""
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    differences = []
-    for name, expected in safetensors.torch.load_file(unsplit / "model.safetensors").items():
-        if not name.endswith(STATISTICS):
-            difference = (weights[name] - expected).abs().max() / expected.abs().max()
-            differences.append(float(difference))
-    return max(differences)
 
 
 def report(measured) -> common.Report:

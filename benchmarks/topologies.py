@@ -18,7 +18,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -72,17 +71,6 @@ def train(config: str, launch_flags: list, flags: list, folder: Path) -> dict:
     }
 
 
-def difference(reference: Path, run: Path) -> float:
-    """The largest one of a weight, relative to the largest weight of its tensor."""
-    weights, others = (
-        safetensors.torch.load_file(f / "model.safetensors") for f in (reference, run)
-    )
-    return max(
-        float((others[name] - tensor).abs().max() / tensor.abs().max())
-        for name, tensor in weights.items()
-    )
-
-
 def measure(args) -> dict:
     flags = ["--num_epochs", args.num_epochs, "--dataset", args.dataset]
     with tempfile.TemporaryDirectory() as name:
@@ -95,7 +83,7 @@ def measure(args) -> dict:
         first = folder / next(iter(measured.values()))[0]["folder"]
         for runs in measured.values():
             for run in runs:
-                run["difference"] = difference(first, folder / run.pop("folder"))
+                run["difference"] = common.largest_difference(folder / run.pop("folder"), first)
     return {"epochs": args.num_epochs, "runs": measured}
 
 
