@@ -16,6 +16,7 @@ import torchvision
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from conftest import ROOT
+from test_resnet50 import lines
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -107,10 +108,6 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
     options = {**fsdp_on_cpu.LAUNCH, "script": ROOT / "tests" / "test_fsdp"}
     shared_launcher("fsdp", *words, timeout=400, **options)
     return folder
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_same(expected, run, step=None):

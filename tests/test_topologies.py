@@ -17,17 +17,16 @@ from typing import NamedTuple
 from unittest import mock
 
 import fsdp_on_cpu
-import pyarrow.parquet
 import pytest
 import safetensors.torch
 import several
 import torch
 import torchvision
 import yaml
-from conftest import MNIST, ROOT
+from conftest import ROOT
 from test_model_split import NARROW
 from test_parity import TOLERANCE, compare, result
-from test_resnet50 import use_4_blocks
+from test_resnet50 import make_tiny_mnist, use_4_blocks
 
 from utils.checkpoint import read_checkpoint
 from utils.console import plural
@@ -286,14 +285,8 @@ class Launches:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    """50 training and 23 test images."""
-    folder = tmp_path_factory.mktemp("tiny")
-    for split, rows in (("train", 50), ("test", 23)):
-        name = f"{split}-00000-of-00001.parquet"
-        table = pyarrow.parquet.read_table(MNIST / name).slice(0, rows)
-        pyarrow.parquet.write_table(table, folder / name)
-    return folder
+def tiny(small_mnist, tmp_path_factory) -> Path:
+    return make_tiny_mnist(small_mnist, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
