@@ -133,8 +133,9 @@ class StopSignal:
         To ask costs an all-reduce, so the processes ask only every `check_every_s`. They also agree
         on the number of calls until the next time.
         """
+        stops = must_stop or self.received is not None
         if self.accelerator.num_processes == 1:
-            return must_stop or self.received is not None
+            return stops
         self.calls += 1
         if self.calls < self.next_check:
             return False
@@ -143,7 +144,6 @@ class StopSignal:
         calls_to_next = max(1, int(calls_per_s * self.check_every_s))
         # One maximum answers both questions: was there a signal, and which rank's number of calls
         # is smallest.
-        stops = must_stop or self.received is not None
         votes = [float(stops), -float(calls_to_next)]
         votes = torch.tensor(votes, device=self.accelerator.device)
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)

@@ -193,9 +193,8 @@ def watch_ranks(timeout_s: float) -> None:
     """
     global CURRENT
     if CURRENT is None:
-        atexit.register(
-            end_watch
-        )  # a thread that is in the store would abort the interpreter's end
+        # A thread in the middle of a call of the store would abort the interpreter's end.
+        atexit.register(end_watch)
     else:
         CURRENT.end()
     if distributed.is_initialized() and distributed.get_world_size() > 1:
