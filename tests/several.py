@@ -77,7 +77,7 @@ def run(script: str, flags: list) -> int | None:
         # The end of a process waits for the checkpoint that is being written.
         for thread in threading.enumerate():
             if thread.name.startswith("checkpoint"):
-                thread.join(60)
+                thread.join()
         reset_accelerate()
 
 

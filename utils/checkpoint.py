@@ -326,7 +326,6 @@ class Checkpoints:
         self.parameter_names = self._name_parameters()
         self.fixed = json.loads(json.dumps(fixed))  # as it will be read back: tuples become lists
         self.derived = json.loads(json.dumps(self._derive()))
-        self.writer = ThreadPoolExecutor(1, "checkpoint")  # the interpreter waits for it at its end
         self.writing: Future | None = None
         self.copies = {}  # of the tensors of each file, from one checkpoint to the next
         self.save_time_s = 0.0  # in which training waited
@@ -435,7 +434,9 @@ class Checkpoints:
                 "state": scalars,
                 "extra": extra,
             }
-            self.writing = self.writer.submit(self._write, manifest, sync)
+            writer = ThreadPoolExecutor(1, "checkpoint")  # the interpreter waits for it at its end
+            self.writing = writer.submit(self._write, manifest, sync)
+            writer.shutdown(wait=False)  # the thread ends when it has written
 
         on_main(self.accelerator, start_writing)
         self.save_time_s += time.perf_counter() - began
