@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import several
+import warm
 from filelock import FileLock
 from hosts import free_port
 
@@ -115,7 +116,7 @@ class Launcher:
     def __init__(self, folder: Path, home: Path):
         self.folder, self.home, self.processes = folder, home, []
 
-    def start(self, config, *flags, script="mnist_mlp", launch_flags=()) -> subprocess.Popen:
+    def start(self, config, *flags, script="mnist_mlp", launch_flags=(), cold=False):
         config = config if os.sep in str(config) else ROOT / "accelerate_configs" / f"{config}.yaml"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
         command += ["--main_process_port", free_port(), *launch_flags]
@@ -127,7 +128,8 @@ class Launcher:
             "HF_HUB_OFFLINE": "1",
             "COLUMNS": "200",
         }
-        process = subprocess.Popen(
+        warm.start(environment)
+        process = (subprocess.Popen if cold else warm.Popen)(
             [str(word) for word in command],
             cwd=self.folder,
             env=environment,

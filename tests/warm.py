@@ -1,0 +1,293 @@
+"""Start Python programs from a process that has imported torch and the rest already.
+
+A launch on two processes imports torch three times, which takes 9 s of CPU; most tests train for
+less than one. Here a process that has the imports is forked instead: by the test for the launcher,
+and by the launcher for each rank. All else is as in a new process: its parent, its session, its
+environment, its streams, its command line, and its end.
+
+A program whose environment may change what an import does is started as ever. So is one that a test
+asks for (`cold`): to see an import that is missing, an order of a set that another process has
+otherwise, or memory.
+"""
+
+import ctypes
+import gc
+import importlib
+import inspect
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+IMPORTS = (
+    "accelerate.commands.launch",
+    "accelerate.state",
+    "datasets",
+    "evaluate",
+    "matplotlib.backends.backend_agg",
+    "psutil",
+    "safetensors.torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.utils.data",
+    "torch._dynamo",
+    "torchvision.transforms.v2",
+)
+# What launchers and tests set for each process, and nothing reads before it is needed.
+RUNTIME = (
+    "ACCELERATE_",
+    "FSDP_",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "MASTER_",
+    "TRAIN_",
+)
+RUNTIME += ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "FORK_LAUNCH_PARAMS", "COLUMNS", "PYTEST_")
+RUNTIME += ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "KMP_")
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+COMMAND_LINE = 8192  # bytes that may be overwritten with the command line of the program
+STREAMS = (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2))
+LENGTH = 8  # bytes of the length of a message
+
+start_cold = subprocess.Popen._execute_child
+PARAMETERS = inspect.signature(start_cold)
+
+
+def fixed(environment: dict) -> dict:
+    """The part of an environment that imports may read."""
+    return {name: value for name, value in environment.items() if not name.startswith(RUNTIME)}
+
+
+class Nursery:
+    """This process's end of the socket to a process that forks children for it."""
+
+    def __init__(self, connection: socket.socket, environment: dict):
+        self.connection, self.environment = connection, fixed(environment)
+        self.lock = threading.Lock()
+
+    def request(self, given: dict) -> dict | None:
+        """What the child is to do; None if a new interpreter has to be started.
+
+        given: the arguments of `Popen._execute_child`.
+        """
+        words = [os.fsdecode(word) for word in given["args"]]
+        environment = dict(os.environ if given["env"] is None else given["env"])
+        plain = ("preexec_fn", "pass_fds", "shell", "gid", "gids", "uid")
+        if any(given.get(name) for name in plain) or words[:1] != [sys.executable]:
+            return None
+        unbuffered = words[1:2] == ["-u"]
+        program = words[1 + unbuffered :]
+        if not program or (program[0].startswith("-") and program[0] != "-m"):
+            return None
+        if os.environ.get("WARM_DEBUG") and fixed(environment) != self.environment:
+            print(set(fixed(environment).items()) ^ set(self.environment.items()), file=sys.stderr)
+        if fixed(environment) != self.environment:
+            return None
+        return {
+            "words": words,
+            "program": program,
+            "unbuffered": unbuffered,
+            "environment": environment,
+            "cwd": os.fspath(given["cwd"] or os.getcwd()),
+            "session": bool(given["start_new_session"]),
+        }
+
+    def fork(self, request: dict, streams: list[int]) -> int:
+        """The process id of a new child of this process."""
+        message = json.dumps(request).encode()
+        with self.lock:
+            # The new process's own parent ends, and it comes to the next ancestor that takes such.
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+            header = len(message).to_bytes(LENGTH, "big")
+            socket.send_fds(self.connection, [header], streams)
+            self.connection.sendall(message)
+            pid = int.from_bytes(receive(self.connection, LENGTH), "big")
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
+        if not pid:
+            raise OSError("the process that forks has ended")
+        return pid
+
+
+nursery: Nursery | None = None
+
+
+def execute_child(self, *arguments) -> None:
+    """`Popen._execute_child`, with a fork of the nursery where that is the same."""
+    given = PARAMETERS.bind(self, *arguments).arguments
+    request = nursery.request(given) if nursery else None
+    if request is None:
+        start_cold(self, *arguments)
+        return
+    streams = [given[name] if given[name] != -1 else default for name, default in STREAMS]
+    self.pid = nursery.fork(request, streams)
+    self._child_created = True
+    pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    self._close_pipe_fds(*(given[name] for name in pipes))
+
+
+class Popen(subprocess.Popen):
+    """A process of the tests: `accelerate launch` and the like."""
+
+    _execute_child = execute_child
+
+
+def receive(connection: socket.socket, length: int) -> bytes:
+    """As many bytes; fewer at the end of the connection."""
+    received = b""
+    while len(received) < length:
+        part = connection.recv(length - len(received))
+        if not part:
+            break
+        received += part
+    return received
+
+
+def serve(connection: socket.socket) -> dict:
+    """Fork a process for each request, until the other end is closed. Returns in the forks only."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # of the group; this one ends with its connection
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
+    while True:
+        header, streams, *_ = socket.recv_fds(connection, LENGTH, 3)
+        if not header:
+            os._exit(0)
+        header += receive(connection, LENGTH - len(header))
+        message = receive(connection, int.from_bytes(header, "big"))
+        middle = os.fork()
+        if middle == 0:
+            middle = os.getpid()
+            if os.fork():
+                os._exit(0)
+            while os.getppid() == middle:
+                time.sleep(0.0005)
+            for descriptor, stream in enumerate(streams):
+                os.dup2(stream, descriptor)
+            connection.sendall(os.getpid().to_bytes(LENGTH, "big"))
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            connection.detach()
+            return json.loads(message)
+        os.waitpid(middle, 0)
+        for stream in streams:
+            os.close(stream)
+
+
+def become(request: dict) -> None:
+    """Make this fork what a new interpreter is before it runs the program."""
+    if request["session"]:
+        os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    write_command_line(request["words"])
+    unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    sys.stdout = sys.__stdout__ = text_stream(1, unbuffered, "strict", sys.stdin.encoding)
+    sys.stderr = sys.__stderr__ = text_stream(2, unbuffered, "backslashreplace", "utf-8")
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    threads = os.environ.get("OMP_NUM_THREADS")  # read when torch is loaded
+    if threads and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(threads))
+
+
+def text_stream(descriptor: int, unbuffered: bool, errors: str, encoding: str) -> io.TextIOWrapper:
+    raw = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)
+    return io.TextIOWrapper(
+        raw,
+        encoding=encoding,
+        errors=errors,
+        line_buffering=descriptor == 2 or os.isatty(descriptor),
+        write_through=unbuffered,
+    )
+
+
+def write_command_line(words: list[str]) -> None:
+    """Show other processes the words of the program. The rest of the space are empty words."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    line = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
+    ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
+
+
+def fork_nursery(environment: dict) -> dict | None:
+    """Give this process a nursery. Returns the request in the children of the nursery, and None
+    here."""
+    global nursery
+    own, other = socket.socketpair()
+    if os.fork() == 0:
+        own.close()
+        return serve(other)
+    other.close()
+    nursery = Nursery(own, environment)
+    subprocess.Popen._execute_child = execute_child
+    return None
+
+
+def run(program: list[str]) -> None:
+    """Run `-m module ...` or `script ...` as the main module."""
+    if program[0] == "-m":
+        sys.argv, sys.path[:0] = program[1:], [os.getcwd()]
+        sys.modules.pop(program[1], None)
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path[:0] = program, [os.path.dirname(os.path.realpath(program[0]))]
+    main = types.ModuleType("__main__")
+    main.__file__ = program[0]
+    sys.modules["__main__"] = main
+    exec(compile(Path(program[0]).read_bytes(), program[0], "exec"), main.__dict__)
+
+
+def start(environment: dict) -> None:
+    """Start the nursery of this process; one is enough."""
+    global nursery
+    if nursery is None:
+        own, other = socket.socketpair()
+        subprocess.Popen(
+            [sys.executable, __file__, str(other.fileno()), " " * COMMAND_LINE],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[other.fileno()],
+            start_new_session=True,
+        )
+        other.close()
+        nursery = Nursery(own, environment)
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    sys.path.pop(0)  # this folder
+    for name in IMPORTS:
+        if name == "torch._dynamo":
+            assert "triton" not in sys.modules
+            gc.freeze()
+        importlib.import_module(name)
+    request = serve(connection)
+    become(request)
+    while request["program"][0] == "-m":
+        child = fork_nursery(request["environment"])
+        if child is None:
+            break
+        request = child
+        become(request)
+    run(request["program"])
+
+
+if __name__ == "__main__":
+    main()
