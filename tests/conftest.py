@@ -110,8 +110,10 @@ def _old_handlers():
 class Launcher:
     """`launcher(config, *flags)` runs `accelerate launch` and waits for its end.
 
-    `launcher.start(...)` returns the process.
+    `launcher.start(...)` returns the process. cold: not from the nursery, which see (warm.py).
     """
+
+    nursery: warm.Nursery | None = None  # one for all launches of this process
 
     def __init__(self, folder: Path, home: Path):
         self.folder, self.home, self.processes = folder, home, []
@@ -128,9 +130,11 @@ class Launcher:
             "HF_HUB_OFFLINE": "1",
             "COLUMNS": "200",
         }
-        warm.start(environment)
-        process = (subprocess.Popen if cold else warm.Popen)(
+        if Launcher.nursery is None:
+            Launcher.nursery = warm.Nursery.start(environment)
+        process = warm.Popen(
             [str(word) for word in command],
+            nursery=None if cold else Launcher.nursery,
             cwd=self.folder,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from warm import Nursery, Popen
+
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("alpha", "beta", "gamma")
 ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
@@ -33,6 +35,7 @@ class Hosts:
 
     def __init__(self, folder: Path, home: Path, count: int = 2):
         self.folder, self.home, self.processes = folder, home, []
+        self.nurseries: dict[int, Nursery] = {}
         self.spaces = [f"{name}{os.getpid()}" for name in NAMES[:count]]
         self.switch = f"switch{os.getpid()}"
         if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
@@ -78,17 +81,21 @@ class Hosts:
     ):
         """Run a command on a host; what it prints goes to the file `log`, alpha.log or beta.log if
         none is given."""
-        words = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
-        words += ['hostname "$0"; exec "$@"', NAMES[host], *map(str, command)]
         environment = {
             **os.environ,
             "HF_HOME": str(self.home),
             "HF_HUB_OFFLINE": "1",
             "COLUMNS": "200",
         } | environment
+        nursery = self.nurseries.get(host)
+        if nursery is None or nursery.process.poll() is not None:
+            words = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
+            words += ['hostname "$0"; exec "$@"', NAMES[host]]
+            nursery = self.nurseries[host] = Nursery.start(environment, words)
         with open(self.folder / (log or f"{NAMES[host]}.log"), "w") as file:
-            process = subprocess.Popen(
-                words,
+            process = Popen(
+                [str(word) for word in command],
+                nursery=nursery,
                 cwd=cwd or self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -163,13 +170,19 @@ class Hosts:
     def ends(self, running, timeout=120) -> tuple[list[int], list[float]]:
         """As `end`, and nothing is left on either host."""
         codes_and_seconds = self.end(running, timeout)
-        assert [self.pids(host) for host in (0, 1)] == [[], []]
+        end = time.monotonic() + 5  # the nursery of a launcher ends just after it
+        while self.pids(0) + self.pids(1):
+            assert time.monotonic() < end
+            time.sleep(0.05)
         return codes_and_seconds
 
     def pids(self, host: int, **environment) -> list[int]:
         """The processes on a host that have these environment variables."""
         found = []
-        for pid in map(int, ip("netns", "pids", self.spaces[host]).split()):
+        pids = set(map(int, ip("netns", "pids", self.spaces[host]).split()))
+        if host in self.nurseries:
+            pids.discard(self.nurseries[host].process.pid)
+        for pid in pids:
             try:
                 words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:  # it has just ended
@@ -187,6 +200,9 @@ class Hosts:
                 continue
 
     def remove(self):
+        for nursery in self.nurseries.values():
+            nursery.process.kill()
+            nursery.process.wait()
         for host, space in enumerate(self.spaces):
             try:
                 while self.pids(host):

@@ -57,7 +57,8 @@ RUNTIME = (
 RUNTIME += ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "FORK_LAUNCH_PARAMS", "COLUMNS", "PYTEST_")
 RUNTIME += ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "KMP_")
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
-COMMAND_LINE = 8192  # bytes that may be overwritten with the command line of the program
+SPACE = 8192  # bytes for a longer command line, and for more environment
+COMMAND_LINE, ENVIRONMENT = (48, 49), (50, 51)  # fields of /proc/self/stat: begin and end
 STREAMS = (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2))
 LENGTH = 8  # bytes of the length of a message
 
@@ -71,11 +72,29 @@ def fixed(environment: dict) -> dict:
 
 
 class Nursery:
-    """This process's end of the socket to a process that forks children for it."""
+    """This process's end of the socket to a process that forks children for it.
 
-    def __init__(self, connection: socket.socket, environment: dict):
-        self.connection, self.environment = connection, fixed(environment)
+    environment: that of the other process; words: the beginning of a command line, of a program
+    that runs the rest of it.
+    """
+
+    def __init__(self, connection: socket.socket, environment: dict, words=()):
+        self.connection, self.environment, self.words = connection, fixed(environment), words
         self.lock = threading.Lock()
+
+    @classmethod
+    def start(cls, environment: dict, words=()) -> "Nursery":
+        own, other = socket.socketpair()
+        nursery = cls(own, environment, words)
+        nursery.process = subprocess.Popen(
+            [*words, sys.executable, __file__, str(other.fileno()), " " * SPACE],
+            env={**environment, "WARM_SPACE": " " * SPACE},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[other.fileno()],
+            start_new_session=True,
+        )
+        other.close()
+        return nursery
 
     def request(self, given: dict) -> dict | None:
         """What the child is to do; None if a new interpreter has to be started.
@@ -91,8 +110,6 @@ class Nursery:
         program = words[1 + unbuffered :]
         if not program or (program[0].startswith("-") and program[0] != "-m"):
             return None
-        if os.environ.get("WARM_DEBUG") and fixed(environment) != self.environment:
-            print(set(fixed(environment).items()) ^ set(self.environment.items()), file=sys.stderr)
         if fixed(environment) != self.environment:
             return None
         return {
@@ -120,15 +137,19 @@ class Nursery:
         return pid
 
 
-nursery: Nursery | None = None
+of_this_process: Nursery | None = None
 
 
-def execute_child(self, *arguments) -> None:
+def execute_child(self, words, *arguments) -> None:
     """`Popen._execute_child`, with a fork of the nursery where that is the same."""
-    given = PARAMETERS.bind(self, *arguments).arguments
-    request = nursery.request(given) if nursery else None
+    given = PARAMETERS.bind(self, words, *arguments).arguments
+    nursery = getattr(self, "nursery", of_this_process)
+    if nursery is None:
+        start_cold(self, words, *arguments)
+        return
+    request = nursery.request(given)
     if request is None:
-        start_cold(self, *arguments)
+        start_cold(self, [*nursery.words, *words], *arguments)
         return
     streams = [given[name] if given[name] != -1 else default for name, default in STREAMS]
     self.pid = nursery.fork(request, streams)
@@ -138,7 +159,11 @@ def execute_child(self, *arguments) -> None:
 
 
 class Popen(subprocess.Popen):
-    """A process of the tests: `accelerate launch` and the like."""
+    """A process that `nursery` forks; without one, a new interpreter."""
+
+    def __init__(self, *args, nursery: Nursery | None, **options):
+        self.nursery = nursery
+        super().__init__(*args, **options)
 
     _execute_child = execute_child
 
@@ -195,11 +220,13 @@ def become(request: dict) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    write_command_line(request["words"])
+    environment = [f"{name}={value}" for name, value in os.environ.items()]
+    show_in_proc(request["words"], *COMMAND_LINE)
+    show_in_proc(environment, *ENVIRONMENT)
     unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = text_stream(1, unbuffered, "strict", sys.stdin.encoding)
-    sys.stderr = sys.__stderr__ = text_stream(2, unbuffered, "backslashreplace", "utf-8")
+    sys.stdin = sys.__stdin__ = text_stream(0, "r")
+    sys.stdout = sys.__stdout__ = text_stream(1, "w", unbuffered)
+    sys.stderr = sys.__stderr__ = text_stream(2, "w", unbuffered)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     threads = os.environ.get("OMP_NUM_THREADS")  # read when torch is loaded
@@ -207,21 +234,22 @@ def become(request: dict) -> None:
         sys.modules["torch"].set_num_threads(int(threads))
 
 
-def text_stream(descriptor: int, unbuffered: bool, errors: str, encoding: str) -> io.TextIOWrapper:
-    raw = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)
+def text_stream(descriptor: int, mode: str, unbuffered: bool = False) -> io.TextIOWrapper:
+    stream = io.FileIO(descriptor, mode, closefd=False)
+    if not unbuffered:
+        stream = io.BufferedReader(stream) if mode == "r" else io.BufferedWriter(stream)
     return io.TextIOWrapper(
-        raw,
-        encoding=encoding,
-        errors=errors,
+        stream,
+        errors="backslashreplace" if descriptor == 2 else "strict",
         line_buffering=descriptor == 2 or os.isatty(descriptor),
         write_through=unbuffered,
     )
 
 
-def write_command_line(words: list[str]) -> None:
-    """Show other processes the words of the program. The rest of the space are empty words."""
+def show_in_proc(words: list[str], begin: int, end: int) -> None:
+    """Overwrite the words that other processes see. What is left of the space are empty words."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])
+    begin, end = int(fields[begin - 3]), int(fields[end - 3])
     line = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
     ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
 
@@ -229,13 +257,13 @@ def write_command_line(words: list[str]) -> None:
 def fork_nursery(environment: dict) -> dict | None:
     """Give this process a nursery. Returns the request in the children of the nursery, and None
     here."""
-    global nursery
+    global of_this_process
     own, other = socket.socketpair()
     if os.fork() == 0:
         own.close()
         return serve(other)
     other.close()
-    nursery = Nursery(own, environment)
+    of_this_process = Nursery(own, environment)
     subprocess.Popen._execute_child = execute_child
     return None
 
@@ -252,22 +280,6 @@ def run(program: list[str]) -> None:
     main.__file__ = program[0]
     sys.modules["__main__"] = main
     exec(compile(Path(program[0]).read_bytes(), program[0], "exec"), main.__dict__)
-
-
-def start(environment: dict) -> None:
-    """Start the nursery of this process; one is enough."""
-    global nursery
-    if nursery is None:
-        own, other = socket.socketpair()
-        subprocess.Popen(
-            [sys.executable, __file__, str(other.fileno()), " " * COMMAND_LINE],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[other.fileno()],
-            start_new_session=True,
-        )
-        other.close()
-        nursery = Nursery(own, environment)
 
 
 def main() -> None:
