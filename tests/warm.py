@@ -261,6 +261,7 @@ def fork_nursery(environment: dict) -> dict | None:
     own, other = socket.socketpair()
     if os.fork() == 0:
         own.close()
+        show_in_proc(["nursery"], *COMMAND_LINE)
         return serve(other)
     other.close()
     of_this_process = Nursery(own, environment)
