@@ -110,7 +110,8 @@ def _old_handlers():
 class Launcher:
     """`launcher(config, *flags)` runs `accelerate launch` and waits for its end.
 
-    `launcher.start(...)` returns the process. cold: not from the nursery, which see (warm.py).
+    `launcher.start(...)` returns the process. `launcher.python(*words)` and `start_python` run any
+    other program. cold: with a new interpreter, and not by a fork (warm.py).
     """
 
     nursery: warm.Nursery | None = None  # one for all launches of this process
@@ -118,11 +119,13 @@ class Launcher:
     def __init__(self, folder: Path, home: Path):
         self.folder, self.home, self.processes = folder, home, []
 
-    def start(self, config, *flags, script="mnist_mlp", launch_flags=(), cold=False):
+    def start(self, config, *flags, script="mnist_mlp", launch_flags=(), **options):
         config = config if os.sep in str(config) else ROOT / "accelerate_configs" / f"{config}.yaml"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
-        command += ["--main_process_port", free_port(), *launch_flags]
-        command += [ROOT / "scripts" / f"{script}.py", *flags]
+        words = ["-m", "accelerate.commands.launch", "--config_file", config]
+        words += ["--main_process_port", free_port(), *launch_flags]
+        return self.start_python(*words, ROOT / "scripts" / f"{script}.py", *flags, **options)
+
+    def start_python(self, *words, cwd=None, cold=False) -> subprocess.Popen:
         # A home of its own: a default_config.yaml of whoever runs the tests must not change them.
         environment = {
             **os.environ,
@@ -133,9 +136,9 @@ class Launcher:
         if Launcher.nursery is None:
             Launcher.nursery = warm.Nursery.start(environment)
         process = warm.Popen(
-            [str(word) for word in command],
+            [sys.executable, *map(str, words)],
             nursery=None if cold else Launcher.nursery,
-            cwd=self.folder,
+            cwd=cwd or self.folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -147,7 +150,12 @@ class Launcher:
         return process
 
     def __call__(self, *words, timeout=150, check=True, **options) -> subprocess.CompletedProcess:
-        process = self.start(*words, **options)
+        return self.wait(self.start(*words, **options), timeout, check)
+
+    def python(self, *words, timeout=150, check=True, **options) -> subprocess.CompletedProcess:
+        return self.wait(self.start_python(*words, **options), timeout, check)
+
+    def wait(self, process, timeout=150, check=True) -> subprocess.CompletedProcess:
         out, err = process.communicate(timeout=timeout)
         if check:
             assert process.returncode == 0, f"{out[-3000:]}\n{err[-3000:]}"

@@ -3,8 +3,6 @@
 import argparse
 import importlib
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -193,16 +191,14 @@ def test_time_inside_a_wrapper_is_not_its_own():
 
 
 @pytest.mark.slow
-def test_startup_and_memory_as_commands(tmp_path):
+def test_startup_and_memory_as_commands(launcher, tmp_path):
     flags = {
         "startup": ["--rounds", "1", "--flags=--max_steps 3 --hidden 16"],
         "memory": ["--num_epochs", "3", "--flags=--batch_size 30000 --hidden 16"],
     }
     for name, words in flags.items():
-        command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *words]
-        command = [str(word) for word in [*command, "--json", tmp_path / name]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+        words = [ROOT / "benchmarks" / f"{name}.py", *words, "--json", tmp_path / name]
+        launcher.python(*words, timeout=300)
     from benchmarks.startup import PHASES
 
     ours, plain = json.loads((tmp_path / "startup").read_text()).values()

@@ -2,8 +2,6 @@
 
 import math
 import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -278,12 +276,10 @@ accelerator.end_training()
 
 
 @pytest.mark.slow
-def test_over_three_processes(tmp_path):
+def test_over_three_processes(launcher, tmp_path):
     """Samples in the order of the ranks, one of which has none; a bad loss stops all of them."""
     (tmp_path / "gather.py").write_text(GATHER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
-    command += ["--master-port", str(free_port()), str(tmp_path / "gather.py"), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", 3, "--master-port", free_port()]
+    done = launcher.python(*words, tmp_path / "gather.py", ROOT)
     sentence = "error: the loss is not finite at step 9, for 1 samples with these indices in the"
     assert done.stderr.count(f"{sentence} data: 5;") == 1  # said once

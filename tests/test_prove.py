@@ -6,7 +6,6 @@ All programs run in one launch for each topology: to start processes takes far l
 import argparse
 import json
 import re
-import subprocess
 import sys
 from typing import NamedTuple
 
@@ -429,15 +428,14 @@ def test_every_cause_has_its_section():
 
 
 @pytest.mark.slow
-def test_in_a_taken_folder_the_command_says_what_differs_and_ends_with_1(tmp_path):
+def test_in_a_taken_folder_the_command_says_what_differs_and_ends_with_1(launcher, tmp_path):
     script = tmp_path / "mine.py"
     text = edited(MISTAKES["divided by the processes twice"].edits)
     script.write_text(text.replace("str(Path(__file__).resolve().parents[2])", repr(str(ROOT))))
     folder = tmp_path / "taken"
-    command = [sys.executable, "-m", "utils.take", script, "prove", folder]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
-    command = [sys.executable, "-m", "train_utils.prove", "mine.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    launcher.python("-m", "utils.take", script, "prove", folder, cwd=ROOT)
+    words = ["-m", "train_utils.prove", "mine.py"]
+    done = launcher.python(*words, cwd=folder, check=False, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 processes" in done.stdout
     assert (
@@ -474,13 +472,10 @@ def test_flags_of_the_script_are_passed_on(monkeypatch):
 
 
 @pytest.mark.slow
-def test_virtual_processes_are_proven_bit_for_bit():
+def test_virtual_processes_are_proven_bit_for_bit(launcher):
     script = ROOT / "tests" / "programs" / "planted.py"
-    command = [sys.executable, "-m", "utils.prove", script, "--virtual_processes", 6]
-    done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["-m", "utils.prove", script, "--virtual_processes", 6]
+    done = launcher.python(*words, cwd=ROOT, timeout=300)
     lines = [line for line in done.stdout.splitlines() if "bit for bit the same" in line]
     assert [line.split(" ")[2] for line in lines] == ["2", "3", "1", "1"]
     assert "accumulation" not in done.stdout

@@ -3,8 +3,6 @@
 import datetime
 import re
 import shlex
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -28,7 +26,7 @@ WAITS = programs(r"Before `wait\(\)`")
 
 
 @pytest.mark.slow
-def test_processes_started_in_four_ways_find_each_other(tmp_path):
+def test_processes_started_in_four_ways_find_each_other(launcher, tmp_path):
     """By the command in the first line of each, all at the same time."""
     assert len(STARTERS) == 4
     (tmp_path / "hello.py").write_text(HELLO)
@@ -37,24 +35,15 @@ def test_processes_started_in_four_ways_find_each_other(tmp_path):
         name, commands = re.match(r"# (\w+\.py): (.+)\n", text).groups()
         port = str(free_port())
         (tmp_path / name).write_text(text.replace("29500", port))
-        python = [sys.executable, "-m", "torch.distributed.run"]
+        torchrun = ["-m", "torch.distributed.run"]
         for command in commands.replace("29500", port).split(" & "):
             program, *words = shlex.split(command)
             assert program in ("python", "torchrun")
-            words = [*(python if program == "torchrun" else python[:1]), *words]
-            process = subprocess.Popen(
-                words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            started.append((name, process))
+            words = [*(torchrun if program == "torchrun" else ()), *words]
+            started.append((name, launcher.start_python(*words)))
     printed = {}
-    try:
-        for name, process in started:
-            text, _ = process.communicate(timeout=150)
-            assert process.returncode == 0, f"{name}: {text}"
-            printed[name] = printed.get(name, "") + text
-    finally:
-        for _, process in started:
-            process.kill()
+    for name, process in started:
+        printed[name] = printed.get(name, "") + launcher.wait(process).stdout
     assert len(printed) == 4
     for text in printed.values():
         for rank in range(2):

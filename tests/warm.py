@@ -16,6 +16,7 @@ import importlib
 import inspect
 import io
 import json
+import multiprocessing.process
 import os
 import runpy
 import signal
@@ -56,6 +57,7 @@ RUNTIME = (
 )
 RUNTIME += ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "FORK_LAUNCH_PARAMS", "COLUMNS", "PYTEST_")
 RUNTIME += ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "KMP_")
+RANK = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"}  # one of them is set by each launcher
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 SPACE = 8192  # bytes for a longer command line, and for more environment
 COMMAND_LINE, ENVIRONMENT = (48, 49), (50, 51)  # fields of /proc/self/stat: begin and end
@@ -108,7 +110,7 @@ class Nursery:
             return None
         unbuffered = words[1:2] == ["-u"]
         program = words[1 + unbuffered :]
-        if not program or (program[0].startswith("-") and program[0] != "-m"):
+        if not program or (program[0].startswith("-") and program[0] not in ("-m", "-c")):
             return None
         if fixed(environment) != self.environment:
             return None
@@ -218,6 +220,7 @@ def become(request: dict) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     os.environ.clear()
     os.environ.update(request["environment"])
     environment = [f"{name}={value}" for name, value in os.environ.items()]
@@ -270,16 +273,20 @@ def fork_nursery(environment: dict) -> dict | None:
 
 
 def run(program: list[str]) -> None:
-    """Run `-m module ...` or `script ...` as the main module."""
+    """Run `-m module ...`, `-c text ...` or `script ...` as the main module."""
     if program[0] == "-m":
         sys.argv, sys.path[:0] = program[1:], [os.getcwd()]
         sys.modules.pop(program[1], None)
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
-    sys.argv, sys.path[:0] = program, [os.path.dirname(os.path.realpath(program[0]))]
     main = types.ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    if program[0] == "-c":
+        sys.argv, sys.path[:0] = ["-c", *program[2:]], [""]
+        exec(program[1], main.__dict__)
+        return
+    sys.argv, sys.path[:0] = program, [os.path.dirname(os.path.realpath(program[0]))]
     main.__file__ = program[0]
-    sys.modules["__main__"] = main
     exec(compile(Path(program[0]).read_bytes(), program[0], "exec"), main.__dict__)
 
 
@@ -293,7 +300,7 @@ def main() -> None:
         importlib.import_module(name)
     request = serve(connection)
     become(request)
-    while request["program"][0] == "-m":
+    while not RANK & request["environment"].keys():  # a rank starts no other program
         child = fork_nursery(request["environment"])
         if child is None:
             break
