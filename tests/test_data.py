@@ -5,6 +5,7 @@ import shutil
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
@@ -71,12 +72,15 @@ def test_bundled_mnist_has_the_known_counts_and_pixels():
 def test_pgm_fast_path_equals_pil(small_mnist):
     split = datasets.load_dataset(str(small_mnist))["test"]
     contents = split.data.column("image").combine_chunks().field("bytes").to_pylist()
-    fast = data.decode_pgm(contents)
+    # The second one begins inside of a buffer.
+    chunks = [pa.array(contents[:5]), pa.array(contents)[5:]]
     slow = data.decode_any(contents, [None] * len(contents), "x", 2)
-    assert np.array_equal(fast, slow)
-    assert (
-        data.decode_pgm([*contents[:3], contents[0][:-1]]) is None
-    )  # not all of one size: PIL decides
+    assert np.array_equal(data.decode_pgm(chunks), slow)
+    # PIL decides about files of several sizes, other headers, and files that are missing.
+    first = contents[0]
+    for other in (first[:-1], first.replace(b"28", b"82", 1), first.replace(b"P5", b"P2"), None):
+        assert data.decode_pgm([chunks[0], pa.array([first, other])]) is None
+        assert data.decode_pgm([pa.array([other, first])]) is None
 
 
 @pytest.mark.parametrize(("color", "channels"), [("L", 1), ("RGB", 3)])
@@ -242,7 +246,7 @@ def test_a_grey_image_before_coloured_ones_keeps_their_colours(tmp_path):
 
 def test_a_pgm_has_its_width_before_its_height():
     pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
-    assert (data.decode_pgm([b"P5 4 3 255 " + pixels.tobytes()])[0, 0] == pixels).all()
+    assert (data.decode_pgm([pa.array([b"P5 4 3 255 " + pixels.tobytes()])])[0, 0] == pixels).all()
 
 
 def test_classes_that_only_the_test_has_are_named(tmp_path, capsys):
