@@ -40,9 +40,12 @@ def save_picture(picture: Path, draw: Callable) -> None:
     try:
         with quick_imports():
             import matplotlib.figure  # noqa: F401  `draw` needs it
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
         figure = draw()
         if figure is not None:
-            write_or_raise(picture, lambda part: figure.savefig(part, format="png", dpi=120))
+            figure.set_dpi(120)
+            # savefig would draw the figure twice, the first time for options that are not used.
+            write_or_raise(picture, FigureCanvasAgg(figure).print_png)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         show(f"warning: {picture} is missing, it cannot be drawn or written: {reason}", "yellow")
