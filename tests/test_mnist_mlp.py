@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import socket
+import subprocess
 import sys
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import safetensors.torch
 import several
 import torch
+from conftest import ROOT
 from PIL import Image
 
 from scripts import mnist_mlp
@@ -300,3 +303,26 @@ def test_nothing_here_reaches_the_network(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     assert len(load_images(mnist_mlp.BUNDLED_MNIST)[0].labels) == 60000
+
+
+@pytest.mark.slow
+def test_a_run_imports_nothing_that_it_does_not_need(small_mnist, tmp_path, home):
+    """Each of these takes from 0.1 to 2 s."""
+    others = {"torchvision", "scipy", "sklearn", "transformers", "tensorboard", "IPython"}
+    others |= {"matplotlib.pyplot", "torch._inductor.compile_fx", "torch.distributed.pipelining"}
+    others |= {"torch.distributed.checkpoint", "torch.utils.tensorboard"}
+    code = "import gc, sys\nfrom scripts import mnist_mlp\nmnist_mlp.main()\n"
+    code += f"print('imported', sorted({others} & set(sys.modules)))\n"
+    code += "print('frozen', gc.get_freeze_count() > 100_000)"
+    flags = ["--dataset", small_mnist, "--output_dir", tmp_path / "run", "--max_steps", 2]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, flags)],
+        cwd=ROOT,
+        env={**os.environ, "HF_HOME": str(home), "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.endswith("imported []\nfrozen True\n"), done.stdout + done.stderr
+    assert done.stderr == ""  # nor does anything complain when the process ends
+    assert (tmp_path / "run" / "curves.png").exists()

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -79,6 +80,11 @@ def make_accelerator(
     outlive_readers()
     check_environment()
     follow_launcher()
+    if gc.get_freeze_count() == 0:  # once: what an earlier run in this process left must go
+        # What the imports made stays. It is not searched for garbage in training, nor at the end of
+        # the process, where that takes longer than all else. Before torch._dynamo, which brings
+        # Triton: that complains at the end about objects of its own that were not freed.
+        gc.freeze()
     with quick_imports():
         importlib.import_module("torch._dynamo")  # the first optimizer imports it anyway
     explain_ctrl_c()
