@@ -26,7 +26,7 @@ from benchmarks import common
 # two minutes; model_split_exact launches 13 runs, and takes longer.
 BENCHMARKS = {
     "mnist_epoch": "",
-    "startup": "",
+    "startup": "--before 0ef1864 --rounds 5",
     "accelerate_share": "",
     "ddp": "",
     "topologies": "--rounds 2",

@@ -193,7 +193,7 @@ def test_time_inside_a_wrapper_is_not_its_own():
 @pytest.mark.slow
 def test_startup_and_memory_as_commands(launcher, tmp_path):
     flags = {
-        "startup": ["--rounds", "1", "--flags=--max_steps 3 --hidden 16"],
+        "startup": ["--rounds", "1", "--flags=--max_steps 3 --hidden 16", "--before", "HEAD"],
         "memory": ["--num_epochs", "3", "--flags=--batch_size 30000 --hidden 16"],
     }
     for name, words in flags.items():
@@ -201,8 +201,12 @@ def test_startup_and_memory_as_commands(launcher, tmp_path):
         launcher.python(*words, timeout=300)
     from benchmarks.startup import PHASES
 
-    ours, plain = json.loads((tmp_path / "startup").read_text()).values()
-    assert list(ours[0][0]) == PHASES
-    assert all(seconds >= 0 for seconds in ours[0][0].values())
-    assert list(plain[0][0]) == [phase for phase in PHASES if phase != "Accelerator"]
+    ours, before, plain = json.loads((tmp_path / "startup").read_text()).values()
+    for [phases, accuracy, used_s] in (*ours, *before):
+        assert list(phases) == PHASES
+        assert all(seconds >= 0 for seconds in phases.values())
+        assert accuracy > 0.1
+        assert used_s > 0
+    others = ("Accelerator", "model, summary, curves")
+    assert list(plain[0][0]) == [phase for phase in PHASES if phase not in others]
     assert plain[0][1] > 0.97
