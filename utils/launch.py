@@ -80,10 +80,8 @@ def make_accelerator(
     outlive_readers()
     check_environment()
     follow_launcher()
-    if gc.get_freeze_count() == 0:  # once: what an earlier run in this process left must go
-        # What the imports made stays. It is not searched for garbage in training, nor at the end of
-        # the process, where that takes longer than all else. Before torch._dynamo, which brings
-        # Triton: that complains at the end about objects of its own that were not freed.
+    if "triton" not in sys.modules:  # at the end it would report what is frozen of it as leaked
+        # What the imports made stays: to search it for garbage takes a second at the end.
         gc.freeze()
     with quick_imports():
         importlib.import_module("torch._dynamo")  # the first optimizer imports it anyway
