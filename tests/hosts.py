@@ -87,15 +87,10 @@ class Hosts:
             "HF_HUB_OFFLINE": "1",
             "COLUMNS": "200",
         } | environment
-        nursery = self.nurseries.get(host)
-        if nursery is None or nursery.process.poll() is not None:
-            words = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
-            words += ['hostname "$0"; exec "$@"', NAMES[host]]
-            nursery = self.nurseries[host] = Nursery.start(environment, words)
         with open(self.folder / (log or f"{NAMES[host]}.log"), "w") as file:
             process = Popen(
                 [str(word) for word in command],
-                nursery=nursery,
+                nursery=self.nursery(host, environment),
                 cwd=cwd or self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -104,6 +99,17 @@ class Hosts:
             )
         self.processes.append(process)
         return process
+
+    def nursery(self, host: int, environment: dict) -> Nursery:
+        """The process on a host that forks what is started there. All are made when the first is
+        asked for: one machine does not start seconds after another."""
+        hosts = [host] if self.nurseries else range(len(self.spaces))
+        for each in hosts:
+            if each not in self.nurseries or self.nurseries[each].process.poll() is not None:
+                words = ["ip", "netns", "exec", self.spaces[each], "unshare", "--uts", "sh", "-c"]
+                words += ['hostname "$0"; exec "$@"', NAMES[each]]
+                self.nurseries[each] = Nursery.start(environment, words)
+        return self.nurseries[host]
 
     def launch(
         self, *flags, launch_flags=(), each=({}, {}), only=(0, 1), processes=2, **environment
