@@ -24,9 +24,11 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from hosts import NAMES, Hosts
 
 from benchmarks import common
-from tests.hosts import NAMES, Hosts
 
 FLAGS = ["--virtual_processes", 8, "--batch_size", 64, "--hidden", 64, "--checkpoint_every", 50]
 FLAGS += ["--log_every", 10, "--timeout_s", 60]

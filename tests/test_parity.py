@@ -12,11 +12,11 @@ import several
 import torch
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-# 14 x 16 updates, the last of each epoch smaller. The learning rate is the default one, scaled to
+# 8 x 16 updates, the last of each epoch smaller. The learning rate is the default one, scaled to
 # the batch.
 FLAGS = [
     "--num_epochs",
-    14,
+    8,
     "--batch_size",
     64,
     "--lr",
@@ -37,7 +37,7 @@ def result(run: Path):
     return lines, safetensors.torch.load_file(run / "model.safetensors")
 
 
-def compare(reference, other, updates: int = 14 * 16) -> tuple[float, float]:
+def compare(reference, other, updates: int = 8 * 16) -> tuple[float, float]:
     """The largest relative difference of a loss, and of a weight; all else must be equal.
 
     That of a weight is relative to the largest one of its tensor. updates: of each run, all logged.
