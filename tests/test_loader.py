@@ -263,6 +263,7 @@ print(seconds, peak_mib() - before, int(first.indices.max()), len(loader))
 """
 
 
+@pytest.mark.slow
 def test_an_epoch_over_a_billion_items_starts_at_once():
     command = [sys.executable, "-c", BILLION, ROOT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

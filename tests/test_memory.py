@@ -151,6 +151,7 @@ def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, as
     assert said.strip() in (tmp_path / "error.json").read_text()
 
 
+@pytest.mark.slow
 def test_more_weights_than_memory_are_a_sentence(tmp_path):
     words = ["--hidden", 10**9, "--output_dir", tmp_path / "run"]
     command = [sys.executable, ROOT / "scripts" / "mnist_mlp.py", *words]

@@ -198,6 +198,7 @@ def check(found):
     assert found["test_loss"] <= 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_a_split_in_one_process_changes_no_number(norm):
     for schedule in SCHEDULES:

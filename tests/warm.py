@@ -227,9 +227,9 @@ def become(request: dict) -> None:
     show_in_proc(request["words"], *COMMAND_LINE)
     show_in_proc(environment, *ENVIRONMENT)
     unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = sys.__stdin__ = text_stream(0, "r")
-    sys.stdout = sys.__stdout__ = text_stream(1, "w", unbuffered)
-    sys.stderr = sys.__stderr__ = text_stream(2, "w", unbuffered)
+    sys.stdin = sys.__stdin__ = like(sys.__stdin__)
+    sys.stdout = sys.__stdout__ = like(sys.__stdout__, unbuffered)
+    sys.stderr = sys.__stderr__ = like(sys.__stderr__, unbuffered)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     threads = os.environ.get("OMP_NUM_THREADS")  # read when torch is loaded
@@ -237,16 +237,23 @@ def become(request: dict) -> None:
         sys.modules["torch"].set_num_threads(int(threads))
 
 
-def text_stream(descriptor: int, mode: str, unbuffered: bool = False) -> io.TextIOWrapper:
-    stream = io.FileIO(descriptor, mode, closefd=False)
-    if not unbuffered:
-        stream = io.BufferedReader(stream) if mode == "r" else io.BufferedWriter(stream)
-    return io.TextIOWrapper(
-        stream,
-        errors="backslashreplace" if descriptor == 2 else "strict",
-        line_buffering=descriptor == 2 or os.isatty(descriptor),
+def like(old: io.TextIOWrapper, unbuffered: bool = False) -> io.TextIOWrapper:
+    """A new stream of sys, as the old one was opened."""
+    descriptor = old.fileno()
+    binary = io.FileIO(descriptor, old.mode, closefd=False)
+    if old.mode == "r":
+        binary = io.BufferedReader(binary)
+    elif not unbuffered:
+        binary = io.BufferedWriter(binary)
+    stream = io.TextIOWrapper(
+        binary,
+        old.encoding,
+        old.errors,
+        line_buffering=not unbuffered and (descriptor == 2 or os.isatty(descriptor)),
         write_through=unbuffered,
     )
+    stream.mode = old.mode
+    return stream
 
 
 def show_in_proc(words: list[str], begin: int, end: int) -> None:
@@ -286,8 +293,8 @@ def run(program: list[str]) -> None:
         exec(program[1], main.__dict__)
         return
     sys.argv, sys.path[:0] = program, [os.path.dirname(os.path.realpath(program[0]))]
-    main.__file__ = program[0]
-    exec(compile(Path(program[0]).read_bytes(), program[0], "exec"), main.__dict__)
+    main.__file__ = os.path.abspath(program[0])
+    exec(compile(Path(program[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
 def main() -> None:
