@@ -405,14 +405,18 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, accelerator, m
     train(accelerator, state, 3)
     train(accelerator, expected, 3)
     metrics = {"loss": torch.ones(2)}
+    before = set(threading.enumerate())
     saver.save(3, metrics, {})
     assert disk.began.wait(60)
     metrics["loss"].zero_()
     train(accelerator, state, 5)  # changes every tensor that is being written
     assert not list((tmp_path / "checkpoints").glob("step_*"))
     assert not saver.failed()
+    (writer,) = set(threading.enumerate()) - before
     disk.end.set()
     saver.wait()
+    writer.join(20)  # nothing is left to wait for: a process may go on to another run
+    assert not writer.is_alive()
     loaded = build(1, accelerator)
     step, _, loaded_metrics = checkpoints(accelerator, tmp_path, loaded).load()
     assert step == 3
