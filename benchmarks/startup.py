@@ -62,24 +62,16 @@ class Stamps(dict):
     def now(self, phase: str) -> None:
         self.setdefault(phase, time.monotonic())
 
-    def after(self, owner, name: str, phase: str) -> None:
-        """Note the time when the function `owner.name` returns."""
+    def after(self, owner, name: str, phase: str, before: str | None = None) -> None:
+        """Note the time when the function `owner.name` returns; before: also when it is called."""
         function = getattr(owner, name)
 
         def timed(*args, **kwargs):
+            if before is not None:
+                self.now(before)
             result = function(*args, **kwargs)
             self.now(phase)
             return result
-
-        setattr(owner, name, timed)
-
-    def before(self, owner, name: str, phase: str) -> None:
-        """Note the time when the function `owner.name` is called."""
-        function = getattr(owner, name)
-
-        def timed(*args, **kwargs):
-            self.now(phase)
-            return function(*args, **kwargs)
 
         setattr(owner, name, timed)
 
@@ -105,8 +97,7 @@ def worker(out: str, flags: str) -> None:
 
     stamps.after(Accelerator, "prepare", "model, optimizer")
     stamps.first_update()
-    stamps.before(mnist_mlp.Run, "finish", "training, tests")
-    stamps.after(mnist_mlp.Run, "finish", "model, summary, curves")
+    stamps.after(mnist_mlp.Run, "finish", "model, summary, curves", before="training, tests")
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = [mnist_mlp.__file__, "--output_dir", folder, *flags.split()]
         mnist_mlp.main()
