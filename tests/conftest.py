@@ -14,7 +14,7 @@ import pytest
 import several
 import warm
 from filelock import FileLock
-from hosts import free_port
+from hosts import environment, free_port
 
 # Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they
 # wait. By default they spin, and with more threads than cores (two tests at a time) a step of
@@ -126,20 +126,14 @@ class Launcher:
         return self.start_python(*words, ROOT / "scripts" / f"{script}.py", *flags, **options)
 
     def start_python(self, *words, cwd=None, cold=False) -> subprocess.Popen:
-        # A home of its own: a default_config.yaml of whoever runs the tests must not change them.
-        environment = {
-            **os.environ,
-            "HF_HOME": str(self.home),
-            "HF_HUB_OFFLINE": "1",
-            "COLUMNS": "200",
-        }
-        if Launcher.nursery is None:
-            Launcher.nursery = warm.Nursery.start(environment)
+        variables = environment(self.home)
+        if Launcher.nursery is None and not cold:
+            Launcher.nursery = warm.Nursery.start(variables)
         process = warm.Popen(
             [sys.executable, *map(str, words)],
             nursery=None if cold else Launcher.nursery,
             cwd=cwd or self.folder,
-            env=environment,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -23,6 +23,13 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
+def environment(home: Path) -> dict:
+    """Of what tests start. A home of its own: a default_config.yaml of whoever runs the tests must
+    not change them."""
+    own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    return {**os.environ, **own}
+
+
 def ip(*words):
     done = subprocess.run(["ip", *map(str, words)], capture_output=True, text=True)
     if done.returncode:
@@ -77,22 +84,17 @@ class Hosts:
             )  # nobody: names come from the file alone
 
     def start(
-        self, host: int, *command, cwd: Path | None = None, log: str | None = None, **environment
+        self, host: int, *command, cwd: Path | None = None, log: str | None = None, **variables
     ):
         """Run a command on a host; what it prints goes to the file `log`, alpha.log or beta.log if
         none is given."""
-        environment = {
-            **os.environ,
-            "HF_HOME": str(self.home),
-            "HF_HUB_OFFLINE": "1",
-            "COLUMNS": "200",
-        } | environment
+        variables = environment(self.home) | variables
         with open(self.folder / (log or f"{NAMES[host]}.log"), "w") as file:
             process = Popen(
                 [str(word) for word in command],
-                nursery=self.nursery(host, environment),
+                nursery=self.nursery(host, variables),
                 cwd=cwd or self.folder,
-                env=environment,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -100,7 +102,7 @@ class Hosts:
         self.processes.append(process)
         return process
 
-    def nursery(self, host: int, environment: dict) -> Nursery:
+    def nursery(self, host: int, variables: dict) -> Nursery:
         """The process on a host that forks what is started there. All are made when the first is
         asked for: one machine does not start seconds after another."""
         hosts = [host] if self.nurseries else range(len(self.spaces))
@@ -108,7 +110,7 @@ class Hosts:
             if each not in self.nurseries or self.nurseries[each].process.poll() is not None:
                 words = ["ip", "netns", "exec", self.spaces[each], "unshare", "--uts", "sh", "-c"]
                 words += ['hostname "$0"; exec "$@"', NAMES[each]]
-                self.nurseries[each] = Nursery.start(environment, words)
+                self.nurseries[each] = Nursery.start(variables, words)
         return self.nurseries[host]
 
     def launch(

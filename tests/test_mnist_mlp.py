@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import socket
-import subprocess
 import sys
 
 import numpy as np
@@ -306,7 +304,7 @@ def test_nothing_here_reaches_the_network(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_imports_nothing_that_it_does_not_need(small_mnist, tmp_path, home):
+def test_a_run_imports_nothing_that_it_does_not_need(launcher, small_mnist, monkeypatch):
     """Each of these takes from 0.1 to 2 s."""
     others = {"torchvision", "scipy", "sklearn", "transformers", "tensorboard", "IPython"}
     others |= {"matplotlib.pyplot", "torch._inductor.compile_fx", "torch.distributed.pipelining"}
@@ -314,15 +312,10 @@ def test_a_run_imports_nothing_that_it_does_not_need(small_mnist, tmp_path, home
     code = "import gc, sys\nfrom scripts import mnist_mlp\nmnist_mlp.main()\n"
     code += f"print('imported', sorted({others} & set(sys.modules)))\n"
     code += "print('frozen', gc.get_freeze_count() > 100_000)"
-    flags = ["--dataset", small_mnist, "--output_dir", tmp_path / "run", "--max_steps", 2]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, flags)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HOME": str(home), "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = launcher.folder / "run"
+    flags = ["--dataset", small_mnist, "--output_dir", run, "--max_steps", 2]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    done = launcher.python("-c", code, *flags, cwd=ROOT, cold=True)
     assert done.stdout.endswith("imported []\nfrozen True\n"), done.stdout + done.stderr
     assert done.stderr == ""  # nor does anything complain when the process ends
-    assert (tmp_path / "run" / "curves.png").exists()
+    assert (run / "curves.png").exists()

@@ -190,7 +190,7 @@ def test_the_commands_in_docstring_and_configs_name_the_copy(taken, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS + COMMANDS)
-def test_the_copied_package_imports_from_the_folder_alone(taken, launcher, name):
+def test_the_copied_package_imports_from_the_folder_alone(taken, launcher, monkeypatch, name):
     folder = taken(name)
     modules = sorted(path.stem for path in (folder / "train_utils").glob("*.py"))
     code = "import importlib, os, sys\nsys.path.insert(0, '')\n"
@@ -202,6 +202,7 @@ def test_the_copied_package_imports_from_the_folder_alone(taken, launcher, name)
     # The README puts the environment into this folder.
     code += "paths = [p for p in paths if not p.startswith(sys.prefix + os.sep)]\n"
     code += f"assert not [p for p in paths if p.startswith({str(ROOT) + os.sep!r})]\n"
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     launcher.python("-c", code, cwd=folder)
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-# Prints what it finds, and ends with the exit code that it is given.
+# Prints what it finds, and ends with exit code 3.
 LOOK = """
 import json, multiprocessing, os, signal, subprocess, sys
 

@@ -45,17 +45,8 @@ IMPORTS = (
     "torchvision.transforms.v2",
 )
 # What launchers and tests set for each process, and nothing reads before it is needed.
-RUNTIME = (
-    "ACCELERATE_",
-    "FSDP_",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "MASTER_",
-    "TRAIN_",
-)
-RUNTIME += ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "FORK_LAUNCH_PARAMS", "COLUMNS", "PYTEST_")
+RUNTIME = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "RANK")
+RUNTIME += ("WORLD_SIZE", "OMP_NUM_THREADS", "FORK_LAUNCH_PARAMS", "COLUMNS", "PYTEST_", "TRAIN_")
 RUNTIME += ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "KMP_")
 RANK = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"}  # one of them is set by each launcher
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -230,10 +221,9 @@ def become(request: dict) -> None:
     sys.stdin = sys.__stdin__ = like(sys.__stdin__)
     sys.stdout = sys.__stdout__ = like(sys.__stdout__, unbuffered)
     sys.stderr = sys.__stderr__ = like(sys.__stderr__, unbuffered)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    sys.modules["numpy"].random.seed()
     threads = os.environ.get("OMP_NUM_THREADS")  # read when torch is loaded
-    if threads and "torch" in sys.modules:
+    if threads:
         sys.modules["torch"].set_num_threads(int(threads))
 
 
