@@ -21,6 +21,10 @@ from hosts import environment, free_port
 # ResNet-50 takes four times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# What tests start has the variables of its moment. The process that forks for them has these, also
+# if the first test to ask for it has changed one.
+VARIABLES = dict(os.environ)
+
 ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT / "data" / "mnist"
 # These files run first, in this order, and then the other long tests: no worker is left with a long
@@ -128,7 +132,7 @@ class Launcher:
     def start_python(self, *words, cwd=None, cold=False) -> subprocess.Popen:
         variables = environment(self.home)
         if Launcher.nursery is None and not cold:
-            Launcher.nursery = warm.Nursery.start(variables)
+            Launcher.nursery = warm.Nursery.start(environment(self.home, VARIABLES))
         process = warm.Popen(
             [sys.executable, *map(str, words)],
             nursery=None if cold else Launcher.nursery,

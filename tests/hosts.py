@@ -23,11 +23,11 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def environment(home: Path) -> dict:
+def environment(home: Path, variables=os.environ) -> dict:
     """Of what tests start. A home of its own: a default_config.yaml of whoever runs the tests must
     not change them."""
     own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    return {**os.environ, **own}
+    return {**variables, **own}
 
 
 def ip(*words):
