@@ -85,6 +85,7 @@ class Agents:
     def __init__(self, hosts: Hosts, folder: Path, flags: list):
         self.hosts, self.folder, self.flags, self.number = hosts, folder, flags, 0
         self.watch = Watch(folder / "run")
+        self.running = {host: self.start(host) for host in range(len(hosts.spaces))}
 
     def start(self, host: int):
         machines = len(self.hosts.spaces)
@@ -127,11 +128,9 @@ class Agents:
         return time.time() - min(psutil.Process(pid).create_time() for pid in pids)
 
 
-def disturbed(hosts: Hosts, folder: Path, events, steps_between: int, flags) -> dict:
-    """Run with these events; what happened, with times in seconds since the first update."""
-    agents = Agents(hosts, folder, flags)
-    running = {host: agents.start(host) for host in range(len(hosts.spaces))}
-    here = set(running)
+def disturb(agents: Agents, events, steps_between: int) -> dict:
+    """Let these events happen; with times in seconds since the first update. Training goes on."""
+    here = set(agents.running)
     began = agents.wait(lambda: agents.trains_with(len(here)), "the first update")
     sizes, rows = [[0.0, len(here)]], []
     for number, (kind, host) in enumerate(events, 1):
@@ -141,10 +140,10 @@ def disturbed(hosts: Hosts, folder: Path, events, steps_between: int, flags) -> 
         now, step = time.monotonic(), agents.watch.step()
         here ^= {host}
         if kind == "lost":
-            hosts.kill(host)
-            running.pop(host).wait(10)
+            agents.hosts.kill(host)
+            agents.running.pop(host).wait(10)
         else:
-            running[host] = agents.start(host)
+            agents.running[host] = agents.start(host)
         size = len(here)
         begins = agents.wait(lambda size=size: agents.begins_with(size), f"{size} machines")
         born = begins - agents.process_age_s(here)
@@ -158,8 +157,7 @@ def disturbed(hosts: Hosts, folder: Path, events, steps_between: int, flags) -> 
         sizes.append([going_on - began, size])
         parts = [born - now, begins - born, going_on - begins, going_on - now]
         rows.append([kind, NAMES[host], step, size, *(round(part, 1) for part in parts), lost])
-    hosts.end(list(running.values()), timeout=600)
-    return {"sizes": sizes, "rows": rows, "end": time.monotonic() - began}
+    return {"sizes": sizes, "rows": rows, "began": began}
 
 
 def sha256(folder: Path) -> str:
@@ -173,7 +171,10 @@ def measure(args) -> dict:
         folder = Path(folder)
         hosts = Hosts(folder, folder / "home", args.machines)
         try:
-            measured = disturbed(hosts, folder, events, args.steps_between, flags)
+            agents = Agents(hosts, folder, flags)
+            measured = disturb(agents, events, args.steps_between)
+            hosts.end(list(agents.running.values()), timeout=600)
+            measured["end"] = time.monotonic() - measured.pop("began")
         finally:
             hosts.remove()
         common.launch(

@@ -21,20 +21,29 @@ def test_a_schedule_leaves_always_one_machine():
 
 def test_lost_and_returned_machines_change_no_bit(hosts, launcher, small_mnist, tmp_path):
     flags = [*elastic.FLAGS, "--dataset", small_mnist, "--activation", "relu"]
-    # Far more updates than pass while a machine comes back: the others do not wait for it.
-    flags += ["--max_steps", 3000]
+    # More updates than any machine trains while another comes back: the others do not wait for it.
+    flags += ["--virtual_processes", 4, "--max_steps", 1_000_000]
+    agents = elastic.Agents(hosts, tmp_path, flags)
     # The machine with rank 0 and the rendezvous is lost first; then it is back, and the other goes.
-    measured = elastic.disturbed(
-        hosts, tmp_path, [("lost", 0), ("back", 0), ("lost", 1)], 150, flags
-    )
+    measured = elastic.disturb(agents, [("lost", 0), ("back", 0), ("lost", 1)], 150)
     assert [row[3] for row in measured["rows"]] == [1, 2, 1]
     assert all(row[-1] <= 60 for row in measured["rows"])  # --checkpoint_every 50, --log_every 10
     launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
     assert [each["num_processes"] for each in launches] == [2, 1, 2, 1]
-    assert {each["virtual_processes"] for each in launches} == {8}
-    launcher("cpu", *flags, "--output_dir", tmp_path / "alone", timeout=400)
-    for file in ("model.safetensors", "checkpoints/step_00003000/optimizer.safetensors"):
-        assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
+    assert {each["virtual_processes"] for each in launches} == {4}
+
+    saved = launches[-1]["from_step"] + 50
+    agents.wait(lambda: agents.watch.step() > saved + 50, "a checkpoint after the last loss")
+    hosts.kill(0)
+    checkpoint = max((tmp_path / "run" / "checkpoints").glob("step_????????"))
+    step = int(checkpoint.name[5:])
+    assert step >= saved
+    alone = tmp_path / "alone"
+    launcher.start("cpu", *flags, "--checkpoint_every", step, "--output_dir", alone)
+    same = alone / "checkpoints" / checkpoint.name
+    agents.wait(same.exists, "the same update of one process")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (checkpoint / file).read_bytes() == (same / file).read_bytes()
 
 
 def test_the_documented_command_has_the_settings_that_are_tested():
