@@ -12,24 +12,12 @@ import several
 import torch
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-# 8 x 16 updates, the last of each epoch smaller. The learning rate is the default one, scaled to
+# 4 x 16 updates, the last of each epoch smaller. The learning rate is the default one, scaled to
 # the batch.
-FLAGS = [
-    "--num_epochs",
-    8,
-    "--batch_size",
-    64,
-    "--lr",
-    1e-3,
-    "--hidden",
-    64,
-    "--dropout",
-    0.1,
-    "--log_every",
-    1,
-]
-FLAGS += ["--checkpoint_every", 1000]  # none but the last
-CHECKPOINTS = ["--checkpoint_every", 20, "--keep_checkpoints", 0]
+UPDATES = 4 * 16
+FLAGS = ["--num_epochs", 4, "--batch_size", 64, "--lr", 1e-3, "--hidden", 64, "--dropout", 0.1]
+FLAGS += ["--log_every", 1, "--checkpoint_every", 1000]  # no checkpoint but the last
+CHECKPOINTS = ["--checkpoint_every", 10, "--keep_checkpoints", 0]
 
 
 def result(run: Path):
@@ -37,7 +25,7 @@ def result(run: Path):
     return lines, safetensors.torch.load_file(run / "model.safetensors")
 
 
-def compare(reference, other, updates: int = 8 * 16) -> tuple[float, float]:
+def compare(reference, other, updates: int = UPDATES) -> tuple[float, float]:
     """The largest relative difference of a loss, and of a weight; all else must be equal.
 
     That of a weight is relative to the largest one of its tensor. updates: of each run, all logged.
@@ -61,7 +49,7 @@ def runs(shared_launcher, small_mnist) -> Path:
     """A folder with the run of each type and topology.
 
     `float64-2x4` is the run of 2 processes x 4 accumulation steps. That of two processes has a
-    checkpoint after each 20 updates, and `four` continues its update 60 with four processes.
+    checkpoint after each 10 updates, and `four` continues its update 30 with four processes.
     """
     for processes in (1, 2, 4):
         flags = []
@@ -74,18 +62,8 @@ def runs(shared_launcher, small_mnist) -> Path:
         if processes == 2:
             flags[3] = resumable
         if processes == 4:
-            flags.append(
-                [
-                    "--back_to",
-                    "float64-2x1",
-                    60,
-                    "four",
-                    *resumable,
-                    "--resume",
-                    "--output_dir",
-                    "four",
-                ]
-            )
+            four = ["--back_to", "float64-2x1", 30, "four", *resumable, "--resume"]
+            flags.append([*four, "--output_dir", "four"])
         config, launch_flags = (
             ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
         )
@@ -121,15 +99,15 @@ def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, 
     Two processes, then one; and two, then four, then one with accumulation.
     """
     flags = ["--dataset", small_mnist, *FLAGS, "--dtype", "float64", *CHECKPOINTS, "--resume"]
-    several.back_to(runs / "float64-2x1", 100, tmp_path / "one")
+    several.back_to(runs / "float64-2x1", 50, tmp_path / "one")
     several.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "one"])
-    several.back_to(runs / "four", 120, tmp_path / "accumulated")
+    several.back_to(runs / "four", 60, tmp_path / "accumulated")
     accumulated = ["--gradient_accumulation_steps", 4, "--output_dir", tmp_path / "accumulated"]
     several.run("mnist_mlp", [*flags, *accumulated])
     for run, went_on in (
-        (tmp_path / "one", [(2, 0), (1, 100)]),
-        (runs / "four", [(2, 0), (4, 60)]),
-        (tmp_path / "accumulated", [(2, 0), (4, 60), (1, 120)]),
+        (tmp_path / "one", [(2, 0), (1, 50)]),
+        (runs / "four", [(2, 0), (4, 30)]),
+        (tmp_path / "accumulated", [(2, 0), (4, 30), (1, 60)]),
     ):
         launches = json.loads((run / "run.json").read_text())["launches"]
         assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == went_on
@@ -140,16 +118,8 @@ def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, 
 @pytest.mark.slow
 def test_several_runs_in_one_launch_are_as_many_launches(runs, launcher, small_mnist):
     """Bit by bit: what the tests above prove holds for separate launches."""
-    flags = [
-        "--dataset",
-        small_mnist,
-        *FLAGS,
-        "--gradient_accumulation_steps",
-        2,
-        "--output_dir",
-        "run",
-    ]
-    launcher("cpu_ddp", *flags)
+    flags = ["--dataset", small_mnist, *FLAGS, "--gradient_accumulation_steps", 2]
+    launcher("cpu_ddp", *flags, "--output_dir", "run")
     lines, weights = result(launcher.folder / "run")
     other_lines, other_weights = result(runs / "float32-2x2")  # the second of the launch
     timeless = ("split", "step", "epoch", "loss", "accuracy", "lr")

@@ -302,7 +302,10 @@ def needed(name) -> set[str]:
     found = set(VARIANTS)
     if planted is not None:
         found = {"1 process", "1 process, 2 accumulation steps", planted.variant}
-        found |= {f"1 process, {planted.variant[0]} accumulation steps", f"{planted.variant}, again"}
+        found |= {
+            f"1 process, {planted.variant[0]} accumulation steps",
+            f"{planted.variant}, again",
+        }
     if not may_grow(name):
         found = {variant for variant in found if not variant.endswith("again")}
     return found & VARIANTS.keys()
