@@ -10,7 +10,7 @@ from conftest import ROOT
 
 # Prints what it finds, and ends with exit code 3.
 LOOK = """
-import json, multiprocessing, os, signal, subprocess, sys
+import atexit, ctypes, json, multiprocessing, os, signal, subprocess, sys, threading
 
 def words(name):
     return [word for word in open(f"/proc/self/{name}").read().split(chr(0)) if word.strip()]
@@ -40,10 +40,18 @@ import torch
 found["threads"] = torch.get_num_threads()
 if sys.argv[-1] == "parent":  # and what a child of it finds, which is forked by it
     child = subprocess.run([sys.executable, *sys.argv[:-1], "child"], stdout=subprocess.PIPE)
-    found["child"] = json.loads(child.stdout) | {"code": child.returncode}
+    found["child"] = json.loads(child.stdout.splitlines()[0]) | {"code": child.returncode}
     assert found["child"].pop("parent") == os.getpid()
 print(json.dumps(found))
 print("at the end", file=sys.stderr)
+
+def outlive_the_program():
+    threading.main_thread().join()
+    print("by a thread", file=sys.stderr)
+
+threading.Thread(target=outlive_the_program).start()
+atexit.register(print, "at exit", file=sys.stderr)
+atexit.register(ctypes.CDLL(None).puts, b"by C")
 sys.exit(3)
 """
 
@@ -57,14 +65,15 @@ def test_a_fork_finds_what_a_new_interpreter_does(launcher, monkeypatch):
             launcher.python(*words, "a b", "parent", cold=cold, check=False)
             for cold in (False, True)
         ]
-        forked, new = (json.loads(done.stdout) for done in ended)
+        assert [done.stdout.splitlines()[1:] for done in ended] == [["by C"]] * 2
+        forked, new = (json.loads(done.stdout.splitlines()[0]) for done in ended)
         for fork, other in ((forked.pop("child"), new.pop("child")), (forked, new)):
             # One file more: of the process that forks its children.
             assert len(fork.pop("files")) == len(other.pop("files")) + 1
             for name in other:
                 assert fork[name] == other[name], name
         assert [done.returncode for done in ended] == [3, 3]
-        assert [done.stderr for done in ended] == ["at the end\n" * 2] * 2
+        assert [done.stderr for done in ended] == ["at the end\nby a thread\nat exit\n" * 2] * 2
 
 
 def test_a_fork_ends_by_a_signal_and_an_error_as_a_new_interpreter_does(launcher):
@@ -79,6 +88,13 @@ def test_a_fork_ends_by_a_signal_and_an_error_as_a_new_interpreter_does(launcher
         1,
         "ZeroDivisionError: division by zero",
     )
+    refused = launcher.python("-c", "raise SystemExit('no such file')", check=False)
+    assert (refused.returncode, refused.stderr) == (1, "no such file\n")
+    nobody_reads = "import os, sys; read, write = os.pipe(); os.close(read)\n"
+    nobody_reads += "sys.stdout = open(write, 'w'); print()"
+    unheard = launcher.python("-c", nobody_reads, check=False)
+    assert unheard.returncode == 120
+    assert unheard.stderr.startswith("Exception ignored in: ")
 
 
 def test_what_an_import_may_read_starts_a_new_interpreter(launcher, monkeypatch):

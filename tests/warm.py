@@ -3,13 +3,15 @@
 A launch on two processes imports torch three times, which takes 9 s of CPU; most tests train for
 less than one. Here a process that has the imports is forked instead: by the test for the launcher,
 and by the launcher for each rank. All else is as in a new process: its parent, its session, its
-environment, its streams, its command line, and its end.
+environment, its streams, its command line, and its end. But at a regular end nothing is freed: to
+free all that was imported takes another second.
 
 A program whose environment may change what an import does is started as ever. So is one that a test
 asks for (`cold`): to see an import that is missing, an order of a set that another process has
-otherwise, or memory.
+otherwise, memory, or that what is left at the end can be freed.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -289,6 +291,24 @@ def run(program: list[str]) -> None:
     exec(compile(Path(program[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
+def end(code) -> None:
+    """End as an interpreter does, without freeing anything; return where that is not the same.
+
+    code: of SystemExit, or None at the end of the program.
+    """
+    if code is not None and type(code) is not int:
+        return
+    threading._shutdown()  # waits for all threads that are not daemons
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # nobody reads, or it is closed: the interpreter says so
+        return
+    ctypes.CDLL(None).fflush(None)
+    os._exit((code or 0) & 0xFF)
+
+
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     sys.path.pop(0)  # this folder
@@ -305,7 +325,12 @@ def main() -> None:
             break
         request = child
         become(request)
-    run(request["program"])
+    try:
+        run(request["program"])
+    except SystemExit as stopped:
+        end(stopped.code)
+        raise
+    end(None)
 
 
 if __name__ == "__main__":
