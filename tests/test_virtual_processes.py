@@ -173,29 +173,35 @@ def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
         gradients.collect()
 
 
-# As several.py, with a ResNet-50 of 4 blocks instead of 16.
-FOUR_BLOCKS = """
-import sys
+# As several.py, with a ResNet-50 of 4 blocks instead of 16 and fewer channels, 3 million weights
+# instead of 24, and without its pictures.
+SMALL_RESNET = """
+import functools, sys
 sys.path.insert(0, {tests!r})
 import several
 import test_resnet50
+import torchvision
+from scripts import resnet50
 test_resnet50.use_4_blocks(setattr)
+torchvision.models.resnet50 = functools.partial(torchvision.models.resnet50, width_per_group=8)
+resnet50.plot_confusion = resnet50.save_picture = lambda *_: None
 several.main()
 """
-COMMON = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 2]
+COMMON = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 1]
 SCRIPTS = {
     "mnist_mlp": [
         *("--virtual_processes", 8, "--activation", "relu", "--dropout", 0.1, "--hidden", 32),
-        *("--batch_size", 190, "--max_steps", 8),  # 6 updates an epoch, the last of 53 images
+        *("--batch_size", 475, "--max_steps", 4),  # 3 updates an epoch, the last of 53 images
     ],
     "gradient_accumulation": [
-        *("--virtual_processes", 7, "--variable_length", "--batch_size", 190, "--max_steps", 8),
+        *("--virtual_processes", 7, "--variable_length", "--batch_size", 475, "--max_steps", 4),
     ],
     "resnet50": [
-        *("--virtual_processes", 4, "--batch_size", 8, "--max_steps", 8, "--num_workers", 0),
-        *("--mixup", 0.2, "--ema_decay", 0.9, "--max_test_samples", 10),
+        *("--virtual_processes", 4, "--batch_size", 8, "--max_steps", 4, "--num_workers", 0),
+        *("--mixup", 0.2, "--ema_decay", 0.9, "--max_test_samples", 10, "--image_size", 16),
     ],
-    "gan": ["--virtual_processes", 4, "--batch_size", 60, "--num_epochs", 2],
+    # 3 updates an epoch, the last of 10 points.
+    "gan": ["--virtual_processes", 4, "--batch_size", 120, "--num_epochs", 2],
 }
 
 
@@ -204,8 +210,8 @@ def runs(shared_launcher, small_mnist):
     """A folder for each script: on 1 to 4 processes; and chain_P, which goes on from what fewer
     processes did."""
     top = shared_launcher.folder
-    start = top / "four_blocks.py"
-    start.write_text(FOUR_BLOCKS.format(tests=str(ROOT / "tests")))
+    start = top / "small_resnet.py"
+    start.write_text(SMALL_RESNET.format(tests=str(ROOT / "tests")))
     for processes in (1, 2, 3, 4):
         words = []
         for name, flags in SCRIPTS.items():
@@ -220,7 +226,7 @@ def runs(shared_launcher, small_mnist):
             if processes > 1:
                 before = folder / ("1" if processes == 2 else f"chain_{processes - 1}")
                 after = folder / f"chain_{processes}"
-                back = ["--back_to", before, 2 * (processes - 1), after]
+                back = ["--back_to", before, processes - 1, after]
                 words.append([*back, *flags, "--resume", "--output_dir", after])
         config, launch_flags = ("cpu", [])
         if processes > 1:
@@ -266,7 +272,7 @@ def test_model_optimizer_and_log_are_the_same_bits(runs, name, other):
 def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
     run = json.loads((runs / "mnist_mlp" / "1" / "run.json").read_text())
     assert run["launches"][0]["virtual_processes"] == 8
-    several.back_to(runs / "mnist_mlp" / "1", 6, tmp_path / "run")
+    several.back_to(runs / "mnist_mlp" / "1", 3, tmp_path / "run")
     flags = [*SCRIPTS["mnist_mlp"], *COMMON, "--resume", "--output_dir", tmp_path / "run"]
     flags += ["--dataset", run["arguments"]["dataset"], "--virtual_processes", number]
     assert several.run("mnist_mlp", flags) == 2
@@ -275,7 +281,7 @@ def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
 
 @pytest.mark.slow
 def test_a_resume_on_another_kind_of_machine_warns(runs, tmp_path, capsys):
-    folder = several.back_to(runs / "mnist_mlp" / "1", 6, tmp_path / "run")
+    folder = several.back_to(runs / "mnist_mlp" / "1", 3, tmp_path / "run")
     flags = [*SCRIPTS["mnist_mlp"], *COMMON, "--resume", "--output_dir", folder]
     run = json.loads((folder / "run.json").read_text())
     flags += ["--dataset", run["arguments"]["dataset"]]
