@@ -129,7 +129,9 @@ class Launcher:
         words += ["--main_process_port", free_port(), *launch_flags]
         return self.start_python(*words, ROOT / "scripts" / f"{script}.py", *flags, **options)
 
-    def start_python(self, *words, cwd=None, cold=False) -> subprocess.Popen:
+    def start_python(
+        self, *words, cwd=None, stderr=subprocess.PIPE, cold=False
+    ) -> subprocess.Popen:
         variables = environment(self.home)
         if Launcher.nursery is None and not cold:
             Launcher.nursery = warm.Nursery.start(environment(self.home, VARIABLES))
@@ -140,7 +142,7 @@ class Launcher:
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             start_new_session=True,
         )

@@ -1,8 +1,5 @@
 """The report of tests/test_topologies.py has a row for each check, whichever process ran it."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from conftest import ROOT
@@ -51,20 +48,19 @@ globals().update({{name: hook for name, hook in vars(own).items() if name.starts
 """
 
 
-def run_pytest(folder, *flags):
+def run_pytest(launcher, *flags):
+    folder = launcher.folder
     (folder / "conftest.py").write_text(HOOKS.format(tests=str(ROOT / "tests"), root=str(ROOT)))
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder]
-    command += ["-p", "no:cacheprovider", "-o", "addopts=", folder, *flags]
-    return subprocess.run(
-        list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    words = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder]
+    words += ["-p", "no:cacheprovider", "-o", "addopts=", folder, *flags]
+    return launcher.python(*words, check=False, timeout=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", 2, "--dist", "load"]])
-def test_rows_of_all_workers_arrive_in_one_file(tmp_path, workers):
+def test_rows_of_all_workers_arrive_in_one_file(launcher, tmp_path, workers):
     (tmp_path / "test_topologies.py").write_text(CHECKS)
-    done = run_pytest(tmp_path, *workers, "--report", "own.md")
+    done = run_pytest(launcher, *workers, "--report", "own.md")
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     text = (tmp_path / "own.md").read_text()
     assert f"torch {torch.__version__.partition('+')[0]}" in text
@@ -81,8 +77,8 @@ def test_rows_of_all_workers_arrive_in_one_file(tmp_path, workers):
 
 
 @pytest.mark.slow
-def test_without_a_topology_there_is_no_report(tmp_path):
+def test_without_a_topology_there_is_no_report(launcher, tmp_path):
     (tmp_path / "test_other.py").write_text("def test_nothing():\n    pass\n")
-    done = run_pytest(tmp_path)
+    done = run_pytest(launcher)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(tmp_path.glob("*.md"))

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, free_port
+from conftest import ROOT
 
 from utils.stalls import UNKNOWN, describe, place_of
 
@@ -76,54 +76,40 @@ class Lines(threading.Thread):
 
 
 @pytest.mark.slow
-def test_a_loop_a_stopped_process_and_another_collective_are_named(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", ROOT / "accelerate_configs" / "cpu_ddp.yaml"]
-    command += ["--main_process_port", free_port(), tmp_path / "program.py", ROOT]
-    process = subprocess.Popen(
-        list(map(str, command)),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+def test_a_loop_a_stopped_process_and_another_collective_are_named(launcher):
+    folder = launcher.folder
+    (folder / "program.py").write_text(PROGRAM)
+    process = launcher.start("cpu_ddp", ROOT, script=folder / "program", stderr=subprocess.STDOUT)
+    lines = Lines(process)
+    host = r"on \S+"
+    at = r"at program.py:{} in step {}"
+    waits = rf"rank {{}} {host} waits in {{}} {at} since \d+ s for rank {{}} {host}, "
+    lines.wait_for(
+        "warning: "
+        + waits.format(0, "all_reduce", line_with("# first"), 7, 1)
+        + r"which is at program.py:\d+ in step 7 since \d+ s\n"
     )
-    try:
-        lines = Lines(process)
-        host = r"on \S+"
-        at = r"at program.py:{} in step {}"
-        waits = rf"rank {{}} {host} waits in {{}} {at} since \d+ s for rank {{}} {host}, "
-        lines.wait_for(
-            "warning: "
-            + waits.format(0, "all_reduce", line_with("# first"), 7, 1)
-            + r"which is at program.py:\d+ in step 7 since \d+ s\n"
-        )
-        (tmp_path / "first").touch()
-        lines.wait_for("rank 1 goes on")
-        lines.wait_for(
-            "warning: "
-            + waits.format(1, "backward", line_with("# backward"), 8, 0)
-            + "whose process is stopped or gone; it was last seen "
-            + at.format(line_with("# second"), 8)
-        )
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)
-        both = (
-            rf"rank 0 {host} waits in all_reduce {at.format(line_with('# third'), 9)} since \d+ s, "
-            rf"its collective \d+; rank 1 {host} waits in barrier "
-            rf"{at.format(line_with('# other'), 9)} since \d+ s, its collective \d+"
-        )
-        lines.wait_for(f"warning: the ranks wait for each other: {both}")
-        process.wait(60)
-        lines.join(10)
-        assert re.search(
-            rf"error: rank \d {host} lost .*; the ranks wait for each other: {both}", lines.text
-        )
-        assert lines.text.count("warning: ") == 3
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+    (folder / "first").touch()
+    lines.wait_for("rank 1 goes on")
+    lines.wait_for(
+        "warning: "
+        + waits.format(1, "backward", line_with("# backward"), 8, 0)
+        + "whose process is stopped or gone; it was last seen "
+        + at.format(line_with("# second"), 8)
+    )
+    os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
+    both = (
+        rf"rank 0 {host} waits in all_reduce {at.format(line_with('# third'), 9)} since \d+ s, "
+        rf"its collective \d+; rank 1 {host} waits in barrier "
+        rf"{at.format(line_with('# other'), 9)} since \d+ s, its collective \d+"
+    )
+    lines.wait_for(f"warning: the ranks wait for each other: {both}")
+    process.wait(60)
+    lines.join(10)
+    assert re.search(
+        rf"error: rank \d {host} lost .*; the ranks wait for each other: {both}", lines.text
+    )
+    assert lines.text.count("warning: ") == 3
 
 
 def place(**changes):
