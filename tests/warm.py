@@ -178,8 +178,9 @@ def receive(connection: socket.socket, length: int) -> bytes:
 
 def serve(connection: socket.socket) -> dict:
     """Fork a process for each request, until the other end is closed. Returns in the forks only."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # of the group; this one ends with its connection
+    # Those of the group are for the forks; this one ends with its connection.
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
@@ -198,6 +199,8 @@ def serve(connection: socket.socket) -> dict:
                 time.sleep(0.0005)
             for descriptor, stream in enumerate(streams):
                 os.dup2(stream, descriptor)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             connection.sendall(os.getpid().to_bytes(LENGTH, "big"))
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             connection.detach()
@@ -211,9 +214,6 @@ def become(request: dict) -> None:
     """Make this fork what a new interpreter is before it runs the program."""
     if request["session"]:
         os.setsid()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     os.environ.clear()
