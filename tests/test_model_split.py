@@ -20,7 +20,8 @@ import several
 import torch
 import torchvision
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
+from torchvision.models.resnet import Bottleneck, ResNet, resnet50
 
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
@@ -45,8 +46,21 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved")
 MICRO_BATCHES = 6
 
 FILE = Path(__file__).with_suffix("")
-# Half of the channels in each block, to be faster.
-NARROW = functools.partial(torchvision.models.resnet50, width_per_group=32)
+
+
+class ThinBlock(Bottleneck):
+    expansion = 1
+
+
+class NarrowResNet(ResNet):
+    """A ResNet-50 of 32 to 128 channels instead of 256 to 2048, to be faster."""
+
+    def __init__(self, num_classes=1000, norm_layer=None):
+        super().__init__(ThinBlock, [3, 4, 6, 3], num_classes, norm_layer=norm_layer)
+        self.fc = torch.nn.Linear(self.inplanes, num_classes)
+
+    def _make_layer(self, block, planes, *more, **options):
+        return super()._make_layer(block, max(32, planes // 4), *more, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +68,7 @@ def _narrow_on_one_thread(monkeypatch):
     """Other tests run at the same time: a second thread would make this one slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(torchvision.models, "resnet50", NARROW)
+    monkeypatch.setattr(torchvision.models, "resnet50", NarrowResNet)
     yield
     torch.set_num_threads(threads)
 
@@ -72,7 +86,7 @@ def load(data, accelerator, copy_index=0, copies=1, micro_batches=MICRO_BATCHES,
 
 
 def reference(norm, copies, data, accelerator):
-    """Gradients and buffers of the whole model, by plain autograd in float64.
+    """Gradients, buffers and then the test loss of the whole model, by plain autograd in float64.
 
     With GroupNorm, all samples go through the model at once. With BatchNorm, the micro-batches go
     one after another, and the buffers are the mean over the copies.
@@ -96,7 +110,11 @@ def reference(norm, copies, data, accelerator):
                 gradients[name] = gradients.get(name, 0) + parameter.grad
         for name, buffer in whole.named_buffers():
             buffers[name] = buffers.get(name, 0) + buffer / copies
-    return gradients, buffers
+    whole.load_state_dict(buffers, strict=False)
+    with torch.no_grad():
+        logits = whole.eval()(model_split.to_input(data.images, torch.float64))
+    test_loss = torch.nn.functional.cross_entropy(logits, data.labels).item()
+    return gradients, buffers, test_loss
 
 
 def random_images(copies: int) -> LabelledImages:
@@ -111,13 +129,13 @@ def random_images(copies: int) -> LabelledImages:
     return LabelledImages(images, torch.arange(num_samples) % 4, ["a", "b", "c", "d"])
 
 
+@torch.no_grad()
 def stage_shapes(resnet, blocks: list[list[str]]) -> list[torch.Tensor]:
     """What the script learns by measuring: the input of the first stage and the output of each."""
-    on_meta = copy.deepcopy(resnet).to("meta")
-    examples = [torch.zeros(1, 1, 28, 28, dtype=torch.uint8, device="meta")]
+    examples = [torch.zeros(1, 1, 28, 28, dtype=torch.uint8)]
     for names in blocks:
-        examples.append(Stage(on_meta, names).eval()(examples[-1]).detach())
-    return examples
+        examples.append(Stage(resnet, names).eval()(examples[-1]))
+    return [example.to("meta") for example in examples]
 
 
 def largest_difference(tensors, expected) -> float:
@@ -137,8 +155,11 @@ def differences(accelerator, schedule, norm, num_stages) -> dict[str, float]:
     copies = max(1, accelerator.num_processes // num_stages)
     data = random_images(copies)
     if (norm, copies) not in REFERENCES:
-        REFERENCES[norm, copies] = reference(norm, copies, data, accelerator)
-    gradients, buffers = REFERENCES[norm, copies]
+        computed = [None]
+        if accelerator.is_main_process:
+            computed = [reference(norm, copies, data, accelerator)]
+        (REFERENCES[norm, copies],) = broadcast_object_list(computed)
+    gradients, buffers, test_loss = REFERENCES[norm, copies]
 
     resnet = copy.deepcopy(seeded_resnet(norm))
     num_virtual = num_stages * (2 if schedule == "interleaved" else 1)
@@ -180,11 +201,6 @@ def differences(accelerator, schedule, norm, num_stages) -> dict[str, float]:
     assert result["samples"] == len(data)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
-    whole = copy.deepcopy(seeded_resnet(norm)).eval()
-    whole.load_state_dict(buffers, strict=False)
-    with torch.no_grad():
-        logits = whole(model_split.to_input(data.images, torch.float64))
-    test_loss = torch.nn.functional.cross_entropy(logits, data.labels).item()
     return {
         "gradients": max(gradient for gradient, _, _ in everyone),
         "buffers": max(buffer for _, buffer, _ in everyone),
@@ -437,6 +453,8 @@ def test_stages_have_the_names_and_the_numbers_of_torchvision():
     resnet = make_resnet(7).eval()
     fresh = torchvision.models.resnet50(num_classes=7)
     assert list(Stage(resnet, BLOCKS).state_dict()) == list(fresh.state_dict())
+    with torch.device("meta"):
+        assert list(fresh.state_dict()) == list(resnet50(num_classes=7).state_dict())
     first, last = Stage(resnet, BLOCKS[:9]), Stage(resnet, BLOCKS[9:])
     assert not first.state_dict().keys() & last.state_dict().keys()
     fresh.load_state_dict(first.state_dict() | last.state_dict(), strict=True)
@@ -489,7 +507,7 @@ def test_measuring_sees_what_autograd_keeps_and_leaves_the_blocks_alone():
     num_parameters = sum(parameter.numel() for parameter in resnet.parameters())
     assert sum(cost.parameters for cost in costs.values()) == num_parameters
     assert all(cost.time_s > 0 for cost in costs.values())
-    assert costs["layer2.3"].output.shape == (4, 512, 4, 4)
+    assert costs["layer2.3"].output.shape == (4, 32, 4, 4)
 
     kept, weights = {}, {p.untyped_storage().data_ptr() for p in resnet.parameters()}
 
@@ -563,7 +581,7 @@ def print_differences(*numbers_of_stages: int):
 
 def main():
     """As several.py, but with the narrow model; the first "run" may be `differences 4 2`."""
-    torchvision.models.resnet50 = NARROW
+    torchvision.models.resnet50 = NarrowResNet
     if sys.argv[2].startswith("differences"):
         print_differences(*map(int, sys.argv.pop(2).split()[1:]))
     several.main()
