@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from conftest import MNIST, ROOT
 from PIL import Image
 from torch import nn
+from torchvision.models.resnet import Bottleneck
 
 from scripts import resnet50
 from utils import images
@@ -26,13 +27,13 @@ from utils.checkpoint import load_pretrained, read_checkpoint
 from utils.data import load_splits
 from utils.loader import GlobalSampler
 
-# As several.py, but with 4 blocks instead of 16, and in float64: there "equal" and "close" differ.
-IN_FLOAT64 = """
+# As several.py, after a change that one of the functions below makes.
+CHANGED = """
 import sys
 sys.path.insert(0, {tests!r})
 import several
 import test_resnet50
-test_resnet50.use_float64(setattr)
+test_resnet50.{change}
 several.main()
 """
 RECIPE = ["--mixup", 0.2, "--cutmix", 1, "--trivial_augment", "--erase", 0.2, "--flip", 0.5]
@@ -60,16 +61,27 @@ def tiny_mnist(small_mnist, tmp_path_factory):
     return make_tiny_mnist(small_mnist, tmp_path_factory)
 
 
+def changed(launcher, change):
+    """The path of a script, as the launcher takes it."""
+    path = launcher.folder / "changed"
+    path.with_suffix(".py").write_text(CHANGED.format(tests=str(ROOT / "tests"), change=change))
+    return path
+
+
 def use_4_blocks(setattr):
+    """4 blocks instead of 16, and half or less of the channels."""
     init = torchvision.models.ResNet.__init__
 
     def init_with_4_blocks(self, block, _, *more, **options):
+        options["width_per_group"] = 16
         init(self, block, [1] * 4, *more, **options)
 
     setattr(torchvision.models.ResNet, "__init__", init_with_4_blocks)
+    setattr(Bottleneck, "expansion", 2)
 
 
 def use_float64(setattr, blocks=4):
+    """There "equal" and "close" differ."""
     if blocks == 4:
         use_4_blocks(setattr)
     setattr(resnet50, "TEST_BATCH_SIZE", 64)
@@ -101,13 +113,13 @@ def test_two_processes_are_one_with_two_accumulation_steps_and_resume_bitwise(
     launcher, tiny_mnist, in_float64
 ):
     """Losses, weights, running statistics, moving average; then a resume after update 2 of 4."""
-    (launcher.folder / "in_float64.py").write_text(IN_FLOAT64.format(tests=str(ROOT / "tests")))
     flags = ["--dataset", tiny_mnist, "--batch_size", 16, "--max_steps", 4]
     flags += ["--log_every", 1, "--checkpoint_every", 2, *RECIPE]
     one, two, resumed = (launcher.folder / name for name in ("one", "two", "resumed"))
     again = ["--back_to", two, 2, resumed, *flags, "--resume", "--output_dir", resumed]
     words = several.words("resnet50", [*flags, "--output_dir", two], again)
-    launcher("cpu_ddp", *words, script=launcher.folder / "in_float64", timeout=300)
+    script = changed(launcher, "use_float64(setattr)")
+    launcher("cpu_ddp", *words, script=script, timeout=300)
     accumulated = ["--gradient_accumulation_steps", 2, "--output_dir", one]
     assert several.run("resnet50", [*flags, *accumulated]) is None
     assert [line["split"] for line in lines(two)] == ["train"] * 3 + ["test", "train", "test"]
@@ -535,13 +547,13 @@ def test_the_default_model_has_the_same_losses_on_2_x_2_as_on_1_x_4(
     """All 16 blocks. Where the untrained model sees next to nothing of the images, the gradients
     are amplified rounding, and another order of the sums is another run from update 2 on."""
     use_float64(monkeypatch.setattr, blocks=16)
-    program = IN_FLOAT64.format(tests=str(ROOT / "tests")).replace("(setattr)", "(setattr, 16)")
-    (launcher.folder / "in_float64.py").write_text(program)
     flags = ["--dataset", tiny_mnist, "--batch_size", 16, "--max_steps", 3, "--log_every", 1]
+    flags += ["--max_test_samples", 3]
     one, two = launcher.folder / "one", launcher.folder / "two"
     own = ["--gradient_accumulation_steps", 2, "--output_dir", two]
     words = several.words("resnet50", [*flags, *own])
-    launcher("cpu_ddp", *words, script=launcher.folder / "in_float64", timeout=300)
+    script = changed(launcher, "use_float64(setattr, 16)")
+    launcher("cpu_ddp", *words, script=script, timeout=300)
     own = ["--gradient_accumulation_steps", 4, "--output_dir", one]
     try:
         assert several.run("resnet50", [*flags, *own]) is None
@@ -606,14 +618,14 @@ def test_a_broken_file_on_one_process_is_named_and_ends_both(launcher):
 
 @pytest.mark.slow
 def test_the_default_run_reads_digits(launcher):
-    """A shorter one: 50 updates, and 500 of the test images."""
+    """A shorter one: 32 updates, and 200 of the test images."""
     data = launcher.folder / "data"
     data.mkdir()
     train, test = (f"{split}-00000-of-00001.parquet" for split in ("train", "test"))
     (data / train).symlink_to(MNIST / train)
-    table = pyarrow.parquet.read_table(MNIST / test).slice(0, 500)
+    table = pyarrow.parquet.read_table(MNIST / test).slice(0, 200)
     pyarrow.parquet.write_table(table, data / test)
-    flags = ["--dataset", data, "--max_steps", 50, "--output_dir", "run"]
+    flags = ["--dataset", data, "--max_steps", 32, "--output_dir", "run"]
     done = launcher("cpu", *flags, script="resnet50", timeout=600, cold=True)
     assert "leaked" not in done.stderr  # triton's word for what it finds frozen at the end
     run = launcher.folder / "run"
