@@ -618,14 +618,14 @@ def test_a_broken_file_on_one_process_is_named_and_ends_both(launcher):
 
 @pytest.mark.slow
 def test_the_default_run_reads_digits(launcher):
-    """A shorter one: 32 updates, and 200 of the test images."""
+    """A shorter one: 36 updates, and 200 of the test images."""
     data = launcher.folder / "data"
     data.mkdir()
     train, test = (f"{split}-00000-of-00001.parquet" for split in ("train", "test"))
     (data / train).symlink_to(MNIST / train)
     table = pyarrow.parquet.read_table(MNIST / test).slice(0, 200)
     pyarrow.parquet.write_table(table, data / test)
-    flags = ["--dataset", data, "--max_steps", 32, "--output_dir", "run"]
+    flags = ["--dataset", data, "--max_steps", 36, "--output_dir", "run"]
     done = launcher("cpu", *flags, script="resnet50", timeout=600, cold=True)
     assert "leaked" not in done.stderr  # triton's word for what it finds frozen at the end
     run = launcher.folder / "run"

@@ -100,6 +100,8 @@ def test_a_fork_ends_by_a_signal_and_an_error_as_a_new_interpreter_does(launcher
 def test_what_an_import_may_read_starts_a_new_interpreter(launcher, monkeypatch):
     code = "import sys; print('torch' in sys.modules)"
     assert launcher.python("-c", code).stdout == "True\n"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp")  # torch sets it in the tests' process
+    assert launcher.python("-c", code).stdout == "True\n"
     monkeypatch.setenv("TORCH_LOGS", "")
     assert launcher.python("-c", code).stdout == "False\n"
 
