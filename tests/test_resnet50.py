@@ -73,7 +73,7 @@ def use_4_blocks(setattr):
     init = torchvision.models.ResNet.__init__
 
     def init_with_4_blocks(self, block, _, *more, **options):
-        options["width_per_group"] = 16
+        options.setdefault("width_per_group", 16)
         init(self, block, [1] * 4, *more, **options)
 
     setattr(torchvision.models.ResNet, "__init__", init_with_4_blocks)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import fsdp_on_cpu
 import pytest
@@ -24,7 +23,7 @@ import torch
 import torchvision
 import yaml
 from conftest import ROOT
-from test_model_split import NARROW
+from test_model_split import NarrowResNet
 from test_parity import TOLERANCE, compare, result
 from test_resnet50 import make_tiny_mnist, use_4_blocks
 
@@ -138,17 +137,15 @@ def main():
     """
     script, dtype = sys.argv[1:3]
     del sys.argv[1:3]
-    own_init = torchvision.models.ResNet.__init__
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        if script == "resnet50":
-            use_4_blocks(setattr)
-            several.load(script, ROOT / "scripts" / "resnet50.py").main()
-        else:
-            with mock.patch.object(torchvision.models, "resnet50", NARROW):
-                several.load(script, ROOT / "scripts" / "model_split.py").main()
+        with pytest.MonkeyPatch.context() as patch:
+            if script == "resnet50":
+                use_4_blocks(patch.setattr)
+            else:
+                patch.setattr(torchvision.models, "resnet50", NarrowResNet)
+            several.load(script, ROOT / "scripts" / f"{script}.py").main()
     finally:
-        torchvision.models.ResNet.__init__ = own_init
         torch.set_default_dtype(torch.float32)
 
 
