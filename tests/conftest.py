@@ -234,6 +234,19 @@ def small_mnist(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_mnist(small_mnist, tmp_path_factory) -> Path:
+    """50 training and 23 test images, for ResNet-50."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("tiny_mnist")
+    for split, rows in (("train", 50), ("test", 23)):
+        files = str(small_mnist / f"{split}-00000-of-00001.parquet")
+        data = datasets.Dataset.from_parquet(files, cache_dir=str(folder / "cache"))
+        data.select(range(rows)).to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
+    return folder / "data"
+
+
 @pytest.fixture
 def train(small_mnist, tmp_path, monkeypatch, home):
     """Runs mnist_mlp's main in this process and returns its exit code.

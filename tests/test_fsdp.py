@@ -65,11 +65,6 @@ def main():
 
 
 @pytest.fixture(scope="module")
-def tiny_mnist(small_mnist, tmp_path_factory):
-    return test_resnet50.make_tiny_mnist(small_mnist, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
 def runs(shared_launcher, small_mnist, tiny_mnist):
     """The folder with the runs of one process, of two that shard, and of those that change."""
     folder = shared_launcher.folder

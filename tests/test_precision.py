@@ -22,11 +22,6 @@ COMPILED = 'distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: "-1,-1"\n'
 COMPILED += "dynamo_config:\n  dynamo_backend: EAGER\n"
 
 
-@pytest.fixture(scope="module")
-def tiny_mnist(small_mnist, tmp_path_factory):
-    return test_resnet50.make_tiny_mnist(small_mnist, tmp_path_factory)
-
-
 def losses(run, split="train"):
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if line["split"] == split]

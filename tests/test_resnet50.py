@@ -44,23 +44,6 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def make_tiny_mnist(small_mnist, tmp_path_factory):
-    """50 training and 23 test images."""
-    import datasets
-
-    folder = tmp_path_factory.mktemp("tiny_mnist")
-    for split, rows in (("train", 50), ("test", 23)):
-        files = str(small_mnist / f"{split}-00000-of-00001.parquet")
-        data = datasets.Dataset.from_parquet(files, cache_dir=str(folder / "cache"))
-        data.select(range(rows)).to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
-    return folder / "data"
-
-
-@pytest.fixture(scope="module")
-def tiny_mnist(small_mnist, tmp_path_factory):
-    return make_tiny_mnist(small_mnist, tmp_path_factory)
-
-
 def changed(launcher, change):
     """The path of a script, as the launcher takes it."""
     path = launcher.folder / "changed"

@@ -13,7 +13,7 @@ from accelerate.tracking import GeneralTracker
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from utils import launch
+from utils import launch, tracking
 from utils.loader import GlobalLoader
 from utils.run import Run, is_better, which_is_better
 from utils.signals import EXIT_REQUEUE, StopSignal
@@ -76,8 +76,10 @@ class Regression:
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Runs a script in tmp_path/<folder>; returns its exit code."""
+def start(tmp_path, monkeypatch):
+    """Runs a script in tmp_path/<folder>; returns its exit code. No curves.png: most of a test's
+    time would go there."""
+    monkeypatch.setattr(tracking, "plot_curves", lambda *_: None)
 
     def start(script, folder="run", options=None, **changes):
         try:

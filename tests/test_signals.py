@@ -308,27 +308,11 @@ def read(terminal: int) -> bytes:
         return b""
 
 
-def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher):
+def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher, monkeypatch):
     """The script itself ends with 75. `accelerate launch` turns every failure into 1."""
-    launcher.start  # noqa: B018  for its clean-up
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            ROOT / "scripts" / "mnist_mlp.py",
-            "--dataset",
-            small_mnist,
-            *map(str, FLAGS),
-            "--num_epochs",
-            "500",
-        ],
-        cwd=launcher.folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "HF_HOME": str(launcher.home), "CUDA_VISIBLE_DEVICES": "-1"},
-    )
-    launcher.processes.append(process)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 500]
+    process = launcher.start_python(ROOT / "scripts" / "mnist_mlp.py", *flags)
     wait_for_line(process, "step 100/")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)

@@ -8,7 +8,7 @@ from conftest import ROOT
 # The least that each does; the others' --dataset is set below.
 FLAGS = {
     "mnist_mlp": ["--max_steps", 2, "--batch_size", 64],
-    "resnet50": ["--max_steps", 1, "--batch_size", 4, "--max_test_samples", 5],
+    "resnet50": ["--max_steps", 1, "--batch_size", 4],
     "gradient_accumulation": ["--max_steps", 1, "--batch_size", 64, "--compare"],
     "model_split": ["--max_steps", 1, "--batch_size", 8, "--norm", "group"],
     "ddp_from_scratch": ["--num_epochs", 1, "--algorithm", "ring"],
@@ -20,6 +20,7 @@ FLAGS = {
 NO_IMAGES = {"collectives", "averaging"}
 SEVERAL_PROCESSES = {"averaging", "async_sgd"}  # their own tests run them on one
 TRAINING = {"mnist_mlp", "resnet50", "gradient_accumulation", "model_split"}
+RESNETS = {"resnet50", "model_split"}  # they test on 23 images
 
 
 def test_every_script_is_here():
@@ -31,10 +32,10 @@ CASES += [(script, "cpu_ddp") for script in FLAGS]
 
 
 @pytest.mark.parametrize(("script", "config"), CASES)
-def test_a_script_runs(launcher, small_mnist, script, config):
+def test_a_script_runs(launcher, small_mnist, tiny_mnist, script, config):
     flags = list(FLAGS[script])
     if script not in NO_IMAGES:
-        flags += ["--dataset", small_mnist]
+        flags += ["--dataset", tiny_mnist if script in RESNETS else small_mnist]
     runs_here = script != "dp_from_scratch" or config == "cpu"
     done = launcher(config, *flags, "--output_dir", "run", script=script, check=runs_here)
     run = launcher.folder / "run"
@@ -58,5 +59,5 @@ def test_a_script_runs(launcher, small_mnist, script, config):
     if script in TRAINING:
         summary = json.loads((run / "summary.json").read_text())
         assert summary["step"] == FLAGS[script][1]
-        assert summary["test_samples"] == (5 if script == "resnet50" else 203)
+        assert summary["test_samples"] == (23 if script in RESNETS else 203)
         assert (run / "model.safetensors").stat().st_size > 1000

@@ -25,7 +25,7 @@ import yaml
 from conftest import ROOT
 from test_model_split import NarrowResNet
 from test_parity import TOLERANCE, compare, result
-from test_resnet50 import make_tiny_mnist, use_4_blocks
+from test_resnet50 import use_4_blocks
 
 from utils.checkpoint import read_checkpoint
 from utils.console import plural
@@ -282,13 +282,8 @@ class Launches:
 
 
 @pytest.fixture(scope="module")
-def tiny(small_mnist, tmp_path_factory) -> Path:
-    return make_tiny_mnist(small_mnist, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def launches(shared_launcher, small_mnist, tiny):
-    return Launches(shared_launcher, small_mnist, tiny)
+def launches(shared_launcher, small_mnist, tiny_mnist):
+    return Launches(shared_launcher, small_mnist, tiny_mnist)
 
 
 @pytest.fixture
