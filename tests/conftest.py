@@ -196,17 +196,25 @@ def shared_launcher(tmp_path_factory, home):
     launcher.end()
 
 
-@pytest.fixture
-def hosts(tmp_path, home):
-    """Two machines, as in hosts.py; skips with the reason where they cannot be made."""
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory, home):
+    """For all tests of a module: what forks on a host takes seconds to start."""
     from hosts import Hosts
 
     try:
-        hosts = Hosts(tmp_path, home)
+        hosts = Hosts(tmp_path_factory.mktemp("hosts"), home)
     except OSError as reason:
         pytest.skip(str(reason))
     yield hosts
     hosts.remove()
+
+
+@pytest.fixture
+def hosts(two_hosts, tmp_path):
+    """Two machines, as in hosts.py; skips with the reason where they cannot be made."""
+    two_hosts.folder = tmp_path
+    yield two_hosts
+    two_hosts.clear()
 
 
 @pytest.fixture

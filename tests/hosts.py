@@ -92,7 +92,7 @@ class Hosts:
         with open(self.folder / (log or f"{NAMES[host]}.log"), "w") as file:
             process = Popen(
                 [str(word) for word in command],
-                nursery=self.nursery(host, variables),
+                nursery=self.nursery(host),
                 cwd=cwd or self.folder,
                 env=variables,
                 stdin=subprocess.DEVNULL,
@@ -102,7 +102,7 @@ class Hosts:
         self.processes.append(process)
         return process
 
-    def nursery(self, host: int, variables: dict) -> Nursery:
+    def nursery(self, host: int) -> Nursery:
         """The process on a host that forks what is started there. All are made when the first is
         asked for: one machine does not start seconds after another."""
         hosts = [host] if self.nurseries else range(len(self.spaces))
@@ -110,7 +110,7 @@ class Hosts:
             if each not in self.nurseries or self.nurseries[each].process.poll() is not None:
                 words = ["ip", "netns", "exec", self.spaces[each], "unshare", "--uts", "sh", "-c"]
                 words += ['hostname "$0"; exec "$@"', NAMES[each]]
-                self.nurseries[each] = Nursery.start(variables, words)
+                self.nurseries[each] = Nursery.start(environment(self.home), words)
         return self.nurseries[host]
 
     def launch(
@@ -206,6 +206,17 @@ class Hosts:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+    def clear(self):
+        """End what runs on the hosts, and have them as they were at first."""
+        for host in range(len(self.spaces)):
+            while self.pids(host):
+                self.kill(host)
+        for process in self.processes:
+            process.wait(10)
+        self.processes.clear()
+        self.plug("up")
+        self.write_etc_hosts(ADDRESSES)
 
     def remove(self):
         for nursery in self.nurseries.values():

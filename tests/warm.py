@@ -50,6 +50,7 @@ IMPORTS = (
 RUNTIME = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "RANK")
 RUNTIME += ("WORLD_SIZE", "OMP_NUM_THREADS", "FORK_LAUNCH_PARAMS", "COLUMNS", "PYTEST_", "TRAIN_")
 RUNTIME += ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "KMP_")
+RUNTIME += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PYTHONUNBUFFERED")
 # What torch and this project leave in the environment of the tests, when these call them.
 RUNTIME += ("TORCHINDUCTOR_CACHE_DIR", "KINETO_LOG_LEVEL")
 RANK = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"}  # one of them is set by each launcher
