@@ -18,7 +18,7 @@ import shlex
 import shutil
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -62,10 +62,12 @@ def run(script: str, flags: list) -> int | None:
     path = Path(script) if script.endswith(".py") else ROOT / "scripts" / f"{script}.py"
     own_argv, sys.argv = sys.argv, [str(path), *map(str, flags)]
     module = load(script, path)
-    tracking = sys.modules.get("utils.tracking")
     gc.freeze()  # what was imported is not collected below, which takes half a second
     try:
-        with mock.patch.object(tracking, "plot_curves") if tracking else nullcontext():
+        with ExitStack() as patches:
+            for name, each in list(sys.modules.items()):
+                if name.endswith(".tracking") and hasattr(each, "plot_curves"):  # ours, or a copy
+                    patches.enter_context(mock.patch.object(each, "plot_curves"))
             module.main()
         return None
     except SystemExit as stopped:

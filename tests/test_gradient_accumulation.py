@@ -237,7 +237,7 @@ def test_batch_norm_breaks_the_equality_and_layer_norm_keeps_it(train, small_mni
 @pytest.mark.slow
 def test_peak_memory_falls(launcher):
     """In this order: memory that the first run leaves would make the peak of the second smaller."""
-    flags = ["--batch_size", 16384, "--max_steps", 2, "--log_every", 1]
+    flags = ["--batch_size", 8192, "--max_steps", 2, "--log_every", 1]
     runs = [
         [*flags, "--gradient_accumulation_steps", steps, "--output_dir", f"k{steps}"]
         for steps in (8, 1)
