@@ -207,11 +207,14 @@ class Hosts:
             except ProcessLookupError:
                 continue
 
+    def empty(self, host: int):
+        while self.pids(host):
+            self.kill(host)
+
     def clear(self):
         """End what runs on the hosts, and have them as they were at first."""
         for host in range(len(self.spaces)):
-            while self.pids(host):
-                self.kill(host)
+            self.empty(host)
         for process in self.processes:
             process.wait(10)
         self.processes.clear()
@@ -224,8 +227,7 @@ class Hosts:
             nursery.process.wait()
         for host, space in enumerate(self.spaces):
             try:
-                while self.pids(host):
-                    self.kill(host)
+                self.empty(host)
                 ip("netns", "delete", space)  # and the cable with it
             except OSError:  # not made
                 pass

@@ -12,7 +12,6 @@ import safetensors.torch
 import several
 import test_resnet50
 import torch
-import torchvision
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from conftest import ROOT
@@ -20,7 +19,6 @@ from test_resnet50 import lines
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from scripts import resnet50
 from utils.checkpoint import read_checkpoint
 from utils.fsdp import moving_average
 
@@ -39,17 +37,8 @@ RESNET += ["--ema_decay", 0.9, "--warmup_epochs", 0, "--num_workers", 0, *CHECKP
 
 
 def use_small_resnet(setattr):
-    """That of test_resnet50.py, with fewer channels: what is saved and sent is a quarter. Without
-    the pictures, which take longer than the training."""
     test_resnet50.use_float64(setattr)
-    for draw in ("plot_confusion", "save_picture"):
-        setattr(resnet50, draw, lambda *_: None)
-    init = torchvision.models.ResNet.__init__
-
-    def init_with_few_channels(self, *args, **options):
-        init(self, *args, **{**options, "width_per_group": 8})
-
-    setattr(torchvision.models.ResNet, "__init__", init_with_few_channels)
+    test_resnet50.draw_nothing(setattr)
 
 
 def main():

@@ -173,18 +173,14 @@ def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
         gradients.collect()
 
 
-# As several.py, with a ResNet-50 of 4 blocks instead of 16 and fewer channels, 3 million weights
-# instead of 24, and without its pictures.
+# As several.py, with a small ResNet-50 and without its pictures.
 SMALL_RESNET = """
-import functools, sys
+import sys
 sys.path.insert(0, {tests!r})
 import several
 import test_resnet50
-import torchvision
-from scripts import resnet50
 test_resnet50.use_4_blocks(setattr)
-torchvision.models.resnet50 = functools.partial(torchvision.models.resnet50, width_per_group=8)
-resnet50.plot_confusion = resnet50.save_picture = lambda *_: None
+test_resnet50.draw_nothing(setattr)
 several.main()
 """
 COMMON = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 1]
