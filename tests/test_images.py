@@ -19,7 +19,6 @@ ONE = SimpleNamespace(
     num_processes=1,
     process_index=0,
     gradient_accumulation_steps=1,
-    gradient_state=SimpleNamespace(plugin_kwargs={}),
 )
 PHOTO = Image.linear_gradient("L").resize((120, 90))
 MIRRORED = PHOTO.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

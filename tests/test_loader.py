@@ -30,7 +30,7 @@ def fake_accelerator(processes=1, rank=0, accumulation=1, virtual_processes=0):
         num_processes=processes,
         process_index=rank,
         gradient_accumulation_steps=accumulation,
-        gradient_state=SimpleNamespace(plugin_kwargs={"virtual_processes": virtual_processes}),
+        virtual_processes=virtual_processes,
         reduce=lambda tensor, kind: tensor,
     )
 
@@ -244,7 +244,6 @@ from utils.loader import GlobalLoader
 
 accelerator = SimpleNamespace(
     device=torch.device("cpu"), num_processes=4, process_index=1, gradient_accumulation_steps=2,
-    gradient_state=SimpleNamespace(plugin_kwargs={}),
 )
 def peak_mib():
     with open("/proc/self/status") as file:

@@ -19,7 +19,6 @@ def accelerator():
         device=torch.device("cpu"),
         reduce=lambda tensor, kind: tensor,
         gather=lambda tensor: tensor,
-        gradient_state=SimpleNamespace(plugin_kwargs={}),
     )
 
 
@@ -44,7 +43,7 @@ def filled(accelerator, losses, step=0):
 
 
 def test_virtual_processes_have_the_sum_of_the_real_numbers_in_any_order(accelerator):
-    accelerator.gradient_state.plugin_kwargs["virtual_processes"] = 4
+    accelerator.virtual_processes = 4
     losses, weights = [1e17, 1.0, -1e17, 3.0], torch.tensor([1, 2, 1, 4])
     for order in ([0, 1, 2, 3], [3, 0, 1, 2], [1, 0, 2, 3]):
         stats = Metrics(accelerator)

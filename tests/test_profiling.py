@@ -104,6 +104,17 @@ def test_a_profile_changes_no_number_and_leaves_tests_out(train, tmp_path, capfd
     assert (counts["forward"], counts["backward"], counts["optimizer"]) == (6, 6, 3)
 
 
+@pytest.mark.parametrize(
+    "parts", [["--virtual_processes", 4], ["--gradient_accumulation_steps", 2]]
+)
+def test_a_profile_leaves_the_weights_their_bits_also_after_it_has_ended(train, tmp_path, parts):
+    flags = ["--batch_size", 100, "--max_steps", 22, *parts]
+    train("plain", *flags)
+    train("profiled", *flags, "--profile", 2)  # ends 10 updates before the run
+    plain, profiled = (tmp_path / name / "model.safetensors" for name in ("plain", "profiled"))
+    assert plain.read_bytes() == profiled.read_bytes()
+
+
 def test_too_few_updates_are_an_error_before_the_first(train, tmp_path, capfd):
     assert train("short", "--profile", 3, "--max_steps", 12) == 2
     sentence = "--profile 3 takes 13 updates, 10 of them to warm up, and this run has 12 to go"

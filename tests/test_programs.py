@@ -177,7 +177,6 @@ def test_weights_of_a_mean_are_those_of_the_words(small_mnist):
             device=torch.device("cpu"),
             num_processes=1,
             process_index=0,
-            gradient_state=SimpleNamespace(plugin_kwargs={}),
             reduce=lambda tensor, kind: tensor,
         )
         loader = GlobalLoader(

@@ -18,7 +18,6 @@ def fake_accelerator(processes=1, device="cpu", kind="NO", precision="no", fsdp_
         distributed_type=DistributedType(kind),
         is_fsdp2=kind == "FSDP" and fsdp_version == 2,
         mixed_precision=precision,
-        gradient_state=SimpleNamespace(plugin_kwargs={}),
         is_main_process=True,
         print=print,
     )

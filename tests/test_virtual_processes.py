@@ -64,7 +64,7 @@ class OneRank:
 
     def __init__(self, rank, world_size, number):
         self.process_index, self.num_processes = rank, world_size
-        self.gradient_state = SimpleNamespace(plugin_kwargs={"virtual_processes": number})
+        self.virtual_processes = number
         self.gradient_accumulation_steps = len(vp.own_leaves(self))
         self.device, self.init_handler, self.step = torch.device("cpu"), None, 0
 

@@ -1,6 +1,7 @@
 """Make the Accelerator for the topology that the config file asks for."""
 
 import argparse
+import contextlib
 import datetime
 import functools
 import gc
@@ -44,6 +45,29 @@ from .topology import check_environment, check_topology, same_on_all, wants_cpu
 from .virtual_processes import use_virtual_processes
 
 
+class TrainingAccelerator(Accelerator):
+    """Accelerate's Accelerator, and what the features of a run attach to it.
+
+    virtual_processes: as --virtual_processes asked for; 0: off.
+    around_backward: functions that return a context manager, entered around every backward pass,
+        the last one outermost. Who attaches to `backward` appends to this list and removes its own
+        entry: a method replaced on the object, which the next one replaces again, cannot be put
+        back without undoing the others.
+    """
+
+    virtual_processes = 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.around_backward = []
+
+    def backward(self, loss, **kwargs):
+        with contextlib.ExitStack() as stack:
+            for around in reversed(self.around_backward):
+                stack.enter_context(around())
+            super().backward(loss, **kwargs)
+
+
 def make_accelerator(
     args: argparse.Namespace,
     cpu_threads: int | None = None,
@@ -51,7 +75,7 @@ def make_accelerator(
     log_with=None,
     find_unused_parameters: bool = False,
     kwargs_handlers=(),
-) -> Accelerator:
+) -> TrainingAccelerator:
     """The Accelerator for the topology in the config file, checked against what runs.
 
     Also seeds all generators, sets the number of CPU threads, and has a Ctrl-C, a lost peer and a
@@ -110,7 +134,7 @@ def make_accelerator(
     explain_lost_peers(can_resume=getattr(args, "resume", None) is not None)
     bind_gloo_to_the_route()
     try:
-        accelerator = Accelerator(
+        accelerator = TrainingAccelerator(
             # The launcher of several processes does not pass `use_cpu` on. Without it Accelerate
             # looks for GPUs, finds none, reports one process, and N processes train N models.
             cpu=wants_cpu() or not torch.accelerator.is_available(),

@@ -1,6 +1,7 @@
 """A profile of some updates: how long each part of an update takes, and a trace to look at."""
 
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -67,7 +68,8 @@ class Profiler:
         self.open = []  # the update and its part that are being recorded
         self.names = {}  # of all parts, in the order of their first occurrence
         self.unrecorded_s = []  # by update
-        accelerator.backward = self.phase("backward")(accelerator.backward)
+        self.around_backward = functools.partial(self.phase, "backward")
+        accelerator.around_backward.append(self.around_backward)
         self.hooks = []
         for model in models:
             self.hooks.append(model.register_forward_pre_hook(lambda *_: self._enter("forward")))
@@ -159,7 +161,7 @@ class Profiler:
             self._show(tables)
         for hook in self.hooks:
             hook.remove()
-        del self.accelerator.backward  # the method of the class is visible again
+        self.accelerator.around_backward.remove(self.around_backward)
         self.recorder = None
 
     def _show(self, tables: list[dict]) -> None:

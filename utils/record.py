@@ -3,6 +3,7 @@
 TRAIN_RECORD is a JSON object with the fields of `Settings`.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -87,7 +88,7 @@ class Recorder:
         self.has_ended = False
         for name, optimizer in checkpoints.optimizers.items():
             optimizer.register_step_pre_hook(functools.partial(self._before_step, name))
-        accelerator.backward = self._recorded(accelerator.backward)
+        accelerator.around_backward.append(self._record_gradients)
         self.modules = sorted(
             {
                 type(module).__name__
@@ -114,16 +115,13 @@ class Recorder:
         found = {name: value.detach().double().cpu() for name, value in values.items()}
         self.current["samples"][batch.micro_step]["values"] |= found
 
-    def _recorded(self, backward):
-        """`accelerator.backward`, then a record of the gradients if they are complete."""
-
-        def backward_and_record(*args, **kwargs):
-            backward(*args, **kwargs)
-            if self.current is not None and self.accelerator.sync_gradients:
-                for name, optimizer in self.checkpoints.optimizers.items():
-                    self.current["gradients"] |= self._gradients(name, optimizer)
-
-        return backward_and_record
+    @contextlib.contextmanager
+    def _record_gradients(self):
+        """Around a backward pass: after it, record the gradients if they are complete."""
+        yield
+        if self.current is not None and self.accelerator.sync_gradients:
+            for name, optimizer in self.checkpoints.optimizers.items():
+                self.current["gradients"] |= self._gradients(name, optimizer)
 
     def _gradients(self, name: str, optimizer) -> dict[str, torch.Tensor]:
         names = self.checkpoints.parameter_names

@@ -17,6 +17,7 @@ Source: EasyScale, M. Li et al., SC 2023, https://arxiv.org/abs/2208.14228, trai
 of a fixed number of logical workers; the tree is what makes their place irrelevant here.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from .console import plural, stop
 
 def virtual_processes(accelerator: Accelerator) -> int:
     """The number that --virtual_processes asked for; 0: none."""
-    return accelerator.gradient_state.plugin_kwargs.get("virtual_processes", 0)
+    return getattr(accelerator, "virtual_processes", 0)  # an Accelerator of your own has none
 
 
 def use_virtual_processes(accelerator: Accelerator, number: int, accumulation: int) -> None:
@@ -61,7 +62,7 @@ def use_virtual_processes(accelerator: Accelerator, number: int, accumulation: i
         torch.backends.cudnn.benchmark = False
         # Read when cuBLAS is first used: https://docs.nvidia.com/cuda/cublas (reproducibility).
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    accelerator.gradient_state.plugin_kwargs["virtual_processes"] = number
+    accelerator.virtual_processes = number
     accelerator.gradient_accumulation_steps = len(own_leaves(accelerator))
 
 
@@ -347,20 +348,20 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
     """
     tree = TreeSum(accelerator)
     sums = [GradientSum(model, tree) for model in models if any_trained(model)]
-    backward = accelerator.backward
     accumulation = accelerator.gradient_accumulation_steps
 
-    def backward_and_collect(loss, **kwargs):
+    @contextlib.contextmanager
+    def collect_gradients():
         # accelerator.backward divides by the accumulation steps, which are those of this process.
         accelerator.gradient_accumulation_steps = 1
         try:
-            backward(loss, **kwargs)
+            yield
         finally:
             accelerator.gradient_accumulation_steps = accumulation
         for each in sums:
             each.collect()
 
-    accelerator.backward = backward_and_collect
+    accelerator.around_backward.append(collect_gradients)
     return tree
 
 
