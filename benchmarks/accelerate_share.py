@@ -149,9 +149,7 @@ def measure(args) -> dict:
             compute_losses = resnet50_losses
             model, shape, classes = torchvision.models.resnet50(), (batch_size, 64, 64, 3), 1000
             model = model.to(memory_format=torch.channels_last)
-            optimizer = torch.optim.SGD(
-                model.parameters(), 1e-3, momentum=0.9, nesterov=True, fused=True
-            )
+            optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, nesterov=True, fused=True)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10**6)
         images = torch.randint(256, shape, dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
         labels = torch.randint(classes, (batch_size,), device=device)

@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint.py
 
-scripts/resnet50.py on random images, with a checkpoint every 4 updates: the time that training
-waits for one, divided by that of 100 updates. A checkpoint has 200 MB, with the momentum, and a
+scripts/resnet50.py on random images, with a checkpoint every 4 steps: the time that training
+waits for one, divided by that of 100 steps. A checkpoint has 200 MB, with the momentum, and a
 SHA-256 of each file, and is flushed to the disk (fsync). Instead: torch.save of the same states,
 which returns before the file is on the disk; and with an fsync after it.
 """
@@ -52,7 +52,7 @@ def torch_save(rounds: int) -> dict[str, list[float]]:
 
 
 def measure(args) -> dict:
-    measured = {"updates": {}, "script": {}, "instead": torch_save(args.rounds)}
+    measured = {"steps": {}, "script": {}, "instead": torch_save(args.rounds)}
     for name in args.sizes:
         size, batch = SIZES[name]
         flags = ["--synthetic", "--image_size", size, "--batch_size", batch]
@@ -60,29 +60,29 @@ def measure(args) -> dict:
         summary, _ = common.run_script("resnet50", *flags)
         checkpoints_s = summary["checkpoint_time_s"]
         measured["script"][name] = checkpoints_s / args.rounds
-        measured["updates"][name] = (summary["train_time_s"] - checkpoints_s) / summary["step"]
+        measured["steps"][name] = (summary["train_time_s"] - checkpoints_s) / summary["step"]
     return measured
 
 
 def report(measured) -> common.Report:
     columns = {
         "run": "{}",
-        "an update, s": "{:.3f}",
+        "a step, s": "{:.3f}",
         "way": "{}",
         "a checkpoint, s": "{:.2f}",
-        "of 100 updates": "{:.2%}",
+        "of 100 steps": "{:.2%}",
     }
     instead = {way: statistics.median(seconds) for way, seconds in measured["instead"].items()}
     rows, shares, goals = [], {}, []
-    for name, update_s in measured["updates"].items():
+    for name, step_s in measured["steps"].items():
         for way, save_s in {"script": measured["script"][name], **instead}.items():
-            share = save_s / (100 * update_s)
-            rows.append([name, update_s, way, save_s, share])
+            share = save_s / (100 * step_s)
+            rows.append([name, step_s, way, save_s, share])
             if way == "script":
-                what = f"Checkpoint of ResNet-50, {name}, of 100 updates"
+                what = f"Checkpoint of ResNet-50, {name}, of 100 steps"
                 goals.append(common.Goal(what, 100 * share, 5, "{:.1f} %"))
-        shares[name] = 100 * measured["script"][name] / (100 * update_s)
-    bars = common.Bars("ResNet-50: checkpoint, % of 100 updates", shares, goal=5, ours=len(shares))
+        shares[name] = 100 * measured["script"][name] / (100 * step_s)
+    bars = common.Bars("ResNet-50: checkpoint, % of 100 steps", shares, goal=5, ours=len(shares))
     return common.Report([common.table(columns, rows)], [bars], goals)
 
 

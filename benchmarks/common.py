@@ -58,9 +58,7 @@ class Report(NamedTuple):
 
 
 def make_parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
         help = f"turns of each way (default: {rounds})"
         parser.add_argument("--rounds", type=positive, default=rounds, help=help)
@@ -112,9 +110,7 @@ def table(columns: dict[str, str], rows: list) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def compare(
-    values: dict[str, list[float]], unit: str, base: str, format: str, **more: Callable
-) -> str:
+def compare(values: dict[str, list[float]], unit: str, base: str, format: str, **more: Callable) -> str:
     """A table of the ways: median, range and ratio to `base`; more: columns made of the median."""
     columns = {"way": "{}", f"median {unit}": format, "min": format, "max": format}
     columns[f"/ {base}"] = "{:.2f}"
@@ -173,9 +169,7 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
         return json.loads((folder / "summary.json").read_text()), lines
 
 
-def launch(
-    config: str, script: Path | str, *flags, launch_flags=(), timeout_s: float = 600
-) -> None:
+def launch(config: str, script: Path | str, *flags, launch_flags=(), timeout_s: float = 600) -> None:
     """`accelerate launch` of a script, as a user types it; its output only if it fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -196,9 +190,7 @@ def largest_difference(run: Path, reference: Path, without: tuple[str, ...] = ()
     """
     import safetensors.torch
 
-    weights, expected = (
-        safetensors.torch.load_file(folder / "model.safetensors") for folder in (run, reference)
-    )
+    weights, expected = (safetensors.torch.load_file(folder / "model.safetensors") for folder in (run, reference))
     return max(
         float((weights[name] - tensor).abs().max() / tensor.abs().max())
         for name, tensor in expected.items()
@@ -231,7 +223,7 @@ def write_idx(folder: Path) -> None:
 
     import torch
 
-    from utils.data import BUNDLED_MNIST, load_images
+    from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
 
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)

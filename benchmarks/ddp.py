@@ -3,7 +3,7 @@
     python benchmarks/ddp.py
 
 Two processes with a thread each, under accelerate_configs/cpu_ddp.yaml. In the same processes, an
-epoch of MNIST or a few updates of ResNet-50 on random images of 64 x 64 pixels: the unchanged
+epoch of MNIST or a few steps of ResNet-50 on random images of 64 x 64 pixels: the unchanged
 script, then a loop of torch.distributed alone, with DDP and `gradient_as_bucket_view`, that has the
 same model, optimizer, schedule and images, and neither logs, counts, nor looks for signals.
 Start-up, and the checkpoint at the script's end, are left out.
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts import mnist_mlp, resnet50
-from utils.data import BUNDLED_MNIST
+from utils.datasets.images_in_memory import BUNDLED_MNIST
 
 CONFIG = "cpu_ddp"
 
@@ -32,7 +32,7 @@ CONFIG = "cpu_ddp"
 def parse_args():
     parser = common.make_parser(__doc__, rounds=16)
     add = parser.add_argument
-    add("--steps", type=int, default=6, help="updates of ResNet-50 in a turn (default: 6)")
+    add("--steps", type=int, default=6, help="steps of ResNet-50 in a turn (default: 6)")
     add("--worker", help="for the processes that it launches: where to write")
     return parser.parse_args()
 
@@ -66,12 +66,8 @@ def raw_mnist(batch_size: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), 6e-3, weight_decay=0.1, fused=True)
     order = torch.randperm(len(data))
     parts = [batch.tensor_split(processes)[rank] for batch in order.split(batch_size)]
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 6e-3, len(parts), cycle_momentum=False
-    )
-    batches = (
-        (data.images.index_select(0, part), data.labels.index_select(0, part)) for part in parts
-    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, len(parts), cycle_momentum=False)
+    batches = ((data.images.index_select(0, part), data.labels.index_select(0, part)) for part in parts)
     return raw(model, optimizer, scheduler, batches)
 
 
@@ -79,9 +75,7 @@ def raw_resnet50(batch_size: int, steps: int) -> float:
     torch.manual_seed(0)
     model = torchvision.models.resnet50(zero_init_residual=True)
     model = model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(
-        model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-5, fused=True
-    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-5, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     size = batch_size // distributed.get_world_size()
     images = torch.randint(256, (size, 64, 64, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
@@ -99,10 +93,7 @@ def worker(args) -> None:
         )
         for batch in (512, 256)
     }
-    workloads["ResNet-50, batch 32"] = (
-        lambda: script("resnet50", *size),
-        lambda: raw_resnet50(32, args.steps),
-    )
+    workloads["ResNet-50, batch 32"] = (lambda: script("resnet50", *size), lambda: raw_resnet50(32, args.steps))
     measured = {}
     for workload, (ours, theirs) in workloads.items():
         ways = {"script": ours, "raw DDP": theirs}

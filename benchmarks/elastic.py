@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "harness"))
 
 from hosts import NAMES, Hosts
 
@@ -40,7 +40,7 @@ def parse_args():
     add = parser.add_argument
     add("--machines", type=int, default=3, help="2 or 3 (default: 3)")
     add("--events", type=int, default=8, help="losses and returns (default: 8)")
-    add("--steps_between", type=int, default=600, help="updates between two (default: 600)")
+    add("--steps_between", type=int, default=600, help="steps between two (default: 600)")
     add("--seed", type=int, default=0, help="of the schedule (default: 0)")
     return parser.parse_args()
 
@@ -71,7 +71,7 @@ class Watch:
             return []
 
     def step(self) -> int:
-        """The last update that was logged."""
+        """The last step that was logged."""
         try:
             lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
             return json.loads(lines[-1])["step"] if lines else 0
@@ -98,9 +98,7 @@ class Agents:
         command += ["--output_dir", self.folder / "run", "--resume"]
         self.number += 1
         log = f"{self.number}_{NAMES[host]}.log"
-        return self.hosts.start(
-            host, *command, log=log, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", PYTHONUNBUFFERED="1"
-        )
+        return self.hosts.start(host, *command, log=log, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", PYTHONUNBUFFERED="1")
 
     def wait(self, done, what: str) -> float:
         """The time at which `done()` holds."""
@@ -118,7 +116,7 @@ class Agents:
         return bool(launches) and launches[-1]["num_processes"] == machines
 
     def trains_with(self, machines: int) -> bool:
-        """Whether it also has logged an update."""
+        """Whether it also has logged a step."""
         begun = self.begins_with(machines)
         return begun and self.watch.step() > self.watch.launches()[-1]["from_step"]
 
@@ -129,14 +127,12 @@ class Agents:
 
 
 def disturb(agents: Agents, events, steps_between: int) -> dict:
-    """Let these events happen; with times in seconds since the first update. Training goes on."""
+    """Let these events happen; with times in seconds since the first step. Training goes on."""
     here = set(agents.running)
-    began = agents.wait(lambda: agents.trains_with(len(here)), "the first update")
+    began = agents.wait(lambda: agents.trains_with(len(here)), "the first step")
     sizes, rows = [[0.0, len(here)]], []
     for number, (kind, host) in enumerate(events, 1):
-        agents.wait(
-            lambda at=number * steps_between: agents.watch.step() >= at, "the next event's step"
-        )
+        agents.wait(lambda at=number * steps_between: agents.watch.step() >= at, "the next event's step")
         now, step = time.monotonic(), agents.watch.step()
         here ^= {host}
         if kind == "lost":
@@ -147,9 +143,7 @@ def disturb(agents: Agents, events, steps_between: int) -> dict:
         size = len(here)
         begins = agents.wait(lambda size=size: agents.begins_with(size), f"{size} machines")
         born = begins - agents.process_age_s(here)
-        going_on = agents.wait(
-            lambda size=size: agents.trains_with(size), f"an update on {size} machines"
-        )
+        going_on = agents.wait(lambda size=size: agents.trains_with(size), f"a step on {size} machines")
         launch = agents.watch.launches()[-1]
         lost = max(0, step - launch["from_step"])
         if kind == "lost":  # a machine that comes back interrupts when it is ready, and not before
@@ -177,13 +171,7 @@ def measure(args) -> dict:
             measured["end"] = time.monotonic() - measured.pop("began")
         finally:
             hosts.remove()
-        common.launch(
-            "cpu",
-            common.ROOT / "scripts" / "mnist_mlp.py",
-            *flags,
-            "--output_dir",
-            folder / "alone",
-        )
+        common.launch("cpu", common.ROOT / "scripts" / "mnist_mlp.py", *flags, "--output_dir", folder / "alone")
         measured["sha256"] = [sha256(folder / "run"), sha256(folder / "alone")]
     draw(measured, Path(__file__).with_suffix(".png"))
     return measured
@@ -205,7 +193,7 @@ def draw(measured: dict, picture: Path) -> None:
     axes.set_yticks(range(max(sizes) + 1))
     axes.set_ylim(0, max(sizes) + 0.3)
     axes.set_xlim(0, measured["end"])
-    axes.set_xlabel("seconds since the first update")
+    axes.set_xlabel("seconds since the first step")
     axes.set_ylabel("machines that train")
     same = len(set(measured["sha256"])) == 1
     axes.set_title(
@@ -219,16 +207,14 @@ def draw(measured: dict, picture: Path) -> None:
 
 
 def report(measured) -> common.Report:
-    columns = {"event": "{}", "machine": "{}", "at update": "{}", "machines then": "{}"}
+    columns = {"event": "{}", "machine": "{}", "at step": "{}", "machines then": "{}"}
     columns |= {"s until processes start": "{:.1f}", "until training begins": "{:.1f}"}
-    columns |= {"until 10 updates are done": "{:.1f}", "s in all": "{:.1f}"}
-    columns |= {"updates done again": "{}"}
+    columns |= {"until 10 steps are done": "{:.1f}", "s in all": "{:.1f}"}
+    columns |= {"steps done again": "{}"}
     waits = [row[7] for row in measured["rows"] if row[0] == "lost"]
-    goals = [common.Goal("seconds from kill -9 to the next update, longest", max(waits), 15)]
+    goals = [common.Goal("seconds from kill -9 to the next step, longest", max(waits), 15)]
     same = float(len(set(measured["sha256"])) == 1)
-    goals.append(
-        common.Goal("elastic: models with the bits of one process", same, 1, "{:.0f}", True)
-    )
+    goals.append(common.Goal("elastic: models with the bits of one process", same, 1, "{:.0f}", True))
     sha = f"SHA-256 of the model: {measured['sha256'][0][:16]}, and of one process left alone: "
     sha += f"{measured['sha256'][1][:16]}."
     return common.Report([common.table(columns, measured["rows"]), sha], [], goals)

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts import mnist_mlp, resnet50
-from utils.data import BUNDLED_MNIST
-from utils.images import SyntheticImages
+from utils.datasets.image_files import SyntheticImages
+from utils.datasets.images_in_memory import BUNDLED_MNIST
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -38,7 +38,7 @@ def start_run(accelerator, folder: Path, loader, test_loader) -> Run:
     """A Run in which `evaluate` can test; it prints nothing."""
     run = Run(accelerator, argparse.Namespace(output_dir=folder))
     with contextlib.redirect_stdout(io.StringIO()):
-        run.start(loader, len(loader), test_loader)
+        run.start(loader, test_loader, len(loader), checkpoint={})
     return run
 
 
@@ -91,23 +91,16 @@ def measure_mnist(accelerator, folder: Path, rounds: int) -> dict[str, list[floa
     run = start_run(accelerator, folder / "mnist", train_loader, test_loader)
 
     common.write_idx(folder)
-    transform = transforms.Compose(
-        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
-    )
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     dataset = datasets.MNIST(folder, train=False, transform=transform)
     blog_loader = torch.utils.data.DataLoader(dataset, 1000)
     plain = torch.nn.Sequential(
-        torch.nn.Flatten(),
-        torch.nn.Linear(784, 192),
-        torch.nn.SiLU(),
-        torch.nn.Linear(192, 10),
+        torch.nn.Flatten(), torch.nn.Linear(784, 192), torch.nn.SiLU(), torch.nn.Linear(192, 10)
     )
     plain.to(accelerator.device)
     works = {
         "evaluate": lambda: mnist_mlp.evaluate(model, test_loader, run, num_classes),
-        "training's forward": lambda: forward(
-            mnist_mlp.losses_and_predictions, model, train_loader
-        ),
+        "training's forward": lambda: forward(mnist_mlp.losses_and_predictions, model, train_loader),
         "blog's test": lambda: blog(plain, blog_loader),
     }
     return take_turns(works, len(test_data), rounds)

@@ -2,16 +2,16 @@
 
     python benchmarks/gradient_accumulation.py
 
-1069 images of MNIST, batch size 128: 8 updates and a last one of 45 images. For k micro-batches on
+1069 images of MNIST, batch size 128: 8 steps and a last one of 45 images. For k micro-batches on
 P processes, the largest relative difference of the gradient to that of the whole batch at once: in
-the full updates of the epoch, and in the last one.
+the full steps of the epoch, and in the last one.
 
 - ours: scripts/gradient_accumulation.py, unchanged, with --compare
 - naive: `loss = criterion(...) / k; backward(); if (i + 1) % k == 0 or last: step()` with a mean as
   criterion, a prepared DataLoader and DDP, unchanged
 
 All-reduces are those of gradients, counted in DDP's communication hook. Then BatchNorm against
-LayerNorm, on one process in float64, and memory: the peak of two updates of 16384 images above what
+LayerNorm, on one process in float64, and memory: the peak of two steps of 16384 images above what
 the process had before them.
 """
 
@@ -34,8 +34,8 @@ from scripts.gradient_accumulation import (
     losses_and_predictions,
 )
 from utils.console import plural
-from utils.data import BUNDLED_MNIST, load_images
-from utils.loader import GlobalSampler
+from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.sampler import GlobalSampler
 
 NUM_IMAGES, BATCH, MEMORY_BATCH = 1069, 128, 16384
 CONFIGS = {1: "cpu", 2: "cpu_ddp"}
@@ -54,7 +54,7 @@ def parse_args():
 
 
 def naive(data, variable_length: bool, dtype: str, k: int) -> tuple[list[float], int]:
-    """The loop of blog posts: the differences of all updates, and the all-reduces."""
+    """The loop of blog posts: the differences of all steps, and the all-reduces."""
     from accelerate import Accelerator
     from torch.utils.data import DataLoader, Subset
 

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from utils.data import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
 
 BATCH, HIDDEN, LR = 64, 128, 1e-3
 FLAGS = f"--batch_size {BATCH} --hidden {HIDDEN} --activation relu"
@@ -83,9 +83,7 @@ def bare() -> float:
 def with_loader(folder: str, print_every: int = 0, **options) -> float:
     from torchvision import datasets, transforms
 
-    transform = transforms.Compose(
-        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
-    )
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     dataset = datasets.MNIST(folder, train=True, transform=transform)
     loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH, **options)
     model, optimizer = build()

@@ -6,7 +6,7 @@
 Two processes with one thread each, compared with the whole model on one thread:
 
 - speed: images/s of 1F1B for m micro-batches, and of the unsplit model with the same micro-batches
-  one after another. They take turns, one update each, so that both see the same machine. The ideal
+  one after another. They take turns, one step each, so that both see the same machine. The ideal
   speed-up of a pipeline of p equal stages is p m / (m + p - 1).
 - split: the split that --split auto finds, the one of --balance memory, and one by hand (after
   layer2), with the times and the memory of the stages.
@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts import model_split
+from utils.features.pipeline import OneProcess, balance_stages, measure_blocks
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
-from utils.pipeline import OneProcess, balance_stages, measure_blocks
 
 BATCH, STAGES = 64, 2
 
@@ -40,7 +40,7 @@ def parse_args():
     add = parser.add_argument
     add("parts", nargs="*", default=parts, help=", ".join(parts))
     add("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    add("--steps", type=int, default=7, help="updates of `split`")
+    add("--steps", type=int, default=7, help="steps of `split`")
     add("--worker", help="for the processes that it launches: where to write")
     args = parser.parse_args()
     common.refuse_unknown(parser, "part", args.parts, parts)
@@ -64,9 +64,9 @@ def speed(args) -> list[list]:
 def worker(args) -> None:
     """What each of the two processes does for `speed`.
 
-    The first one alone runs an update of the whole model, then both run one of the pipeline, and so
+    The first one alone runs a step of the whole model, then both run one of the pipeline, and so
     on. Writes, for each number of micro-batches: that number, images/s unsplit and split, and the
-    fraction of an update in which each stage is idle.
+    fraction of a step in which each stage is idle.
     """
     accelerator = Accelerator(cpu=True)
     torch.set_num_threads(1)
@@ -75,7 +75,7 @@ def worker(args) -> None:
     for m in args.microbatches:
         title = f"1f1b, {STAGES} stages, {m} micro-batches"
         ways = make_ways(accelerator, data, m)
-        seconds = time_updates(accelerator, ways, data, m, args.rounds)
+        seconds = time_steps(accelerator, ways, data, m, args.rounds)
         _, pipeline = ways["split"]
         picture = Path(args.worker).parent / f"{m}.png"
         idle = pipeline.timeline.report(accelerator, title, picture)
@@ -95,17 +95,12 @@ def make_ways(accelerator, data, m: int) -> dict[str, tuple]:
     stages = balance_stages(costs, STAGES, "time", "1f1b", m)
     examples = [data.images[:1].to("meta"), *(costs[names[-1]].output for names in stages)]
     whole = model_split.Stage(copy.deepcopy(resnet), model_split.BLOCKS)
-    part, pipeline, _ = model_split.make_pipeline(
-        resnet, stages, examples, "1f1b", STAGES, accelerator, [cpu]
-    )
-    return {
-        "unsplit": (whole, OneProcess({0: whole}, [(0, cpu)], "naive")),
-        "split": (part, pipeline),
-    }
+    part, pipeline, _ = model_split.make_pipeline(resnet, stages, examples, "1f1b", STAGES, accelerator, [cpu])
+    return {"unsplit": (whole, OneProcess({0: whole}, [(0, cpu)], "naive")), "split": (part, pipeline)}
 
 
-def time_updates(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -> dict[str, list]:
-    """Seconds of each update, by way; the first update is for warm-up, and not in the timeline."""
+def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -> dict[str, list]:
+    """Seconds of each step, by way; the first step is for warm-up, and not in the timeline."""
     optimizers = {}
     for way, (model, _) in ways.items():
         optimizers[way] = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
@@ -115,15 +110,15 @@ def time_updates(accelerator, ways: dict[str, tuple], data, m: int, rounds: int)
     metrics = Metrics(accelerator, all_ranks_add=False)
     loss_fn = model_split.make_loss_fn(metrics.add)
     seconds = {way: [] for way in ways}
-    for update in range(rounds + 1):
+    for step in range(rounds + 1):
         for way, (_, pipeline) in ways.items():
             accelerator.wait_for_everyone()
             began = time.perf_counter()
             if way == "split" or accelerator.is_main_process:
-                if update:
+                if step:
                     pipeline.timeline.begin()
                 pipeline.run(images, batches, loss_fn)
-                if update:
+                if step:
                     pipeline.timeline.end()
                 optimizers[way].step()
                 optimizers[way].zero_grad()

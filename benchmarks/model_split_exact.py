@@ -2,7 +2,7 @@
 
     python benchmarks/model_split_exact.py
 
-The largest difference of a weight to the unsplit model's after 20 updates of 16 images, relative to
+The largest difference of a weight to the unsplit model's after 20 steps of 16 images, relative to
 the largest weight of its tensor: for each schedule, on 2 and 4 stages, and as two copies of a
 pipeline of 2. In float64 with GroupNorm, where the unsplit model gets the whole batch at once; with
 `--kinds "float32, batch"` in float32 with BatchNorm, where it gets the same micro-batches.
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.model_split import run
 from scripts.model_split import STAGES_PER_PROCESS
-from utils.data import BUNDLED_MNIST
+from utils.datasets.images_in_memory import BUNDLED_MNIST
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # copies average theirs
 KINDS = {"float64, group": ["--dtype", "float64", "--norm", "group"], "float32, batch": []}

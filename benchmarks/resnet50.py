@@ -9,7 +9,7 @@
 - files: images/s from JPEG files to a batch of 224 x 224 pixels, with random crop and flip, on one
   core: our loader, and torchvision's reference transforms with PIL; a photo with grain, quality 90
 - scaling: images/s of two processes with one thread each, against one process with one thread;
-  64 x 64 pixels, 64 images for each process and update
+  64 x 64 pixels, 64 images for each process and step
 """
 
 import functools
@@ -30,7 +30,7 @@ import torchvision
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from utils.images import ImageFiles, RandomAugment
+from utils.datasets.image_files import ImageFiles, RandomAugment
 from utils.loader import GlobalLoader
 
 BATCH = {32: 64, 64: 32, 224: 16}
@@ -43,7 +43,7 @@ def parse_args():
     add = parser.add_argument
     add("parts", nargs="*", default=list(parts), help="train, files, scaling")
     add("--sizes", nargs="+", type=int, default=[64], help="pixels of a side (default: 64)")
-    add("--steps", type=int, default=8, help="updates; the first two are not timed (default: 8)")
+    add("--steps", type=int, default=8, help="steps; the first two are not timed (default: 8)")
     add("--worker", help="for the processes that it launches: the file to write to")
     args = parser.parse_args()
     common.refuse_unknown(parser, "part", args.parts, parts)
@@ -51,7 +51,7 @@ def parse_args():
 
 
 def script(size: int, batch: int, steps: int) -> float:
-    """Images/s of scripts/resnet50.py without its first two updates."""
+    """Images/s of scripts/resnet50.py without its first two steps."""
     flags = ["--synthetic", "--image_size", size, "--batch_size", batch]
     _, lines = common.run_script("resnet50", *flags, "--max_steps", steps, "--log_every", 2)
     rates = [line["samples_per_s"] for line in lines if line["split"] == "train"][1:]
@@ -142,9 +142,7 @@ def make_loader(content: bytes, count: int) -> GlobalLoader:
     """A loader with batches of `count` items, each of which is the same file."""
     rows = [{"image": {"bytes": content, "path": None}}] * count
     labels = torch.zeros(count, dtype=torch.int64)
-    split = SimpleNamespace(
-        rows=rows, image_column="image", dataset="", labels=labels, classes=["photo"]
-    )
+    split = SimpleNamespace(rows=rows, image_column="image", dataset="", labels=labels, classes=["photo"])
     data = ImageFiles(split, RandomAugment(224))
     one_process = SimpleNamespace(
         device=torch.device("cpu"), num_processes=1, process_index=0, gradient_accumulation_steps=1
@@ -201,10 +199,7 @@ def scaling(args) -> dict:
     def launch(config: str):
         return common.launch_workers(config, __file__, "--steps", args.steps)
 
-    ways = {
-        "1 process": functools.partial(launch, "cpu"),
-        "2 processes": functools.partial(launch, "cpu_ddp"),
-    }
+    ways = {"1 process": functools.partial(launch, "cpu"), "2 processes": functools.partial(launch, "cpu_ddp")}
     title = "64 x 64 pixels, 64 images and one thread in each process"
     return {title: common.take_turns(ways, args.rounds)}
 

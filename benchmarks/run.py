@@ -49,19 +49,13 @@ speed of a shared machine drifts by more than they differ.
 
 ![each way beside the others, and the goals](results.png)"""
 HERE = Path(__file__).parent
-BLUE, GREY, RED = (
-    "#0072B2",
-    "#9A9A9A",
-    "#D55E00",
-)  # of Okabe and Ito's colours, which the colour-blind tell apart
+BLUE, GREY, RED = ("#0072B2", "#9A9A9A", "#D55E00")  # of Okabe and Ito's colours, which the colour-blind tell apart
 BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
 PARTS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#004D6E")
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; none: all")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
@@ -74,9 +68,7 @@ def measure(name: str) -> dict:
     command = f"python benchmarks/{name}.py {BENCHMARKS[name]}".strip()
     with tempfile.TemporaryDirectory() as folder:
         out, began = Path(folder) / "out.json", time.perf_counter()
-        if subprocess.run(
-            [sys.executable, *command.split()[1:], "--json", out], cwd=common.ROOT
-        ).returncode:
+        if subprocess.run([sys.executable, *command.split()[1:], "--json", out], cwd=common.ROOT).returncode:
             sys.exit(f"error: {command} failed; results of others are kept")
         seconds, measured = round(time.perf_counter() - began), json.loads(out.read_text())
     return {"command": command, **common.machine(), "seconds": seconds, "measured": measured}
@@ -103,20 +95,12 @@ def goals(results: dict) -> str:
 
 def render(results: dict) -> str:
     """RESULTS.md."""
-    text = [
-        INTRODUCTION,
-        "## Goals",
-        goals(results),
-    ]
+    text = [INTRODUCTION, "## Goals", goals(results)]
     for name, result in results.items():
         doc = importlib.import_module(f"benchmarks.{name}").__doc__
         heading, _, body = doc.partition("\n\n")
-        body = re.sub(
-            r"^(    .*\n)+", f"    {result['command']}\n", body, count=1, flags=re.M
-        ).strip("\n")
-        facts = (
-            f"{result['device']}; {result['versions']}; {result['date']}, {result['seconds']} s."
-        )
+        body = re.sub(r"^(    .*\n)+", f"    {result['command']}\n", body, count=1, flags=re.M).strip("\n")
+        facts = f"{result['device']}; {result['versions']}; {result['date']}, {result['seconds']} s."
         text += [f"## {heading.rstrip('.')}", body, facts, *report(name, result).tables]
     return "\n\n".join(text) + "\n"
 
@@ -140,8 +124,7 @@ def draw(results: dict, picture: Path) -> None:
     figure = Figure(figsize=(12, 0.32 * max(map(height, columns))), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.08)
     figure.suptitle(
-        "Blue: the scripts here. Grey: what you would write instead. Colours: where the time goes.",
-        fontsize=10,
+        "Blue: the scripts here. Grey: what you would write instead. Colours: where the time goes.", fontsize=10
     )
     for subfigure, column in zip(figure.subfigures(1, 2), filter(None, columns), strict=False):
         heights = [height([bars]) for bars in column]
@@ -159,25 +142,13 @@ def draw_bars(axes, bars: common.Bars) -> None:
             lengths = [value.get(part, 0.0) for value in values]
             axes.barh(rows, lengths, left=wholes, color=color, height=0.7, label=part)
             wholes = [whole + length for whole, length in zip(wholes, lengths, strict=True)]
-        axes.legend(
-            fontsize=8, loc="upper center", bbox_to_anchor=(0.3, -0.12), ncols=4, frameon=False
-        )
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.3, -0.12), ncols=4, frameon=False)
     else:
         wholes = values
-        axes.barh(
-            rows, values, color=[BLUE if row < bars.ours else GREY for row in rows], height=0.7
-        )
+        axes.barh(rows, values, color=[BLUE if row < bars.ours else GREY for row in rows], height=0.7)
     for row, whole in enumerate(wholes):
         text = bars.format.format(whole)
-        axes.annotate(
-            text,
-            (whole, row),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            bbox=BEHIND,
-        )
+        axes.annotate(text, (whole, row), (4, 0), textcoords="offset points", va="center", fontsize=9, bbox=BEHIND)
     axes.set_yticks(rows, bars.values, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(*wholes, bars.goal or 0))
@@ -186,18 +157,11 @@ def draw_bars(axes, bars: common.Bars) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if bars.goal:
         axes.axvline(bars.goal, color=RED, linestyle="--", linewidth=1.5)
-        axes.set_title(
-            f"goal {'≥' if bars.at_least else '≤'} {bars.goal:g}",
-            fontsize=9,
-            loc="right",
-            color=RED,
-        )
+        axes.set_title(f"goal {'≥' if bars.at_least else '≤'} {bars.goal:g}", fontsize=9, loc="right", color=RED)
 
 
 def write(results: dict) -> None:
-    text = re.sub(
-        r"\[[^][{}]+\]", lambda row: " ".join(row[0].split()), json.dumps(results, indent=1)
-    )
+    text = re.sub(r"\[[^][{}]+\]", lambda row: " ".join(row[0].split()), json.dumps(results, indent=1))
     (HERE / "results.json").write_text(text + "\n")
     (HERE / "RESULTS.md").write_text(render(results))
     draw(results, HERE / "results.png")
@@ -210,9 +174,7 @@ def main():
     for name in [] if args.draw else args.names or BENCHMARKS:
         print(f"{name} ...", flush=True)
         results[name] = measure(name)
-        write(
-            {name: results[name] for name in BENCHMARKS if name in results}
-        )  # at once: the next one may fail
+        write({name: results[name] for name in BENCHMARKS if name in results})  # at once: the next one may fail
     if args.draw:
         write(results)
 

@@ -38,7 +38,7 @@ PHASES = [
     "Accelerator",
     "data",
     "model, optimizer",
-    "first update",
+    "first step",
     "training, tests",
     "model, summary, curves",
     "end",
@@ -75,11 +75,11 @@ class Stamps(dict):
 
         setattr(owner, name, timed)
 
-    def first_update(self) -> None:
+    def first_step(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         def done(*_):
-            self.now("first update")
+            self.now("first step")
             hook.remove()
 
         hook = register_optimizer_step_post_hook(done)
@@ -96,7 +96,7 @@ def worker(out: str, flags: str) -> None:
     from accelerate import Accelerator
 
     stamps.after(Accelerator, "prepare", "model, optimizer")
-    stamps.first_update()
+    stamps.first_step()
     stamps.after(mnist_mlp.Run, "finish", "model, summary, curves", before="training, tests")
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = [mnist_mlp.__file__, "--output_dir", folder, *flags.split()]
@@ -122,11 +122,9 @@ def plain(out: str, folder: str) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 192), nn.SiLU(), nn.Linear(192, 10))
     optimizer = torch.optim.AdamW(model.parameters(), 6e-3, weight_decay=0.1)
     total_steps = epochs * math.ceil(len(images) / batch_size)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 6e-3, total_steps, cycle_momentum=False
-    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps, cycle_momentum=False)
     stamps.now("model, optimizer")
-    stamps.first_update()
+    stamps.first_step()
     for _ in range(epochs):
         for indices in torch.randperm(len(images)).split(batch_size):
             loss = F.cross_entropy(model(images[indices]), train.targets[indices])
@@ -142,9 +140,7 @@ def plain(out: str, folder: str) -> None:
 
 def check_out(commit: str, folder: Path) -> Path:
     """The files of a commit, with this benchmark in place of its own; returns the benchmark."""
-    archive = subprocess.run(
-        ["git", "archive", commit], cwd=common.ROOT, check=True, capture_output=True
-    )
+    archive = subprocess.run(["git", "archive", commit], cwd=common.ROOT, check=True, capture_output=True)
     folder.mkdir()
     subprocess.run(["tar", "-x"], cwd=folder, input=archive.stdout, check=True)
     for file in (__file__, common.__file__):

@@ -23,10 +23,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from utils.data import BUNDLED_MNIST
+from utils.datasets.images_in_memory import BUNDLED_MNIST
 
 SCRIPT = common.ROOT / "scripts" / "mnist_mlp.py"
-LIMIT = 1e-4  # of a difference: rounding in float32, after 940 updates
+LIMIT = 1e-4  # of a difference: rounding in float32, after 940 steps
 
 
 def parse_args():

@@ -4,8 +4,8 @@
 
 Two processes with a thread each, under accelerate_configs/cpu_ddp.yaml: a script with V virtual
 processes, and the same script with plain DDP and V / 2 accumulation steps, which has the same
-micro-batches. ResNet-50 takes random images of 64 x 64 pixels. "sent" is what a process sends in an
-update, counted by the kernel: a ring all-reduce sends the size of the gradients once on 2
+micro-batches. ResNet-50 takes random images of 64 x 64 pixels. "sent" is what a process sends in a
+step, counted by the kernel: a ring all-reduce sends the size of the gradients once on 2
 processes.
 """
 
@@ -24,7 +24,7 @@ MIB = 2**20
 def parse_args():
     parser = common.make_parser(__doc__, rounds=6)
     add = parser.add_argument
-    add("--steps", type=int, default=6, help="updates of ResNet-50 in a turn (default: 6)")
+    add("--steps", type=int, default=6, help="steps of ResNet-50 in a turn (default: 6)")
     add("--worker", help="for the processes that it launches: where to write")
     return parser.parse_args()
 
@@ -39,14 +39,14 @@ def sent_bytes() -> int:
 
 
 def run(name: str, *flags) -> list[float]:
-    """Seconds of training, and MiB that a process sends, both an update."""
+    """Seconds of training, and MiB that a process sends, both a step."""
     before = sent_bytes()
     summary, _ = common.run_script(name, *flags)
     if not summary:
         return [0.0, 0.0]
-    updates = summary["step"]
+    steps = summary["step"]
     seconds = summary["train_time_s"] - summary["checkpoint_time_s"]
-    return [seconds / updates, (sent_bytes() - before) / updates / 2 / MIB]
+    return [seconds / steps, (sent_bytes() - before) / steps / 2 / MIB]
 
 
 def worker(args) -> None:
@@ -64,9 +64,7 @@ def worker(args) -> None:
             plain = [*flags, "--gradient_accumulation_steps", number // 2]
             ways = {
                 f"V = {number}": lambda name=name, own=own: run(name, *own),
-                f"DDP, {number // 2} accumulation steps": lambda name=name, plain=plain: run(
-                    name, *plain
-                ),
+                f"DDP, {number // 2} accumulation steps": lambda name=name, plain=plain: run(name, *plain),
             }
             common.take_turns(ways, 1)  # warm-up
             rounds = args.rounds if name == "mnist_mlp" else max(2, args.rounds // 2)
@@ -79,15 +77,12 @@ def measure(args) -> dict:
 
 
 def report(measured) -> common.Report:
-    columns = {"run": "{}", "way": "{}", "turns": "{}", "median ms an update": "{:.2f}"}
+    columns = {"run": "{}", "way": "{}", "turns": "{}", "median ms a step": "{:.2f}"}
     columns |= {"min": "{:.2f}", "max": "{:.2f}", "/ DDP": "{:.3f}", "sent, MiB": "{:.2f}"}
     rows, bars, goals = [], {}, []
     for workload, pairs in measured.items():
         for ways in pairs:
-            medians = {
-                way: statistics.median(seconds for seconds, _ in turns)
-                for way, turns in ways.items()
-            }
+            medians = {way: statistics.median(seconds for seconds, _ in turns) for way, turns in ways.items()}
             own, plain = ways
             for way, turns in ways.items():
                 times = [1000 * seconds for seconds, _ in turns]

@@ -31,11 +31,11 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import flags, launch, topology
+from utils.atomic_files import write_json
 from utils.console import plural, show, stop
-from utils.data import BUNDLED_MNIST, load_images
-from utils.files import write_json
-from utils.plots import RUN_COLOURS, save_picture
-from utils.tracking import Tracker
+from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.features.curves import RUN_COLOURS, save_picture
+from utils.run_folder import Tracker
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
 MEAN, STD = 33.3184, 78.5675
@@ -194,8 +194,7 @@ def parse_args():
         nargs="+",
         choices=("last", "any"),
         default=["last"],
-        help="the last worker is slow, or another one in each step; both: a run of each "
-        "(default: last)",
+        help="the last worker is slow, or another one in each step; both: a run of each (default: last)",
     )
     add("--local_steps", type=size, default=8, help="local: steps between two averages")
     add("--delay", type=count, default=1, help="stale: steps that a gradient comes late")

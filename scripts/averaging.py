@@ -22,10 +22,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import flags, launch, topology
+from utils.atomic_files import write_json
 from utils.console import show, stop
-from utils.files import write_json
-from utils.plots import RUN_COLOURS, save_picture
-from utils.tracking import Tracker
+from utils.features.curves import RUN_COLOURS, save_picture
+from utils.run_folder import Tracker
 
 MIB = 2**20
 
@@ -62,11 +62,7 @@ def all_reduce(gradient, rank, n, group):
     gradient /= n
 
 
-WAYS = {
-    "parameter server": parameter_server,
-    "reduce, broadcast": reduce_broadcast,
-    "all_reduce": all_reduce,
-}
+WAYS = {"parameter server": parameter_server, "reduce, broadcast": reduce_broadcast, "all_reduce": all_reduce}
 
 
 def parse_args():

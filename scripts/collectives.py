@@ -31,10 +31,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import flags, launch, topology
+from utils.atomic_files import write, write_json
 from utils.console import plural
-from utils.files import write, write_json
-from utils.tracking import Tracker, git_commit, versions
-from utils.wires import (
+from utils.features.network_timing import (
     describe_pairs,
     describe_simulation,
     leave_together,
@@ -44,6 +43,7 @@ from utils.wires import (
     time_pairs,
     timed,
 )
+from utils.run_folder import Tracker, git_commit, versions
 
 # A check makes the inputs of all processes. Sizes for which these take more are timed only.
 CHECK_BYTES = 2**30
@@ -88,19 +88,9 @@ def parse_args():
         metavar="NODES",
         help="print what a broadcast to NODES nodes costs in theory; without a number: 8",
     )
-    add(
-        "--simulate_latency_s",
-        type=real,
-        default=0.0,
-        help="seconds that one message takes besides its bytes",
-    )
+    add("--simulate_latency_s", type=real, default=0.0, help="seconds that one message takes besides its bytes")
     add("--simulate_gb", type=real, default=1.0, help="size of the message in GB")
-    add(
-        "--simulate_gb_per_s",
-        type=flags.at_least(1e-9, float),
-        default=0.2,
-        help="bandwidth between two nodes",
-    )
+    add("--simulate_gb_per_s", type=flags.at_least(1e-9, float), default=0.2, help="bandwidth between two nodes")
     parser.add_run_flags()
     args = parser.parse_args()
     args.sizes = sorted(set(args.sizes))
@@ -498,10 +488,7 @@ def check(operation: Operation, inputs: torch.Tensor, world: World, device) -> s
     if not wrong.any():
         return ""
     at = int(wrong.nonzero()[0])
-    return (
-        f"{int(wrong.sum())} of {len(result)} numbers, "
-        f"[{at}] is {result[at]:g} and should be {expected[at]:g}"
-    )
+    return f"{int(wrong.sum())} of {len(result)} numbers, [{at}] is {result[at]:g} and should be {expected[at]:g}"
 
 
 def check_all(sizes: list[int], world: World, device, seed: int) -> tuple[list[str], set[str]]:
@@ -605,11 +592,7 @@ def draw(rows: list[dict], pairs: dict, n: int, title: str, picture: Path) -> No
     figure.legend(*times.get_legend_handles_labels(), loc="outside lower left", ncols=8)
     largest = [row["bus_gb_per_s"] for row in rows if row["bytes"] == sizes[-1]]
     bandwidth.bar_label(bandwidth.barh(names, largest, color="#0072b2"), fmt=" {:.2f}")
-    bandwidth.set(
-        xlabel="GB/s",
-        title=f"Bus bandwidth, {in_words(sizes[-1])}",
-        xlim=(0, 1.2 * max(largest)),
-    )
+    bandwidth.set(xlabel="GB/s", title=f"Bus bandwidth, {in_words(sizes[-1])}", xlim=(0, 1.2 * max(largest)))
     for axes in (times, bandwidth):
         axes.set_yticks(range(len(names)), names if axes is times else [])
         axes.set_ylim(len(names) - 0.5, -0.5)
@@ -653,12 +636,7 @@ def draw_pairs(axes, pairs: dict, n: int):
             is_dark = cells[a, b] < 0.6 * cells.nan_to_num().max()
             for row, column in ((a, b), (b, a)):
                 axes.text(
-                    column,
-                    row,
-                    f"{cells[a, b]:.2f}",
-                    ha="center",
-                    va="center",
-                    color="white" if is_dark else "black",
+                    column, row, f"{cells[a, b]:.2f}", ha="center", va="center", color="white" if is_dark else "black"
                 )
     ticks = range(n) if n <= 16 else [0, n - 1]
     axes.set_xticks(ticks)
@@ -702,18 +680,12 @@ def main():
         accelerator.print(explain(), end="\n\n")
     if args.simulate:
         theory = describe_simulation(
-            "in theory",
-            args.simulate,
-            args.simulate_gb * 1e9,
-            args.simulate_latency_s,
-            args.simulate_gb_per_s * 1e9,
+            "in theory", args.simulate, args.simulate_gb * 1e9, args.simulate_latency_s, args.simulate_gb_per_s * 1e9
         )
         accelerator.print(theory, end="\n\n")
     n, device = accelerator.num_processes, accelerator.device
     if n == 1:
-        accelerator.print(
-            "one process: there is nothing to send; accelerate_configs/cpu_ddp.yaml starts two"
-        )
+        accelerator.print("one process: there is nothing to send; accelerate_configs/cpu_ddp.yaml starts two")
         return accelerator.end_training()
     tracker = Tracker(accelerator, args.output_dir, None)
     facts = topology.describe(accelerator)
@@ -733,9 +705,7 @@ def main():
     right = len(OPERATIONS) - len(unsupported)
     accelerator.print(f"{title}: {right} operations give the right results", flush=True)
     if len(checked) < len(args.sizes):
-        accelerator.print(
-            f"messages of more than {CHECK_BYTES // n:,} bytes are timed and not checked"
-        )
+        accelerator.print(f"messages of more than {CHECK_BYTES // n:,} bytes are timed and not checked")
     rows = time_all(args, world, device, unsupported)
     pairs = time_pairs(args.repetitions, args.warmup, device)
 

@@ -26,13 +26,13 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import flags, launch, topology
+from utils.atomic_files import write_json
 from utils.console import plural, show
-from utils.data import BUNDLED_MNIST, load_images
-from utils.files import write_json
+from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.features.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
-from utils.plots import save_picture
-from utils.tracking import Tracker
+from utils.run_folder import Tracker
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
 MEAN, STD = 33.3184, 78.5675
@@ -58,7 +58,7 @@ def backward(model, batch, scale=1):
     The sum of all processes' gradients is the gradient of the mean over the whole batch.
     """
     losses, _ = losses_and_hits(model, batch)
-    (losses.sum() * scale / batch.update_size).backward()
+    (losses.sum() * scale / batch.step_samples).backward()
 
 
 def update(optimizer):
@@ -251,22 +251,13 @@ def parse_args():
     add("--local_steps", type=size, default=8, help="local_sgd: updates between two averages")
     add("--delay", type=count, default=4, help="stale: updates that a gradient comes late")
     add = parser.add_argument_group("training").add_argument
-    add(
-        "--dataset",
-        default=BUNDLED_MNIST,
-        help="Hub id, or folder of parquet files or of <split>/<class>/ images",
-    )
+    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--layers", type=size, default=1, help="hidden layers of the model")
     add("--num_epochs", type=size, default=2, help="passes over the training images")
     add("--batch_size", type=size, default=256, help="of one update, over all processes together")
     add("--lr", type=flags.at_least(0.0, float), default=0.1, help="learning rate")
     add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of weights and data order")
-    add(
-        "--dtype",
-        choices=("float32", "float64"),
-        default="float32",
-        help="float64: to compare to 1e-12",
-    )
+    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
     parser.add_run_flags()
     return parser.parse_args()
 
@@ -342,9 +333,7 @@ def main():
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
     num_inputs, num_classes = train_data.images[0].numel(), len(train_data.classes)
     results = {}
-    accelerator.print(
-        "algorithm           ms/step  weights-DDP  accuracy  what it does", flush=True
-    )
+    accelerator.print("algorithm           ms/step  weights-DDP  accuracy  what it does", flush=True)
     for run, (name, algorithm) in make_runs(args).items():
         model = make_model(args, accelerator, num_inputs, num_classes)
         optimizer = torch.optim.SGD(model.parameters(), args.lr)

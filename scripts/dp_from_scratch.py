@@ -41,12 +41,12 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import flags, launch, topology
+from utils.atomic_files import write_json
 from utils.console import plural, show, stop
-from utils.data import BUNDLED_MNIST, load_images
-from utils.files import write_json
+from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.features.curves import save_picture
 from utils.loader import GlobalLoader
-from utils.plots import save_picture
-from utils.tracking import Tracker
+from utils.run_folder import Tracker
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
 MEAN, STD = 33.3184, 78.5675
@@ -478,9 +478,7 @@ def speed_ups(workers):
     found = {}
     for size, phase in itertools.product(SIZES, PHASES):
         one_after_another = workers * best[size, phase, "alone"]
-        found[size, phase] = {
-            way: one_after_another / best[size, phase, way] for way in ("threads", "processes")
-        }
+        found[size, phase] = {way: one_after_another / best[size, phase, way] for way in ("threads", "processes")}
     return found
 
 
@@ -497,11 +495,7 @@ def parse_args():
     add = parser.add_argument_group("devices").add_argument
     add("--num_devices", type=size, help="default: all GPUs, or 3 virtual devices on a CPU")
     add = parser.add_argument_group("training").add_argument
-    add(
-        "--dataset",
-        default=BUNDLED_MNIST,
-        help="Hub id, or folder of parquet files or of <split>/<class>/ images",
-    )
+    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--num_steps", type=flags.at_least(2), default=6, help="updates; the first is not timed")
     add("--batch_size", type=size, default=90, help="of one update, over all devices together")
     add("--lr", type=flags.at_least(0.0, float), default=0.1, help="learning rate")
@@ -523,10 +517,7 @@ def choose_devices(args, accelerator):
         SystemExit: with several processes, or if there are fewer GPUs than asked for.
     """
     if accelerator.num_processes > 1:
-        stop(
-            f"nn.DataParallel runs in one process and here are {accelerator.num_processes}: use "
-            "cpu.yaml or dp.yaml"
-        )
+        stop(f"nn.DataParallel runs in one process and here are {accelerator.num_processes}: use cpu.yaml or dp.yaml")
     if accelerator.device.type != "cuda":
         args.num_devices = args.num_devices or 3
         return CpuDevices
@@ -684,8 +675,7 @@ def say_answers(found, count):
             f"  {plural(count, 'replica')} in {plural(threads, 'thread')}: "
             f"{found['backward_threads_ms']:.1f} ms; in one thread "
             f"{found['backward_one_thread_ms']:.1f} ms; on {plural(os.cpu_count(), 'core')}.",
-            f"  The weights then differ by {found['backward_difference']:g}: no replica needs "
-            "anything of another.",
+            f"  The weights then differ by {found['backward_difference']:g}: no replica needs anything of another.",
         ]
     copies = found["weights_on_first_device"]
     differ = found["replica_to_model"]
@@ -876,9 +866,7 @@ def main():
     for way in TITLES:
         results[way] = measure(args, batches, kind, way == "inside")
         weights, costs, spans, _ = results[way]
-        peaks = [
-            max(column) for column in zip(*(c["peak_mib"] for c in costs.values()), strict=True)
-        ]
+        peaks = [max(column) for column in zip(*(c["peak_mib"] for c in costs.values()), strict=True)]
         summary[way] = {
             "update_time_ms": 1000 * duration(spans),
             "difference_to_plain": (weights - reference).abs().max().item(),

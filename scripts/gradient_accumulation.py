@@ -1,4 +1,4 @@
-"""Exact gradient accumulation: the update of a big batch, in the memory you have. A CNN on MNIST.
+"""Exact gradient accumulation: the step of a big batch, in the memory you have. A CNN on MNIST.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/gradient_accumulation.py \
         --batch_size 512 --gradient_accumulation_steps 4 --compare
@@ -33,10 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import flags, launch
 from utils.console import stop
-from utils.data import BUNDLED_MNIST, describe, load_images
-from utils.data_parallel import data_parallel, in_each_replica
+from utils.datasets.images_in_memory import BUNDLED_MNIST, describe, load_images
+from utils.features.data_parallel import data_parallel, on_each_gpu
+from utils.features.out_of_memory import largest_that_fits
 from utils.loader import GlobalLoader
-from utils.memory import largest_that_fits, peak_memory_gib, reset_peak_memory
+from utils.memory import peak_memory_gib, reset_peak_memory
 from utils.run import Run
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
@@ -52,15 +53,11 @@ def parse_args():
     count, size, real = flags.at_least(0), flags.at_least(1), flags.at_least(0.0, float)
 
     add = parser.add_argument_group("data").add_argument
-    add(
-        "--dataset",
-        default=BUNDLED_MNIST,
-        help="Hub id, or folder of parquet files or of <split>/<class>/ images",
-    )
+    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--num_workers", type=count, default=0, help="threads that decode the images; 0: none")
 
     # fixed: a resumed run must have the same values.
-    add = parser.add_argument_group("model", fixed=True).add_argument
+    add = parser.add_argument_group("model", resume_invariant=True).add_argument
     add(
         "--variable_length",
         action="store_true",
@@ -72,37 +69,17 @@ def parse_args():
         default="none",
         help="normalisation; with batch, accumulation is not exact",
     )
-    add(
-        "--dtype",
-        choices=("float32", "float64"),
-        default="float32",
-        help="float64: to compare to 1e-12",
-    )
+    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
 
-    add = parser.add_argument_group("training", fixed=True).add_argument
-    add(
-        "--batch_size",
-        type=size,
-        default=512,
-        help="of one optimizer update, over all processes together",
-    )
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add("--batch_size", type=size, default=512, help="of one optimizer step, over all processes together")
     add("--lr", type=real, default=2e-2, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=real, default=0.1, help="of AdamW")
-    add(
-        "--max_grad_norm",
-        type=real,
-        default=1.0,
-        help="clip the norm of an update's gradient to X; 0: off",
-    )
+    add("--max_grad_norm", type=real, default=1.0, help="clip the norm of a step's gradient to X; 0: off")
     add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of weights and data order")
 
     add = parser.add_argument_group("accumulation").add_argument
-    add(
-        "--gradient_accumulation_steps",
-        type=size,
-        default=1,
-        help="micro-batches of a process in one update",
-    )
+    add("--gradient_accumulation_steps", type=size, default=1, help="micro-batches of a process in one step")
     add(
         "--micro_batch_size",
         type=auto_or_size,
@@ -123,21 +100,13 @@ def parse_args():
 
     add = parser.add_argument_group("length").add_argument
     add("--num_epochs", type=size, default=3, help="passes over the training images")
-    add(
-        "--max_steps",
-        type=count,
-        default=0,
-        help="optimizer updates, instead of num_epochs; 0: off",
-    )
+    add("--max_steps", type=count, default=0, help="optimizer steps, instead of num_epochs; 0: off")
     parser.add_run_flags(log_every=20)
     args = parser.parse_args()
     if args.micro_batch_size and args.gradient_accumulation_steps > 1:
         parser.error("give --micro_batch_size or --gradient_accumulation_steps, not both")
     if args.virtual_processes and (args.micro_batch_size or args.norm == "batch"):
-        parser.error(
-            "--virtual_processes decides the micro-batches: leave --micro_batch_size and "
-            "--norm batch out"
-        )
+        parser.error("--virtual_processes decides the micro-batches: leave --micro_batch_size and --norm batch out")
     return args
 
 
@@ -149,13 +118,7 @@ class CellNet(nn.Module):
     1e-5, which is more than that of micro-batches.
     """
 
-    def __init__(
-        self,
-        num_channels: int,
-        num_classes: int,
-        norm: str = "none",
-        variable_length: bool = False,
-    ):
+    def __init__(self, num_channels: int, num_classes: int, norm: str = "none", variable_length: bool = False):
         super().__init__()
         norms = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
         self.fc1 = nn.Linear(num_channels * 16 * 16, 64)
@@ -175,7 +138,7 @@ class CellNet(nn.Module):
         x = F.unfold(x, 16, padding=6, stride=4).transpose(1, 2)
         num_cells = x.shape[1]
         # SiLU is smooth: with ReLU a difference of one rounding error switches a unit on or off,
-        # and grows from update to update.
+        # and grows from step to step.
         x = F.silu(self.norm1(self.fc1(x.flatten(0, 1))))
         x = F.silu(self.norm2(self.fc2(x)))
         logits = self.head(x).unflatten(0, (len(images), num_cells))
@@ -196,7 +159,7 @@ def count_ink_cells(data):
     return ink_cells(images).sum(1)
 
 
-@in_each_replica
+@on_each_gpu
 def losses_and_predictions(model, images, labels):
     """One loss and one prediction a sample, both (N,).
 
@@ -246,10 +209,7 @@ def choose_accumulation(args, model, data, accelerator) -> int:
     fitting = args.micro_batch_size
     if fitting == "auto":
         if accelerator.distributed_type == DistributedType.FSDP:
-            stop(
-                "--micro_batch_size auto needs the whole model on one device, and FSDP shards it: "
-                "give a number"
-            )
+            stop("--micro_batch_size auto needs the whole model on one device, and FSDP shards it: give a number")
         model.to(accelerator.device)
         fitting = largest_that_fits(attempt, per_process, accelerator, args.cpu_memory_gib)
         model.zero_grad()
@@ -263,9 +223,7 @@ def choose_accumulation(args, model, data, accelerator) -> int:
     while per_process % steps:
         steps += 1
     size = per_process // steps
-    accelerator.print(
-        f"micro-batch   {size} per process ({fitting} would fit), {steps} in an update"
-    )
+    accelerator.print(f"micro-batch   {size} per process ({fitting} would fit), {steps} in a step")
     return steps
 
 
@@ -275,7 +233,7 @@ def count_all_reduces(model, virtual_processes: int) -> Counter:
     DDP calls the hook for each bucket of gradients that it sends, in place of its own all-reduce.
     With --virtual_processes it has another hook, and none is counted.
     """
-    counts = Counter(updates=0, micro_batches=0, gradient_all_reduces=0, scalar_all_reduces=0)
+    counts = Counter(steps=0, micro_batches=0, gradient_all_reduces=0, scalar_all_reduces=0)
 
     def counting_hook(process_group, bucket):
         counts["gradient_all_reduces"] += 1
@@ -288,8 +246,8 @@ def count_all_reduces(model, virtual_processes: int) -> Counter:
     return counts
 
 
-def samples_of_update(loader, epoch: int, step: int) -> list[torch.Tensor]:
-    """Images and labels of the update that follows on `step` updates, those of all processes."""
+def samples_of_step(loader, epoch: int, step: int) -> list[torch.Tensor]:
+    """Images and labels of the step that follows on `step` steps, those of all processes."""
     first = step % len(loader) * loader.sampler.batch_size
     indices, _ = loader.sampler.items(epoch, first, first + loader.sampler.batch_size)
     return [tensor[indices.to(tensor.device)] for tensor in loader.tensors]
@@ -304,7 +262,7 @@ def gradient_difference(model, norm, images, labels, max_grad_norm: float) -> fl
     Args:
         model: the bare model, with its gradient after clipping.
         norm: the norm of that gradient before clipping.
-        images, labels: all samples of the update.
+        images, labels: all samples of the step.
 
     Returns:
         The largest difference of an entry, over the largest entry; or the relative difference of
@@ -329,10 +287,7 @@ def main():
     # With matrices this small a second thread makes it slower.
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     if args.compare and accelerator.distributed_type == DistributedType.FSDP:
-        stop(
-            "--compare needs whole gradients in each process, and FSDP shards them: use another "
-            "config file"
-        )
+        stop("--compare needs whole gradients in each process, and FSDP shards them: use another config file")
     run = Run(accelerator, args)
 
     train_data, test_data = load_images(args.dataset, args.num_workers)
@@ -340,9 +295,7 @@ def main():
     model = CellNet(num_channels, num_classes, args.norm, args.variable_length)
     model = data_parallel(model.to(getattr(torch, args.dtype)), accelerator)
     if args.micro_batch_size:
-        accelerator.gradient_accumulation_steps = choose_accumulation(
-            args, model, train_data, accelerator
-        )
+        accelerator.gradient_accumulation_steps = choose_accumulation(args, model, train_data, accelerator)
     train_loader = GlobalLoader(
         train_data,
         args.batch_size,
@@ -355,17 +308,13 @@ def main():
     test_loader = GlobalLoader(test_data, args.batch_size, accelerator, accumulation=steps)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
 
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True
-    )
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps, cycle_momentum=False
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     counts = count_all_reduces(model, args.virtual_processes)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     data = describe(args.dataset, train_data, test_data)
-    run.start(train_loader, total_steps, test_loader, data=data, **state)
+    run.start(train_loader, test_loader, total_steps, data=data, checkpoint=state)
 
     max_grad_norm = args.max_grad_norm or math.inf
     largest_difference = 0.0
@@ -375,27 +324,25 @@ def main():
     for epoch in run.epochs():
         model.train()
         reset_peak_memory(accelerator.device)
-        for window in run.updates(train_loader, epoch):  # all micro-batches of one update
+        for window in run.steps(train_loader, epoch):  # all micro-batches of one step
             for batch in window:
                 images, labels = batch.data
                 # Inside, DDP's no_sync() holds the all-reduce back until the last micro-batch, in
-                # the forward pass as well as in the backward pass. The last update of an epoch has
+                # the forward pass as well as in the backward pass. The last step of an epoch has
                 # fewer samples, in as many micro-batches, some of them perhaps empty.
                 with accelerator.accumulate(model):
                     losses, predicted = losses_and_predictions(model, images, labels)
-                    # sum(weights * losses) / (sum of the weights in the update). The loader added
+                    # sum(weights * losses) / (sum of the weights in the step). The loader added
                     # those up over the window and all processes before the first backward pass: a
                     # mean of the means of micro-batches is another number where these differ.
-                    accelerator.backward(batch.mean_over_update(losses))
+                    accelerator.backward(batch.mean_loss(losses))
                     if accelerator.sync_gradients:
                         # Now, and once: the norm of a part says nothing about that of the whole.
                         norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
                         if args.compare:
-                            whole_batch = samples_of_update(train_loader, epoch, run.step)
+                            whole_batch = samples_of_step(train_loader, epoch, run.step)
                             bare_model = accelerator.unwrap_model(model)
-                            difference = gradient_difference(
-                                bare_model, norm, *whole_batch, max_grad_norm
-                            )
+                            difference = gradient_difference(bare_model, norm, *whole_batch, max_grad_norm)
                     # Accelerate's: these three do nothing before the last micro-batch.
                     optimizer.step()
                     scheduler.step()
@@ -403,15 +350,15 @@ def main():
                 counts["micro_batches"] += 1
                 # In the log each image counts once, as in the test.
                 weights = torch.ones_like(losses)
-                run.count(batch, weights=weights, loss=losses, accuracy=predicted == labels)
-            counts["updates"] += 1
+                run.log_train(batch, weights=weights, loss=losses, accuracy=predicted == labels)
+            counts["steps"] += 1
             if args.variable_length and accelerator.num_processes > 1:
                 counts["scalar_all_reduces"] += 1  # GlobalLoader's, of the sum of the weights
             if args.compare:
                 largest_difference = max(largest_difference, difference)
                 run.log("compare", epoch, step=run.step + 1, gradient_difference=difference)
         peak_gib = max(peak_gib, peak_memory_gib(accelerator))
-        run.test(evaluate(model, test_loader, run))
+        run.log_test(evaluate(model, test_loader, run))
 
     totals = {
         **counts,
@@ -421,7 +368,7 @@ def main():
     if args.compare:
         totals["largest_gradient_difference"] = largest_difference
     accelerator.print("  ".join(f"{name} {value:,.4g}" for name, value in totals.items()))
-    run.note(**totals)
+    run.add_to_summary(**totals)
     run.finish()
 
 

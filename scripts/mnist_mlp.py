@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import flags, launch
 from utils.checkpoint import read_trained
-from utils.data import BUNDLED_MNIST, describe, load_grey_image, load_images
-from utils.data_parallel import data_parallel, in_each_replica
-from utils.fsdp import can_fuse
+from utils.datasets.images_in_memory import BUNDLED_MNIST, describe, load_grey_image, load_images
+from utils.features.data_parallel import data_parallel, on_each_gpu
+from utils.features.fsdp import supports_fused_step
 from utils.loader import GlobalLoader
 from utils.metrics import classification_metrics
 from utils.run import Run
@@ -46,14 +46,14 @@ def parse_args():
     add("--num_workers", type=count, default=0, help="threads that decode the images; 0: none")
 
     # fixed: a resumed run must have the same values.
-    add = parser.add_argument_group("model", fixed=True).add_argument
+    add = parser.add_argument_group("model", resume_invariant=True).add_argument
     add("--hidden", type=size, default=192, help="hidden units")
     add("--activation", choices=ACTIVATIONS, default="silu", help="silu is smooth: see README")
     add("--dropout", type=part, default=0.0, help="share of the hidden units that is left out")
     add("--dtype", choices=("float32", "float64"), default="float32", help="of the parameters")
 
-    add = parser.add_argument_group("training", fixed=True).add_argument
-    add("--batch_size", type=size, default=256, help="of one update, over all processes together")
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add("--batch_size", type=size, default=256, help="of one step, over all processes together")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="sgd: without momentum")
     add("--lr", type=real, default=6e-3, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=real, default=0.1, help="of the optimizer")
@@ -62,8 +62,8 @@ def parse_args():
 
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=size, default=4, help="passes over the training images")
-    add("--max_steps", type=count, default=0, help="updates, instead of --num_epochs; 0: off")
-    micro = "micro-batches of a process in one update"
+    add("--max_steps", type=count, default=0, help="steps, instead of --num_epochs; 0: off")
+    micro = "micro-batches of a process in one step"
     add("--gradient_accumulation_steps", type=size, default=1, help=micro)
 
     parser.add_run_flags(log_every=100)
@@ -81,22 +81,22 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(hidden, num_classes)
         self.dropout = dropout
 
-    def forward(self, images, keep_if=None):
+    def forward(self, images, dropout_noise=None):
         """Logits (N, classes) of images, uint8 (N, C, H, W).
 
-        keep_if: uniform random numbers (N, hidden) that decide on dropout; None: no dropout.
+        dropout_noise: uniform random numbers (N, hidden) that decide on dropout; None: no dropout.
         """
         x = (images.flatten(1) - MEAN).mul_(1 / STD).to(self.fc1.weight.dtype)
         x = self.activation(self.fc1(x))
-        if keep_if is not None:
-            x = x * (keep_if >= self.dropout) / (1 - self.dropout)
+        if dropout_noise is not None:
+            x = x * (dropout_noise >= self.dropout) / (1 - self.dropout)
         return self.fc2(x)
 
 
-@in_each_replica  # with dp.yaml, each GPU computes the losses of its own part of the batch
-def losses_and_predictions(model, images, labels, keep_if=None):
+@on_each_gpu  # with dp.yaml, each GPU computes the losses of its own part of the batch
+def losses_and_predictions(model, images, labels, dropout_noise=None):
     """One loss and one prediction a sample, both (N,)."""
-    logits = model(images, keep_if)
+    logits = model(images, dropout_noise)
     return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1)
 
 
@@ -147,30 +147,28 @@ def main():
     model = MLP(num_inputs, args.hidden, num_classes, args.activation, args.dropout)
     model = data_parallel(model.to(getattr(torch, args.dtype)), accelerator)
     optimizer = OPTIMIZERS[args.optimizer](
-        model.parameters(), args.lr, weight_decay=args.weight_decay, fused=can_fuse(accelerator)
+        model.parameters(), args.lr, weight_decay=args.weight_decay, fused=supports_fused_step(accelerator)
     )
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps, cycle_momentum=False
-    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
     data = describe(args.dataset, train_data, test_data)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    run.start(train_loader, total_steps, test_loader, data=data, **state)  # resumes if asked to
+    run.start(train_loader, test_loader, total_steps, data=data, checkpoint=state)  # resumes if asked to
 
     for epoch in run.epochs():
         model.train()
         for batch in run.batches(train_loader, epoch):
             images, labels = batch.data
-            keep_if = batch.rand(args.hidden) if args.dropout else None
+            dropout_noise = batch.rand(args.hidden) if args.dropout else None
             with accelerator.accumulate(model):
-                losses, predicted = losses_and_predictions(model, images, labels, keep_if)
-                accelerator.backward(batch.mean_over_update(losses))
+                losses, predicted = losses_and_predictions(model, images, labels, dropout_noise)
+                accelerator.backward(batch.mean_loss(losses))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            run.count(batch, loss=losses, accuracy=predicted == labels)
-        run.test(evaluate(model, test_loader, run, num_classes))
+            run.log_train(batch, loss=losses, accuracy=predicted == labels)
+        run.log_test(evaluate(model, test_loader, run, num_classes))
     run.finish()
 
 

@@ -35,18 +35,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from
 from utils import flags, launch
 from utils.checkpoint import load_pretrained
 from utils.console import plural, stop
-from utils.data import BUNDLED_MNIST, LabelledImages, describe, load_images
-from utils.loader import GlobalLoader
-from utils.pipeline import (
+from utils.datasets.images_in_memory import BUNDLED_MNIST, LabelledImages, describe, load_images
+from utils.features.pipeline import (
     OneProcess,
     OverProcesses,
-    UpdateRecorder,
+    StepRecorder,
     as_text,
     balance_stages,
     measure_blocks,
     stage_table,
     sum_over_copies,
 )
+from utils.loader import GlobalLoader
 from utils.run import Run
 
 # Of ImageNet, 0 to 255, for torchvision's weights: https://pytorch.org/vision/stable/models.html.
@@ -65,36 +65,16 @@ def parse_args():
     parser = flags.ArgumentParser(__doc__)
     count, size, real = flags.at_least(0), flags.at_least(1), flags.at_least(0.0, float)
     add = parser.add_argument_group("data").add_argument
-    add(
-        "--dataset",
-        default=BUNDLED_MNIST,
-        help="Hub id, or folder of parquet files or of <split>/<class>/ images",
-    )
-    add(
-        "--synthetic",
-        action="store_true",
-        help="random images in 1000 classes instead, to measure speed",
-    )
+    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--synthetic", action="store_true", help="random images in 1000 classes instead, to measure speed")
     add("--image_size", type=flags.at_least(32), default=224, help="of --synthetic, in pixels")
-    add(
-        "--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none"
-    )
+    add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
 
     # All of these may change when a run is resumed.
     add = parser.add_argument_group("pipeline").add_argument
-    add(
-        "--num_stages",
-        type=count,
-        default=0,
-        help="processes, or devices of one process, in a pipeline; 0: all",
-    )
+    add("--num_stages", type=count, default=0, help="processes, or devices of one process, in a pipeline; 0: all")
     add("--num_microbatches", type=size, default=4, help="each time the pipeline is filled")
-    add(
-        "--schedule",
-        choices=STAGES_PER_PROCESS,
-        default="1f1b",
-        help="order of the forward and backward passes",
-    )
+    add("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="order of the forward and backward passes")
     add(
         "--split",
         nargs="+",
@@ -111,7 +91,7 @@ def parse_args():
     )
 
     # fixed: a resumed run must have the same values.
-    add = parser.add_argument_group("model", fixed=True).add_argument
+    add = parser.add_argument_group("model", resume_invariant=True).add_argument
     add(
         "--norm",
         choices=("batch", "group"),
@@ -126,42 +106,22 @@ def parse_args():
         metavar="FILE|URL",
         help="weights to begin with; without a name: torchvision's",
     )
-    add(
-        "--dtype",
-        choices=("float32", "float64"),
-        default="float32",
-        help="float64: to compare to 1e-12",
-    )
-    add = parser.add_argument_group("training", fixed=True).add_argument
+    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add(
         "--batch_size",
         type=size,
         default=64,
-        help="of one optimizer update, over all micro-batches and copies of the pipeline",
+        help="of one optimizer step, over all micro-batches and copies of the pipeline",
     )
     add("--lr", type=real, default=1e-3, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=real, default=0.05, help="of AdamW")
     add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of weights and data order")
 
     add = parser.add_argument_group("length and memory").add_argument
-    add(
-        "--num_epochs",
-        type=size,
-        default=1,
-        help="passes over the training images, with --max_steps 0",
-    )
-    add(
-        "--max_steps",
-        type=count,
-        default=60,
-        help="optimizer updates, instead of num_epochs; 0: off",
-    )
-    add(
-        "--gradient_accumulation_steps",
-        type=size,
-        default=1,
-        help="how often the pipeline is filled in one update",
-    )
+    add("--num_epochs", type=size, default=1, help="passes over the training images, with --max_steps 0")
+    add("--max_steps", type=count, default=60, help="optimizer steps, instead of num_epochs; 0: off")
+    add("--gradient_accumulation_steps", type=size, default=1, help="how often the pipeline is filled in one step")
     parser.add_run_flags(virtual_processes=False, log_every=10)
     return parser.parse_args()
 
@@ -220,7 +180,7 @@ class Layout(NamedTuple):
     devices: list[torch.device]  # of this process
     copies: int  # of the pipeline
     copy: int  # the one of this process
-    accumulation: int  # micro-batches of each copy in one update
+    accumulation: int  # micro-batches of each copy in one step
     micro_batch_size: int
 
 
@@ -235,10 +195,7 @@ def choose_layout(args, accelerator) -> Layout:
     copies = 1 if processes == 1 else processes // num_stages
     accumulation = args.num_microbatches * args.gradient_accumulation_steps
     if accelerator.distributed_type == DistributedType.FSDP or accelerator.scaler is not None:
-        stop(
-            "a split model runs neither under FSDP nor in fp16: use ddp.yaml with mixed_precision "
-            "no or bf16"
-        )
+        stop("a split model runs neither under FSDP nor in fp16: use ddp.yaml with mixed_precision no or bf16")
     if processes > 1 and processes % num_stages:
         stop(f"--num_stages {num_stages} does not divide the {processes} processes")
     if processes > 1 and num_stages == 1:
@@ -289,11 +246,11 @@ def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
     if args.norm != "batch" or max(train_data.images.shape[2:]) > 32:
         return
     smallest = layout.micro_batch_size
-    last_update = len(train_data) % args.batch_size
+    last_step = len(train_data) % args.batch_size
     ends_an_epoch = total_steps * args.batch_size >= len(train_data)
-    if last_update and ends_an_epoch:
+    if last_step and ends_an_epoch:
         # Micro-batches without any image are left out.
-        smallest = max(1, last_update // (layout.accumulation * layout.copies))
+        smallest = max(1, last_step // (layout.accumulation * layout.copies))
     if smallest == 1:
         stop(
             f"--batch_size {args.batch_size} leads to micro-batches of one sample, which has one "
@@ -329,9 +286,7 @@ def split_model(args, layout, train_data, accelerator):
     with accelerator.autocast():
         costs = measure_blocks({block: Stage(resnet, [block]) for block in BLOCKS}, images)
     if args.split == ["auto"]:
-        blocks = balance_stages(
-            costs, layout.num_virtual_stages, args.balance, args.schedule, args.num_microbatches
-        )
+        blocks = balance_stages(costs, layout.num_virtual_stages, args.balance, args.schedule, args.num_microbatches)
     else:
         boundaries = [0, *(BLOCKS.index(name) for name in args.split), len(BLOCKS)]
         blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(boundaries)]
@@ -394,8 +349,8 @@ def make_loss_fn(count):
         device = batch.indices.device  # with several GPUs in one process, that of the first stage
         count(batch, loss=losses.detach().to(device), accuracy=correct.to(device))
         # Gradients of micro-batches and copies are summed: this makes them the mean's. Not
-        # batch.mean_over_update, which is for DDP and accelerator.backward.
-        return losses.sum() / batch.update_size
+        # batch.mean_loss, which is for DDP and accelerator.backward.
+        return losses.sum() / batch.step_samples
 
     return loss_fn
 
@@ -406,7 +361,7 @@ def evaluate(model, pipeline, loader, run) -> dict:
     model.eval()
     metrics = run.new_metrics()
     loss_fn = make_loss_fn(metrics.add)
-    for micro_batches in run.test_updates(loader):
+    for micro_batches in run.test_steps(loader):
         with run.accelerator.autocast():
             images = [batch.data[0] for batch in micro_batches]
             pipeline.run(images, micro_batches, loss_fn)
@@ -414,7 +369,7 @@ def evaluate(model, pipeline, loader, run) -> dict:
 
 
 def report(args, layout, recorder, pipeline, run) -> None:
-    """Peak memory and idle time of the recorded updates: timeline.png, summary.json. Collective."""
+    """Peak memory and idle time of the recorded steps: timeline.png, summary.json. Collective."""
     peaks_gib = recorder.peak_memory_gib()
     if not peaks_gib:
         return
@@ -436,7 +391,7 @@ def report(args, layout, recorder, pipeline, run) -> None:
     }
     for name, value in numbers.items():
         accelerator.print(name, value, flush=True)
-    run.note(**numbers)
+    run.add_to_summary(**numbers)
 
 
 def main():
@@ -454,39 +409,33 @@ def main():
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
     check_batch_norm(args, layout, train_data, total_steps)
 
-    recorder = UpdateRecorder(layout.devices)  # of timeline and peak memory
+    recorder = StepRecorder(layout.devices)  # of timeline and peak memory
     model, pipeline, copy_group, table = split_model(args, layout, train_data, accelerator)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True
-    )
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps, cycle_momentum=False
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     # Not the model: DDP would copy and reduce it.
     optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
 
     batch_norm_sees = {"micro_batch_size": layout.micro_batch_size}
     run.start(
         train_loader,
-        total_steps,
         test_loader,
+        total_steps,
         data=describe("synthetic" if args.synthetic else args.dataset, train_data, test_data),
-        must_match=batch_norm_sees if args.norm == "batch" else None,
+        resume_invariants=batch_norm_sees if args.norm == "batch" else None,
         describe_batch=f"{layout.micro_batch_size} per micro-batch x "
         f"{plural(args.num_microbatches, 'micro-batch')} x {plural(layout.copies, 'pipeline')}",
         launch_notes={"num_stages": layout.num_stages, "copies": layout.copies, "stages": table},
-        copy=layout.copy,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        model_copy=layout.copy,
+        checkpoint={"model": model, "optimizer": optimizer, "scheduler": scheduler},
     )
     accelerator.print(as_text(table), flush=True)
 
-    loss_fn = make_loss_fn(run.count)
+    loss_fn = make_loss_fn(run.log_train)
     for epoch in run.epochs():
         model.train()
-        for micro_batches in run.updates(train_loader, epoch):
-            with recorder.update(accelerator, pipeline.timeline):
+        for micro_batches in run.steps(train_loader, epoch):
+            with recorder.step(accelerator, pipeline.timeline):
                 with accelerator.autocast(), run.profiler.phase("forward, backward"):
                     for first in range(0, len(micro_batches), args.num_microbatches):
                         batches = micro_batches[first : first + args.num_microbatches]
@@ -496,7 +445,7 @@ def main():
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        run.test(evaluate(model, pipeline, test_loader, run))
+        run.log_test(evaluate(model, pipeline, test_loader, run))
     report(args, layout, recorder, pipeline, run)
     run.finish()
 

@@ -4,7 +4,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision bf16 \
         scripts/resnet50.py --preset v1 --dataset imagenet/ --output_dir runs/imagenet
 
-97.5 % test accuracy on MNIST at 32 pixels after 150 updates: 109 s of training on 2 cores of a
+97.5 % test accuracy on MNIST at 32 pixels after 150 steps: 109 s of training on 2 cores of a
 2.8 GHz Xeon. Recipes: those of torchvision for ImageNet (76.1 % and 80.9 %),
 https://github.com/pytorch/vision/tree/main/references/classification; a learning rate in proportion
 to the batch size, warm-up and zero-init: P. Goyal et al., https://arxiv.org/abs/1706.02677.
@@ -25,13 +25,9 @@ from torchvision.models.resnet import Bottleneck
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
 
 from utils import flags, launch
-from utils.batch_norm import BatchNorms
 from utils.checkpoint import load_pretrained
 from utils.console import stop
-from utils.data import BUNDLED_MNIST, load_splits
-from utils.data_parallel import data_parallel, in_each_replica
-from utils.fsdp import can_fuse, image_format, moving_average, shard
-from utils.images import (
+from utils.datasets.image_files import (
     CenterCrop,
     ImageFiles,
     RandomAugment,
@@ -40,9 +36,13 @@ from utils.images import (
     mix,
     without_bad_images,
 )
+from utils.datasets.images_in_memory import BUNDLED_MNIST, load_splits
+from utils.features.batch_norm import BatchNorms
+from utils.features.curves import draw_images, plot_confusion, save_picture
+from utils.features.data_parallel import data_parallel, on_each_gpu
+from utils.features.fsdp import memory_format, moving_average, shard, supports_fused_step
 from utils.loader import GlobalLoader
 from utils.metrics import classification_metrics, gather_samples
-from utils.plots import draw_images, plot_confusion, save_picture
 from utils.run import Run
 from utils.topology import data_parallel_gpus
 
@@ -116,11 +116,11 @@ def parse_args():
     add("--num_workers", type=count, help="processes that decode (default: by the machine)")
     add("--max_test_samples", type=count, default=0, help="test on the first N images; 0: all")
     # fixed: a resumed run must have the same values.
-    add = parser.add_argument_group("image size", fixed=True).add_argument
+    add = parser.add_argument_group("image size", resume_invariant=True).add_argument
     add("--image_size", type=size, default=32, help="pixels of a side in training")
     add("--eval_size", type=count, default=0, help="pixels of a side in tests; 0: image_size")
     add("--eval_resize", type=count, default=0, help="shorter side before the crop; 0: eval_size")
-    add = parser.add_argument_group("augmentation", fixed=True).add_argument
+    add = parser.add_argument_group("augmentation", resume_invariant=True).add_argument
     area = flags.at_least(0.01, float, below=1.01)
     add("--min_crop", type=area, default=0.85, help="smallest area of a crop, as a fraction")
     add("--flip", type=probability, default=0.0, help="probability of a horizontal flip")
@@ -128,9 +128,9 @@ def parse_args():
     add("--trivial_augment", action=switch, default=False, help=operation)
     add("--erase", type=fraction, default=0.0, help="probability of an erased rectangle")
     add("--mixup", type=real, default=0.0, help="alpha of the Beta distribution; 0: off")
-    add("--cutmix", type=real, default=0.0, help="as --mixup; with both: half of the updates each")
-    add("--repeats", type=size, default=1, help="augmented copies of a sample in one update")
-    add = parser.add_argument_group("model", fixed=True).add_argument
+    add("--cutmix", type=real, default=0.0, help="as --mixup; with both: half of the steps each")
+    add("--repeats", type=size, default=1, help="augmented copies of a sample in one step")
+    add = parser.add_argument_group("model", resume_invariant=True).add_argument
     pretrained = "weights to start from; without a value: torchvision's"
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
     add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=pretrained)
@@ -138,9 +138,9 @@ def parse_args():
     add("--zero_init", action=switch, default=True, help=residual)
     statistics = "BatchNorm; sync: statistics over all processes, on GPUs"
     add("--bn", choices=("local", "sync"), default="local", help=statistics)
-    add = parser.add_argument_group("training", fixed=True).add_argument
-    update = "of one optimizer update, over all processes together"
-    add("--batch_size", type=size, default=64, help=update)
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    step = "of one optimizer step, over all processes together"
+    add("--batch_size", type=size, default=64, help=step)
     rate = "highest learning rate for a batch of 256; scaled with the batch size"
     add("--lr", type=real, default=0.1, help=rate)
     stairs = "step: a tenth after every 30 epochs"
@@ -151,13 +151,13 @@ def parse_args():
     add("--nesterov", action=switch, default=True, help="Nesterov's form of momentum 0.9")
     add("--label_smoothing", type=fraction, default=0.0, help="of the cross-entropy in training")
     add("--ema_decay", type=fraction, default=0.0, help="of a moving average of the model; 0: none")
-    add("--ema_every", type=size, default=1, help="updates between two steps of that average")
+    add("--ema_every", type=size, default=1, help="steps between two steps of that average")
     seed = flags.at_least(0, below=2**31)
     add("--seed", type=seed, default=0, help="of weights, data order and augmentation")
     add = parser.add_argument_group("length, memory and speed").add_argument
     add("--num_epochs", type=size, default=1, help="passes over the training images")
-    add("--max_steps", type=count, default=150, help="updates, instead of num_epochs; 0: off")
-    micro_batches = "micro-batches of a process in one update"
+    add("--max_steps", type=count, default=150, help="steps, instead of num_epochs; 0: off")
+    micro_batches = "micro-batches of a process in one step"
     add("--gradient_accumulation_steps", type=size, default=1, help=micro_batches)
     add("--compile", action="store_true", help="torch.compile the model")
     parser.add_run_flags(log_every=10)
@@ -171,9 +171,9 @@ def parse_args():
 def check_args(args, accelerator):
     """Raises: SystemExit if a micro-batch has a size that BatchNorm or mixup cannot work with, or
     where --bn sync cannot be what it says."""
-    num_parts = accelerator.num_processes * args.gradient_accumulation_steps
-    num_parts = args.virtual_processes or num_parts
-    micro_batch = args.batch_size // num_parts
+    num_slots = accelerator.num_processes * args.gradient_accumulation_steps
+    num_slots = args.virtual_processes or num_slots
+    micro_batch = args.batch_size // num_slots
     is_odd = micro_batch % 2 == 1 and (args.mixup or args.cutmix)
     if micro_batch < 2 or is_odd or args.batch_size % args.repeats:
         stop(
@@ -207,9 +207,7 @@ def load_data(args, accelerator):
             for reason in bad.values():
                 accelerator.print(f"left out: {reason}")
         splits.append(split)
-    augment = RandomAugment(
-        args.image_size, args.min_crop, args.flip, args.trivial_augment, args.erase
-    )
+    augment = RandomAugment(args.image_size, args.min_crop, args.flip, args.trivial_augment, args.erase)
     train_data = ImageFiles(splits[0], augment)
     test_data = ImageFiles(splits[1], CenterCrop(args.eval_size, args.eval_resize))
     about = {"dataset": args.dataset, "classes": len(train_data.classes), "bad_images": num_bad}
@@ -237,7 +235,7 @@ def make_model(args, num_classes, accelerator):
         load_pretrained(model, args.pretrained, head="fc")
     if args.bn == "sync":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model.to(accelerator.device, memory_format=image_format(accelerator))
+    return model.to(accelerator.device, memory_format=memory_format(accelerator))
 
 
 def make_optimizer(args, model, accelerator):
@@ -250,12 +248,12 @@ def make_optimizer(args, model, accelerator):
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": args.norm_weight_decay},
     ]
-    fused = can_fuse(accelerator)
+    fused = supports_fused_step(accelerator)
     return torch.optim.SGD(groups, lr, momentum=0.9, nesterov=args.nesterov, fused=fused)
 
 
 def lr_factor(step, schedule, warmup_steps, steps_per_epoch, total_steps) -> float:
-    """Learning rate of update `step` over the highest one: a linear rise, then cosine or steps."""
+    """Learning rate of step `step` over the highest one: a linear rise, then cosine or steps."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if schedule == "step":
@@ -277,7 +275,7 @@ def normalize(images):
     return (images.to(mean.dtype) - mean) / std
 
 
-@in_each_replica  # dp.yaml: each GPU computes its own losses, and the first one gathers no logits
+@on_each_gpu  # dp.yaml: each GPU computes its own losses, and the first one gathers no logits
 def losses_and_predictions(model, images, labels, partners=None, own=1.0, label_smoothing=0.0):
     """Losses, predictions, and the number of classes with a larger logit than the true one; (N,).
 
@@ -287,9 +285,7 @@ def losses_and_predictions(model, images, labels, partners=None, own=1.0, label_
     logits = model(inputs).to(inputs.dtype)
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
     if own < 1:
-        others = F.cross_entropy(
-            logits, partners, reduction="none", label_smoothing=label_smoothing
-        )
+        others = F.cross_entropy(logits, partners, reduction="none", label_smoothing=label_smoothing)
         losses = own * losses + (1 - own) * others
     num_larger = (logits > logits.gather(1, labels[:, None])).sum(1)
     return losses, logits.argmax(1), num_larger
@@ -374,8 +370,7 @@ def main():
         ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
     optimizer = make_optimizer(args, model, accelerator)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: lr_factor(step, args.schedule, warmup_steps, steps_per_epoch, total_steps),
+        optimizer, lambda step: lr_factor(step, args.schedule, warmup_steps, steps_per_epoch, total_steps)
     )
     if args.compile:
         model.compile()
@@ -384,14 +379,14 @@ def main():
     if ema is not None:
         shard(ema.module, accelerator)  # with fsdp.yaml, as `prepare` has sharded the model
     # DDP copies the running statistics of rank 0 to all ranks before each forward pass. Here they
-    # are averaged over the ranks instead, once an update. Other models ignore the attribute.
+    # are averaged over the ranks instead, once a step. Other models ignore the attribute.
     model.forward_sync_buffers = False
     batch_norms = BatchNorms(model, accelerator)
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if ema is not None:
         state["model_ema"] = ema
-    run.start(train_loader, total_steps, test_loader, data=about_data, **state)  # resumes if asked
+    run.start(train_loader, test_loader, total_steps, data=about_data, checkpoint=state)  # resumes if asked
 
     for epoch in run.epochs():
         model.train()
@@ -402,13 +397,13 @@ def main():
                 losses, predicted, _ = losses_and_predictions(
                     model, images, labels, labels[partners], own, args.label_smoothing
                 )
-                accelerator.backward(batch.mean_over_update(losses))
+                accelerator.backward(batch.mean_loss(losses))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            run.count(batch, loss=losses, accuracy=predicted == labels)  # for the log
-            if accelerator.sync_gradients:  # the last micro-batch of the update
-                step = run.step + 1  # updates done, with this one
+            run.log_train(batch, loss=losses, accuracy=predicted == labels)  # for the log
+            if accelerator.sync_gradients:  # the last micro-batch of the step
+                step = run.step + 1  # steps done, with this one
                 if ema is not None and step % args.ema_every == 0:
                     if step <= warmup_steps:
                         ema.n_averaged.zero_()  # start again, with a copy of the model
@@ -419,7 +414,7 @@ def main():
             averaged = evaluate(ema, test_loader, run)
             del averaged["samples"]
             result |= {f"ema_{name}": value for name, value in averaged.items()}
-        run.test(result)
+        run.log_test(result)
     run.finish()
 
     if accelerator.is_main_process and not args.synthetic:

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import several
+import run_many
 import warm
 from filelock import FileLock
 from hosts import environment, free_port
@@ -29,16 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT / "data" / "mnist"
 # These files run first, in this order, and then the other long tests: no worker is left with a long
 # one at the end.
-LONGEST = (
-    "slurm",
-    "faults",
-    "topologies",
-    "parity",
-    "resnet50",
-    "model_split",
-    "signals",
-    "resume",
-)
+LONGEST = ("slurm", "faults", "topologies", "parity", "resnet50", "model_split", "signals", "resume")
 
 
 def pytest_addoption(parser):
@@ -94,7 +85,7 @@ def pytest_terminal_summary(terminalreporter, config):
 def _fresh_accelerate():
     """Remove the state of an Accelerator, which Accelerate keeps until the process ends."""
     yield
-    several.reset_accelerate()
+    run_many.reset_accelerate()
 
 
 @pytest.fixture(autouse=True)
@@ -129,9 +120,7 @@ class Launcher:
         words += ["--main_process_port", free_port(), *launch_flags]
         return self.start_python(*words, ROOT / "scripts" / f"{script}.py", *flags, **options)
 
-    def start_python(
-        self, *words, cwd=None, stderr=subprocess.PIPE, cold=False
-    ) -> subprocess.Popen:
+    def start_python(self, *words, cwd=None, stderr=subprocess.PIPE, cold=False) -> subprocess.Popen:
         variables = environment(self.home)
         if Launcher.nursery is None and not cold:
             Launcher.nursery = warm.Nursery.start(environment(self.home, VARIABLES))
@@ -279,6 +268,6 @@ def train(small_mnist, tmp_path, monkeypatch, home):
 
         with monkeypatch.context() as patch:
             patch.setattr(StopSignal, "agreed", agreed_or_at_call)
-            return several.run("mnist_mlp", words)
+            return run_many.run("mnist_mlp", words)
 
     return train

@@ -45,8 +45,8 @@ class HelpFormatter(argparse.HelpFormatter):
 class ArgumentParser(argparse.ArgumentParser):
     """argparse whose help and errors are printed once a machine, an error as one sentence.
 
-    The parsed namespace has an attribute `fixed_flags`: the names (dest) of all flags in groups
-    made with `fixed=True`, as a tuple. These must have the same value when a run is resumed.
+    The parsed namespace has an attribute `resume_invariants`: the names (dest) of all flags in groups
+    made with `resume_invariant=True`, as a tuple. These must have the same value when a run is resumed.
 
     Args:
         docstring: the script's. --help shows its first line, and its indented lines as examples.
@@ -55,7 +55,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, docstring: str | None = None):
         first, *others = (docstring or "").splitlines() or [""]
         commands = [f"  {' '.join(line.split())}" for line in others if line.startswith("    ")]
-        self.fixed_groups = []
+        self.invariant_groups = []
         sets = "CONFIG alone sets the number of processes, devices and precision."
         usage = f"accelerate launch --config_file CONFIG {sys.argv[0]} [flags]"
         super().__init__(
@@ -66,29 +66,27 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def add_argument_group(self, title=None, description=None, *, fixed: bool = False, **kwargs):
-        """A group of flags; fixed: a resumed run must have the same values for all of them."""
+    def add_argument_group(self, title=None, description=None, *, resume_invariant: bool = False, **kwargs):
+        """A group of flags; resume_invariant: a resumed run must have the same values for all of them."""
         group = super().add_argument_group(title, description, **kwargs)
-        if fixed:
-            self.fixed_groups.append(group)
+        if resume_invariant:
+            self.invariant_groups.append(group)
         return group
 
     def parse_known_args(self, args=None, namespace=None):
-        """As in argparse, plus `fixed_flags`; parse_args() calls this method too."""
+        """As in argparse, plus `resume_invariants`; parse_args() calls this method too."""
         namespace, unknown = super().parse_known_args(args, namespace)
         names = []
-        for group in self.fixed_groups:
+        for group in self.invariant_groups:
             names += [action.dest for action in group._group_actions]
-        namespace.fixed_flags = tuple(names)
+        namespace.resume_invariants = tuple(names)
         return namespace, unknown
 
-    def add_run_flags(
-        self, log_every: int | None = None, *, virtual_processes: bool = True
-    ) -> None:
+    def add_run_flags(self, log_every: int | None = None, *, virtual_processes: bool = True) -> None:
         """Add the last group, "run": where the output goes, and how to save, resume and log.
 
         Args:
-            log_every: default of --log_every. None: for a script that neither logs its updates nor
+            log_every: default of --log_every. None: for a script that neither logs its steps nor
                 can be resumed; it gets --output_dir and --timeout_s only.
             virtual_processes: whether the script has --virtual_processes. False where the processes
                 share the model.
@@ -112,41 +110,31 @@ class ArgumentParser(argparse.ArgumentParser):
                 "--checkpoint_every",
                 type=count,
                 default=0,
-                help="save a checkpoint every N updates; 0: after each epoch",
+                help="save a checkpoint every N steps; 0: after each epoch",
             )
+            add("--keep_checkpoints", type=count, default=2, help="keep the newest N checkpoints; 0: all")
             add(
-                "--keep_checkpoints",
-                type=count,
-                default=2,
-                help="keep the newest N checkpoints; 0: all",
-            )
-            add(
-                "--keep_best",
+                "--save_best",
                 metavar="METRIC",
-                help="also keep the model of the best test METRIC, such as loss or accuracy "
-                "(default: none)",
+                help="also keep the model of the best test METRIC, such as loss or accuracy (default: none)",
             )
             add(
                 "--patience",
                 type=count,
                 default=0,
-                help="stop after N tests in a row without a better METRIC of --keep_best, or "
+                help="stop after N tests in a row without a better METRIC of --save_best, or "
                 "without a better loss; 0: never",
             )
-            add("--log_every", type=positive, default=log_every, help="log every N updates")
-            add(
-                "--log_with",
-                metavar="TRACKER",
-                help="also log to a tracker of Accelerate, such as tensorboard",
-            )
+            add("--log_every", type=positive, default=log_every, help="log every N steps")
+            add("--log_with", metavar="TRACKER", help="also log to a tracker of Accelerate, such as tensorboard")
             add(
                 "--profile",
                 nargs="?",
                 type=positive,
                 const=10,
                 default=0,
-                metavar="UPDATES",
-                help="profile UPDATES updates (10 if no number is given) after the first ten: a "
+                metavar="STEPS",
+                help="profile STEPS steps (10 if no number is given) after the first ten: a "
                 "table and a trace file (default: none)",
             )
             if virtual_processes:
@@ -161,8 +149,7 @@ class ArgumentParser(argparse.ArgumentParser):
             "--timeout_s",
             type=at_least(1, below=10**8),  # more overflows in torch, which then hangs
             default=600,
-            help="seconds that a process waits for another one, also while the main process saves, "
-            "before the run ends",
+            help="seconds that a process waits for another one, also while the main process saves, before the run ends",
         )
 
     def print_help(self, file=None):
@@ -200,10 +187,10 @@ def at_least(minimum: float, kind: type = int, below: float = float("inf")):
 
 
 def as_json(flags: dict) -> dict:
-    """The parsed flags for run.json, without `fixed_flags`; what JSON cannot hold becomes text."""
+    """The parsed flags for run.json, without `resume_invariants`; what JSON cannot hold becomes text."""
     known = (bool, int, float, str, list, tuple, type(None))
     record = {}
     for name, value in flags.items():
-        if name != "fixed_flags":
+        if name != "resume_invariants":
             record[name] = value if isinstance(value, known) else str(value)
     return record

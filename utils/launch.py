@@ -18,11 +18,7 @@ import accelerate.optimizer
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import (
-    LOGGER_TYPE_TO_CLASS,
-    GeneralTracker,
-    get_available_trackers,
-)
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -34,15 +30,15 @@ from accelerate.utils import (
     set_seed,
 )
 
-from . import record
 from .console import outlive_readers, stop
+from .features.hang_watchdog import watch_ranks
+from .features.lost_peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
+from .features.out_of_memory import explain_out_of_memory
+from .features.virtual_processes import use_virtual_processes
 from .imports import quick_imports
-from .memory import explain_out_of_memory
-from .peers import LOST, bind_gloo_to_the_route, explain_lost_peers, introduce_peers
+from .prove import record
 from .signals import explain_ctrl_c, follow_launcher
-from .stalls import watch_ranks
 from .topology import check_environment, check_topology, same_on_all, wants_cpu
-from .virtual_processes import use_virtual_processes
 
 
 class TrainingAccelerator(Accelerator):
@@ -92,7 +88,7 @@ def make_accelerator(
         split_batch: each process gets a part of the batch. False if the processes share the model.
         log_with: trackers besides --log_with: names, objects of a GeneralTracker, or a list.
         find_unused_parameters: as in DistributedDataParallel: for a model in which some parameters
-            get no gradient in some updates.
+            get no gradient in some steps.
         kwargs_handlers: for Accelerator. One of the same class as ours is used in place of ours.
 
     Raises:
@@ -123,9 +119,7 @@ def make_accelerator(
     accumulation = getattr(args, "gradient_accumulation_steps", 1)
     timeout_s = getattr(args, "timeout_s", 600)
     handlers = [
-        DistributedDataParallelKwargs(
-            gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters
-        ),
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters),
         # 1 ms more, because Accelerate drops a timeout that equals its own default of 600 s. The
         # default of gloo, 30 minutes, would then hold.
         InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s, milliseconds=1)),
@@ -233,11 +227,11 @@ def as_list(value) -> list:
 
 
 def check_batch_size(batch_size: int, micro_batches: int) -> None:
-    """Raises: SystemExit if the global batch of an update has fewer samples than micro-batches."""
+    """Raises: SystemExit if the global batch of a step has fewer samples than micro-batches."""
     if batch_size < micro_batches:
         stop(
-            f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of an "
-            f"update (processes x accumulation steps): use {micro_batches} or more"
+            f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of a "
+            f"step (processes x accumulation steps): use {micro_batches} or more"
         )
 
 

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 
 from .console import stop
 from .imports import quick_imports
-from .virtual_processes import virtual_processes
+from .sampler import virtual_processes
 
 # What a line of metrics.jsonl has beside the metrics.
 RESERVED = {"split", "step", "epoch", "samples"}
@@ -44,16 +44,12 @@ class Metrics:
             self.indices = [state["indices"]]
             self.weights = [state["weights"]]
             self.steps = [state["steps"]]
-            self.values = {
-                name[6:]: [tensor] for name, tensor in state.items() if name.startswith("value:")
-            }
+            self.values = {name[6:]: [tensor] for name, tensor in state.items() if name.startswith("value:")}
 
     def clear(self) -> None:
         self.values, self.indices, self.weights, self.steps = {}, [], [], []
 
-    def add(
-        self, batch, *, weights: torch.Tensor | None = None, step: int = 0, **values: torch.Tensor
-    ) -> None:
+    def add(self, batch, *, weights: torch.Tensor | None = None, step: int = 0, **values: torch.Tensor) -> None:
         """Count the samples of a Batch: `add(batch, loss=losses, accuracy=logits.argmax(1) ==
         labels)`.
 
@@ -102,10 +98,7 @@ class Metrics:
         shown_first = list(self.values)
         self.clear()
         *sums, weight, samples = sums
-        means = {
-            name: total / weight if weight else math.nan
-            for name, total in zip(names, sums, strict=True)
-        }
+        means = {name: total / weight if weight else math.nan for name, total in zip(names, sums, strict=True)}
         means = {name: means[name] for name in dict.fromkeys([*shown_first, *names])}
         return means | {"samples": int(samples)}
 
@@ -170,9 +163,7 @@ class Metrics:
         if self.indices:
             mine = self.state()
             here = ~(mine[f"value:{name}"] * mine["weights"]).isfinite()
-            bad = list(
-                zip(mine["steps"][here].tolist(), mine["indices"][here].tolist(), strict=True)
-            )
+            bad = list(zip(mine["steps"][here].tolist(), mine["indices"][here].tolist(), strict=True))
         bad = gather_object(bad)
         step = min(step for step, _ in bad)
         samples = sorted(sample for at, sample in bad if at == step)
@@ -188,10 +179,7 @@ class Metrics:
         in each tensor."""
         if not self.indices:
             return {}
-        steps = [
-            torch.as_tensor(step).expand(len(each))
-            for step, each in zip(self.steps, self.indices, strict=True)
-        ]
+        steps = [torch.as_tensor(step).expand(len(each)) for step, each in zip(self.steps, self.indices, strict=True)]
         lists = {"indices": self.indices, "weights": self._known_weights(), "steps": steps}
         lists |= {f"value:{name}": parts for name, parts in self.values.items()}
         return {name: torch.cat([part.cpu() for part in parts]) for name, parts in lists.items()}
@@ -215,16 +203,11 @@ def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch
     padded = mine.new_zeros((max(counts), *mine.shape[1:]))
     padded[: len(mine)] = mine
     padded = accelerator.gather(padded)
-    return torch.cat(
-        [part[:count] for part, count in zip(padded.chunk(len(counts)), counts, strict=True)]
-    )
+    return torch.cat([part[:count] for part, count in zip(padded.chunk(len(counts)), counts, strict=True)])
 
 
 def classification_metrics(
-    accelerator: Accelerator,
-    num_classes: int,
-    predictions: list[torch.Tensor],
-    labels: list[torch.Tensor],
+    accelerator: Accelerator, num_classes: int, predictions: list[torch.Tensor], labels: list[torch.Tensor]
 ) -> dict:
     """Macro F1 and confusion matrix [true][predicted] over all processes, by `evaluate`.
     Collective.
@@ -255,15 +238,11 @@ def classification_metric(num_classes: int):
             features = datasets.Features(
                 {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
             )
-            return evaluate.MetricInfo(
-                description=classification_metric.__doc__, citation="", features=features
-            )
+            return evaluate.MetricInfo(description=classification_metric.__doc__, citation="", features=features)
 
         def _compute(self, predictions, references):
             pairs = np.asarray(references) * num_classes + np.asarray(predictions)
-            confusion = np.bincount(pairs, minlength=num_classes**2).reshape(
-                num_classes, num_classes
-            )
+            confusion = np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
             hits, either = np.diag(confusion), confusion.sum(0) + confusion.sum(1)
             return {
                 "accuracy": float(hits.sum() / confusion.sum()),

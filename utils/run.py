@@ -17,65 +17,55 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from . import record
+from .atomic_files import read_entry
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
-from .files import read_entry
+from .features.hang_watchdog import reached
+from .features.profiling import Profiler
+from .features.virtual_processes import sum_gradients_by_tree
 from .flags import as_json
-from .loader import Batch, GlobalLoader, GlobalSampler
+from .loader import Batch, GlobalLoader
 from .metrics import Metrics
-from .profiling import Profiler
+from .prove import record
 from .randomness import combine
+from .run_folder import Tracker, is_number
+from .sampler import GlobalSampler, virtual_processes
 from .signals import StopSignal
-from .stalls import reached
 from .topology import announce, decides_rounding, describe, same_on_all
-from .tracking import Tracker, is_number
-from .virtual_processes import sum_gradients_by_tree, virtual_processes
 
 DEFAULTS = {
     "seed": 0,
     "resume": False,
     "checkpoint_every": 0,
     "keep_checkpoints": 2,
-    "keep_best": None,
+    "save_best": None,
     "patience": 0,
     "log_every": 10,
     "log_with": None,
     "profile": 0,
 }
 # Words in the names of metrics of which less is better.
-LOWER_IS_BETTER = {
-    "loss",
-    "error",
-    "errors",
-    "mse",
-    "rmse",
-    "mae",
-    "nll",
-    "perplexity",
-    "wer",
-    "cer",
-}
+LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perplexity", "wer", "cer"}
 
 
 class Run:
     """One training run in one folder.
 
         run = Run(accelerator, args)
-        run.start(train_loader, total_steps, test_loader, model=model, optimizer=optimizer)
+        run.start(train_loader, test_loader, total_steps, checkpoint={"model": model, "optimizer": optimizer})
         for epoch in run.epochs():
             for batch in run.batches(train_loader, epoch):
                 ...
-                run.count(batch, loss=losses)
-            run.test(evaluate(...))
+                run.log_train(batch, loss=losses)
+            run.log_test(evaluate(...))
         run.finish()
 
     args: `output_dir`, and those of DEFAULTS that your parser has (`ArgumentParser.add_run_flags`
-    adds all of them); the rest is recorded in run.json. `args.fixed_flags`, the names of flags that
+    adds all of them); the rest is recorded in run.json. `args.resume_invariants`, the names of flags that
     a resumed run must have the same values for, comes from `ArgumentParser.add_argument_group(...,
-    fixed=True)`.
+    resume_invariant=True)`.
 
-    step: updates done, the one number that says where the run is.
+    step: steps done, the one number that says where the run is.
     folder: where the run writes.
 
     Raises: SystemExit on every rank, in one sentence, if the folder holds a run and --resume is not
@@ -88,7 +78,7 @@ class Run:
         self.folder = Path(args.output_dir)
         self.stop_signal = StopSignal(accelerator)
         self.tracker = Tracker(accelerator, self.folder, self.args.resume)
-        self.watched, self.lower_is_better = which_is_better(self.args.keep_best or "loss")
+        self.monitor, self.lower_is_better = metric_direction(self.args.save_best or "loss")
         self.step = 0
         self.best = {}  # by test metric: [best value, its step]
         self.tests_since_best = 0
@@ -101,27 +91,27 @@ class Run:
     def start(
         self,
         train_loader: GlobalLoader,
+        test_loader: GlobalLoader | None,
         total_steps: int,
-        test_loader: GlobalLoader | None = None,
         *,
+        checkpoint: dict,
         data: dict | None = None,
-        must_match: dict | None = None,
+        resume_invariants: dict | None = None,
         describe_batch: str | None = None,
         launch_notes: dict | None = None,
-        copy: int | None = None,
-        **state,
+        model_copy: int | None = None,
     ) -> None:
         """Resume if asked to, say what is going to run, and begin to record. Collective: call it on
         every rank.
 
-        total_steps: optimizer updates of the whole run.
-        state: by name, everything that a checkpoint must hold, as `prepare` returned it: any number
+        total_steps: optimizer steps of the whole run.
+        checkpoint: by name, everything that a checkpoint must hold, as `prepare` returned it: any number
         of models, optimizers, schedules, moving averages, and objects of your own with state_dict
         and load_state_dict.
         data: more about the data, for run.json and the screen; its "fingerprint" replaces the
         loaders' own.
-        must_match: what else a resumed run must have the same value for, by name.
-        describe_batch, launch_notes, copy: for scripts whose processes share the model; see
+        resume_invariants: what else a resumed run must have the same value for, by name.
+        describe_batch, launch_notes, model_copy: for scripts whose processes share the model; see
         topology.announce, run.json and checkpoint.Checkpoints.
 
         Raises: SystemExit on every rank, in one sentence, if processes have different data or the
@@ -131,22 +121,17 @@ class Run:
             total_steps = min(total_steps, record.settings().updates)
         self.total_steps = total_steps
         self.steps_per_epoch = len(train_loader)
-        self.state = state
+        self.state = state = checkpoint
         self.data = self._describe_data(train_loader, test_loader, data or {})
         flags = vars(self.args)
-        fixed = {name: flags[name] for name in flags.get("fixed_flags", ())}
-        fixed |= train_loader.fixed_facts()
+        fixed = {name: flags[name] for name in flags.get("resume_invariants", ())}
+        fixed |= train_loader.resume_invariants()
         fixed |= {"data": self.data["fingerprint"], "total_steps": total_steps}
         # The file of the best model is of this metric.
-        fixed["keep_best"] = self.args.keep_best
-        fixed |= must_match or {}
+        fixed["save_best"] = self.args.save_best
+        fixed |= resume_invariants or {}
         self.checkpoints = Checkpoints(
-            self.accelerator,
-            self.folder / "checkpoints",
-            state,
-            fixed,
-            self.args.keep_checkpoints,
-            copy,
+            self.accelerator, self.folder / "checkpoints", state, fixed, self.args.keep_checkpoints, model_copy
         )
         check_batch_norms(self.checkpoints.models.values(), train_loader.sampler)
         topology = describe(self.accelerator, split_batch=describe_batch is None)
@@ -154,7 +139,7 @@ class Run:
         self.best = extra.get("best", {})
         self.tests_since_best = extra.get("tests_since_best", 0)
         # A pipeline has losses on its last stage only.
-        self.all_ranks_add = copy is None
+        self.all_ranks_add = model_copy is None
         if virtual_processes(self.accelerator):
             models = [part for part in state.values() if isinstance(part, nn.Module)]
             sum_gradients_by_tree(self.accelerator, models)
@@ -175,9 +160,9 @@ class Run:
             describe_batch,
         )
         if self.step and self.tracker.completed_step() == self.step:
-            done = f"all {self.step} updates are done"
+            done = f"all {self.step} steps are done"
             if self.step < total_steps:
-                done = f"the run stopped early, after {plural(self.step, 'update')}"
+                done = f"the run stopped early, after {plural(self.step, 'step')}"
             self.accelerator.print(f"{done}: nothing to do")
             self.accelerator.end_training()
             raise SystemExit(0)
@@ -202,7 +187,7 @@ class Run:
             extra.get("metrics_bytes", 0),
             record={"arguments": as_json(flags), "data": self.data},
             launch={**topology, **(launch_notes or {})},
-            test_updates=test_samples / batch_size / 3,  # forward is a third of an update
+            test_steps=test_samples / batch_size / 3,  # forward is a third of a step
         )
 
     def _describe_data(self, train_loader, test_loader, data: dict) -> dict:
@@ -236,9 +221,7 @@ class Run:
     def _start_trackers(self) -> None:
         if not self.accelerator.log_with:
             return
-        config = {
-            name: v for name, v in vars(self.args).items() if isinstance(v, (int, float, str))
-        }
+        config = {name: v for name, v in vars(self.args).items() if isinstance(v, (int, float, str))}
         self.accelerator.init_trackers("run", config=config)
         for tracker in self.accelerator.trackers:
             place = getattr(tracker, "logging_dir", None)
@@ -249,7 +232,7 @@ class Run:
         """The numbers of the epochs to go. A run resumed at the end of an epoch begins with that
         epoch's test.
 
-        Ends after `total_steps` updates, or when `patience` tests in a row were not better than the
+        Ends after `total_steps` steps, or when `patience` tests in a row were not better than the
         best.
         """
         first = max(self.step - 1, 0) // self.steps_per_epoch
@@ -260,14 +243,14 @@ class Run:
                 self._save()
                 if self.stopped_early and self.accelerator.is_main_process:
                     tests = plural(self.tests_since_best, "test")
-                    show(f"stopped early: {tests} in a row without a better {self.watched}")
+                    show(f"stopped early: {tests} in a row without a better {self.monitor}")
                 return
 
     def batches(self, loader: GlobalLoader, epoch: int) -> Iterator[Batch]:
-        """The micro-batches of an epoch that are still to go; between updates it logs, saves and
+        """The micro-batches of an epoch that are still to go; between steps it logs, saves and
         stops where it is due.
 
-        An update is done when the next batch is asked for: do not leave the loop by `break`. Before
+        A step is done when the next batch is asked for: do not leave the loop by `break`. Before
         every micro-batch, torch's generators are seeded by its place in the run, so that dropout
         inside a model is the same after a resume, and on P processes as on one process with P
         accumulation steps.
@@ -275,28 +258,26 @@ class Run:
         batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
         yield from self._loop(batches, loader.sampler.accumulation, epoch, self._seed_model)
 
-    def updates(self, loader: GlobalLoader, epoch: int) -> Iterator[list[Batch]]:
-        """As `batches`, but all micro-batches of an update at once, in a list."""
+    def steps(self, loader: GlobalLoader, epoch: int) -> Iterator[list[Batch]]:
+        """As `batches`, but all micro-batches of a step at once, in a list."""
         batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
         windows = zip(*[batches] * loader.sampler.accumulation, strict=True)
-        yield from self._loop(
-            map(list, windows), 1, epoch, lambda window: self._seed_model(window[0])
-        )
+        yield from self._loop(map(list, windows), 1, epoch, lambda window: self._seed_model(window[0]))
 
-    def _loop(self, items: Iterable, items_per_update: int, epoch: int, seed: Callable) -> Iterator:
-        items = self.tracker.timed(self.profiler.waits(items), items_per_update)
+    def _loop(self, items: Iterable, items_per_step: int, epoch: int, seed: Callable) -> Iterator:
+        items = self.tracker.timed(self.profiler.waits(items), items_per_step)
         for number, item in enumerate(items, 1):
-            if number % items_per_update == 1 or items_per_update == 1:
+            if number % items_per_step == 1 or items_per_step == 1:
                 self.learning_rates = self._learning_rates()
             seed(item)
             if self.recorder is not None:
                 self.recorder.begin(item if isinstance(item, list) else [item], self.step)
             yield item
-            self._check_accumulation(number % items_per_update == 0)
-            if number % items_per_update == 0:
+            self._check_accumulation(number % items_per_step == 0)
+            if number % items_per_step == 0:
                 batch = item[0] if isinstance(item, list) else item
-                self.tracker.samples += batch.update_size
-                self._update_done(epoch)
+                self.tracker.samples += batch.step_samples
+                self._step_done(epoch)
                 if self.step == self.total_steps:
                     return
 
@@ -316,7 +297,7 @@ class Run:
         }
 
     def _check_accumulation(self, is_last: bool) -> None:
-        """Raises: RuntimeError where optimizers step in a micro-batch that does not end an update,
+        """Raises: RuntimeError where optimizers step in a micro-batch that does not end a step,
         or not in one that does."""
         if self.accelerator.sync_gradients != is_last:
             raise RuntimeError(
@@ -325,8 +306,8 @@ class Run:
                 "one `with accelerator.accumulate(model):` for each batch (all models in one call)"
             )
 
-    def _update_done(self, epoch: int) -> None:
-        """Count an update; then what is due after it: a log line, a checkpoint, a stop.
+    def _step_done(self, epoch: int) -> None:
+        """Count a step; then what is due after it: a log line, a checkpoint, a stop.
         Collective."""
         self.step += 1
         self.profiler.step()
@@ -366,10 +347,8 @@ class Run:
         extra = self.before_test or self._progress()
         self.checkpoints.save(self.step, self.metrics.state(), extra, self.tracker.sync)
 
-    def count(
-        self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor
-    ) -> None:
-        """Add a micro-batch to the metrics of the next log line: `run.count(batch, loss=losses,
+    def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
+        """Add a micro-batch to the metrics of the next log line: `run.log_train(batch, loss=losses,
         error_px=errors)`.
 
         values: (n,), one a sample. weights: (n,); None: those of the batch, else all samples count
@@ -380,7 +359,7 @@ class Run:
     def log(self, split: str, epoch: int, *, step: int | None = None, **metrics: float) -> None:
         """A line of your own in metrics.jsonl, on the screen and in the trackers.
 
-        split: its first word. step: updates done; None: `self.step`, in which the update under way
+        split: its first word. step: steps done; None: `self.step`, in which the step under way
         does not count yet.
         """
         self.tracker.log(split, self.step if step is None else step, epoch + 1, metrics)
@@ -388,10 +367,10 @@ class Run:
     def test_batches(self, loader: GlobalLoader) -> Iterator[Batch]:
         """The batches of a test set. Shows how far the test is, and stops the run when a signal
         asks for that."""
-        for batches in self.test_updates(loader):
+        for batches in self.test_steps(loader):
             yield from batches
 
-    def test_updates(self, loader: GlobalLoader) -> Iterator[list[Batch]]:
+    def test_steps(self, loader: GlobalLoader) -> Iterator[list[Batch]]:
         """As `test_batches`, but in lists of as many micro-batches as the loader's
         `accumulation`."""
         done = 0
@@ -399,7 +378,7 @@ class Run:
         for number, window in enumerate(windows, 1):
             self._seed_model(window[0], test_batch=number)
             yield list(window)
-            done += window[0].update_size
+            done += window[0].step_samples
             self.tracker.show_test(self.step, done, loader.num_samples)
             self._stop_if_asked()
 
@@ -408,35 +387,32 @@ class Run:
         observer = self.recorder and self.recorder.test_values
         return Metrics(self.accelerator, all_ranks_add=self.all_ranks_add, observer=observer)
 
-    def test(self, result: dict) -> None:
+    def log_test(self, result: dict) -> None:
         """Log the numbers of `result`, the same on every rank; all of it goes to summary.json.
         Collective.
 
-        Keeps the best value of every number, and with --keep_best the model that had it.
-        Raises: SystemExit if --keep_best or --patience names a metric that the result does not
+        Keeps the best value of every number, and with --save_best the model that had it.
+        Raises: SystemExit if --save_best or --patience names a metric that the result does not
         have.
         """
-        result = {
-            name: v.item() if isinstance(v, torch.Tensor) else v for name, v in result.items()
-        }
+        result = {name: v.item() if isinstance(v, torch.Tensor) else v for name, v in result.items()}
         numbers = {name: value for name, value in result.items() if is_number(value)}
-        if (self.args.keep_best or self.args.patience) and self.watched not in numbers:
+        if (self.args.save_best or self.args.patience) and self.monitor not in numbers:
             known = ", ".join(name for name in numbers if name != "samples") or "none"
-            flag = f"--keep_best {self.watched}" if self.args.keep_best else "--patience"
+            flag = f"--save_best {self.monitor}" if self.args.save_best else "--patience"
             stop(
-                f"{flag} needs the metric {self.watched}, and the test has {known}: name one of "
-                "these with --keep_best"
+                f"{flag} needs the metric {self.monitor}, and the test has {known}: name one of these with --save_best"
             )
         self.tests_since_best += 1
         for name, value in numbers.items():
-            _, lower = which_is_better(name)
-            if name == self.watched:
+            _, lower = metric_direction(name)
+            if name == self.monitor:
                 lower = self.lower_is_better
             if name not in self.best or is_better(value, self.best[name][0], lower):
                 self.best[name] = [value, self.step]
-                if name == self.watched:
+                if name == self.monitor:
                     self.tests_since_best = 0
-        if self.args.keep_best and self.tests_since_best == 0:
+        if self.args.save_best and self.tests_since_best == 0:
             self._save_models("_best")
         epoch = math.ceil(self.step / self.steps_per_epoch)
         self.tracker.log("test", self.step, epoch, numbers)
@@ -450,9 +426,9 @@ class Run:
             if isinstance(model, AveragedModel):
                 model = model.module
             file = self.folder / f"{name}{suffix}.safetensors"
-            save_model(self.accelerator, model, file, self.checkpoints.copy)
+            save_model(self.accelerator, model, file, self.checkpoints.model_copy)
 
-    def note(self, **values) -> None:
+    def add_to_summary(self, **values) -> None:
         """Add numbers of your own to summary.json."""
         self.notes |= values
 
@@ -460,15 +436,13 @@ class Run:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
         self.checkpoints.wait()
         self._save_models()
-        best = {
-            f"best_{name}": value for name, (value, _) in self.best.items() if name != "samples"
-        }
-        if self.args.keep_best and self.watched in self.best:
-            best["best_step"] = self.best[self.watched][1]
-        elif self.args.keep_best and self.accelerator.is_main_process:
-            show(f"warning: no best {self.watched} was kept: the run has no test", "yellow")
+        best = {f"best_{name}": value for name, (value, _) in self.best.items() if name != "samples"}
+        if self.args.save_best and self.monitor in self.best:
+            best["best_step"] = self.best[self.monitor][1]
+        elif self.args.save_best and self.accelerator.is_main_process:
+            show(f"warning: no best {self.monitor} was kept: the run has no test", "yellow")
         batch_size = self.checkpoints.fixed["batch_size"]
-        title = f"{self.folder.name}: {self.step} updates of {batch_size} samples"
+        title = f"{self.folder.name}: {self.step} steps of {batch_size} samples"
         self.tracker.finish(
             self.step,
             self.last_test,
@@ -483,17 +457,17 @@ class Run:
 def check_batch_norms(models: Iterable[nn.Module], sampler: GlobalSampler) -> None:
     """Raises: SystemExit if a model has BatchNorm and micro-batches have different sizes: their
     statistics would not count alike, and one sample has no variance."""
-    if sampler.batch_size % sampler.num_parts == 0:
+    if sampler.batch_size % sampler.num_slots == 0:
         return
     layers = [module for model in models for module in model.modules()]
     if any(isinstance(layer, _BatchNorm) and layer.training for layer in layers):
         stop(
-            f"--batch_size {sampler.batch_size} does not divide by {sampler.num_parts} "
+            f"--batch_size {sampler.batch_size} does not divide by {sampler.num_slots} "
             "micro-batches, and the model has BatchNorm, which needs micro-batches of one size"
         )
 
 
-def which_is_better(metric: str) -> tuple[str, bool]:
+def metric_direction(metric: str) -> tuple[str, bool]:
     """The name in METRIC, min:METRIC or max:METRIC, and whether less is better; by default so for
     losses and errors."""
     direction, colon, name = metric.partition(":")

@@ -1,4 +1,4 @@
-"""Signals: stop after the current update, on all processes together, and save first."""
+"""Signals: stop after the current step, on all processes together, and save first."""
 
 import contextlib
 import ctypes
@@ -81,7 +81,7 @@ def launchers_patience_s() -> float:
 
 
 class StopSignal:
-    """SIGTERM, SIGUSR1, SIGHUP or Ctrl-C asks for a stop after the current update.
+    """SIGTERM, SIGUSR1, SIGHUP or Ctrl-C asks for a stop after the current step.
 
     A second Ctrl-C stops at once. `agreed()` gives the same answer on all processes, whichever of
     them got the signal.
@@ -114,9 +114,7 @@ class StopSignal:
         if number == signal.SIGINT and self.accelerator.is_main_process:
             message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
             if second_ctrl_c:
-                message = (
-                    "stopped at once; to continue from the last checkpoint: " + resume_command()
-                )
+                message = "stopped at once; to continue from the last checkpoint: " + resume_command()
             # os.write, because print may be in the middle of a line. The terminal may be gone: the
             # save matters more than the message.
             with contextlib.suppress(OSError):
@@ -126,7 +124,7 @@ class StopSignal:
             os._exit(130)  # a checkpoint that is being written stays an unnamed temporary folder
 
     def agreed(self, must_stop: bool = False) -> bool:
-        """Whether any process got a signal. Collective: call it on every rank, once an update.
+        """Whether any process got a signal. Collective: call it on every rank, once a step.
 
         must_stop: this process has another reason to stop.
 
@@ -157,7 +155,7 @@ class StopSignal:
         """End all processes after a save. Collective: call it on every rank.
 
         Args:
-            step: updates done, as saved.
+            step: steps done, as saved.
 
         Raises:
             SystemExit: always, with EXIT_REQUEUE, which asks a scheduler to queue the job again.

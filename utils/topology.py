@@ -16,11 +16,11 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, gather_object
 
 from .console import claims_others, plural, printable, stop
-from .virtual_processes import virtual_processes
+from .sampler import virtual_processes
 
 # Facts that may differ between machines: where their files are, and how many workers read them.
-# fixed_flags is a list of names that follows from the script.
-OWN = {"output_dir", "dataset", "num_workers", "fixed_flags"}
+# resume_invariants is a list of names that follows from the script.
+OWN = {"output_dir", "dataset", "num_workers", "resume_invariants"}
 
 
 @functools.cache
@@ -248,10 +248,10 @@ def announce(
 
     Args:
         topology: what `describe` returned.
-        steps_per_epoch: updates in one epoch.
-        total_steps: updates of the whole run.
+        steps_per_epoch: steps in one epoch.
+        total_steps: steps of the whole run.
         data: names and values for the line "data"; an absolute path in "dataset" is shortened.
-        batch_size: the global batch of one update, in samples.
+        batch_size: the global batch of one step, in samples.
         batch: how the global batch is made up, for a script whose processes share the model.
             None: per-process batch size x processes.
     """
@@ -284,7 +284,7 @@ def announce(
         f"each {device}, precision {topology['mixed_precision']}\n"
         f"config        {topology['config_file']}\n"
         f"global batch  {batch_size} = {batch}\n"
-        f"steps         {total_steps} updates = {total_steps / steps_per_epoch:.4g} epochs of "
+        f"steps         {total_steps} steps = {total_steps / steps_per_epoch:.4g} epochs of "
         f"{steps_per_epoch}\n"
         f"data          {', '.join(f'{name} {value}' for name, value in shown.items())}\n"
         f"output        {output_dir}"

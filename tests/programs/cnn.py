@@ -14,14 +14,14 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.data_parallel import data_parallel
+from utils.features.data_parallel import data_parallel
 from utils.loader import GlobalLoader
 from utils.run import Run
 
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", fixed=True).add_argument
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=48)
     add("--lr", type=float, default=0.05)
     add("--seed", type=int, default=0)
@@ -89,11 +89,7 @@ def main():
     run = Run(accelerator, args)
 
     train_loader = GlobalLoader(
-        Stripes(250, augment=True),
-        args.batch_size,
-        accelerator,
-        seed=args.seed,
-        num_workers=args.num_workers,
+        Stripes(250, augment=True), args.batch_size, accelerator, seed=args.seed, num_workers=args.num_workers
     )
     test_loader = GlobalLoader(Stripes(101, augment=False), 50, accelerator)
     total_steps = args.num_epochs * len(train_loader)
@@ -104,11 +100,9 @@ def main():
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     run.start(
         train_loader,
-        total_steps,
         test_loader,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        total_steps,
+        checkpoint={"model": model, "optimizer": optimizer, "scheduler": scheduler},
     )
 
     for epoch in run.epochs():
@@ -118,12 +112,12 @@ def main():
             with accelerator.accumulate(model):
                 logits = model(images)
                 losses = F.cross_entropy(logits, labels, reduction="none")
-                accelerator.backward(batch.mean_over_update(losses))
+                accelerator.backward(batch.mean_loss(losses))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            run.count(batch, loss=losses, accuracy=logits.argmax(1) == labels)
-        run.test(evaluate(model, test_loader, run))
+            run.log_train(batch, loss=losses, accuracy=logits.argmax(1) == labels)
+        run.log_test(evaluate(model, test_loader, run))
     run.finish()
 
 

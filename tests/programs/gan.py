@@ -19,7 +19,7 @@ LATENT = 4
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", fixed=True).add_argument
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=60)
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=0)
@@ -65,15 +65,13 @@ def main():
     generator, discriminator, g_optimizer, d_optimizer = accelerator.prepare(
         generator, discriminator, g_optimizer, d_optimizer
     )
-    run.start(
-        train_loader,
-        total_steps,
-        test_loader,
-        generator=generator,
-        discriminator=discriminator,
-        g_optimizer=g_optimizer,
-        d_optimizer=d_optimizer,
-    )
+    checkpoint = {
+        "generator": generator,
+        "discriminator": discriminator,
+        "g_optimizer": g_optimizer,
+        "d_optimizer": d_optimizer,
+    }
+    run.start(train_loader, test_loader, total_steps, checkpoint=checkpoint)
     # Without DDP around it: the generator's loss goes through it, and leaves its gradients alone.
     bare_discriminator = accelerator.unwrap_model(discriminator)
     generator_parameters = list(generator.parameters())
@@ -84,19 +82,19 @@ def main():
             (real,) = batch.data
             with accelerator.accumulate(generator, discriminator):
                 fake = generator(batch.randn(LATENT))
-                # Both losses are those of the weights before the update: so the parts of a batch
+                # Both losses are those of the weights before the step: so the parts of a batch
                 # may come one after another.
                 scores = discriminator(torch.cat([real, fake.detach()])).flatten()
                 d_losses = F.softplus(-scores[: len(batch)]) + F.softplus(scores[len(batch) :])
-                accelerator.backward(batch.mean_over_update(d_losses))
+                accelerator.backward(batch.mean_loss(d_losses))
                 g_losses = F.softplus(-bare_discriminator(fake).flatten())
-                accelerator.backward(batch.mean_over_update(g_losses), inputs=generator_parameters)
+                accelerator.backward(batch.mean_loss(g_losses), inputs=generator_parameters)
                 d_optimizer.step()
                 g_optimizer.step()
                 d_optimizer.zero_grad()
                 g_optimizer.zero_grad()
-            run.count(batch, d_loss=d_losses, g_loss=g_losses)
-        run.test(evaluate(generator, test_loader, run))
+            run.log_train(batch, d_loss=d_losses, g_loss=g_losses)
+        run.log_test(evaluate(generator, test_loader, run))
     run.finish()
 
 

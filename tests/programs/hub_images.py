@@ -12,7 +12,7 @@ from torchvision.transforms import v2 as transforms
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.data_parallel import data_parallel
+from utils.features.data_parallel import data_parallel
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -20,7 +20,7 @@ from utils.run import Run
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
     parser.add_argument("--dataset", required=True, help="Hub id or folder")
-    add = parser.add_argument_group("training", fixed=True).add_argument
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=48)
     add("--lr", type=float, default=0.02)
     add("--seed", type=int, default=0)
@@ -84,11 +84,9 @@ def main():
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     run.start(
         train_loader,
-        args.max_steps,
         test_loader,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        args.max_steps,
+        checkpoint={"model": model, "optimizer": optimizer, "scheduler": scheduler},
     )
 
     for epoch in run.epochs():
@@ -97,12 +95,12 @@ def main():
             with accelerator.accumulate(model):
                 logits = model(batch.data["pixels"])
                 losses = F.cross_entropy(logits, batch.data["label"], reduction="none")
-                accelerator.backward(batch.mean_over_update(losses))
+                accelerator.backward(batch.mean_loss(losses))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            run.count(batch, loss=losses, accuracy=logits.argmax(1) == batch.data["label"])
-        run.test(evaluate(model, test_loader, run))
+            run.log_train(batch, loss=losses, accuracy=logits.argmax(1) == batch.data["label"])
+        run.log_test(evaluate(model, test_loader, run))
     run.finish()
 
 

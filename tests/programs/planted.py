@@ -1,4 +1,4 @@
-"""A small correct program; tests/test_prove.py plants one mistake at a time into its text."""
+"""A small correct program; tests/commands/test_prove.py plants one mistake at a time into its text."""
 
 import sys
 from pathlib import Path
@@ -12,14 +12,14 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.batch_norm import BatchNorms  # noqa: F401  for a mistake
+from utils.features.batch_norm import BatchNorms  # noqa: F401  for a mistake
 from utils.loader import GlobalLoader
 from utils.run import Run
 
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", fixed=True).add_argument
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=24)
     add("--lr", type=float, default=0.1)
     add("--seed", type=int, default=0)
@@ -81,7 +81,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    run.start(train_loader, total_steps, test_loader, **state)
+    run.start(train_loader, test_loader, total_steps, checkpoint=state)
 
     for epoch in run.epochs():
         model.train()
@@ -90,14 +90,14 @@ def main():
             with accelerator.accumulate(model):
                 logits = model(points)
                 losses = F.cross_entropy(logits, labels, reduction="none")
-                accelerator.backward(batch.mean_over_update(losses))
+                accelerator.backward(batch.mean_loss(losses))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.3)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            run.count(batch, loss=losses)
-        run.test(evaluate(model, test_loader, run))
+            run.log_train(batch, loss=losses)
+        run.log_test(evaluate(model, test_loader, run))
     run.finish()
 
 

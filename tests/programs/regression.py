@@ -10,14 +10,14 @@ from torch.utils.data import TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.data_parallel import data_parallel
+from utils.features.data_parallel import data_parallel
 from utils.loader import GlobalLoader
 from utils.run import Run
 
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", fixed=True).add_argument
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=36)
     add("--lr", type=float, default=1e-2)
     add("--seed", type=int, default=0)
@@ -56,9 +56,7 @@ def main():
     run = Run(accelerator, args)
 
     dtype = getattr(torch, args.dtype)
-    train_loader = GlobalLoader(
-        make_points(200, dtype), args.batch_size, accelerator, seed=args.seed
-    )
+    train_loader = GlobalLoader(make_points(200, dtype), args.batch_size, accelerator, seed=args.seed)
     test_loader = GlobalLoader(make_points(77, dtype), 25, accelerator)
     total_steps = args.num_epochs * len(train_loader)
 
@@ -66,7 +64,7 @@ def main():
     model = data_parallel(model, accelerator)
     optimizer = torch.optim.Adam(model.parameters(), args.lr)
     model, optimizer = accelerator.prepare(model, optimizer)
-    run.start(train_loader, total_steps, test_loader, model=model, optimizer=optimizer)
+    run.start(train_loader, test_loader, total_steps, checkpoint={"model": model, "optimizer": optimizer})
 
     for epoch in run.epochs():
         model.train()
@@ -74,11 +72,11 @@ def main():
             inputs, targets = batch.data
             with accelerator.accumulate(model):
                 errors = (model(inputs) - targets).norm(dim=1)
-                accelerator.backward(batch.mean_over_update(errors.square()))
+                accelerator.backward(batch.mean_loss(errors.square()))
                 optimizer.step()
                 optimizer.zero_grad()
-            run.count(batch, loss=errors.square(), error_px=errors)
-        run.test(evaluate(model, test_loader, run))
+            run.log_train(batch, loss=errors.square(), error_px=errors)
+        run.log_test(evaluate(model, test_loader, run))
     run.finish()
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.data_parallel import data_parallel
+from utils.features.data_parallel import data_parallel
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -22,7 +22,7 @@ PAD = 0
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", fixed=True).add_argument
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=48)
     add("--lr", type=float, default=5e-3)
     add("--seed", type=int, default=0)
@@ -37,10 +37,7 @@ def make_lines(count, start):
     """Lines such as "the quick fox jumps", of one to nine words."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while"]
     words += ["it", "sleeps"]
-    return [
-        " ".join(words[(start + i * j) % len(words)] for j in range(1, 2 + i % 9))
-        for i in range(count)
-    ]
+    return [" ".join(words[(start + i * j) % len(words)] for j in range(1, 2 + i % 9)) for i in range(count)]
 
 
 def pad(lines):
@@ -91,9 +88,7 @@ def main():
     run = Run(accelerator, args)
 
     text = {"collate_fn": pad, "loss_weights": count_targets}
-    train_loader = GlobalLoader(
-        make_lines(203, 0), args.batch_size, accelerator, seed=args.seed, **text
-    )
+    train_loader = GlobalLoader(make_lines(203, 0), args.batch_size, accelerator, seed=args.seed, **text)
     test_loader = GlobalLoader(make_lines(501, 3), 100, accelerator, **text)
     total_steps = args.num_epochs * len(train_loader)
 
@@ -103,11 +98,9 @@ def main():
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     run.start(
         train_loader,
-        total_steps,
         test_loader,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        total_steps,
+        checkpoint={"model": model, "optimizer": optimizer, "scheduler": scheduler},
     )
 
     for epoch in run.epochs():
@@ -115,14 +108,14 @@ def main():
         for batch in run.batches(train_loader, epoch):
             with accelerator.accumulate(model):
                 losses, accuracies = losses_and_accuracies(model, batch.data)
-                accelerator.backward(batch.mean_over_update(losses))
+                accelerator.backward(batch.mean_loss(losses))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            run.count(batch, loss=losses, accuracy=accuracies)
-        run.test(evaluate(model, test_loader, run))
+            run.log_train(batch, loss=losses, accuracy=accuracies)
+        run.log_test(evaluate(model, test_loader, run))
     run.finish()
 
 

@@ -1,0 +1,379 @@
+"""nn.DataParallel on virtual GPUs: the numbers of one device, with the loss in each replica."""
+
+import copy
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+import run_many
+import safetensors.torch
+import test_resnet50
+import torch
+import torch.nn.functional as F
+import virtual_gpus
+from accelerate import Accelerator
+from test_topology import fake_accelerator
+from torch import nn
+
+from scripts import resnet50
+from utils.checkpoint import read_checkpoint
+from utils.features.batch_norm import BatchNorms
+from utils.features.data_parallel import data_parallel, on_each_gpu
+from utils.features.virtual_processes import Node
+from utils.topology import data_parallel_gpus
+
+GPUS = 4
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Returns a function that wraps a model as on a machine with several GPUs."""
+    virtual_gpus.install(monkeypatch.setattr, GPUS)
+
+    def wrap(model, accelerator=None):
+        return data_parallel(model, accelerator or fake_accelerator())
+
+    return wrap
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch(samples):
+    generator = torch.Generator().manual_seed(samples)
+    images = torch.randn(samples, 5, generator=generator)
+    return images, torch.randint(3, (samples,), generator=generator)
+
+
+@on_each_gpu
+def losses_and_hits(model, images, labels, smoothing=0.0):
+    """The losses and hits of a batch."""
+    seen.append((len(images), threading.get_ident(), model))
+    logits = model(images)
+    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    return losses, logits.argmax(1) == labels
+
+
+seen = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen():
+    seen.clear()
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4, 10, 11])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_numbers_and_gradients_are_those_of_one_device(gpus, model, samples, by_name):
+    images, labels = batch(samples)
+    reference = copy.deepcopy(model)
+    losses, hits = losses_and_hits(reference, images, labels, smoothing=0.1)
+    losses.sum().backward()
+    seen.clear()
+    if by_name:
+        found = losses_and_hits(gpus(model), images=images, labels=labels, smoothing=0.1)
+    else:
+        found = losses_and_hits(gpus(model), images, labels, smoothing=0.1)
+    torch.testing.assert_close(found[0], losses)
+    assert found[1].dtype == torch.bool
+    assert torch.equal(found[1], hits)
+    found[0].sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+def test_each_replica_sees_its_part_only(gpus, model):
+    losses_and_hits(gpus(model), *batch(11))
+    assert sorted(size for size, _, _ in seen) == [2, 3, 3, 3]
+    assert len({id(replica) for _, _, replica in seen}) == GPUS
+    assert model not in [replica for _, _, replica in seen]
+
+
+def test_a_small_batch_uses_as_many_gpus_as_samples(gpus, model):
+    losses_and_hits(gpus(model), *batch(2))
+    assert [size for size, _, _ in seen] == [1, 1]
+
+
+def test_an_empty_batch_gives_empty_results_that_have_a_gradient(gpus, model):
+    losses, hits = losses_and_hits(gpus(model), *batch(0))
+    assert [size for size, _, _ in seen] == [0]
+    assert losses.shape == hits.shape == (0,)
+    losses.sum().backward()
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
+def test_without_gradients_none_are_recorded(gpus, model):
+    with torch.no_grad():
+        losses, _ = losses_and_hits(gpus(model), *batch(8))
+    assert not losses.requires_grad
+
+
+def test_results_may_be_a_tensor_or_a_dict(gpus, model):
+    images, labels = batch(8)
+    wrapped = gpus(model)
+    logits = on_each_gpu(lambda model, images: model(images))(wrapped, images)
+    torch.testing.assert_close(logits, model(images))
+    found = on_each_gpu(lambda model, batch: {"rows": batch["images"].sum(1)})(
+        wrapped, {"images": images, "labels": labels}
+    )
+    torch.testing.assert_close(found["rows"], images.sum(1))
+
+
+def test_a_model_on_one_device_is_called_as_it_stands(model):
+    assert losses_and_hits.__doc__ == "The losses and hits of a batch."
+    for each in (model, nn.DataParallel(model)):  # on a machine without a GPU
+        losses_and_hits(each, *batch(11))
+    assert [size for size, _, _ in seen] == [11, 11]
+    assert seen[0][2] is model
+
+
+def test_a_mistake_in_a_replica_is_raised(gpus, model):
+    with pytest.raises(RuntimeError, match="shapes"):
+        losses_and_hits(gpus(model), torch.ones(8, 4), torch.ones(8))
+
+
+def test_autocast_reaches_every_replica(gpus, model):
+    """It belongs to a thread, and `prepare` puts it around the forward of the wrapper alone."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    dtypes = []
+    model[2].register_forward_hook(lambda layer, args, logits: dtypes.append(logits.dtype))
+    wrapped = accelerator.prepare_model(gpus(model, accelerator))
+    images, labels = batch(8)
+    expected = F.cross_entropy(wrapped.module(images), labels, reduction="none")
+    dtypes.clear()
+    losses, _ = losses_and_hits(wrapped, images, labels)
+    assert dtypes == [torch.bfloat16] * GPUS
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)
+    reference = accelerator.prepare_model(copy.deepcopy(model))
+    torch.testing.assert_close(losses, losses_and_hits(reference, images, labels)[0])
+
+
+def test_a_model_called_as_it_stands_gathers_its_logits(gpus, model):
+    """Without the decorator: nn.DataParallel's own forward, and the loss on the first GPU."""
+    images, labels = batch(11)
+    reference = copy.deepcopy(model)
+    logits = gpus(model)(images)
+    torch.testing.assert_close(logits, reference(images))
+    F.cross_entropy(logits, labels).backward()
+    F.cross_entropy(reference(images), labels).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_frozen_weights_get_no_gradient(gpus, model):
+    model[0].requires_grad_(False)
+    losses, _ = losses_and_hits(gpus(model), *batch(11))
+    losses.sum().backward()
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad.abs().sum() > 0
+
+
+def test_replicas_are_made_anew_and_the_first_has_the_models_own_weights(gpus, model):
+    addresses = []
+
+    @on_each_gpu
+    def note(replica, images):
+        addresses.append((len(images), replica[0].weight.data_ptr()))
+        return images.sum(1)
+
+    note(gpus(model), batch(9)[0])
+    own = [samples for samples, address in addresses if address == model[0].weight.data_ptr()]
+    assert own == [3]
+    assert len({address for _, address in addresses}) == 3  # 9 samples by threes: the fourth waits
+
+
+def share_one_buffer(ctx, *gradients):
+    """As if all replicas wrote their gradients into the buffer of the last one."""
+    last = gradients[-ctx.num_tensors :]
+    return None, *(gradient * (len(gradients) // ctx.num_tensors) for gradient in last)
+
+
+def keep_the_first(ctx, *gradients):
+    return None, *gradients[: ctx.num_tensors]
+
+
+@pytest.mark.parametrize("wrong", [share_one_buffer, keep_the_first])
+def test_gradients_that_are_not_summed_are_noticed(gpus, model, monkeypatch, wrong):
+    test_numbers_and_gradients_are_those_of_one_device(gpus, copy.deepcopy(model), 11, False)
+    monkeypatch.setattr(virtual_gpus.Broadcast, "backward", staticmethod(wrong))
+    seen.clear()
+    with pytest.raises(AssertionError, match="weight"):
+        test_numbers_and_gradients_are_those_of_one_device(gpus, model, 11, False)
+
+
+def test_a_gather_in_another_order_is_noticed(model, monkeypatch):
+    gather = virtual_gpus.gather
+    monkeypatch.setattr(virtual_gpus, "gather", lambda to, dim, *parts: gather(to, dim, *parts[::-1]))
+    virtual_gpus.install(monkeypatch.setattr, GPUS)
+    with pytest.raises(AssertionError, match="not close"):
+        test_numbers_and_gradients_are_those_of_one_device(
+            lambda model: data_parallel(model, fake_accelerator()), model, 12, False
+        )
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "device", "gpus"),
+    [(4, 1, "cuda", 4), (1, 1, "cuda", 1), (4, 4, "cuda", 1), (4, 1, "cpu", 1)],
+)
+def test_data_parallel_is_one_process_with_several_gpus(monkeypatch, model, visible, processes, device, gpus):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    accelerator = fake_accelerator(processes, device)
+    assert data_parallel_gpus(accelerator) == gpus
+    if gpus == 1:
+        assert data_parallel(model, accelerator) is model
+
+
+def test_a_wrapped_model_has_autocast_only_if_the_config_has_it(gpus, model):
+    wrapped = gpus(model)
+    assert isinstance(wrapped, nn.DataParallel)
+    assert wrapped.module is model
+    assert wrapped.autocast is None
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert gpus(model, accelerator).autocast == accelerator.autocast
+
+
+# The training scripts.
+
+
+@pytest.fixture
+def train(small_mnist, tmp_path, monkeypatch, home):
+    """Returns a function that runs the main of a script, on virtual GPUs if asked to.
+
+    It returns the folder of the run, and what the virtual GPUs saw.
+    """
+
+    def train(script, name, *flags, gpus=1):
+        words = ["--dataset", small_mnist, "--log_every", 1, "--output_dir", tmp_path / name]
+        seen = SimpleNamespace(parts=[], gathered=[])
+        with monkeypatch.context() as patch:
+            if gpus > 1:
+                seen = virtual_gpus.install(patch.setattr, gpus)
+            assert run_many.run(script, [*words, *flags]) is None
+        return tmp_path / name, seen
+
+    return train
+
+
+def lines(folder):
+    """Those of the training and of the tests."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["split"] in ("train", "test")]
+
+
+def assert_same_run(ours, theirs):
+    """The same metrics and weights, in files with the same names in them."""
+    for line, expected in zip(lines(ours), lines(theirs), strict=True):
+        assert line.keys() == expected.keys()
+        for name in line.keys() - {"split", "samples_per_s", "data_wait_pct"}:
+            assert line[name] == pytest.approx(expected[name], rel=1e-12), name
+    files = [folder / "model.safetensors" for folder in (ours, theirs)]
+    weights, expected = (safetensors.torch.load_file(file) for file in files)
+    assert weights.keys() == expected.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def assert_loss_inside(seen, gpus, samples):
+    """All GPUs worked, and nothing was gathered but numbers of one a sample."""
+    assert {len(parts) for parts in seen.parts} >= {gpus}
+    assert sum(map(sum, seen.parts)) == samples
+    assert {len(shape) for shape in seen.gathered} == {1}
+    assert max(shape[0] for shape in seen.gathered) == max(map(sum, seen.parts))
+
+
+MLP = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--dtype", "float64"]
+MLP += ["--dropout", 0.1, "--checkpoint_every", 2]
+
+
+def test_mnist_mlp_on_gpus_is_that_on_one_device(train, capsys):
+    one, _ = train("mnist_mlp", "one", *MLP)
+    capsys.readouterr()
+    four, seen = train("mnist_mlp", "four", *MLP, gpus=GPUS)
+    assert f"(DataParallel over {GPUS} GPUs)" in capsys.readouterr().out
+    assert_same_run(four, one)
+    assert [63, 63, 63, 61] in seen.parts
+    assert [1, 1, 1] in seen.parts  # the last step of the epoch has 3 of 1003 images
+    assert_loss_inside(seen, GPUS, 1003 + 203)
+    (launch,) = json.loads((four / "run.json").read_text())["launches"]
+    assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
+
+
+@pytest.mark.slow
+def test_checkpoints_have_plain_names_and_gpus_and_one_device_resume_each_other(train):
+    one, _ = train("mnist_mlp", "one", *MLP)
+    four, _ = train("mnist_mlp", "four", *MLP, gpus=GPUS)
+    for name, first, gpus in (("one to four", one, GPUS), ("four to one", four, 1)):
+        checkpoint = sorted((first / "checkpoints").iterdir())[-1]
+        names = read_checkpoint(checkpoint)[1]["model.safetensors"].keys()
+        assert sorted(names) == ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"]
+        resumed = run_many.back_to(first, 4, first.parent / name)
+        train("mnist_mlp", name, *MLP, "--resume", gpus=gpus)
+        assert_same_run(resumed, one)
+
+
+@pytest.mark.parametrize("lengths", [[], pytest.param(["--variable_length"], marks=pytest.mark.slow)])
+def test_gradient_accumulation_on_gpus_is_the_whole_batch_on_one_device(train, lengths):
+    flags = ["--batch_size", 250, "--num_epochs", 1, "--dtype", "float64", *lengths]
+    flags += ["--max_grad_norm", 0.2]
+    one, _ = train("gradient_accumulation", "one", *flags)
+    accumulated = ["--gradient_accumulation_steps", 5, "--compare"]
+    four, seen = train("gradient_accumulation", "four", *flags, *accumulated, gpus=GPUS)
+    summary = json.loads((four / "summary.json").read_text())
+    assert summary["largest_gradient_difference"] < 1e-12
+    assert summary["micro_batches"] == 25
+    assert_same_run(four, one)
+    assert [13, 13, 13, 11] in seen.parts  # 50 images in a micro-batch
+    assert_loss_inside(seen, GPUS, 1003 + 203)
+
+
+@pytest.mark.slow
+def test_resnet50_on_gpus_is_accumulation_and_batch_norm_keeps_the_first_gpus_statistics(train, monkeypatch):
+    """Each GPU normalises its part of the batch, as each micro-batch is with accumulation."""
+    test_resnet50.use_4_blocks(monkeypatch.setattr)
+    monkeypatch.setattr(resnet50, "TEST_BATCH_SIZE", 64)
+    monkeypatch.setattr(resnet50, "mean_and_std", resnet50.mean_and_std.__wrapped__)
+    flags = ["--batch_size", 16, "--image_size", 16, "--max_steps", 2, "--max_test_samples", 23]
+    flags += ["--ema_decay", 0.9, "--num_workers", 0]
+    torch.set_default_dtype(torch.float64)
+    try:
+        two, seen = train("resnet50", "two", *flags, gpus=2)
+
+        def add_the_first_only(self, flat):
+            if not self.sums:
+                accumulation = self.accelerator.gradient_accumulation_steps
+                self.sums.append(Node(0, 1, flat * accumulation))
+
+        monkeypatch.setattr(BatchNorms, "_add", add_the_first_only)
+        one, _ = train("resnet50", "one", *flags, "--gradient_accumulation_steps", 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    states = []
+    for folder in (two, one):
+        checkpoint = sorted((folder / "checkpoints").iterdir())[-1]
+        states.append(read_checkpoint(checkpoint)[1])
+    for file in ("model.safetensors", "model_ema.safetensors"):
+        ours, theirs = (state[file] for state in states)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=1e-8, msg=name)
+    losses = [[line["loss"] for line in lines(folder)] for folder in (two, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert [8, 8] in seen.parts
+    assert {len(shape) for shape in seen.gathered} == {1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus_the_numbers_are_those_of_one_device(model):
+    model = model.cuda()
+    images, labels = (tensor.cuda() for tensor in batch(11))
+    expected, hits = losses_and_hits(model, images, labels)
+    losses, found_hits = losses_and_hits(nn.DataParallel(model), images, labels)
+    torch.testing.assert_close(losses, expected)
+    assert torch.equal(found_hits, hits)
+    assert losses_and_hits(nn.DataParallel(model), images[:0], labels[:0])[0].shape == (0,)

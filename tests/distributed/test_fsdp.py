@@ -1,0 +1,227 @@
+"""Sharded models, by Accelerate's FSDP2 and fsdp.yaml, on 2 processes of the CPU.
+
+This file is also the script that its tests launch: fsdp_on_cpu.py, but with the small ResNet in
+float64 of test_resnet50.py.
+"""
+
+import json
+
+import fsdp_on_cpu
+import pytest
+import run_many
+import safetensors.torch
+import test_resnet50
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from conftest import ROOT
+from test_resnet50 import lines
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from utils.checkpoint import read_checkpoint
+from utils.features.fsdp import moving_average
+
+CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
+# 5 steps, the last one of 3 images. fc1 is sharded on its own (over 100,000 parameters), into
+# parts of 97 and 96 rows, and fc2 with the rest.
+MLP = ["--dtype", "float64", "--hidden", 193, "--dropout", 0.1, "--batch_size", 250]
+MLP += ["--num_epochs", 1, *CHECKPOINTS]
+# All parameters are sharded together. Most steps are clipped, and the last one has 3 images for
+# the 4 micro-batches of 2 processes.
+CLIPPED = ["--dtype", "float64", "--variable_length", "--max_grad_norm", 0.2]
+CLIPPED += ["--batch_size", 250, "--num_epochs", 1, *CHECKPOINTS]
+# The third step ends an epoch: the average takes a step after a test.
+RESNET = ["--image_size", 16, "--batch_size", 16, "--max_steps", 4, "--max_test_samples", 4]
+RESNET += ["--ema_decay", 0.9, "--warmup_epochs", 0, "--num_workers", 0, *CHECKPOINTS]
+
+
+def use_small_resnet(setattr):
+    test_resnet50.use_float64(setattr)
+    test_resnet50.draw_nothing(setattr)
+
+
+def main():
+    run = run_many.run
+
+    def run_small(script, flags):
+        if script == "resnet50":
+            use_small_resnet(setattr)
+        return run(script, flags)
+
+    run_many.run = run_small
+    fsdp_on_cpu.main()
+
+
+@pytest.fixture(scope="module")
+def runs(shared_launcher, small_mnist, tiny_mnist):
+    """The folder with the runs of one process, of two that shard, and of those that change."""
+    folder = shared_launcher.folder
+    mlp, clipped = (["--dataset", small_mnist, *flags] for flags in (MLP, CLIPPED))
+    resnet = ["--dataset", tiny_mnist, *RESNET]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run_many.run("mnist_mlp", [*mlp, "--output_dir", "one"]) is None
+        assert run_many.run("gradient_accumulation", [*clipped, "--output_dir", "clipped_one"]) is None
+        use_small_resnet(patch.setattr)
+        two_parts = ["--gradient_accumulation_steps", 2, "--output_dir", "resnet_one"]
+        try:
+            assert run_many.run("resnet50", [*resnet, *two_parts]) is None
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def resumed(before, step, after, *flags):
+        return ["--back_to", before, step, after, *flags, "--resume", "--output_dir", after]
+
+    two_parts = ["--gradient_accumulation_steps", 2]
+    sgd = ["--optimizer", "sgd", "--max_steps", 2]
+    # It stops after a test, and saves then: not all parameters are shards at that moment.
+    early = ["--num_epochs", 9, "--patience", 1, "--save_best", "max:loss"]
+    early += ["--checkpoint_every", 1000]
+    words = run_many.words(
+        "mnist_mlp",
+        [*mlp, "--output_dir", "sharded"],
+        resumed("sharded", 2, "sharded_again", *mlp),
+        resumed("sharded", 2, "ddp", "--ddp", *mlp),
+        resumed("ddp", 4, "sharded_last", *mlp),
+        [*mlp, *sgd, "--output_dir", "sgd"],
+        [*mlp, *two_parts, *early, "--output_dir", "early"],
+        ["--script", "gradient_accumulation", *clipped, *two_parts, "--output_dir", "clipped"],
+        resumed("clipped", 2, "clipped_again", *clipped, *two_parts),
+        ["--script", "resnet50", *resnet, "--output_dir", "resnet"],
+        resumed("resnet_one", 2, "resnet_one_to_sharded", *resnet),
+    )
+    options = {**fsdp_on_cpu.LAUNCH, "script": ROOT / "tests" / "distributed" / "test_fsdp"}
+    shared_launcher("fsdp", *words, timeout=400, **options)
+    return folder
+
+
+def assert_same(expected, run, step=None):
+    """Losses, metrics and learning rates; each tensor of the model, the optimizer and the moving
+    average."""
+    for before, now in zip(lines(expected), lines(run), strict=True):
+        assert now.keys() == before.keys()
+        for name in before.keys() - {"split", "samples_per_s", "data_wait_pct"}:
+            assert now[name] == pytest.approx(before[name], rel=1e-9)
+    step = f"checkpoints/step_{lines(expected)[-1]['step']:08d}"
+    (_, before), (_, now) = read_checkpoint(expected / step), read_checkpoint(run / step)
+    del before["processes.safetensors"], now["processes.safetensors"]
+    assert before.keys() == now.keys()
+    for file, tensors in before.items():
+        assert tensors.keys() == now[file].keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(now[file][name], tensor, rtol=1e-6, atol=1e-9)
+    for file in expected.glob("*.safetensors"):
+        final = safetensors.torch.load_file(run / file.name)
+        prefix = "module." if file.name == "model_ema.safetensors" else ""
+        for name, tensor in final.items():
+            assert torch.equal(tensor, now[file.name][prefix + name])
+
+
+def assert_launches(run, *kinds):
+    launches = json.loads((run / "run.json").read_text())["launches"]
+    assert [(each["distributed_type"], each["num_processes"]) for each in launches] == [*kinds]
+
+
+SHARDED, DDP, ONE = ("FSDP", 2), ("MULTI_CPU", 2), ("NO", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "sharded"), [("one", "sharded"), ("clipped_one", "clipped"), ("resnet_one", "resnet")])
+def test_two_sharded_processes_have_the_numbers_of_one(runs, one, sharded):
+    assert_launches(runs / one, ONE)
+    assert_launches(runs / sharded, SHARDED)
+    assert_same(runs / one, runs / sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["sharded", "clipped"])
+def test_a_sharded_run_resumes_bit_by_bit(runs, run):
+    again = runs / f"{run}_again"
+    assert_launches(again, SHARDED, SHARDED)
+    for file in (runs / run).glob("*.safetensors"):
+        assert (again / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "run", "kinds"),
+    [
+        ("one", "ddp", (SHARDED, DDP)),
+        ("one", "sharded_last", (SHARDED, DDP, SHARDED)),
+        ("resnet_one", "resnet_one_to_sharded", (ONE, SHARDED)),
+    ],
+)
+def test_a_checkpoint_goes_on_with_and_without_shards(runs, one, run, kinds):
+    assert_launches(runs / run, *kinds)
+    assert_same(runs / one, runs / run)
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_from_shards(runs, small_mnist, tmp_path):
+    again = run_many.back_to(runs / "sharded", 2, tmp_path / "again")
+    flags = ["--dataset", small_mnist, *MLP, "--resume", "--output_dir", again]
+    assert run_many.run("mnist_mlp", flags) is None
+    assert_launches(again, SHARDED, ONE)
+    assert_same(runs / "one", again)
+
+
+@pytest.mark.slow
+def test_sgd_steps_on_shards(runs, small_mnist, tmp_path):
+    flags = ["--dataset", small_mnist, *MLP, "--optimizer", "sgd", "--max_steps", 2]
+    assert run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "one"]) is None
+    assert_same(tmp_path / "one", runs / "sgd")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_after_a_test_is_complete(runs):
+    """Without a backward pass after it, parts of the model are still whole on each process."""
+    (checkpoint,) = (runs / "early" / "checkpoints").iterdir()
+    _, tensors = read_checkpoint(checkpoint)
+    names = {name.rpartition("/")[0] for name in tensors["optimizer.safetensors"]}
+    assert names == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    final = safetensors.torch.load_file(runs / "early" / "model.safetensors")
+    for name, tensor in tensors["model.safetensors"].items():
+        assert torch.equal(tensor, final[name])
+
+
+def test_the_moving_average_is_that_of_torch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    averages = [
+        AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+        for average in (moving_average(0.9), get_ema_multi_avg_fn(0.9))
+    ]
+    for _ in range(3):
+        model(torch.randn(4, 3)).sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        for average in averages:
+            average.update_parameters(model)
+    ours, theirs = (average.state_dict() for average in averages)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "sentence"),
+    [
+        ("mnist_mlp", ["--virtual_processes", 2], "--virtual_processes works with DDP, and FSDP"),
+        ("gradient_accumulation", ["--compare"], "--compare needs whole gradients in each process"),
+        (
+            "gradient_accumulation",
+            ["--micro_batch_size", "auto"],
+            "--micro_batch_size auto needs the whole model on one device, and FSDP shards it",
+        ),
+    ],
+)
+def test_what_shards_cannot_do_is_refused(tmp_path, monkeypatch, capsys, small_mnist, script, flags, sentence):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(Accelerator, "is_fsdp2", True)
+    words = ["--dataset", small_mnist, "--output_dir", tmp_path / "run", *flags]
+    assert run_many.run(script, words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {sentence}")
+    assert len(error.splitlines()) == 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Two machines with two processes each, as real as one machine can make them: see hosts.py."""
+
+import json
+import sys
+
+import pytest
+import run_many
+import safetensors.torch
+import torch
+from conftest import ROOT, free_port
+from hosts import ADDRESSES, NAMES
+
+FLAGS = ["--num_epochs", 3, "--batch_size", 64, "--log_every", 1, "--dropout", 0.2]
+
+
+@pytest.fixture
+def one_process(tmp_path, small_mnist, home):
+    run = tmp_path / "one"
+    assert run_many.run("mnist_mlp", [*FLAGS, "--dataset", small_mnist, "--output_dir", run]) is None
+    return run
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare(one, two):
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert (b["split"], b["step"], b["accuracy"]) == (a["split"], a["step"], a["accuracy"])
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+    weights = [safetensors.torch.load_file(run / "model.safetensors") for run in (one, two)]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_mnist, tmp_path):
+    """Each machine in a folder of its own: only the main process writes."""
+    # On a stock Debian a host's name is 127.0.1.1 to itself. gloo takes that address, if nobody
+    # tells it another.
+    hosts.write_etc_hosts(("127.0.1.1", "127.0.1.1"))
+    folders = [tmp_path / "on" / name for name in NAMES]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    flags = [*FLAGS, "--dataset", small_mnist, "--output_dir", "run"]
+    running = hosts.launch(*flags, each=[{"cwd": folder} for folder in folders], processes=4)
+    assert hosts.ends(running)[0] == [0, 0], hosts.log(0) + hosts.log(1)
+    assert not list(folders[1].iterdir())
+    run = folders[0] / "run"
+    compare(one_process, run)
+    (launch,) = json.loads((run / "run.json").read_text())["launches"]
+    assert (launch["num_processes"], launch["backend"]) == (4, "gloo")
+    assert [(each["rank"], each["local_rank"], each["host"]) for each in launch["processes"]] == [
+        (0, 0, "alpha"),
+        (1, 1, "alpha"),
+        (2, 0, "beta"),
+        (3, 1, "beta"),
+    ]
+    assert all("4 processes on 2 machines (MULTI_CPU over gloo)" in hosts.log(host) for host in (0, 1))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_too(hosts, one_process, small_mnist):
+    """One process on each machine, so that what torchrun is told differs from the test above in
+    more than its name."""
+    port = free_port()
+    words = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d"]
+    words += ["--rdzv_endpoint", f"{ADDRESSES[0]}:{port}", ROOT / "scripts" / "mnist_mlp.py", *FLAGS]
+    words += ["--dataset", small_mnist, "--output_dir", "run"]
+    running = [hosts.start(host, sys.executable, *words, CUDA_VISIBLE_DEVICES="") for host in (0, 1)]
+    assert hosts.ends(running)[0] == [0, 0], hosts.log(0) + hosts.log(1)
+    compare(one_process, hosts.folder / "run")

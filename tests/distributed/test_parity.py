@@ -1,0 +1,117 @@
+"""The same numbers on every topology: 1, 2 and 4 processes x 1, 2 and 4 accumulation steps.
+
+pytest tests/distributed/test_parity.py -n 0 -rP -m "slow or not slow"    # the table
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import run_many
+import safetensors.torch
+import torch
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+# 4 x 16 steps, the last of each epoch smaller. The learning rate is the default one, scaled to
+# the batch.
+UPDATES = 4 * 16
+FLAGS = ["--num_epochs", 4, "--batch_size", 64, "--lr", 1e-3, "--hidden", 64, "--dropout", 0.1]
+FLAGS += ["--log_every", 1, "--checkpoint_every", 1000]  # no checkpoint but the last
+CHECKPOINTS = ["--checkpoint_every", 10, "--keep_checkpoints", 0]
+
+
+def result(run: Path):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return lines, safetensors.torch.load_file(run / "model.safetensors")
+
+
+def compare(reference, other, steps: int = UPDATES) -> tuple[float, float]:
+    """The largest relative difference of a loss, and of a weight; all else must be equal.
+
+    That of a weight is relative to the largest one of its tensor. steps: of each run, all logged.
+    """
+    (lines, weights), (other_lines, other_weights) = reference, other
+    assert len([line for line in lines if line["split"] == "train"]) == steps
+    exact = ("split", "step", "epoch", "lr", "accuracy")
+    assert [[line.get(n) for n in exact] for line in other_lines] == [[line.get(n) for n in exact] for line in lines]
+    losses = max(abs(b["loss"] / a["loss"] - 1) for a, b in zip(lines, other_lines, strict=True))
+    assert weights.keys() == other_weights.keys()
+    largest = max(float((other_weights[name] - w).abs().max() / w.abs().max()) for name, w in weights.items())
+    return losses, largest
+
+
+@pytest.fixture(scope="module")
+def runs(shared_launcher, small_mnist) -> Path:
+    """A folder with the run of each type and topology.
+
+    `float64-2x4` is the run of 2 processes x 4 accumulation steps. That of two processes has a
+    checkpoint after each 10 steps, and `four` continues its step 30 with four processes.
+    """
+    for processes in (1, 2, 4):
+        flags = []
+        for dtype in TOLERANCE:
+            for accumulation in (1, 2, 4):
+                own = ["--gradient_accumulation_steps", accumulation, "--dtype", dtype]
+                own += ["--output_dir", f"{dtype}-{processes}x{accumulation}"]
+                flags.append(["--dataset", small_mnist, *FLAGS, *own])
+        resumable = [*flags[3], *CHECKPOINTS]
+        if processes == 2:
+            flags[3] = resumable
+        if processes == 4:
+            four = ["--back_to", "float64-2x1", 30, "four", *resumable, "--resume"]
+            flags.append([*four, "--output_dir", "four"])
+        config, launch_flags = ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
+        words = run_many.words("mnist_mlp", *flags)
+        shared_launcher(config, *words, script=run_many.FILE, launch_flags=launch_flags, timeout=300)
+    return shared_launcher.folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_and_accumulation_change_nothing(runs, dtype, processes):
+    for accumulation in (1, 2, 4):
+        name = f"{dtype}-{processes}x{accumulation}"
+        (launch,) = json.loads((runs / name / "run.json").read_text())["launches"]
+        assert (launch["num_processes"], launch["gradient_accumulation_steps"]) == (processes, accumulation)
+        losses, weights = compare(result(runs / f"{dtype}-1x1"), result(runs / name))
+        print(f"{dtype} {processes} processes x {accumulation} accumulation: loss {losses:.1e}, weights {weights:.1e}")
+        assert losses <= TOLERANCE[dtype]
+        assert weights <= TOLERANCE[dtype]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, tmp_path):
+    """The weights of one process all along.
+
+    Two processes, then one; and two, then four, then one with accumulation.
+    """
+    flags = ["--dataset", small_mnist, *FLAGS, "--dtype", "float64", *CHECKPOINTS, "--resume"]
+    run_many.back_to(runs / "float64-2x1", 50, tmp_path / "one")
+    run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "one"])
+    run_many.back_to(runs / "four", 60, tmp_path / "accumulated")
+    accumulated = ["--gradient_accumulation_steps", 4, "--output_dir", tmp_path / "accumulated"]
+    run_many.run("mnist_mlp", [*flags, *accumulated])
+    for run, went_on in (
+        (tmp_path / "one", [(2, 0), (1, 50)]),
+        (runs / "four", [(2, 0), (4, 30)]),
+        (tmp_path / "accumulated", [(2, 0), (4, 30), (1, 60)]),
+    ):
+        launches = json.loads((run / "run.json").read_text())["launches"]
+        assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == went_on
+        losses, weights = compare(result(runs / "float64-1x1"), result(run))
+        assert max(losses, weights) <= TOLERANCE["float64"]
+
+
+@pytest.mark.slow
+def test_several_runs_in_one_launch_are_as_many_launches(runs, launcher, small_mnist):
+    """Bit by bit: what the tests above prove holds for separate launches."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--gradient_accumulation_steps", 2]
+    launcher("cpu_ddp", *flags, "--output_dir", "run")
+    lines, weights = result(launcher.folder / "run")
+    other_lines, other_weights = result(runs / "float32-2x2")  # the second of the launch
+    timeless = ("split", "step", "epoch", "loss", "accuracy", "lr")
+    assert [[line.get(n) for n in timeless] for line in other_lines] == [
+        [line.get(n) for n in timeless] for line in lines
+    ]
+    assert all(torch.equal(other_weights[name], tensor) for name, tensor in weights.items())

@@ -1,0 +1,164 @@
+"""bf16, and torch.compile, by the config file; and what --compile and --bn sync of resnet50 do."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import run_many
+import safetensors.torch
+import test_resnet50
+import torch
+from torch import nn
+
+from scripts import resnet50
+from utils.checkpoint import read_checkpoint
+
+FLAGS = ["--batch_size", 250, "--hidden", 32, "--num_epochs", 2, "--dropout", 0.1]
+FLAGS += ["--log_every", 1, "--checkpoint_every", 2, "--keep_checkpoints", 0]
+FLOAT64 = [*FLAGS, "--dtype", "float64", "--num_epochs", 1]
+BF16 = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\nmixed_precision: bf16\n"
+# torch.compile, without the compiler: what it puts around the model is the same.
+COMPILED = 'distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: "-1,-1"\n'
+COMPILED += "dynamo_config:\n  dynamo_backend: EAGER\n"
+
+
+def losses(run, split="train"):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["split"] == split]
+
+
+def weights(run):
+    return safetensors.torch.load_file(run / "model.safetensors")
+
+
+def assert_close(run, other):
+    expected, found = weights(run), weights(other)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
+    assert losses(other) == pytest.approx(losses(run), rel=1e-9)
+    assert losses(other, "test") == pytest.approx(losses(run, "test"), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_bf16_by_the_config_file_trains_and_resumes_bit_by_bit(launcher, small_mnist, capsys):
+    config = launcher.folder / "bf16.yaml"
+    config.write_text(BF16)
+    flags = ["--dataset", small_mnist, *FLAGS]
+    whole, again, exact = (launcher.folder / name for name in ("whole", "again", "exact"))
+    words = run_many.words(
+        "mnist_mlp",
+        [*flags, "--output_dir", whole],
+        ["--back_to", whole, 4, again, *flags, "--resume", "--output_dir", again],
+    )
+    done = launcher(str(config), *words, script=run_many.FILE)
+    assert "each cpu with 1 thread, precision bf16" in done.stdout
+    for launch in json.loads((again / "run.json").read_text())["launches"]:
+        assert launch["mixed_precision"] == "bf16"
+    assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    # The numbers are of bf16: those of float32 are near, and others. The weights stay float32.
+    assert run_many.run("mnist_mlp", [*flags, "--output_dir", exact]) is None
+    assert losses(whole) == pytest.approx(losses(exact), rel=0.02)
+    assert losses(whole) != pytest.approx(losses(exact), rel=1e-5)
+    assert losses(whole)[-1] < 0.6 * losses(whole)[0]
+    assert {tensor.dtype for tensor in weights(whole).values()} == {torch.float32}
+
+    capsys.readouterr()
+    other = run_many.back_to(whole, 4, launcher.folder / "other")
+    assert run_many.run("mnist_mlp", [*flags, "--resume", "--output_dir", other]) == 2
+    error = capsys.readouterr().err
+    assert "precision was 'bf16' and is 'no'" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_numbers_and_names_of_an_eager_one(launcher, small_mnist):
+    """By dynamo_config, on two processes: also a resume in both directions, gradient accumulation
+    and virtual processes."""
+    config = launcher.folder / "compiled.yaml"
+    config.write_text(COMPILED)
+    flags = ["--dataset", small_mnist, *FLOAT64]
+    folder = launcher.folder
+    assert run_many.run("mnist_mlp", [*flags, "--output_dir", folder / "eager"]) is None
+    virtual = ["--virtual_processes", 4]
+    assert run_many.run("mnist_mlp", [*flags, *virtual, "--output_dir", folder / "tree"]) is None
+    two_parts = ["--gradient_accumulation_steps", 2]
+    counted = ["--dataset", small_mnist, *two_parts, "--max_steps", 1]
+    again = ["--resume", "--output_dir", "compiled"]
+    words = run_many.words(
+        "mnist_mlp",
+        [*flags, *virtual, "--output_dir", "compiled_tree"],
+        ["--back_to", "eager", 2, "compiled", *flags, *two_parts, *again],
+        ["--script", "gradient_accumulation", *counted, "--output_dir", "counted"],
+    )
+    launcher(str(config), *words, script=run_many.FILE)
+    assert_close(folder / "eager", folder / "compiled")
+    assert_close(folder / "tree", folder / "compiled_tree")
+    _, tensors = read_checkpoint(folder / "compiled" / "checkpoints" / "step_00000004")
+    names = {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    assert set(tensors["model.safetensors"]) == names
+    moments = {name.rpartition("/")[0] for name in tensors["optimizer.safetensors"]}
+    assert moments == names
+    later = run_many.back_to(folder / "compiled", 4, folder / "later")
+    assert run_many.run("mnist_mlp", [*flags, "--resume", "--output_dir", later]) is None
+    assert_close(folder / "eager", later)
+    assert json.loads((folder / "counted" / "summary.json").read_text())["gradient_all_reduces"] == 1
+
+
+@pytest.mark.slow
+def test_compile_of_resnet50_changes_no_numbers_and_may_change_on_a_resume(tiny_mnist, tmp_path, monkeypatch, home):
+    compiled = []
+    compile_module = nn.Module.compile
+
+    def compile_eagerly(module):
+        compiled.append(module)
+        compile_module(module, backend="eager")
+
+    test_resnet50.use_float64(monkeypatch.setattr)
+    monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
+    flags = ["--dataset", tiny_mnist, "--image_size", 16, "--batch_size", 16, "--max_steps", 2]
+    flags += ["--max_test_samples", 9, "--num_workers", 0, "--log_every", 1]
+    flags += ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--ema_decay", 0.9]
+    flags += ["--warmup_epochs", 0]
+    eager, now = tmp_path / "eager", tmp_path / "now"
+    try:
+        assert run_many.run("resnet50", [*flags, "--output_dir", eager]) is None
+        assert not compiled
+        run_many.back_to(eager, 1, now)
+        again = ["--compile", "--resume", "--output_dir", now]
+        assert run_many.run("resnet50", [*flags, *again]) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(compiled) == 1
+    assert_close(eager, now)
+    average = safetensors.torch.load_file(eager / "model_ema.safetensors")
+    found = safetensors.torch.load_file(now / "model_ema.safetensors")
+    for name, tensor in average.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "virtual_processes", "sentence"),
+    [
+        ("cpu", 1, 0, "--bn sync works on GPUs only"),
+        ("cuda", 2, 0, "--bn sync needs a process for each GPU, and DataParallel runs here"),
+        ("cuda", 1, 4, "--bn sync normalises by what all processes have, and with --virtual_proc"),
+    ],
+)
+def test_bn_sync_is_refused_where_it_would_be_something_else(
+    monkeypatch, capsys, device, gpus, virtual_processes, sentence
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    accelerator = SimpleNamespace(num_processes=1, device=torch.device(device))
+    monkeypatch.setattr("sys.argv", ["resnet50.py", "--bn", "sync"])
+    args = resnet50.parse_args()
+    args.virtual_processes = virtual_processes
+    with pytest.raises(SystemExit):
+        resnet50.check_args(args, accelerator)
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {sentence}")
+    assert len(error.splitlines()) == 1
+    args.virtual_processes = 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    accelerator.device = torch.device("cuda")
+    resnet50.check_args(args, accelerator)

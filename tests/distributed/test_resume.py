@@ -1,0 +1,407 @@
+"""A run that was stopped, anywhere and anyhow, ends like the run that was not."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+from scripts import mnist_mlp
+from utils.signals import EXIT_REQUEUE
+
+TIMELESS = ("split", "step", "epoch", "loss", "accuracy", "lr")
+
+
+def contents(run):
+    """What must be equal bit by bit: model, optimizer, and the metrics but for their times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    newest = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    return (
+        (run / "model.safetensors").read_bytes(),
+        (newest / "optimizer.safetensors").read_bytes(),
+        [{name: line.get(name) for name in TIMELESS} for line in lines],
+    )
+
+
+@pytest.fixture
+def whole(train, tmp_path, made={}):  # noqa: B006  made once, whatever test comes first
+    """The run that was never stopped: 2 epochs of 4 steps, each with a test of 5 batches."""
+    if not made:
+        for steps in (1, 2):
+            assert train(f"whole{steps}", "--gradient_accumulation_steps", steps) is None
+            made[steps] = contents(tmp_path / f"whole{steps}")
+    return made
+
+
+# 1-4: in the first epoch and at its end; 5-9: in its test; 10-13: in the second epoch; 14-18: in
+# its test
+@pytest.mark.parametrize("call", [1, 2, 4, 5, 8, 9, 10, 13, 14, 18])
+def test_stopped_anywhere_and_resumed_is_the_same_run(train, whole, tmp_path, call, capsys):
+    accumulation = 1 + call % 2
+    flags = ["--gradient_accumulation_steps", accumulation]
+    assert train("run", *flags, stop_at_call=call) == EXIT_REQUEUE
+    assert "is saved; to continue: " in capsys.readouterr().out
+    assert train("run", *flags, "--resume") is None
+    assert contents(tmp_path / "run") == whole[accumulation]
+
+
+def test_stopped_twice_in_one_epoch(train, whole, tmp_path):
+    assert train("run", stop_at_call=2) == EXIT_REQUEUE
+    assert train("run", "--resume", stop_at_call=1) == EXIT_REQUEUE
+    assert train("run", "--resume", "--checkpoint_every", 1, "--num_workers", 3, "--log_every", 3) is None
+    assert contents(tmp_path / "run") == whole[1]
+
+
+def test_after_the_last_epoch_there_is_nothing_to_do(train, whole, tmp_path, capsys):
+    for flags, words in ([], "done: "), (["--resume"], "all 8 steps are done: nothing to do"):
+        assert train("run", *flags) is None
+        assert words in capsys.readouterr().out
+    assert contents(tmp_path / "run") == whole[1]
+
+
+def test_resume_without_a_checkpoint_starts_from_scratch(train, whole, tmp_path):
+    assert train("run", "--resume") is None
+    assert contents(tmp_path / "run") == whole[1]
+
+
+def test_the_best_accuracy_is_not_forgotten(train, tmp_path, monkeypatch):
+    accuracies = iter([0.9, 0.5])
+    result = {"loss": 1.0, "samples": 203}
+    monkeypatch.setattr(mnist_mlp, "evaluate", lambda *_: {**result, "accuracy": next(accuracies)})
+    assert train("run", stop_at_call=6) == EXIT_REQUEUE
+    assert train("run", "--resume") is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["test_accuracy"], summary["best_accuracy"]) == (0.5, 0.9)
+
+
+def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path):
+    train("run", "--checkpoint_every", 1, "--keep_checkpoints", 3)
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step_00000006", "step_00000007", "step_00000008"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--seed", 1], "seed was 0 and is 1"),
+        (["--batch_size", 100], "batch_size was 300 and is 100"),
+        (["--hidden", 32], "hidden was 16 and is 32"),
+        (["--num_epochs", 3], "total_steps was 8 and is 12"),
+        (["--lr", 0.1], "lr was 0.006 and is 0.1"),
+        (["--dataset", str(ROOT / "data" / "mnist")], "data was '"),
+        (["--dropout", 0.5], "dropout was 0.1 and is 0.5"),
+    ],
+)
+def test_other_arguments_are_refused_by_both_values(train, tmp_path, capsys, flags, sentence):
+    train("run", stop_at_call=2)
+    before = sorted((tmp_path / "run").rglob("*"))
+    assert train("run", "--resume", *flags) == 2
+    assert sentence in capsys.readouterr().err
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+def damage_truncate(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def damage_flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def damage_remove(file):
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "model.safetensors", "optimizer.safetensors", "processes.safetensors"]
+)
+@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_remove])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(train, whole, tmp_path, capsys, name, damage):
+    train("run", "--checkpoint_every", 1, "--keep_checkpoints", 0, stop_at_call=7)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
+    damage(newest / name)
+    capsys.readouterr()
+    train("run", "--resume", "--checkpoint_every", 1, "--keep_checkpoints", 0)
+    warning = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
+    assert newest.name in warning
+    assert name in warning
+    assert contents(tmp_path / "run") == whole[1]
+    assert newest.with_name(f"damaged_{newest.name}").exists()  # kept, out of the way
+
+
+def test_a_new_run_is_not_started_over_damaged_checkpoints(train, tmp_path, capsys):
+    train("run", stop_at_call=3)
+    for file in (tmp_path / "run" / "checkpoints").glob("*/model.safetensors"):
+        damage_truncate(file)
+    for _ in range(2):
+        assert train("run", "--resume") == 2
+        assert "none of the 1 checkpoints in" in capsys.readouterr().err
+
+
+def test_a_hostile_checkpoint_runs_no_code(train, tmp_path, capsys):
+    """Each file replaced by a pickle that would leave a trace, also under a checksum that fits."""
+    import hashlib
+    import pickle
+
+    from utils.checkpoint import checksum
+
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "trapped"),)
+
+    train("run", stop_at_call=3)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
+    clean = tmp_path / "clean"
+    shutil.copytree(newest, clean)
+    for name in [file.name for file in clean.glob("*.safetensors")]:
+        shutil.copytree(clean, newest, dirs_exist_ok=True)
+        (newest / name).write_bytes(pickle.dumps(Trap()))
+        manifest = json.loads((newest / "manifest.json").read_text())
+        del manifest["checksum"]
+        manifest["sha256"][name] = hashlib.sha256((newest / name).read_bytes()).hexdigest()
+        manifest["checksum"] = checksum(manifest)
+        (newest / "manifest.json").write_text(json.dumps(manifest))
+        capsys.readouterr()
+        assert train("run", "--resume") == 2
+        assert f"is skipped: {name}: " in capsys.readouterr().out
+        assert not (tmp_path / "trapped").exists()
+    pickle.loads(pickle.dumps(Trap()))
+    assert (tmp_path / "trapped").exists()  # the trap works
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_checkpoint(train, tmp_path, capsys):
+    train("run", "--lr", 1e30, "--optimizer", "sgd", stop_at_call=1)
+    saved = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*.*") if path.is_file()}
+    assert saved
+    capsys.readouterr()
+    assert train("run", "--lr", 1e30, "--optimizer", "sgd", "--resume", "--checkpoint_every", 1) == 2
+    error = capsys.readouterr().err
+    assert "the loss is not finite at step 1, for " in error
+    assert {path: path.read_bytes() for path in saved} == saved
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_checkpoint(train, whole, tmp_path, capsys, monkeypatch):
+    """RLIMIT_FSIZE stands for the full disk: the kernel refuses the write in its middle, too."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert train("run", "--checkpoint_every", 1, stop_at_call=2) == EXIT_REQUEUE
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
+    try:
+        capsys.readouterr()
+        assert train("run", "--checkpoint_every", 1, "--resume") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 3 cannot be written to" in error
+    assert "the one of step 2 is whole, --resume goes on from it" in error
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+    assert train("run", "--checkpoint_every", 1, "--resume") is None
+    assert contents(tmp_path / "run") == whole[1]
+
+
+def fail_from(step, monkeypatch):
+    """No file of a checkpoint of `step` or later can be written; `failed` waits for the writer."""
+    from utils import checkpoint
+
+    write, failed = checkpoint.write_tensors, checkpoint.Checkpoints.failed
+
+    def write_or_fail(path, tensors):
+        if int(path.parent.name.removeprefix(".part_step_")) >= step:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+        return write(path, tensors)
+
+    def failed_at_once(checkpoints):
+        if checkpoints.writing is not None:
+            checkpoints.writing.exception(60)
+        return failed(checkpoints)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write_or_fail)
+    monkeypatch.setattr(checkpoint.Checkpoints, "failed", failed_at_once)
+
+
+def test_a_checkpoint_that_fails_while_training_goes_on_ends_the_run(train, tmp_path, capsys, monkeypatch):
+    fail_from(2, monkeypatch)
+    flags = ["--checkpoint_every", 1, "--log_every", 1]
+    assert train("run", *flags) == 2
+    assert "the checkpoint of step 2 cannot be written" in capsys.readouterr().err
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_each_checkpoint_flushes_the_log_first(train, monkeypatch):
+    from utils.run_folder import Tracker
+
+    flushed, sync = [], Tracker.sync
+    monkeypatch.setattr(Tracker, "sync", lambda self: flushed.append(sync(self)))
+    assert train("run", "--checkpoint_every", 2) is None
+    assert len(flushed) == 4
+
+
+def test_a_run_whose_last_checkpoint_fails_is_not_done(train, tmp_path, capsys, monkeypatch):
+    fail_from(8, monkeypatch)
+    monkeypatch.setattr("utils.checkpoint.Checkpoints.failed", lambda _: False)  # nobody asks
+    assert train("run") == 2
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 8 cannot be written" in error
+    assert "the one of step 4 is whole" in error
+    for name in ("summary.json", "model.safetensors"):
+        assert not (tmp_path / "run" / name).exists()
+
+
+def test_a_stop_is_told_when_its_checkpoint_is_on_the_disk(train, tmp_path, monkeypatch):
+    from utils import checkpoint
+    from utils.signals import StopSignal
+
+    write, leave, found = checkpoint.write_tensors, StopSignal.leave, []
+
+    def write_slowly(path, tensors):
+        time.sleep(0.3)
+        return write(path, tensors)
+
+    def look_and_leave(stop_signal, step):
+        found.extend((tmp_path / "run" / "checkpoints").glob("step_*"))
+        leave(stop_signal, step)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write_slowly)
+    monkeypatch.setattr(StopSignal, "leave", look_and_leave)
+    assert train("run", stop_at_call=3) == EXIT_REQUEUE
+    assert [path.name for path in found] == ["step_00000003"]
+
+
+def test_a_full_file_system(train, tmp_path, capsys):
+    """A tmpfs of 1 MiB fills up. Made larger, the run goes on from the last whole checkpoint."""
+    import subprocess
+
+    flags = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--num_epochs", 6]
+    train("whole", *flags)
+    run = tmp_path / "run"
+    run.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", run], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        capsys.readouterr()
+        assert train("run", *flags) == 2
+        error = capsys.readouterr().err
+        assert "cannot be written" in error
+        assert "No space left on device" in error
+        assert len(error.splitlines()) == 1
+        assert len(list((run / "checkpoints").iterdir())) >= 2
+        subprocess.run(["mount", "-o", "remount,size=64m", run], check=True)
+        assert train("run", *flags, "--resume") is None
+        assert contents(run) == contents(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", "-l", run], check=True)
+
+
+def fork_run(train, log, *flags):
+    """`train` in a child process of its own, which can be killed; its output goes to `log`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+            os.dup2(1, 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            os._exit(train("run", *flags) or 0)
+        finally:
+            os._exit(99)
+    return child
+
+
+def is_writing(run) -> bool:
+    try:
+        return any((run / "checkpoints").glob(".part_*/*"))
+    except FileNotFoundError:  # renamed while we looked
+        return False
+
+
+def times_started(log) -> int:
+    """Of the runs in a log, how many have looked for checkpoints and are training."""
+    return log.read_text().count("\noutput  ") if log.exists() else 0
+
+
+def kill_until_done(train, tmp_path, kills, flags):
+    """Kill the run `kills` times at random moments, then let it end.
+
+    Every second kill comes while a checkpoint is being written, the others up to half a second
+    after the start of training.
+
+    Returns:
+        kills, how many of them left an unfinished checkpoint behind, and how many starts continued
+        from a checkpoint.
+    """
+    rng, run = random.Random(0), tmp_path / "run"
+    log, done, unfinished, resumed = tmp_path / "log", 0, 0, 0
+    while True:
+        resumed += (run / "checkpoints").exists() and any((run / "checkpoints").glob("step_*"))
+        starts = times_started(log)
+        child = fork_run(train, log, "--resume", *flags)
+        wait, in_write = rng.uniform(0, 0.5), done % 2 == 0
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            # Before, what the last kill left looks like a checkpoint that is being written.
+            if times_started(log) == starts:
+                began = time.monotonic()
+                continue
+            waited = time.monotonic() - began
+            if done < kills and ((in_write and is_writing(run)) or (not in_write and waited > wait) or waited > 20):
+                os.kill(child, signal.SIGKILL)
+                ended = os.waitpid(child, 0)
+                break
+        if os.WIFSIGNALED(ended[1]):
+            done += 1
+            unfinished += is_writing(run)
+            continue
+        assert os.WEXITSTATUS(ended[1]) == 0, log.read_text()[-2000:]
+        if done >= kills:
+            return done, unfinished, resumed
+        # It ended before it could be killed: take its end away, and a few checkpoints with it.
+        for name in ("summary.json", "model.safetensors"):
+            (run / name).unlink()
+        steps = sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+        for path in steps[len(steps) // 2 :]:
+            shutil.rmtree(path)
+
+
+def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(train, whole, tmp_path, monkeypatch):
+    from utils import checkpoint
+
+    write = checkpoint.write_tensors
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", lambda *words: (time.sleep(0.5), write(*words))[1])
+        child = fork_run(train, tmp_path / "log", "--checkpoint_every", 2)
+    while not is_writing(tmp_path / "run"):
+        time.sleep(0.01)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGINT)
+    while "press Ctrl-C again" not in (tmp_path / "log").read_text():
+        time.sleep(0.01)  # two signals at a time would be one
+    os.kill(child, signal.SIGINT)
+    began = time.monotonic()
+    _, status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(status) == 130
+    assert time.monotonic() - began < 1  # the rest of the checkpoint would take longer
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert train("run", "--resume", "--checkpoint_every", 2) is None
+    assert contents(tmp_path / "run") == whole[1]
+
+
+@pytest.mark.slow
+def test_fifty_kills_change_nothing(train, tmp_path):
+    flags = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--num_epochs", 10]
+    train("whole", *flags)
+    kills, unfinished, resumed = kill_until_done(train, tmp_path, 50, flags)
+    print(f"{kills} kills, {unfinished} of them in the middle of a checkpoint, {resumed} resumes")
+    assert unfinished >= 10
+    assert resumed >= 40
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "run" / "checkpoints").glob(".part_*"))

@@ -1,0 +1,324 @@
+"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C, to the launcher or to one worker.
+
+All ranks save together, and nothing is lost.
+"""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from conftest import ROOT
+
+from utils import signals
+
+FLAGS = ["--hidden", 32, "--batch_size", 128, "--log_every", 100, "--output_dir", "run"]
+
+
+def workers(process: subprocess.Popen, count: int) -> list[psutil.Process]:
+    """The script's processes below the launcher, by rank."""
+    found = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "mnist_mlp.py" in str(child.cmdline())
+    ]
+    found.sort(key=lambda worker: int(worker.environ().get("RANK", 0)))
+    assert len(found) == count
+    return found
+
+
+def wait_for_line(process: subprocess.Popen, word: str) -> str:
+    for line in process.stdout:
+        if word in line:
+            return line
+    raise AssertionError(f"ended without {word}: {process.stderr.read()[-3000:]}")
+
+
+STOPS = {
+    "cpu": ["launcher SIGTERM", "launcher SIGUSR1", "group SIGINT", "group SIGHUP"],
+    "cpu_ddp": [
+        "worker SIGUSR1",
+        "launcher SIGTERM",
+        "launcher SIGUSR1",
+        "launcher SIGKILL",
+        "group SIGINT",
+        "launcher SIGHUP",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", STOPS)
+def test_a_signal_saves_and_ends_every_process(launcher, small_mnist, config):
+    """One run, stopped in each way and resumed each time. It saves only then and at the end."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 16, "--num_epochs", 60]
+    flags += ["--checkpoint_every", 10**6]
+    run, saved, lines = launcher.folder / "run", 0, []
+    for stop in STOPS[config]:
+        target, name = stop.split()
+        process = launcher.start(config, *flags, "--resume")
+        shown = int(wait_for_line(process, "train epoch").partition("step ")[2].partition("/")[0])
+        ranks = workers(process, 2 if config == "cpu_ddp" else 1)
+        number = getattr(signal, name)
+        if target == "group":
+            os.killpg(process.pid, number)  # as Ctrl-C does in a terminal
+        else:
+            (ranks[-1] if target == "worker" else process).send_signal(number)
+        _, alive = psutil.wait_procs(ranks, timeout=30)
+        assert not alive, stop
+        process.communicate(timeout=30)
+        assert process.returncode != 0, stop
+        launch = json.loads((run / "run.json").read_text())["launches"][-1]
+        assert launch["from_step"] == saved, stop
+        saved = max(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
+        assert launch["from_step"] < shown <= saved < 60 * 63, stop
+        assert not (run / "summary.json").exists()
+        before = lines
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert lines[: len(before)] == before, stop
+    done = launcher(config, *flags, "--resume", timeout=200)
+    assert "done: " in done.stdout
+    assert json.loads((run / "run.json").read_text())["launches"][-1]["from_step"] == saved
+    after = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert after[: len(lines)] == lines
+    steps = [line["step"] for line in after if line["split"] == "train"]
+    assert steps == sorted(set(steps))  # none twice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", STOPS)
+def test_a_run_whose_reader_is_gone_goes_on_and_saves_at_a_signal(launcher, small_mnist, config):
+    """`| head` leaves after some lines, and a Ctrl-C ends `| tee log` before the run has saved."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 5000, "--log_every", 1]
+    process = launcher.start(config, *flags, "--checkpoint_every", 10**6)
+    shown = int(wait_for_line(process, "train epoch").partition("step ")[2].partition("/")[0])
+    ranks = workers(process, 2 if config == "cpu_ddp" else 1)
+    process.stdout.close()
+    process.stderr.close()
+    run = launcher.folder / "run"
+    while last_step(run) < shown + 100:  # it goes on
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive
+    (saved,) = (run / "checkpoints").iterdir()
+    assert int(saved.name[5:]) >= shown + 100
+
+
+def last_step(run) -> int:
+    lines = (run / "metrics.jsonl").read_text().split("\n")
+    return json.loads(lines[-2])["step"]  # the last one may not be whole yet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", STOPS)
+def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, small_mnist, config):
+    process = launcher.start(config, "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000)
+    count = 2 if config == "cpu_ddp" else 1
+    ranks = []
+    while len(ranks) < count:
+        time.sleep(0.01)
+        children = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in children if is_script(child)]
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive
+    assert "error: the launcher was killed: start the run again" in process.stderr.read()
+    assert not (launcher.folder / "run").exists()
+
+
+STUCK = """
+import os, sys, time
+from accelerate import Accelerator
+from utils.loader import GlobalLoader
+
+class Stuck:
+    fingerprint = "stuck"
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        print(os.getpid(), flush=True)
+        time.sleep(1000)
+
+next(iter(GlobalLoader(Stuck(), 4, Accelerator(cpu=True), seed=0, num_workers=1)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+def test_a_worker_that_is_stuck_ends_with_its_process(launcher):
+    """As a read of a network disk is that does not answer. A second Ctrl-C ends by os._exit."""
+    words = [sys.executable, "-c", STUCK]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    launcher.processes.append(process)
+    worker = psutil.Process(int(process.stdout.readline()))
+    assert worker.ppid() == process.pid
+    process.kill()
+    worker.wait(20)
+
+
+def is_script(process: psutil.Process) -> bool:
+    try:
+        return any(word.endswith("mnist_mlp.py") for word in process.cmdline()[:3])
+    except psutil.Error:  # it has just ended
+        return False
+
+
+def test_a_launcher_that_is_process_1_of_a_container_is_alive(monkeypatch):
+    def adopted_by(pid, name, exe):
+        parent = SimpleNamespace(pid=pid, name=lambda: name, exe=lambda: exe)
+        monkeypatch.setattr(psutil.Process, "parent", lambda _: parent)
+        return signals.is_orphan()
+
+    assert not adopted_by(1, "accelerate", "/usr/bin/python3.11")
+    assert adopted_by(1, "tini", "/usr/bin/tini")
+    assert adopted_by(812, "systemd", "/usr/lib/systemd/systemd")
+    assert not adopted_by(813, "hydra_pmi_proxy", "/usr/bin/hydra_pmi_proxy")
+
+
+@pytest.mark.parametrize(
+    ("nohup", "torchrun", "stops"), [(False, False, True), (True, False, False), (True, True, True)]
+)
+def test_nohup_keeps_a_run_alive_unless_torchrun_ends_it(monkeypatch, nohup, torchrun, stops):
+    """torchrun sends SIGHUP on to its processes, and kills those that have not ended after 30 s."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop_signal.agreed() == stops
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
+def test_a_signal_asks_for_a_stop(name):
+    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    assert not stop_signal.agreed()
+    os.kill(os.getpid(), getattr(signal, name))
+    assert stop_signal.agreed()
+
+
+def test_the_launcher_is_told_why_the_processes_ended(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    accelerator = SimpleNamespace(
+        is_main_process=False, num_processes=1, wait_for_everyone=lambda: None, end_training=lambda: None
+    )
+    with pytest.raises(SystemExit) as ended:
+        signals.StopSignal(accelerator).leave(step=7)
+    assert ended.value.code == signals.EXIT_REQUEUE
+    report = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert report.startswith("stopped by a signal; step 7 is saved; to continue: ")
+    assert capsys.readouterr().out == ""  # the main process prints it
+
+
+def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
+    ends = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(signals, "resume_command", lambda: "COMMAND --resume")
+    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    stop_signal.pid = -1  # as in a process that it forked
+    os.kill(os.getpid(), signal.SIGINT)
+    assert not stop_signal.agreed()
+    stop_signal.pid = os.getpid()
+    said = []
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop_signal.agreed()
+        said.append(capfd.readouterr().err)
+    assert said == [
+        "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once\n",
+        "stopped at once; to continue from the last checkpoint: COMMAND --resume\n",
+    ]
+    assert ends == [130]
+
+
+def test_ctrl_c_before_training_is_no_traceback(monkeypatch, capsys):
+    signals.explain_ctrl_c()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "x")
+    for rank, expected in (("0", "stopped by Ctrl-C: nothing was saved\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+        assert capsys.readouterr().err == expected
+    sys.excepthook(KeyError, KeyError("x"), None)
+    assert "KeyError: 'x'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_on_a_terminal(launcher, small_mnist):
+    """Our own lines come first; there is a bar with the time left, and colours.
+
+    A Ctrl-C leaves a whole line and no bar.
+    """
+    terminal, screen = pty.openpty()
+    termios.tcsetwinsize(screen, (40, 150))
+    config, script = ROOT / "accelerate_configs" / "cpu.yaml", ROOT / "scripts" / "mnist_mlp.py"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, script]
+    command += ["--dataset", small_mnist, *map(str, FLAGS), "--num_epochs", "3000"]
+    environment = {**os.environ, "HF_HOME": str(launcher.home), "TERM": "xterm"}
+    environment.pop("NO_COLOR", None)
+    words = {"cwd": launcher.folder, "env": environment, "start_new_session": True}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=screen, stderr=screen, **words)
+    launcher.processes.append(process)
+    os.close(screen)
+    shown = b""
+    while chunk := read(terminal):
+        shown += chunk
+        if re.search(rb"step 200/.*steps/s, \d+:\d\d:\d\d left", shown, re.S):
+            (worker,) = workers(process, 1)
+            worker.send_signal(signal.SIGINT)
+            break
+    while chunk := read(terminal):
+        shown += chunk
+    assert process.wait(30) == 1
+    lines = shown.decode().split("\r\n")
+    assert lines[0].startswith("topology ")
+    message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
+    assert f"\r\033[K{message}" in shown.decode()
+    assert re.search(r"\r\033\[K\033\[1;33mstopped\033\[0m by a signal; step \d+ is saved", lines[-2])
+    assert lines[-2].endswith("--num_epochs 3000 --resume")
+    # Where the end takes 10 s, tqdm's thread draws the bar once more; spaces are written over it.
+    assert not "".join(lines[-1].split("\r")[-2:]).strip()
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # Linux's way to say that all have closed it
+        return b""
+
+
+def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher, monkeypatch):
+    """The script itself ends with 75. `accelerate launch` turns every failure into 1."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 500]
+    process = launcher.start_python(ROOT / "scripts" / "mnist_mlp.py", *flags)
+    wait_for_line(process, "step 100/")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == signals.EXIT_REQUEUE == 75
+    assert "to continue: python" in out
+    assert out.strip().endswith("--output_dir run --num_epochs 500 --resume")
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(launcher, small_mnist):
+    first = launcher.start("cpu", "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000)
+    wait_for_line(first, "step 100/")
+    second = launcher("cpu", "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000, "--resume", check=False)
+    assert "another run is writing to run" in second.stderr
+    assert first.poll() is None
+    first.terminate()
+    time.sleep(0.1)
+    first.communicate(timeout=30)
+    assert list((launcher.folder / "run" / "checkpoints").glob("step_*"))

@@ -1,0 +1,560 @@
+"""Every config that fits this machine: its numbers against those of one process of the same device.
+
+    python -m pytest -m gpu                   # all that the GPUs of this machine can show
+    python -m pytest -m gpu --report=FILE     # the report; by default gpu_report.md
+    python -m pytest tests/distributed/test_topologies.py -m "slow and not gpu" -n 0    # the same on its CPU
+
+The tests are the same on CPUs and GPUs. All runs of a config are in one launch, which the first
+test of it starts. This file is also the script of the runs with a smaller ResNet-50.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import fsdp_on_cpu
+import pytest
+import run_many
+import safetensors.torch
+import torch
+import torchvision
+import yaml
+from conftest import ROOT
+from test_model_split import NarrowResNet
+from test_parity import TOLERANCE, compare, result
+from test_resnet50 import use_4_blocks
+
+from utils.checkpoint import read_checkpoint
+from utils.console import plural
+
+# 2 x 21 steps, the last of each epoch with 3 images: on 4 GPUs or more, some have none of them.
+# FSDP shards a layer on its own from 100,000 parameters on: the first one has 125,440.
+FLAGS = ["--num_epochs", 2, "--batch_size", 50, "--lr", 1e-3, "--hidden", 160, "--dropout", 0.1]
+FLAGS += ["--log_every", 1, "--checkpoint_every", 30, "--keep_checkpoints", 0]
+UPDATES, CUT = 42, 30  # of a run; the one after which it is cut back: in the middle of an epoch
+# Of a loss with bf16 to that with float32. bf16 has 8 bits: each number of a pass is rounded by up
+# to 2^-9 of it. The losses of an epoch average that out: 4e-4 on a CPU. FSDP also rounds the sums
+# of gradients, so four roundings are allowed.
+BF16_TOLERANCE = 2**-7
+# In float64. A deep network makes rounding larger, most of all with BatchNorm.
+SPLIT_TOLERANCE = {"loss": 1e-10, "weights": 1e-10}
+BATCH_NORM_TOLERANCE = {"loss": 1e-8, "weights": 1e-6}
+TIMINGS = ("samples_per_s", "data_wait_pct")
+TIMEOUT_S = 900
+
+
+class Topology(NamedTuple):
+    """A config, and what it needs."""
+
+    config: str
+    gpus: int = 0  # at least; 0: it runs on the CPU
+    precision: str = "no"
+
+    @property
+    def name(self) -> str:
+        where = " on the CPU" if self.stands_in() else ""
+        return self.config + where + ("" if self.precision == "no" else f", {self.precision}")
+
+    def stands_in(self) -> bool:
+        """Whether fsdp_on_cpu.py shards on the CPU, in place of GPUs."""
+        return self.config == "fsdp" and not self.gpus
+
+    def unfit(self, gpus: int | None = None) -> str | None:
+        """Why this machine cannot run it, or not with so many GPUs as a check needs; or None."""
+        here, needed = torch.cuda.device_count(), max(self.gpus, gpus or 0)
+        if self.gpus and here < needed:
+            return f"needs {plural(needed, 'GPU')}, and this machine has {here}"
+        wants_bf16 = self.gpus and self.precision == "bf16"
+        if wants_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return "the GPU has no bf16"
+        return None
+
+    def processes(self) -> int:
+        if self.stands_in():
+            return 2
+        file = ROOT / "accelerate_configs" / f"{self.config}.yaml"
+        asked = yaml.safe_load(file.read_text())["num_processes"]
+        return torch.cuda.device_count() if asked == "gpu" else asked
+
+    def devices(self) -> int:
+        return torch.cuda.device_count() if self.config == "dp" else self.processes()
+
+    def distributed_type(self) -> str:
+        if self.config == "dp" and self.devices() > 1:
+            return "DATA_PARALLEL"
+        known = {"cpu_ddp": "MULTI_CPU", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
+        return known.get(self.config, "NO")
+
+    def reference(self) -> "Topology":
+        """One process of the same device, in float32 or float64."""
+        return TOPOLOGIES[1 if self.gpus else 0]
+
+    def is_ddp(self) -> bool:
+        return self.config in ("cpu_ddp", "ddp")
+
+
+TOPOLOGIES = [
+    Topology("cpu"),
+    Topology("single_gpu", 1),
+    Topology("cpu_ddp"),
+    Topology("dp", 1),
+    Topology("ddp", 1),
+    Topology("fsdp"),
+    Topology("fsdp", 1),
+]
+TOPOLOGIES += [each._replace(precision="bf16") for each in TOPOLOGIES if each.config != "cpu" and not each.stands_in()]
+
+
+def on(*configs, precisions=("no", "bf16"), stand_ins=True):
+    """Parametrize a test with the topologies of these configs; without configs, with all."""
+    marked = []
+    for each in TOPOLOGIES:
+        if (configs and each.config not in configs) or each.precision not in precisions:
+            continue
+        if each.stands_in() and not stand_ins:
+            continue
+        marks = [pytest.mark.slow, *([pytest.mark.gpu] if each.gpus else [])]
+        name = each.name.replace(", ", "-").replace(" ", "_")
+        marked.append(pytest.param(each, marks=marks, id=name))
+    return pytest.mark.parametrize("topology", marked, indirect=True)
+
+
+SEVERAL = ("cpu_ddp", "dp", "ddp", "fsdp")
+PLAIN = {"precisions": ("no",)}
+
+
+def main():
+    """A script with a smaller ResNet-50: `resnet50 float64 FLAGS` or `model_split float64 FLAGS`.
+
+    The type is the default one of tensors.
+    """
+    script, dtype = sys.argv[1:3]
+    del sys.argv[1:3]
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if script == "resnet50":
+                use_4_blocks(patch.setattr)
+            else:
+                patch.setattr(torchvision.models, "resnet50", NarrowResNet)
+            run_many.load(script, ROOT / "scripts" / f"{script}.py").main()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def planned_runs(topology: Topology, mnist: Path, tiny: Path) -> dict[str, list]:
+    """The runs of a launch: by name, what run_many.py takes, in which the run is in folder NAME.
+
+    Those that most tests need come first: after a run that fails there are no more.
+    """
+    gpus, devices = torch.cuda.device_count(), topology.devices()
+    plain, runs = topology.precision == "no", {}
+    is_reference = topology == topology.reference()
+    mlp = ["--dataset", mnist, *FLAGS]
+    mnist_mlp, small = ["--script", "mnist_mlp"], ["--script", Path(__file__)]
+    runs["float32"] = [*mnist_mlp, *mlp]
+    if plain:
+        runs["float64"] = [*mlp, "--dtype", "float64"]
+    runs["resumed"] = ["--back_to", "float32", CUT, "resumed", *mlp, "--resume"]
+
+    # Not of 16 pixels, of which the last block would get one: on a CPU, the backward pass of a
+    # convolution with stride 2 in bf16 then reads memory that nobody wrote (PyTorch 2.15).
+    tiny_images = ["--dataset", tiny, "--image_size", 32, "--max_steps", 3, "--log_every", 1]
+    tiny_images += ["--num_workers", 0, "--batch_size", 4 * max(gpus, 2)]
+    runs["resnet50"] = [*small, "resnet50", "float32", *tiny_images]
+    if topology.stands_in():
+        return runs
+
+    steps, log_every = (1200, 50) if topology.gpus else (30, 5)
+    speed = ["--batch_size", 1024, "--max_steps", steps, "--log_every", log_every]
+    runs["mnist_speed"] = [*mnist_mlp, *speed]
+    # On GPUs the real one. As many images for each device.
+    resnet50 = ["--script", "resnet50"] if topology.gpus else [*small, "resnet50", "float32"]
+    image_size, batch, steps = (224, 64, 30) if topology.gpus else (32, 8, 6)
+    synthetic = ["--synthetic", "--image_size", image_size, "--batch_size", batch * devices]
+    synthetic += ["--max_steps", steps, "--log_every", steps // 3]
+    runs["resnet50_speed"] = [*resnet50, *synthetic]
+    if not plain:
+        return runs
+
+    split = ["--dataset", tiny, "--norm", "group", "--dtype", "float64", "--batch_size", 16]
+    split += ["--max_steps", 2, "--lr", 1e-4, "--log_every", 1]
+    if is_reference or (topology.config in ("cpu_ddp", "dp", "ddp") and devices > 1):
+        runs["split"] = [*small, "model_split", "float32", *split]
+    if topology.gpus and (is_reference or (topology.config == "ddp" and devices > 1)):
+        norm = ["--bn", "local" if is_reference else "sync"]
+        runs["batch_norm"] = [*small, "resnet50", "float64", *tiny_images, *norm]
+    virtual = [*mlp, "--virtual_processes", max(4, gpus)]
+    if is_reference or topology.is_ddp():
+        runs["virtual"] = [*mnist_mlp, *virtual]
+    if is_reference:
+        runs |= resumed_runs(topology, mlp, virtual, mnist_mlp)
+    return runs
+
+
+def resumed_runs(topology, mlp, virtual, script) -> dict[str, list]:
+    """On one process, what other topologies of this device have saved."""
+    runs = {}
+    for other in TOPOLOGIES:
+        if other.config not in SEVERAL or other.reference() != topology or other.precision != "no":
+            continue
+        for name, flags in (("float64", [*mlp, "--dtype", "float64"]), ("virtual", virtual)):
+            saved = f"../{other.name}/{name}"
+            if other.unfit() is None and (name == "float64" or other.is_ddp()):
+                own = f"{other.name}_{name}"
+                runs[own] = [*script, "--back_to", saved, CUT, own, *flags, "--resume"]
+    return runs
+
+
+class Launches:
+    """One launch for each topology, made when a test first asks for a run of it."""
+
+    def __init__(self, launcher, mnist: Path, tiny: Path):
+        self.launcher, self.data, self.output = launcher, (mnist, tiny), {}
+
+    def launch(self, topology: Topology) -> None:
+        """What it prints, or why it did not end, is in `output`: another launch will not help."""
+        self.output[topology] = ""
+        for other in TOPOLOGIES if topology == topology.reference() else ():
+            # Whose checkpoints it resumes.
+            if other.config in SEVERAL and other.reference() == topology and other.unfit() is None:
+                self.output_of(other)
+        folder = self.launcher.folder / topology.name
+        folder.mkdir()
+        planned = planned_runs(topology, *self.data)
+        for name, flags in list(planned.items()):
+            saved = flags[flags.index("--back_to") + 1] if "--back_to" in flags else ""
+            if saved.startswith("../") and not (folder / saved / "summary.json").exists():
+                del planned[name]  # the launch that should have saved it failed
+        runs = [[*flags, "--output_dir", name] for name, flags in planned.items()]
+        stand_in = {"script": run_many.FILE, "launch_flags": []}
+        if topology.stands_in():
+            stand_in = fsdp_on_cpu.LAUNCH
+        own, self.launcher.folder = self.launcher.folder, folder
+        try:
+            done = self.launcher(
+                topology.config,
+                *run_many.words("mnist_mlp", *runs),
+                script=stand_in["script"],
+                launch_flags=["--mixed_precision", topology.precision, *stand_in["launch_flags"]],
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+            self.output[topology] = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        except subprocess.TimeoutExpired:
+            self.launcher.end()  # the next launch needs the GPUs
+            self.output[topology] = f"not done after {TIMEOUT_S} s"
+        finally:
+            self.launcher.folder = own
+
+    def output_of(self, topology: Topology) -> str:
+        if topology not in self.output:
+            self.launch(topology)
+        return self.output[topology]
+
+    def run(self, topology: Topology, name: str, split: bool = False) -> Path:
+        """The folder of a run, which must have ended, on the processes of this topology.
+
+        split: a run whose processes share the model.
+        """
+        output = self.output_of(topology)
+        folder = self.launcher.folder / topology.name / name
+        assert (folder / "summary.json").exists(), f"{name} did not end\n{output}"
+        launch = json.loads((folder / "run.json").read_text())["launches"][-1]
+        kinds = {process["device"].partition(":")[0] for process in launch["processes"]}
+        assert kinds == {"cuda" if topology.gpus else "cpu"}
+        replicas = topology.devices() if topology.config == "dp" and not split else 1
+        assert (launch["num_processes"], launch["data_parallel_gpus"]) == (topology.processes(), replicas)
+        if not split:
+            assert launch["distributed_type"] == topology.distributed_type()
+        assert launch["mixed_precision"] == topology.precision
+        return folder
+
+
+@pytest.fixture(scope="module")
+def launches(shared_launcher, small_mnist, tiny_mnist):
+    return Launches(shared_launcher, small_mnist, tiny_mnist)
+
+
+@pytest.fixture
+def topology(request) -> Topology:
+    reason = request.param.unfit()
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def at_most(record_property):
+    """Checks measured values against their limits, once both are in the report."""
+
+    def at_most(measured: dict[str, float], limits: dict[str, float]):
+        for column, values in (("figure", measured), ("tolerance", limits)):
+            shown = [f"{value:.1e}" if value else "0" for value in values.values()]
+            if column == "figure":
+                shown = [f"{name} {value}" for name, value in zip(values, shown, strict=True)]
+            record_property(column, ", ".join(dict.fromkeys(shown)))
+        for name, value in measured.items():
+            assert value <= limits[name], f"{name} differs by {value}, more than {limits[name]}"
+
+    return at_most
+
+
+def lines(folder: Path, split: str | None = None) -> list[dict]:
+    """Of metrics.jsonl, without the timings."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in found if split in (None, line["split"])]
+    return [{name: line[name] for name in line.keys() - set(TIMINGS)} for line in found]
+
+
+def final_state(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint: model, optimizer, schedule, random numbers."""
+    _, files = read_checkpoint(sorted((folder / "checkpoints").iterdir())[-1])
+    return {f"{file}: {name}": each for file in files for name, each in files[file].items()}
+
+
+def bits(tensor: torch.Tensor) -> tuple:
+    """What is equal for equal tensors, also where they have NaN."""
+    return tensor.dtype, tensor.shape, tensor.contiguous().numpy().tobytes()
+
+
+def different_bits(run: Path, other: Path) -> int:
+    """How many tensors of the state, and lines of the log, are not the same."""
+    ours, theirs = final_state(run), final_state(other)
+    assert ours.keys() == theirs.keys()
+    assert any("optimizer" in name for name in ours)
+    count = sum(bits(tensor) != bits(theirs[name]) for name, tensor in ours.items())
+    assert len(lines(run)) == len(lines(other)) > UPDATES
+    return count + sum(a != b for a, b in zip(lines(run), lines(other), strict=True))
+
+
+def largest(run: Path, other: Path) -> dict[str, float]:
+    """The largest relative difference of a loss, and of a weight to the largest of its tensor."""
+    logs = [[line["loss"] for line in lines(folder)] for folder in (run, other)]
+    weights = [safetensors.torch.load_file(each / "model.safetensors") for each in (run, other)]
+    assert weights[0].keys() == weights[1].keys()
+    differences = []
+    for name, tensor in weights[0].items():
+        wide = tensor.double()
+        scale = wide.abs().max().clamp(min=1e-30)
+        differences.append(float((weights[1][name].double() - wide).abs().max() / scale))
+    losses = max(abs(b / a - 1) for a, b in zip(*logs, strict=True))
+    return {"loss": losses, "weights": max(differences)}
+
+
+@on(*SEVERAL, **PLAIN)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_numbers_are_those_of_one_process(topology, dtype, launches, at_most):
+    one, run = (launches.run(each, dtype) for each in (topology.reference(), topology))
+    losses, weights = compare(result(one), result(run), UPDATES)
+    at_most({"loss": losses, "weights": weights}, dict.fromkeys(("loss", "weights"), TOLERANCE[dtype]))
+
+
+def of_epochs(run: Path, other: Path) -> float:
+    """The largest relative difference of what `epoch_means` returns."""
+    pairs = zip(epoch_means(run), epoch_means(other), strict=True)
+    return max(abs(b / a - 1) for a, b in pairs)
+
+
+def epoch_means(folder: Path) -> list[float]:
+    """The mean training loss of each epoch, and the loss of each test."""
+    means = []
+    for split in ("train", "test"):
+        for epoch in (1, 2):
+            losses = [line["loss"] for line in lines(folder, split) if line["epoch"] == epoch]
+            means.append(statistics.fmean(losses))
+    return means
+
+
+@on(precisions=("bf16",))
+def test_losses_with_bf16_are_those_of_float32(topology, launches, at_most):
+    one, run = (launches.run(each, "float32") for each in (topology.reference(), topology))
+    difference = of_epochs(one, run)
+    assert difference > 1e-6, "bf16 was asked for, and float32 ran"
+    at_most({"loss of an epoch": difference}, {"loss of an epoch": BF16_TOLERANCE})
+
+
+@on()
+def test_each_test_sample_counts_once(topology, launches, record_property):
+    figures = []
+    for name, samples in (("float32", 203), ("resnet50", 23)):
+        folder = launches.run(topology, name)
+        summary = json.loads((folder / "summary.json").read_text())
+        counts = {line["samples"] for line in lines(folder, "test")}
+        counts |= {summary["test_samples"]}
+        if name == "resnet50":
+            counts |= {sum(map(sum, summary["test_confusion"]))}
+        figures.append(f"{', '.join(map(str, sorted(counts)))} of {samples}")
+        record_property("figure", ", ".join(figures))
+        assert counts == {samples}
+        hits = summary["test_accuracy"] * samples
+        assert abs(hits - round(hits)) < 1e-4
+
+
+@on()
+def test_a_run_that_is_resumed_has_the_same_bits(topology, launches, at_most):
+    """Model, optimizer, random numbers and logged values.
+
+    Except with plain DDP on 3 processes or more: a restarted one orders its buckets anew.
+    """
+    run, resumed = (launches.run(topology, name) for name in ("float32", "resumed"))
+    launched = json.loads((resumed / "run.json").read_text())["launches"]
+    assert [launch["from_step"] for launch in launched] == [0, CUT]
+    if topology.is_ddp() and topology.processes() > 2:
+        if topology.precision == "bf16":
+            difference = {"loss of an epoch": of_epochs(run, resumed)}
+            return at_most(difference, {"loss of an epoch": BF16_TOLERANCE})
+        limits = dict.fromkeys(("loss", "weights"), TOLERANCE["float32"])
+        return at_most(largest(run, resumed), limits)
+    at_most({"tensors and lines": different_bits(run, resumed)}, {"tensors and lines": 0})
+
+
+@on(*SEVERAL, **PLAIN)
+def test_a_run_goes_on_with_one_process(topology, launches, at_most):
+    one = launches.run(topology.reference(), "float64")
+    # Asked for first: it has the reason if the run that is resumed failed.
+    launches.run(topology, "float64")
+    resumed = launches.run(topology.reference(), f"{topology.name}_float64")
+    launched = json.loads((resumed / "run.json").read_text())["launches"]
+    assert [(launch["num_processes"], launch["from_step"]) for launch in launched] == [
+        (topology.processes(), 0),
+        (1, CUT),
+    ]
+    losses, weights = compare(result(one), result(resumed), UPDATES)
+    limits = dict.fromkeys(("loss", "weights"), TOLERANCE["float64"])
+    at_most({"loss": losses, "weights": weights}, limits)
+
+
+@on("cpu_ddp", "ddp", **PLAIN)
+def test_virtual_processes_have_the_bits_of_one_process(topology, launches, at_most):
+    """Also where one process goes on with what several have saved."""
+    one = launches.run(topology.reference(), "virtual")
+    run = launches.run(topology, "virtual")
+    resumed = launches.run(topology.reference(), f"{topology.name}_virtual")
+    count = 0
+    for other in (run, resumed):
+        weights = [(folder / "model.safetensors").read_bytes() for folder in (one, other)]
+        losses = [[line["loss"] for line in lines(folder)] for folder in (one, other)]
+        count += sum(a != b for a, b in zip(*losses, strict=True)) + (weights[0] != weights[1])
+    at_most({"lines and models": count}, {"lines and models": 0})
+
+
+@on()
+def test_resnet50_trains_and_leaves_its_files(topology, launches, record_property):
+    folder = launches.run(topology, "resnet50")
+    losses = [line["loss"] for line in lines(folder, "train")]
+    record_property("figure", f"losses {', '.join(f'{loss:.3f}' for loss in losses)}")
+    assert len(losses) == 3
+    assert all(0 < loss < 10 for loss in losses)
+    expected = {"model.safetensors", "metrics.jsonl", "confusion.png"}
+    assert expected | {"worst_predictions.png"} <= {path.name for path in folder.iterdir()}
+    model = torchvision.models.resnet50(num_classes=10)
+    names = {name for name in model.state_dict() if not name.startswith("layer") or ".0." in name}
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    assert weights.keys() == names
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    # One step of the running statistics a step, on each device.
+    assert weights["bn1.num_batches_tracked"] == 3
+
+
+@on("ddp", **PLAIN)
+def test_synchronised_batch_norm_is_that_of_the_whole_batch(topology, launches, at_most):
+    reason = topology.unfit(gpus=2)
+    if reason:
+        pytest.skip(reason)
+    one, run = (launches.run(each, "batch_norm") for each in (topology.reference(), topology))
+    at_most(largest(one, run), BATCH_NORM_TOLERANCE)
+
+
+@on("cpu_ddp", "dp", "ddp", **PLAIN)
+def test_a_model_that_is_split_has_the_numbers_of_the_whole_one(topology, launches, at_most):
+    reason = topology.unfit(gpus=2)
+    if reason:
+        pytest.skip(reason)
+    one = launches.run(topology.reference(), "split", split=True)
+    run = launches.run(topology, "split", split=True)
+    stages = [json.loads((folder / "run.json").read_text())["launches"][0]["num_stages"] for folder in (one, run)]
+    assert stages == [1, topology.devices()]
+    at_most(largest(one, run), SPLIT_TOLERANCE)
+
+
+def images_per_s(folder: Path) -> float:
+    """The median of the log lines but the first, which has the start in it."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    speeds = [line["samples_per_s"] for line in found if line["split"] == "train"]
+    return statistics.median(speeds[1:])
+
+
+@on(stand_ins=False)
+def test_speed_is_reported(topology, launches, record_property):
+    speeds = [images_per_s(launches.run(topology, name)) for name in ("mnist_speed", "resnet50_speed")]
+    record_property("speed", [topology.processes(), topology.devices(), *speeds])
+    record_property("figure", f"{speeds[0]:,.0f} and {speeds[1]:,.1f} images/s")
+    assert min(speeds) > 0
+
+
+# The tests of these tests.
+
+
+def test_each_config_is_here_and_its_gpu_parameters_are_marked(request):
+    files = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert {each.config for each in TOPOLOGIES} == files - {"multi_node"}  # needs two machines
+    for item in request.session.items:
+        if item.path == Path(__file__) and "topology" in item.fixturenames:
+            on_gpu = item.callspec.params["topology"].gpus > 0
+            assert on_gpu == (item.get_closest_marker("gpu") is not None)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fit", "split"),
+    [
+        (0, {"cpu", "cpu_ddp"}, {"cpu_ddp"}),
+        (1, {"cpu", "cpu_ddp", "single_gpu", "dp", "ddp", "fsdp"}, {"cpu_ddp"}),
+        (2, {"cpu", "cpu_ddp", "single_gpu", "dp", "ddp", "fsdp"}, {"cpu_ddp", "dp", "ddp"}),
+        (8, {"cpu", "cpu_ddp", "single_gpu", "dp", "ddp", "fsdp"}, {"cpu_ddp", "dp", "ddp"}),
+    ],
+)
+def test_what_runs_on_a_machine(monkeypatch, gpus, fit, split):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    plain = [each for each in TOPOLOGIES if each.precision == "no" and not each.stands_in()]
+    here = [each for each in plain if each.unfit() is None]
+    assert {each.config for each in here} == fit
+    without = {each.unfit() for each in TOPOLOGIES if each.gpus and each.precision == "bf16"}
+    assert without == {f"needs 1 GPU, and this machine has {gpus}" if not gpus else "the GPU has no bf16"}
+    runs = {each.config: planned_runs(each, Path("mnist"), Path("tiny")) for each in here}
+    is_split = {name for name in fit if "split" in runs[name]}
+    assert is_split == split | (fit & {"cpu", "single_gpu"})
+    for each in here:
+        names = set(runs[each.config])
+        assert {"float32", "float64", "resumed", "resnet50", "mnist_speed"} <= names
+        assert ("batch_norm" in names) == (each.config == "single_gpu" or (each.config == "ddp" and gpus > 1))
+    assert {"cpu_ddp_float64", "cpu_ddp_virtual", "fsdp on the CPU_float64"} <= set(runs["cpu"])
+    if gpus:
+        resumed = {name for name in runs["single_gpu"] if "_float64" in name or "_virtual" in name}
+        assert resumed == {"dp_float64", "ddp_float64", "fsdp_float64", "ddp_virtual"}
+        processes = {each.config: each.processes() for each in here}
+        assert processes == {"cpu": 1, "cpu_ddp": 2, "single_gpu": 1, "dp": 1, "ddp": gpus, "fsdp": gpus}
+
+
+def test_another_topology_than_asked_for_is_noticed(launcher):
+    """A run on the CPU is not one of two processes, nor one on GPUs."""
+    launches = Launches(launcher, None, None)
+    for topology in (Topology("cpu_ddp"), Topology("cpu"), Topology("cpu", precision="bf16")):
+        launches.output[topology] = ""
+        folder = launcher.folder / topology.name / "run"
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text("{}")
+        launch = {"num_processes": 1, "data_parallel_gpus": 1, "distributed_type": "NO"}
+        launch |= {"mixed_precision": "no", "processes": [{"device": "cpu"}]}
+        (folder / "run.json").write_text(json.dumps({"launches": [launch]}))
+        if topology == Topology("cpu"):
+            assert launches.run(topology, "run") == folder
+            continue
+        with pytest.raises(AssertionError):
+            launches.run(topology, "run")
+    with pytest.raises(AssertionError, match="another did not end"):
+        launches.run(Topology("cpu"), "another")

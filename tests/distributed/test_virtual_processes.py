@@ -1,0 +1,284 @@
+"""--virtual_processes: the same bits on any number of processes."""
+
+import hashlib
+import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import run_many
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from torch import nn
+
+from utils.features import virtual_processes as vp
+from utils.features.virtual_processes import Node, partial_sums, push, root
+from utils.sampler import logical_ranks
+
+
+def written(left, right):
+    return f"({left} + {right})"
+
+
+def tree_of(number):
+    nodes = []
+    for leaf in range(number):
+        push(nodes, Node(leaf, 1, str(leaf)), written)
+    return root(nodes, written)
+
+
+def test_the_tree_of_eight_of_six_and_of_seven():
+    assert tree_of(8) == "(((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)))"
+    assert tree_of(6) == "(((0 + 1) + (2 + 3)) + (4 + 5))"
+    assert tree_of(7) == "(((0 + 1) + (2 + 3)) + ((4 + 5) + 6))"
+
+
+@pytest.mark.parametrize("number", range(1, 20))
+def test_processes_add_in_the_order_of_the_tree(number):
+    for world_size in range(1, number + 1):
+        nodes = []
+        covered = []
+        for rank in range(world_size):
+            leaves = logical_ranks(rank, world_size, number)
+            covered += leaves
+            own = []
+            for leaf in leaves:
+                push(own, Node(leaf, 1, str(leaf)), written)
+            assert [node[:2] for node in own] == [node[:2] for node in partial_sums(leaves)]
+            for node in own:
+                push(nodes, node, written)
+        assert covered == list(range(number))
+        assert root(nodes, written) == tree_of(number)
+
+
+def test_a_power_of_two_of_processes_sends_one_sum_each():
+    for world_size, number in itertools.product((1, 2, 4, 8), (8, 16, 64)):
+        for rank in range(world_size):
+            assert len(partial_sums(logical_ranks(rank, world_size, number))) == 1
+
+
+class OneRank:
+    """What GradientSum and TreeSum use of an Accelerator, on one of several threads."""
+
+    def __init__(self, rank, world_size, number):
+        self.process_index, self.num_processes = rank, world_size
+        self.virtual_processes = number
+        self.gradient_accumulation_steps = len(vp.own_logical_ranks(self))
+        self.device, self.init_handler, self.step = torch.device("cpu"), None, 0
+
+    @property
+    def sync_gradients(self):
+        return self.step % self.gradient_accumulation_steps == 0
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Runs a function for each rank, in threads that exchange tensors in memory."""
+
+    def run(world_size, function):
+        slots, meeting = [None] * world_size, threading.Barrier(world_size)
+        ranks = {}
+
+        def meet(value):
+            rank = ranks[threading.get_ident()]
+            slots[rank] = value
+            meeting.wait(20)
+            everyone = list(slots)
+            meeting.wait(20)
+            return rank, everyone
+
+        def all_to_all_single(output, sent, output_split_sizes, input_split_sizes, group):
+            rank, everyone = meet(sent.split(input_split_sizes))
+            output.copy_(torch.cat([parts[rank] for parts in everyone]))
+            sizes = [len(parts[rank]) for parts in everyone]
+            assert sizes == output_split_sizes
+
+        def all_gather_into_tensor(output, mine, group):
+            output.copy_(torch.cat(meet(mine)[1]))
+
+        monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
+        monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather_into_tensor)
+        monkeypatch.setattr(dist, "new_group", lambda timeout: None)
+
+        def work(rank):
+            ranks[threading.get_ident()] = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(world_size) as pool:
+            return list(pool.map(work, range(world_size)))
+
+    return run
+
+
+@pytest.mark.parametrize(("number", "size"), [(8, 1000), (7, 13), (12, 1)])
+def test_sums_are_the_same_bits_on_any_number_of_processes(threads, number, size):
+    generator = torch.Generator().manual_seed(0)
+    leaves = torch.randn(number, size, generator=generator)
+    leaves *= 10.0 ** (torch.arange(number) % 5)[:, None]
+
+    def total(rank, world_size):
+        tree = vp.TreeSum(OneRank(rank, world_size, number))
+        nodes = []
+        for leaf in tree.leaves:
+            push(nodes, Node(leaf, 1, leaves[leaf].clone()), torch.Tensor.add_)
+        return tree.total(nodes)
+
+    (expected,) = threads(1, lambda rank: total(rank, 1))
+    exact = leaves.double().sum(0).float()
+    torch.testing.assert_close(expected, exact, rtol=1e-5, atol=1e-5 * float(leaves.abs().max()))
+    one_by_one = leaves[0].clone()
+    for leaf in leaves[1:]:
+        one_by_one += leaf
+    assert size == 1 or not torch.equal(expected, one_by_one)  # another order gives other bits
+    for world_size in range(2, number + 1):
+        for found in threads(world_size, lambda rank, w=world_size: total(rank, w)):
+            assert torch.equal(found, expected)
+
+
+def test_gradients_of_a_bare_model_are_added_in_the_tree_also_where_some_are_missing():
+    accelerator = OneRank(0, 1, 4)
+    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    model = nn.ParameterList([first, second])
+    gradients = vp.GradientSum(model, vp.TreeSum(accelerator))
+    leaves = torch.tensor([[1e8, 1.0, -0.0], [1.0, 1e-8, -0.0], [-1e8, 1e8, -0.0], [1.0, 3.0, -0.0]])
+    for _ in range(2):
+        for step, leaf in enumerate(leaves):
+            accelerator.step += 1
+            first.grad = leaf.clone()
+            second.grad = leaf.clone() if step % 2 else None
+            gradients.collect()
+            gradients.collect()  # after a backward pass of another model
+        assert torch.equal(first.grad, (leaves[0] + leaves[1]) + (leaves[2] + leaves[3]))
+        assert torch.equal(second.grad, leaves[1] + leaves[3])
+        # As in a bucket of DDP, in which a missing gradient is zero.
+        assert second.grad.signbit().tolist() == [False, False, False]
+        first.grad = second.grad = None
+        assert gradients.nodes == []
+
+
+def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
+    accelerator = OneRank(0, 1, 2)
+    model = nn.Linear(2, 1)
+    gradients = vp.GradientSum(model, vp.TreeSum(accelerator))
+    accelerator.step = 1
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        if _ == 0:
+            gradients.collect()
+    with pytest.raises(RuntimeError, match="one backward pass a micro-batch"):
+        gradients.collect()
+
+
+# As run_many.py, with a small ResNet-50 and without its pictures.
+SMALL_RESNET = """
+import sys
+sys.path.insert(0, {tests!r})
+import run_many
+import test_resnet50
+test_resnet50.use_4_blocks(setattr)
+test_resnet50.draw_nothing(setattr)
+run_many.main()
+"""
+COMMON = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 1]
+SCRIPTS = {
+    "mnist_mlp": [
+        *("--virtual_processes", 8, "--activation", "relu", "--dropout", 0.1, "--hidden", 32),
+        *("--batch_size", 475, "--max_steps", 4),  # 3 steps an epoch, the last of 53 images
+    ],
+    "gradient_accumulation": [*("--virtual_processes", 7, "--variable_length", "--batch_size", 475, "--max_steps", 4)],
+    "resnet50": [
+        *("--virtual_processes", 4, "--batch_size", 8, "--max_steps", 4, "--num_workers", 0),
+        *("--mixup", 0.2, "--ema_decay", 0.9, "--max_test_samples", 10, "--image_size", 16),
+    ],
+    # 3 steps an epoch, the last of 10 points.
+    "gan": ["--virtual_processes", 4, "--batch_size", 120, "--num_epochs", 2],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(shared_launcher, small_mnist):
+    """A folder for each script: on 1 to 4 processes; and chain_P, which goes on from what fewer
+    processes did."""
+    top = shared_launcher.folder
+    start = top / "small_resnet.py"
+    start.write_text(SMALL_RESNET.format(tests=str(ROOT / "tests")))
+    for processes in (1, 2, 3, 4):
+        words = []
+        for name, flags in SCRIPTS.items():
+            script = name
+            if name == "gan":
+                script = ROOT / "tests" / "programs" / "gan.py"
+            else:
+                flags = [*flags, "--dataset", small_mnist]
+            flags = [*flags, *COMMON]
+            folder = top / name
+            words.append(["--script", script, *flags, "--output_dir", folder / str(processes)])
+            if processes > 1:
+                before = folder / ("1" if processes == 2 else f"chain_{processes - 1}")
+                after = folder / f"chain_{processes}"
+                back = ["--back_to", before, processes - 1, after]
+                words.append([*back, *flags, "--resume", "--output_dir", after])
+        config, launch_flags = ("cpu", [])
+        if processes > 1:
+            config, launch_flags = ("cpu_ddp", ["--num_processes", processes])
+        shared_launcher(
+            config,
+            *run_many.words("mnist_mlp", *words),
+            script=start.with_suffix(""),
+            launch_flags=launch_flags,
+            timeout=300,
+        )
+    return top
+
+
+def bits(folder) -> dict:
+    """SHA-256 of models and of the last checkpoint's optimizers; the logged numbers."""
+    last = max((folder / "checkpoints").glob("step_*"))
+    files = [*folder.glob("*.safetensors"), *last.glob("*.safetensors")]
+    found = {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+        if file.name != "processes.safetensors"  # the random states of each process
+    }
+    timings = {"samples_per_s", "data_wait_pct"}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        numbers = {name: value for name, value in line.items() if name not in timings}
+        found[f"{line['split']} {line['step']}"] = numbers
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("other", ["2", "3", "4", "chain_2", "chain_3", "chain_4"])
+def test_model_optimizer_and_log_are_the_same_bits(runs, name, other):
+    expected, found = bits(runs / name / "1"), bits(runs / name / other)
+    assert any(file.startswith("checkpoints") and "optim" in file for file in expected)
+    assert len([key for key in expected if key.startswith("train")]) >= 4
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [4, 0])
+def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
+    run = json.loads((runs / "mnist_mlp" / "1" / "run.json").read_text())
+    assert run["launches"][0]["virtual_processes"] == 8
+    run_many.back_to(runs / "mnist_mlp" / "1", 3, tmp_path / "run")
+    flags = [*SCRIPTS["mnist_mlp"], *COMMON, "--resume", "--output_dir", tmp_path / "run"]
+    flags += ["--dataset", run["arguments"]["dataset"], "--virtual_processes", number]
+    assert run_many.run("mnist_mlp", flags) == 2
+    assert "virtual_processes was 8 and is " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_resume_on_another_kind_of_machine_warns(runs, tmp_path, capsys):
+    folder = run_many.back_to(runs / "mnist_mlp" / "1", 3, tmp_path / "run")
+    flags = [*SCRIPTS["mnist_mlp"], *COMMON, "--resume", "--output_dir", folder]
+    run = json.loads((folder / "run.json").read_text())
+    flags += ["--dataset", run["arguments"]["dataset"]]
+    run["launches"][0]["processes"][0]["cpu"] = "Another CPU"
+    (folder / "run.json").write_text(json.dumps(run))
+    assert run_many.run("mnist_mlp", flags) is None
+    said = capsys.readouterr()
+    assert "warning: this run has been on Another CPU with 1 thread, torch " in said.out + said.err

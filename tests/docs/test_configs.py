@@ -1,0 +1,114 @@
+"""Every config file is accepted by Accelerate, says how it is used, and starts what it says."""
+
+import re
+import shlex
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from conftest import ROOT, free_port
+
+from utils import topology
+
+CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+NAMES = {"cpu", "cpu_ddp", "single_gpu", "dp", "ddp", "multi_node", "fsdp"}
+
+
+def test_all_topologies_are_there_and_explained():
+    assert {path.stem for path in CONFIGS} >= NAMES
+    text = (ROOT / "accelerate_configs" / "README.md").read_text()
+    assert all(f"({path.name})" in text for path in CONFIGS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_is_accepted_and_its_header_command_parses(path):
+    load_config_from_file(str(path))
+    header = re.split(r"^[^#]", path.read_text(), maxsplit=1, flags=re.M)[0]
+    assert "ested" in header or "Not yet run" in header
+    assert "# Edit:" in header
+    commands = re.findall(r"accelerate launch (.+?[^\\])$", header.replace("\\\n#", ""), flags=re.M)
+    assert commands
+    for command in commands:
+        options, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(shlex.split(command)))
+        assert options.config_file == f"accelerate_configs/{path.name}"
+        assert (ROOT / options.training_script).is_file()
+        assert defaults.num_processes in (1, 2, 8, "gpu")
+
+
+def test_gpu_means_all_gpus_of_the_machine(monkeypatch):
+    """Accelerate passes `num_processes: gpu` on, and torchrun turns it into the number of GPUs."""
+    from torch.distributed.run import determine_local_world_size
+
+    config = str(ROOT / "accelerate_configs" / "ddp.yaml")
+    words = ["--config_file", config, "--main_process_port", str(free_port()), "script.py"]
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    prepare_multi_gpu_env(options)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert determine_local_world_size(options.nproc_per_node) == 3
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu_ddp"])
+def test_cpu_configs_want_the_cpu_also_beside_gpus(name, monkeypatch):
+    config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
+    hidden = "" if config.gpu_ids is None else config.gpu_ids  # the launcher exports it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setattr(topology, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
+    assert topology.wants_cpu()
+
+
+OWN_SCRIPT = """
+import sys
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True) if "cpu" in sys.argv else Accelerator()
+sys.stdout.write(f"{accelerator.num_processes}\\n")  # one write: two processes write at a time
+"""
+
+
+@pytest.mark.slow
+def test_an_own_script_must_ask_for_the_cpu_as_the_header_says(launcher, monkeypatch):
+    (launcher.folder / "own.py").write_text(OWN_SCRIPT)
+    script = launcher.folder / "own"
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    if not torch.accelerator.is_available():
+        assert launcher("cpu_ddp", script=script).stdout.split() == ["1", "1"]
+    assert launcher("cpu_ddp", "cpu", script=script).stdout.split() == ["2", "2"]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert launcher("cpu_ddp", script=script).stdout.split() == ["2", "2"]
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {"cpu", "cpu_ddp"}))
+def test_gpu_configs_do_not_want_the_cpu(name, monkeypatch):
+    config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(topology, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
+    assert not topology.wants_cpu()
+
+
+@pytest.mark.parametrize("name", ["one_node", "multi_node"])
+def test_sbatch_files_are_bash_and_take_flags_that_exist(name):
+    """What Slurm makes of them: test_slurm.py."""
+    path = ROOT / "accelerate_configs" / "slurm" / f"{name}.sbatch"
+    subprocess.run(["bash", "-n", path], check=True)
+    text = path.read_text()
+    command = re.search(r"accelerate launch (.+?)\$LAUNCH_FLAGS", text.replace("\\\n", ""), flags=re.S)[1]
+    words = shlex.split(command)
+    parser = launch_command_parser()
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    assert {word for word in words if word.startswith("--")} <= known
+    assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+    options = re.findall(r"^#SBATCH (.+)$", text, flags=re.M)
+    assert {"--signal=B:USR1@120", "--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)
+
+
+@pytest.mark.parametrize("name", ["cpu", "single_gpu", "dp"])
+def test_the_launcher_of_one_process_is_quiet(name, caplog):
+    """No notice of what it chose, and no traceback of its own behind an error of the script."""
+    words = ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "script.py"]
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert not caplog.records
+    assert options.quiet

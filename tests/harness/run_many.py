@@ -1,0 +1,125 @@
+"""Several runs of a script in one launch: to start processes takes far longer than the runs of
+these tests.
+
+    accelerate launch --config_file CONFIG tests/harness/run_many.py mnist_mlp \\
+        "--output_dir a --lr 1e-3" "--output_dir b"
+
+Each run leaves what a launch of its own would leave, bit by bit. Before one that begins with
+`--back_to a 20 b` the folder `a` is copied to `b`, as a kill between step 20 and the next
+checkpoint would have left it. One that begins with `--script path.py` is a run of another script,
+and so are those after it.
+"""
+
+import gc
+import importlib
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+
+FILE = Path(__file__).with_suffix("")  # as `launcher(script=...)` takes it
+
+
+def words(script: str, *runs: list) -> list[str]:
+    """What the launcher hands to this file; runs: the flags of each."""
+    return [script, *(shlex.join(map(str, flags)) for flags in runs)]
+
+
+def reset_accelerate() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def load(script: str, path: Path):
+    """The module of a script; one that lies elsewhere finds what lies beside it."""
+    if path.parent == ROOT / "scripts":
+        return importlib.import_module(f"scripts.{script}")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where workers of data loaders look for its classes
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(script: str, flags: list) -> int | None:
+    """`main` of a script in this process; returns its exit code. Leaves no state of Accelerate, as
+    if it had ended, and no curves.png, which would be half of the time of a short run.
+
+    script: the name of one of ours, or the path of any other.
+    """
+    path = Path(script) if script.endswith(".py") else ROOT / "scripts" / f"{script}.py"
+    own_argv, sys.argv = sys.argv, [str(path), *map(str, flags)]
+    module = load(script, path)
+    gc.freeze()  # what was imported is not collected below, which takes half a second
+    try:
+        with ExitStack() as patches:
+            for name, each in list(sys.modules.items()):
+                if name.endswith(".tracking") and hasattr(each, "plot_curves"):  # ours, or a copy
+                    patches.enter_context(mock.patch.object(each, "plot_curves"))
+            module.main()
+        return None
+    except SystemExit as stopped:
+        return stopped.code or None  # 0: the run was complete
+    finally:
+        sys.argv = own_argv
+        gc.collect()  # the lock of the folder goes with the Tracker
+        gc.unfreeze()
+        # The end of a process waits for the checkpoint that is being written.
+        for thread in threading.enumerate():
+            if thread.name.startswith("checkpoint"):
+                thread.join()
+        reset_accelerate()
+
+
+def back_to(run: Path, step: int, copied: Path) -> Path:
+    """Copy a run's folder without its end and without the checkpoints after `step`, whose own must
+    be there."""
+    shutil.copytree(run, copied, ignore=shutil.ignore_patterns("summary.json", "*.safetensors", "step_*"))
+    for checkpoint in (run / "checkpoints").glob("step_*"):
+        if int(checkpoint.name[5:]) <= step:
+            shutil.copytree(checkpoint, copied / "checkpoints" / checkpoint.name)
+    assert (copied / "checkpoints" / f"step_{step:08d}").is_dir()
+    return copied
+
+
+def main():
+    import torch.distributed as dist
+
+    # Each run ends the group of the processes, and a second one is not to be had: the launcher's
+    # store still has the addresses of the first.
+    end_group, dist.destroy_process_group = dist.destroy_process_group, lambda group=None: None
+    script, *runs = sys.argv[1:]
+    for flags in map(shlex.split, runs):
+        if flags[0] == "--script":
+            script, flags = flags[1], flags[2:]
+        if flags[:1] == ["--record"]:
+            from utils.prove import record
+
+            os.environ["TRAIN_RECORD"], flags = flags[1], flags[2:]
+            record.settings.cache_clear()
+        if flags[:1] == ["--back_to"]:
+            (_, folder, step, copied), flags = flags[:4], flags[4:]
+            # The other ranks wait for it in `make_accelerator`.
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                back_to(Path(folder), int(step), Path(copied))
+        code = run(script, flags)
+        if code and "TRAIN_RECORD" not in os.environ:  # a record of a run that fails is missing
+            sys.exit(code)
+    if dist.is_initialized():
+        end_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Each collective is checked on every process, a wrong one is named, and the formulas are known."""
+
+import inspect
+import json
+import math
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+
+from scripts import collectives
+from utils.features import network_timing as wires
+
+PROBE = """
+import sys
+import time
+
+sys.path.insert(0, {root!r})
+import torch
+import torch.distributed as dist
+
+from scripts import collectives
+from utils import launch
+from utils.features import network_timing as wires
+
+sys.argv = ["collectives.py", "--output_dir", "run", "--sizes", "8", "4K"]
+sys.argv += ["--repetitions", "3", "--warmup", "1"]
+args = collectives.parse_args()
+accelerator = launch.make_accelerator(args)
+rank, n, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+world = collectives.World(rank, n, [dist.new_group([0]), dist.new_group([1, 2])])
+sizes = [1, 4096]  # fewer bytes than processes, and not a multiple of them
+
+
+def say(case, text):
+    if rank == 0:
+        print(f"<{{case}}> {{text}}", flush=True)
+
+
+def check(case):
+    def share_verdicts(key, verdict):  # with keys of its own in the store
+        return wires.share_verdicts(f"{{case}}/{{key}}", verdict)
+
+    collectives.share_verdicts = share_verdicts
+    wrong, unsupported = collectives.check_all(sizes, world, device, seed=0)
+    collectives.share_verdicts = wires.share_verdicts
+    say(case, f"{{wrong}} {{sorted(unsupported)}}")
+
+
+def mutate(case, bad):
+    name = case.split()[0]
+    good = getattr(dist, name)
+    setattr(dist, name, lambda *words, **options: bad(good, *words, **options))
+    check(case)
+    setattr(dist, name, good)
+
+
+def off_by_one(at):
+    '''The right result, but one number of it is one too large on one rank.'''
+
+    def bad(good, tensor, *words, **options):
+        result = good(tensor, *words, **options)
+        if rank == at:
+            (tensor[-1] if isinstance(tensor, list) else tensor)[-1] += 1
+        return result
+
+    return bad
+
+
+def another_order(good, out, mine):
+    good(out, mine)
+    if rank == 1:
+        out.copy_(out.flip(0))
+
+
+check("all right")
+mutate("all_reduce", off_by_one(1))
+mutate("broadcast", lambda good, tensor, src: good(tensor, src=1))
+mutate("reduce", lambda good, tensor, dst, op: good(tensor, 1, op))
+mutate("reduce operation", lambda good, tensor, dst, op: good(tensor, dst, dist.ReduceOp.SUM))
+mutate("gather", lambda good, tensor, pieces: good(tensor, pieces and pieces[::-1]))
+mutate("scatter", off_by_one(2))
+mutate("all_gather_into_tensor", another_order)
+mutate("reduce_scatter_tensor", off_by_one(0))
+mutate("all_to_all_single", lambda good, out, tensor: good(out, tensor.flip(0)))
+mutate("recv", off_by_one(2))
+
+
+def refuse(good, *words, **options):
+    raise RuntimeError("ProcessGroupGloo does not support this")
+
+
+mutate("reduce_scatter_tensor", refuse)
+
+ping_pong = wires.ping_pong
+
+
+def slow_link(message, first, second):
+    if (first, second) == (1, 2):
+        time.sleep(0.05)
+    ping_pong(message, first, second)
+
+
+wires.ping_pong = slow_link
+pairs = wires.time_pairs(3, 1, device)
+say("slow", wires.slow_pairs(pairs))
+wires.ping_pong = ping_pong
+say("slow one removed", (1, 2) in wires.slow_pairs({{**pairs, (1, 2): pairs[0, 1]}}))
+
+good = dist.all_reduce
+dist.all_reduce = lambda *words, **options: off_by_one(2)(good, *words, **options)
+try:
+    collectives.main()
+except SystemExit as stopped:
+    print(f"<exit {{rank}}> {{stopped.code}}\\n", end="", flush=True)
+    raise
+"""
+
+
+@pytest.mark.slow
+def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_path):
+    (tmp_path / "probe.py").write_text(PROBE.format(root=str(ROOT)))
+    options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", 3)}
+    done = launcher("cpu_ddp", **options, check=False, timeout=90)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("<")]
+    said = {}
+    for line in lines:
+        case, text = line[1:].split("> ", 1)
+        if case != "reduce_scatter_tensor":  # which is there twice
+            said[case] = text
+    assert said["all right"] == "[] []"
+    assert "all_reduce SUM, 12 bytes: on rank 1 1 of 3 numbers" in said["all_reduce"]
+    assert "all_reduce AVG, 12 bytes: on rank 1" in said["all_reduce"]
+    assert "new_group, 12 bytes: on rank 1 1 of 3 numbers" in said["all_reduce"]
+    assert "on rank 0" not in said["all_reduce"]
+    assert "on rank 2" not in said["all_reduce"]
+    for name, where in {
+        "broadcast": "of broadcast, 12 bytes: on rank 0",
+        "reduce": "of reduce SUM, 12 bytes: on rank 0",
+        "gather": "of gather, 12 bytes: on rank 0",
+        "scatter": "of scatter, 12 bytes: on rank 2",
+        "all_gather_into_tensor": "of all_gather, 12 bytes: on rank 1",
+        "all_to_all_single": "of all_to_all, 12 bytes: on rank",
+        "recv": "of send/recv, 12 bytes: on rank 2",
+    }.items():
+        assert where in said[name], name
+    assert "broadcast tree, 12 bytes: on rank 2" in said["recv"]
+    for name in ("SUM", "PRODUCT", "MAX", "MIN", "AVG", "BAND", "BOR", "BXOR"):
+        is_wrong = f"of reduce {name}, 12 bytes" in said["reduce operation"]
+        assert is_wrong == (name != "SUM"), name
+    wrong, refused = (line for line in lines if line.startswith("<reduce_scatter_tensor>"))
+    assert "of reduce_scatter, 12 bytes: on rank 0 1 of 1 numbers" in wrong
+    assert refused == "<reduce_scatter_tensor> [] ['reduce_scatter']"
+
+    assert "(1, 2)" in said["slow"]
+    assert said["slow one removed"] == "False"
+
+    assert done.returncode != 0
+    assert [said[f"exit {rank}"] for rank in range(3)] == ["1", "1", "1"]
+    assert "wrong result of all_reduce SUM, 12 bytes: on rank 2" in done.stderr
+    assert not (tmp_path / "run" / "collectives.json").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_leave_a_table_and_a_picture(launcher):
+    flags = ["--output_dir", "run", "--sizes", "1K", 8, "--explain", "--simulate"]
+    done = launcher("cpu_ddp", *flags, script="collectives")
+    assert "2 processes on 1 machine, cpu, gloo: 27 operations give" in done.stdout
+    assert "7 x 5 s = 35 s" in done.stdout
+    assert "one pair: there is no other" in done.stdout
+    folder = launcher.folder / "run"
+    results = json.loads((folder / "collectives.json").read_text())
+    rows = {(row["operation"], row["bytes"]): row for row in results["operations"]}
+    assert set(rows) == {(name, size) for name in collectives.OPERATIONS for size in (8, 1024)}
+    row = rows["all_gather", 1024]
+    assert row["algorithm_gb_per_s"] == pytest.approx(1024 / row["time_us"] / 1e3)
+    assert row["bus_gb_per_s"] == pytest.approx(row["algorithm_gb_per_s"] / 2)
+    # A table row holds the same numbers.
+    line = next(line for line in done.stdout.splitlines() if line.startswith("all_gather  "))
+    assert f"{rows['all_gather', 8]['time_us']:,.0f} us" in line
+    assert [pair["ranks"] for pair in results["pairs"]] == [[0, 1]]
+    assert results["slow_pairs"] == results["not_supported"] == []
+    assert (folder / "collectives.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "run.json").read_text())["num_processes"] == 2
+    measured = rows["broadcast tree", 1024]["time_us"] / 1e6
+    assert f"measured {measured:.4g} s" in done.stdout
+
+
+def test_one_process_has_nothing_to_send(monkeypatch, capsys, tmp_path):
+    words = ["--output_dir", str(tmp_path / "run"), "--simulate", "16"]
+    monkeypatch.setattr("sys.argv", ["collectives.py", *words])
+    collectives.main()
+    printed = capsys.readouterr().out
+    assert "15 x 5 s = 75 s" in printed
+    assert "one process: there is nothing to send" in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flags", ["--sizes 8 x", "--sizes 0", "--sizes 1T", "--simulate 1", "--repetitions 0"])
+def test_a_wrong_flag_is_one_sentence(flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["collectives.py", *flags.split()])
+    with pytest.raises(SystemExit) as stopped:
+        collectives.parse_args()
+    assert stopped.value.code == 2
+    assert flags.split()[0] in capsys.readouterr().err
+
+
+def test_sizes_have_units(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["collectives.py", "--sizes", "1M", "8", "4k", "2G", "8"])
+    assert collectives.parse_args().sizes == [8, 4096, 2**20, 2**31]
+
+
+def test_every_operation_has_a_picture_of_its_own():
+    text = collectives.explain()
+    for name in collectives.OPERATIONS:
+        assert name in text
+    pictures = {inspect.getdoc(operation.run) for operation in collectives.OPERATIONS.values()}
+    assert len(text.split("\n\n")) == len(pictures) == 16
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_a_reduce_tree_takes_the_logarithm_of_the_processes_in_rounds(threads, n):
+    """And gives the sum for any number of processes, also one that is no power of two."""
+    inputs = collectives.make_inputs(5, n, seed=0)
+
+    def run(rank):
+        x = inputs[rank].clone()
+        return collectives.reduce_tree(x, torch.empty_like(x), collectives.World(rank, n, []))
+
+    results = threads.run(n, run)
+    assert torch.equal(results[0], inputs.sum(0))
+    assert results[1:] == [None] * (n - 1)
+    assert len(threads.messages) == n - 1
+    assert threads.rounds[0] == math.ceil(math.log2(n))
+
+
+def test_messages_from_any_source_come_in_any_order_and_by_their_tag(threads, monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    inputs = collectives.make_inputs(6, 3, seed=0)
+    earlier = threading.Event()
+
+    def run(rank):
+        if rank == 1:
+            assert earlier.wait(10)
+        if rank == 2:
+            dist.send(torch.full((2,), -1.0), 0, tag=collectives.TAG + 1)
+        x = inputs[rank].clone()
+        result = collectives.recv_from_any(x, torch.zeros(6), collectives.World(rank, 3, []))
+        if rank == 2:
+            earlier.set()
+        return result
+
+    results = threads.run(3, run)
+    assert torch.equal(results[0], collectives.own_chunks(inputs, 0, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        ("send/recv", (1, 1, 1)),
+        ("broadcast", (1, 1, 1)),
+        ("reduce SUM", (1, 1, 1)),
+        ("reduce tree", (1, 1, 1)),
+        ("all_reduce SUM", (1, 1.5, 1.75)),
+        ("gather", (1 / 2, 3 / 4, 7 / 8)),
+        ("all_gather", (1 / 2, 3 / 4, 7 / 8)),
+        ("reduce_scatter", (1 / 2, 3 / 4, 7 / 8)),
+        ("all_to_all", (1 / 2, 3 / 4, 7 / 8)),
+        ("new_group", (0, 1, 1.5)),
+    ],
+)
+def test_bus_bandwidth_has_the_factors_of_nccl_tests(name, factors):
+    for n, factor in zip((2, 4, 8), factors, strict=True):
+        algorithm, bus = collectives.bandwidths(collectives.OPERATIONS[name], 3_000_000, 0.001, n)
+        assert algorithm == pytest.approx(3.0 if factor else 0)
+        assert bus == pytest.approx(3.0 * factor)
+
+
+@pytest.mark.parametrize(
+    ("n", "one_by_one", "tree", "ring"), [(2, 5, 5, 5), (3, 10, 10, 20 / 3), (5, 20, 15, 8), (8, 35, 15, 8.75)]
+)
+def test_broadcast_costs(n, one_by_one, tree, ring):
+    """A message of 5 s: to 8 nodes one after another 7 x 5 s, as a tree 3 x 5 s."""
+    costs = wires.simulate_broadcast(n, num_bytes=1e9, latency_s=0, bytes_per_s=0.2e9)
+    assert [total for _, _, total in costs.values()] == pytest.approx([one_by_one, tree, ring])
+
+
+def test_latency_is_paid_in_each_round():
+    costs = wires.simulate_broadcast(8, num_bytes=0, latency_s=1, bytes_per_s=1)
+    assert [total for _, _, total in costs.values()] == [7, 3, 14]
+
+
+def test_a_slow_pair_stands_out_and_a_slow_host_is_named():
+    fast, slow, late = (10e-6, 1e9), (10e-6, 0.4e9), (35e-6, 1e9)
+    ranks = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert wires.slow_pairs(dict.fromkeys(ranks, fast)) == []
+    assert wires.slow_pairs({(0, 1): slow}) == []
+    assert wires.slow_pairs({**dict.fromkeys(ranks, fast), (1, 3): slow}) == [(1, 3)]
+    pairs = {**dict.fromkeys(ranks, fast), (1, 3): slow, (2, 3): late}
+    assert wires.slow_pairs(pairs) == [(1, 3), (2, 3)]
+    text = wires.describe_pairs(pairs, ["a", "b", "c", "d"])
+    assert "1 (b) - 3 (d): 10 us, 0.400 GB/s  SLOW" in text
+    assert "rank 3 (d) is in all 2 slow pairs" in text
+    assert text.count("SLOW") == 2

@@ -1,0 +1,277 @@
+"""The first script, launched as a user does."""
+
+import json
+import math
+import socket
+import sys
+
+import numpy as np
+import pytest
+import run_many
+import safetensors.torch
+import torch
+from conftest import ROOT
+from PIL import Image
+
+from scripts import mnist_mlp
+from utils.datasets.images_in_memory import load_images
+from utils.randomness import combine, random_uniform
+from utils.sampler import GlobalSampler
+
+
+def lines(folder, split=None):
+    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in every if split in (None, line["split"])]
+
+
+@pytest.mark.slow
+def test_one_and_two_processes_train_the_same_model(launcher, small_mnist, capsys):
+    """203 test samples over 2 processes: each counts once. The last step is smaller."""
+    flags = ["--dataset", small_mnist, "--num_epochs", 3, "--batch_size", 64, "--log_every", 1, "--dropout", 0.2]
+    one, two = launcher.folder / "one", launcher.folder / "two"
+    assert run_many.run("mnist_mlp", [*flags, "--output_dir", one]) is None
+    done = launcher("cpu_ddp", *flags, "--output_dir", two)
+    assert done.stdout.count("done: ") == 1  # printed once, not once a process
+    assert len(lines(one, "train")) == 3 * math.ceil(1003 / 64)
+    for a, b in zip(lines(one), lines(two), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert {name: a.get(name) for name in ("split", "step", "epoch", "lr", "accuracy")} == {
+            name: b.get(name) for name in ("split", "step", "epoch", "lr", "accuracy")
+        }
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, two)]
+    assert [summary["test_samples"] for summary in summaries] == [203, 203]
+    assert summaries[0]["test_confusion"] == summaries[1]["test_confusion"]
+    assert sum(map(sum, summaries[1]["test_confusion"])) == 203
+    run = json.loads((two / "run.json").read_text())["launches"][0]
+    assert run["num_processes"] == 2
+    assert run["backend"] == "gloo"
+    assert [(process["rank"], process["device"]) for process in run["processes"]] == [(0, "cpu"), (1, "cpu")]
+    weights = [safetensors.torch.load_file(folder / "model.safetensors") for folder in (one, two)]
+    assert set(weights[0]) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
+
+    # The saved model in the bare class gives the accuracy that the run reported, and names images.
+    model = mnist_mlp.MLP(784, len(weights[1]["fc1.bias"]), 10)
+    model.load_state_dict(weights[1], strict=True)
+    test = load_images(str(small_mnist))[1]
+    accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()
+    assert accuracy == pytest.approx(summaries[1]["test_accuracy"], abs=1e-9)
+    Image.fromarray(test.images[0, 0].numpy()).save(launcher.folder / "digit.png")
+    capsys.readouterr()
+    assert run_many.run("mnist_mlp", ["--output_dir", two, "--predict", launcher.folder / "digit.png"]) is None
+    assert f"digit.png: {int(model(test.images[:1]).argmax())} (" in capsys.readouterr().out
+
+
+PLAIN = {"seed": 0, "lr": 6e-3, "weight_decay": 0.1, "optimizer": "adamw", "dropout": 0}
+RECIPES = {
+    "default": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "other": {"seed": 5, "lr": 0.02, "weight_decay": 0.3, "dropout": 0.25},
+    "sgd": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.05, "activation": "relu"},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_the_plain_loop(train, small_mnist, tmp_path, monkeypatch, recipe):
+    """Weights and learning rates of a PyTorch loop on whole batches, in float64."""
+    values = {**PLAIN, **RECIPES[recipe]}
+    flags = [word for name, value in values.items() for word in (f"--{name}", value)]
+    modes = set()
+    losses_and_predictions = mnist_mlp.losses_and_predictions
+
+    def watched(model, *rest):
+        modes.add((model.training, torch.is_grad_enabled()))
+        return losses_and_predictions(model, *rest)
+
+    monkeypatch.setattr(mnist_mlp, "losses_and_predictions", watched)
+    assert train("run", "--dtype", "float64", "--log_every", 1, *flags) is None
+    assert modes == {(True, True), (False, False)}
+
+    data, test = load_images(str(small_mnist))
+    torch.manual_seed(values["seed"])
+    model = mnist_mlp.MLP(784, 16, 10).double()
+    activation = getattr(torch.nn.functional, values.get("activation", "silu"))
+    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[values["optimizer"]]
+    optimizer = kind(model.parameters(), values["lr"], weight_decay=values["weight_decay"])
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, values["lr"], 8, cycle_momentum=False)
+
+    def logits(images, kept=1.0):
+        pixels = (images.flatten(1) - mnist_mlp.MEAN).mul_(1 / mnist_mlp.STD).double()
+        return model.fc2(activation(model.fc1(pixels)) * kept)
+
+    rates = []
+    for epoch in range(2):
+        order, _ = GlobalSampler(len(data), 300, seed=values["seed"]).items(epoch)
+        for indices in order.split(300):
+            key = combine(combine(values["seed"], epoch, 3), 0)
+            random = random_uniform(key, indices, (16,))
+            # A kept unit counts for the ones that were left out.
+            kept = (random >= values["dropout"]).double() / (1 - values["dropout"])
+            loss = torch.nn.functional.cross_entropy(logits(data.images[indices], kept), data.labels[indices])
+            loss.backward()
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert [line["lr"] for line in lines(tmp_path / "run", "train")] == rates
+    for name, tensor in safetensors.torch.load_file(tmp_path / "run" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-13)
+    loss = torch.nn.functional.cross_entropy(logits(test.images), test.labels)
+    assert lines(tmp_path / "run", "test")[-1]["loss"] == pytest.approx(loss.item(), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--dataset", "nowhere/at/all"], "--dataset nowhere/at/all is neither a folder nor a Hub id"),
+        (
+            ["--batch_size", "3", "--gradient_accumulation_steps", "4"],
+            "--batch_size 3 is less than the 4 micro-batches",
+        ),
+        (["--output_dir", "/proc/run"], "--output_dir /proc/run cannot be written to"),
+        (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
+        (["--lr", "-1"], "argument --lr: -1 is not a number from 0.0 up"),
+        (["--log_with", "nonesuch"], "nonesuch"),
+        (["--predict", "x.png"], "--predict needs the --output_dir of a finished run"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_any_training(tmp_path, monkeypatch, capsys, flags, sentence):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["mnist_mlp.py", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        mnist_mlp.main()
+    out, error = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+    assert sentence in error
+    assert "train" not in out
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_predict_takes_the_activation_that_the_model_was_trained_with(train, tmp_path, monkeypatch, capsys):
+    """And not the default: with silu in the place of relu it would guess worse, and not say so."""
+    train("run", "--activation", "relu", "--max_steps", 1)
+    image = tmp_path / "noise.png"
+    pixels = np.random.default_rng(0).integers(256, size=(28, 28), dtype=np.uint8)
+    Image.fromarray(pixels).save(image)
+    capsys.readouterr()
+    words = ["mnist_mlp.py", "--output_dir", str(tmp_path / "run"), "--predict", str(image)]
+    monkeypatch.setattr(sys, "argv", words)
+    mnist_mlp.main()
+    weights = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    said = {}
+    for activation in ("relu", "silu"):
+        model = mnist_mlp.MLP(784, 16, 10, activation)
+        model.load_state_dict(weights)
+        probabilities = model(torch.from_numpy(pixels)[None, None]).softmax(1)[0]
+        best = int(probabilities.argmax())
+        said[activation] = f"{image}: {best} ({probabilities[best]:.1%})\n"
+    assert said["relu"] != said["silu"]
+    assert capsys.readouterr().out == said["relu"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"not a model", "is damaged, or no model: "),
+        (
+            safetensors.torch.save({"conv.weight": torch.zeros(1)}),
+            "is of another model: it has conv.weight and so on, and no fc1.weight",
+        ),
+    ],
+)
+def test_predict_with_a_damaged_or_foreign_model_is_one_sentence(tmp_path, monkeypatch, capsys, content, sentence):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    words = ["mnist_mlp.py", "--output_dir", str(tmp_path), "--predict", "x.png"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        mnist_mlp.main()
+    error = capsys.readouterr().err
+    assert f"error: {tmp_path}/model.safetensors {sentence}" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_too_small_is_said_once_by_two_processes(launcher):
+    done = launcher("cpu_ddp", "--batch_size", 1, check=False)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == [
+        "error: --batch_size 1 is less than the 2 micro-batches of a step (processes x "
+        "accumulation steps): use 2 or more"
+    ]
+
+
+def test_a_config_that_is_not_there_is_named(launcher):
+    done = launcher(str(launcher.folder / "none.yaml"), check=False)
+    assert "none.yaml` does not exist" in done.stderr
+    assert done.returncode != 0
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_the_same_numbers(train, tmp_path):
+    assert train("run", "--max_steps", 4, "--log_every", 1, "--log_with", "tensorboard") is None
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "run"))
+    events.Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    expected = [(line["step"], line["loss"]) for line in lines(tmp_path / "run", "train")]
+    assert len(logged) == 4
+    assert logged == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_trains(tmp_path, home):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 8), ("test", 3)):
+        for name in ("dark", "light"):
+            folder = tmp_path / "data" / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 90, (6, 5, 3)) + (150 if name == "light" else 0)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+    flags = ["--dataset", tmp_path / "data", "--num_epochs", 25, "--batch_size", 4, "--num_workers", 2]
+    assert run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "run"]) is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test_accuracy"] == 1.0
+    assert summary["test_samples"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["cpu", "cpu_ddp"])
+def test_the_default_run_reaches_98_percent(launcher, config):
+    launcher(config, "--output_dir", "run", timeout=300)
+    run = launcher.folder / "run"
+    assert json.loads((run / "summary.json").read_text())["test_accuracy"] >= 0.98
+    assert {path.name for path in run.iterdir()} >= {"run.json", "metrics.jsonl", "curves.png", "model.safetensors"}
+
+
+def test_nothing_here_reaches_the_network(monkeypatch):
+    """The bundled data load with every connection refused."""
+
+    def refuse(*_):
+        raise AssertionError("tried to reach the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert len(load_images(mnist_mlp.BUNDLED_MNIST)[0].labels) == 60000
+
+
+@pytest.mark.slow
+def test_a_run_imports_nothing_that_it_does_not_need(launcher, small_mnist, monkeypatch):
+    """Each of these takes from 0.1 to 2 s."""
+    others = {"torchvision", "scipy", "sklearn", "transformers", "tensorboard", "IPython"}
+    others |= {"matplotlib.pyplot", "torch._inductor.compile_fx", "torch.distributed.pipelining"}
+    others |= {"torch.distributed.checkpoint", "torch.utils.tensorboard"}
+    code = "import gc, sys\nfrom scripts import mnist_mlp\nmnist_mlp.main()\n"
+    code += f"print('imported', sorted({others} & set(sys.modules)))\n"
+    code += "print('frozen', gc.get_freeze_count() > 100_000)"
+    run = launcher.folder / "run"
+    flags = ["--dataset", small_mnist, "--output_dir", run, "--max_steps", 2]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    done = launcher.python("-c", code, *flags, cwd=ROOT, cold=True)
+    assert done.stdout.endswith("imported []\nfrozen True\n"), done.stdout + done.stderr
+    assert done.stderr == ""  # nor does anything complain when the process ends
+    assert (run / "curves.png").exists()

@@ -1,0 +1,581 @@
+"""A split model equals the unsplit one: gradients, BatchNorm statistics and whole runs.
+
+For each schedule and for each number of processes, stages and copies.
+
+This file is also the script that its tests launch on several processes.
+"""
+
+import copy
+import functools
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet
+import pytest
+import run_many
+import safetensors.torch
+import torch
+import torchvision
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torchvision.models.resnet import Bottleneck, ResNet, resnet50
+
+from scripts import model_split
+from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
+from utils.datasets.images_in_memory import BUNDLED_MNIST, LabelledImages, load_images
+from utils.features.pipeline import (
+    BlockCost,
+    OneProcess,
+    StepRecorder,
+    Timeline,
+    balance_stages,
+    balanced_boundaries,
+    idle_fractions,
+    measure_blocks,
+    sum_over_copies,
+)
+from utils.loader import GlobalLoader
+from utils.metrics import Metrics
+from utils.sampler import GlobalSampler
+from utils.signals import EXIT_REQUEUE, StopSignal
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved")
+# Of a step: one of 3 samples and five of 2, which is an odd number for the interleaved schedule.
+MICRO_BATCHES = 6
+
+FILE = Path(__file__).with_suffix("")
+
+
+class ThinBlock(Bottleneck):
+    expansion = 1
+
+
+class NarrowResNet(ResNet):
+    """A ResNet-50 of 32 to 128 channels instead of 256 to 2048, to be faster."""
+
+    def __init__(self, num_classes=1000, norm_layer=None):
+        super().__init__(ThinBlock, [3, 4, 6, 3], num_classes, norm_layer=norm_layer)
+        self.fc = torch.nn.Linear(self.inplanes, num_classes)
+
+    def _make_layer(self, block, planes, *more, **options):
+        return super()._make_layer(block, max(32, planes // 4), *more, **options)
+
+
+@pytest.fixture(autouse=True)
+def _narrow_on_one_thread(monkeypatch):
+    """Other tests run at the same time: a second thread would make this one slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(torchvision.models, "resnet50", NarrowResNet)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache  # drawing its weights takes longer than a step
+def seeded_resnet(norm):
+    torch.manual_seed(0)
+    return make_resnet(4, norm).double()
+
+
+def load(data, accelerator, copy_index=0, copies=1, micro_batches=MICRO_BATCHES, seed=0):
+    """A loader whose only step has all samples; each copy of the pipeline gets its part."""
+    shard = (copy_index, copies)
+    return GlobalLoader(data, 40, accelerator, seed=seed, shard=shard, accumulation=micro_batches)
+
+
+def reference(norm, copies, data, accelerator):
+    """Gradients, buffers and then the test loss of the whole model, by plain autograd in float64.
+
+    With GroupNorm, all samples go through the model at once. With BatchNorm, the micro-batches go
+    one after another, and the buffers are the mean over the copies.
+    """
+    gradients, buffers = {}, {}
+    for index in range(copies):
+        whole = copy.deepcopy(seeded_resnet(norm))
+        if norm == "batch":
+            batches = list(load(data, accelerator, index, copies))
+        elif index == 0:
+            batches = list(load(data, accelerator, micro_batches=1))
+        else:
+            batches = []
+        for batch in batches:
+            images, labels = batch.data
+            logits = whole(model_split.to_input(images, torch.float64))
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            (loss / batch.step_samples).backward()
+        for name, parameter in whole.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients.get(name, 0) + parameter.grad
+        for name, buffer in whole.named_buffers():
+            buffers[name] = buffers.get(name, 0) + buffer / copies
+    whole.load_state_dict(buffers, strict=False)
+    with torch.no_grad():
+        logits = whole.eval()(model_split.to_input(data.images, torch.float64))
+    test_loss = torch.nn.functional.cross_entropy(logits, data.labels).item()
+    return gradients, buffers, test_loss
+
+
+def random_images(copies: int) -> LabelledImages:
+    """One sample more than equal micro-batches would have.
+
+    The first micro-batch gets it; with two copies, the second copy has none of that size.
+    """
+    num_samples = 2 * MICRO_BATCHES * copies + 1
+    generator = torch.Generator().manual_seed(1)
+    shape = (num_samples, 1, 28, 28)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return LabelledImages(images, torch.arange(num_samples) % 4, ["a", "b", "c", "d"])
+
+
+@torch.no_grad()
+def stage_shapes(resnet, blocks: list[list[str]]) -> list[torch.Tensor]:
+    """What the script learns by measuring: the input of the first stage and the output of each."""
+    examples = [torch.zeros(1, 1, 28, 28, dtype=torch.uint8)]
+    for names in blocks:
+        examples.append(Stage(resnet, names).eval()(examples[-1]))
+    return [example.to("meta") for example in examples]
+
+
+def largest_difference(tensors, expected) -> float:
+    """Of named tensors, relative to the largest entry of each."""
+    found = [0.0]
+    for name, tensor in tensors:
+        difference = (tensor - expected[name]).abs().max()
+        found.append(float(difference / expected[name].abs().max().clamp(min=1e-30)))
+    return max(found)
+
+
+REFERENCES = {}
+
+
+def differences(accelerator, schedule, norm, num_stages) -> dict[str, float]:
+    """The largest difference of a gradient and of a buffer to the unsplit model's."""
+    copies = max(1, accelerator.num_processes // num_stages)
+    data = random_images(copies)
+    if (norm, copies) not in REFERENCES:
+        computed = [None]
+        if accelerator.is_main_process:
+            computed = [reference(norm, copies, data, accelerator)]
+        (REFERENCES[norm, copies],) = broadcast_object_list(computed)
+    gradients, buffers, test_loss = REFERENCES[norm, copies]
+
+    resnet = copy.deepcopy(seeded_resnet(norm))
+    num_virtual = num_stages * (2 if schedule == "interleaved" else 1)
+    boundaries = [round(i * len(BLOCKS) / num_virtual) for i in range(num_virtual + 1)]
+    blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(boundaries)]
+    examples = stage_shapes(resnet, blocks)
+    devices = [accelerator.device]
+    model, pipeline, group = make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, devices)
+    copy_index = accelerator.process_index // num_stages
+    metrics = Metrics(accelerator, all_ranks_add=False)
+    model.train()
+    window = list(load(data, accelerator, copy_index, copies))
+    pipeline.run([batch.data[0] for batch in window], window, make_loss_fn(metrics.add))
+    sum_over_copies(model, group)
+    assert metrics.reduce()["samples"] == len(data)
+
+    parameters = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+    float_buffers = [(n, buffer) for n, buffer in model.named_buffers() if "tracked" not in n]
+    mine = [
+        largest_difference(parameters, gradients),
+        largest_difference(float_buffers, buffers),
+        set(model.state_dict()),
+    ]
+    everyone = gather_object([mine])
+    all_names = set().union(*(names for _, _, names in everyone))
+    assert all_names == set(seeded_resnet(norm).state_dict())
+
+    # Evaluation, with its own schedules: each sample counts once, and the model is not changed.
+    before = copy.deepcopy(model.state_dict())
+    run = SimpleNamespace(
+        accelerator=accelerator,
+        new_metrics=lambda: Metrics(accelerator, all_ranks_add=False),
+        test_steps=lambda loader: [list(loader)],
+    )
+    test_loader = load(data, accelerator, copy_index, copies, seed=None)
+    result = model_split.evaluate(model, pipeline, test_loader, run)
+    assert result["samples"] == len(data)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    return {
+        "gradients": max(gradient for gradient, _, _ in everyone),
+        "buffers": max(buffer for _, buffer, _ in everyone),
+        "test_loss": abs(result["loss"] / test_loss - 1),
+    }
+
+
+def check(found):
+    assert found["gradients"] <= 1e-11
+    assert found["buffers"] <= 1e-11
+    assert found["test_loss"] <= 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_a_split_in_one_process_changes_no_number(norm):
+    for schedule in SCHEDULES:
+        check(differences(Accelerator(cpu=True), schedule, norm, 3))
+
+
+def cases(printed: str) -> list[dict]:
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="session")
+def tiny_mnist(tmp_path_factory) -> Path:
+    """43 training and 9 test images: steps of 16, 16 and 11."""
+    folder = tmp_path_factory.mktemp("tiny_mnist")
+    for split, rows in (("train", 43), ("test", 9)):
+        name = f"{split}-00000-of-00001.parquet"
+        table = pyarrow.parquet.read_table(f"{BUNDLED_MNIST}/{name}").slice(0, rows)
+        pyarrow.parquet.write_table(table, folder / name)
+    return folder
+
+
+FLAGS = ["--norm", "group", "--batch_size", 16, "--max_steps", 4, "--lr", 1e-4, "--cpu_threads", 1]
+FLAGS += ["--log_every", 1, "--checkpoint_every", 2, "--keep_checkpoints", 0]
+
+
+@pytest.fixture
+def train(tiny_mnist, home):
+    """Runs the script's main in this process; returns its exit code."""
+
+    def train(folder, *flags):
+        return run_many.run("model_split", ["--dataset", tiny_mnist, "--output_dir", folder, *flags])
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def two_processes(shared_launcher, tiny_mnist):
+    """What is printed by two processes, and the folder of their run."""
+    flags = ["--dataset", tiny_mnist, "--output_dir", "two", *FLAGS]
+    words = run_many.words("model_split", ["differences", 2], flags)
+    done = shared_launcher("cpu_ddp", *words, script=FILE, timeout=240)
+    return done.stdout, shared_launcher.folder / "two"
+
+
+@pytest.fixture(scope="module")
+def four_processes(shared_launcher, tiny_mnist):
+    """What four processes print, and two folders: of a run, and of one resumed at its step 2."""
+    flags = ["--dataset", tiny_mnist, *FLAGS, "--norm", "batch"]
+    flags += ["--num_microbatches", 2, "--num_stages", 2]
+    whole = [*flags, "--output_dir", "whole"]
+    resumed = ["--back_to", "whole", 2, "resumed", *flags, "--resume", "--output_dir", "resumed"]
+    words = run_many.words("model_split", ["differences", 4, 2], whole, resumed)
+    processes = ["--num_processes", 4]
+    done = shared_launcher("cpu_ddp", *words, script=FILE, launch_flags=processes, timeout=300)
+    return done.stdout, shared_launcher.folder / "whole", shared_launcher.folder / "resumed"
+
+
+@pytest.mark.slow
+def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
+    """Weights, learning rates and the test of the unsplit model, with values that are no
+    defaults; the stages are balanced by what the flag says."""
+    balanced_by = []
+    balance_stages = model_split.balance_stages
+
+    def record(costs, num_stages, by, *more):
+        balanced_by.append((num_stages, by))
+        return balance_stages(costs, num_stages, by, *more)
+
+    monkeypatch.setattr(model_split, "balance_stages", record)
+    flags = ["--seed", 3, "--lr", 1e-3, "--weight_decay", 0.5, "--max_steps", 3]
+    flags += ["--dtype", "float64", "--num_stages", 2, "--balance", "memory"]
+    assert train(tmp_path / "run", *FLAGS, *flags) is None
+    assert balanced_by == [(2, "memory")]
+
+    data, test = load_images(str(tiny_mnist))
+    torch.manual_seed(3)
+    model = make_resnet(10, "group").double()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.5)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, 3, cycle_momentum=False)
+    order, _ = GlobalSampler(len(data), 16, seed=3).items(0)
+
+    def loss_of(images, labels):
+        logits = model(model_split.to_input(images, torch.float64))
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    rates = []
+    for rows in order.split(16):
+        loss_of(data.images[rows], data.labels[rows]).backward()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in lines]
+    assert [line["lr"] for line in lines if line["split"] == "train"] == rates
+    (tested,) = [line["loss"] for line in lines if line["split"] == "test"]
+    with torch.no_grad():
+        assert tested == pytest.approx(loss_of(test.images, test.labels).item(), rel=1e-6)
+    weights = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_a_split_over_two_processes_changes_no_number(two_processes):
+    found = cases(two_processes[0])
+    assert len(found) == 8
+    for case in found:
+        check(case)
+
+
+@pytest.mark.slow
+def test_four_stages_and_two_copies_of_two_change_no_number(four_processes):
+    found = cases(four_processes[0])
+    assert len(found) == 16
+    for case in found:
+        check(case)
+
+
+def trace(folder):
+    names = ("split", "step", "epoch", "accuracy", "loss")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[line[name] for name in names] for line in lines]
+
+
+def assert_same_run(folder, other):
+    for line, expected in zip(trace(folder), trace(other), strict=True):
+        assert line == [*expected[:-1], pytest.approx(expected[-1], rel=1e-6)]
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    expected = safetensors.torch.load_file(other / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision(
+    two_processes, train, tiny_mnist, tmp_path
+):
+    printed, run = two_processes
+    whole = tmp_path / "whole"
+    train(whole, *FLAGS)
+    assert "4 per micro-batch x 4 micro-batches x 1 pipeline x 1 accumulation step" in printed
+    assert printed.count("done: ") == 1
+    assert_same_run(run, whole)
+    others = {
+        "four": ["--num_stages", 4, "--schedule", "gpipe"],
+        "one": ["--num_microbatches", 2, "--gradient_accumulation_steps", 2],
+    }
+    for name, flags in others.items():
+        resumed = run_many.back_to(run, 2, tmp_path / name)
+        train(resumed, *FLAGS, "--resume", *flags)
+        assert_same_run(resumed, whole)
+
+    state = safetensors.torch.load_file(run / "model.safetensors")
+    norm = functools.partial(torch.nn.GroupNorm, 32)
+    resnet = torchvision.models.resnet50(num_classes=10, norm_layer=norm).eval()
+    resnet.load_state_dict(state, strict=True)
+    test = load_images(str(tiny_mnist))[1]
+    with torch.no_grad():
+        logits = resnet(model_split.to_input(test.images, torch.float32))
+    loss = torch.nn.functional.cross_entropy(logits, test.labels).item()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["test_samples"] == 9
+    assert summary["test_loss"] == pytest.approx(loss, rel=1e-5)
+
+    launched = json.loads((run / "run.json").read_text())["launches"][0]
+    assert (launched["num_stages"], launched["copies"], len(launched["stages"])) == (2, 1, 2)
+    num_parameters = sum(parameter.numel() for parameter in resnet.parameters())
+    assert sum(stage["parameters"] for stage in launched["stages"]) == num_parameters
+    assert sum(stage["time_share"] for stage in launched["stages"]) == pytest.approx(1, abs=1e-3)
+    assert summary["idle_share_in_theory"] == 0.2
+    assert all(0 < share < 1 for share in summary["idle_share"])
+    assert len(summary["peak_memory_gib_above_start"]) == 2
+    assert (run / "timeline.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
+    _, whole, resumed = four_processes
+    launches = json.loads((resumed / "run.json").read_text())["launches"]
+    assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == [(4, 0), (4, 2)]
+    assert_same_bits(resumed, whole)
+
+
+def assert_same_bits(run, other):
+    assert trace(run) == trace(other)
+    assert (run / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_signal_saves_in_an_epoch_and_in_its_evaluation(train, tiny_mnist, tmp_path, monkeypatch):
+    """An epoch has 3 steps: call 2 of `agreed` is after step 2, call 4 in the evaluation."""
+    assert train(tmp_path / "whole", *FLAGS) is None
+    for call in (2, 4):
+        run = tmp_path / f"stopped{call}"
+        answers = iter([False] * (call - 1) + [True])
+        with monkeypatch.context() as patch:
+            patch.setattr(StopSignal, "agreed", lambda *_, answers=answers: next(answers))
+            assert train(run, *FLAGS, "--checkpoint_every", 100) == EXIT_REQUEUE
+        assert train(run, *FLAGS, "--checkpoint_every", 100, "--resume") is None
+        launches = json.loads((run / "run.json").read_text())["launches"]
+        assert launches[1]["from_step"] == min(call, 3)
+        assert_same_bits(run, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--num_stages 19", "19 stages are more than the 18 blocks of ResNet-50"),
+        ("--num_stages 10 --schedule interleaved", "20 stages are more than the 18 blocks"),
+        ("--batch_size 63", "--batch_size 63 does not divide by 1 pipeline x 4 micro-batches x 1"),
+        ("--num_stages 2 --split layer9.0", "layer9.0 must be 1 block in order, for 2 stages"),
+        ("--num_stages 3 --split layer3.0 layer2.0", "must be 2 blocks in order"),
+        ("--num_stages 2 --split stem", "must be 1 block in order"),
+        ("--num_stages 2 --split auto layer3.0", "must be 1 block in order"),
+        ("--batch_size 8 --num_microbatches 8", "micro-batches of one sample"),
+        ("--batch_size 40", "micro-batches of one sample"),  # the last step has 3
+        ("--schedule zigzag", "argument --schedule: invalid choice"),
+        ("--pretrained nowhere.pth", "--pretrained nowhere.pth cannot be read"),
+    ],
+)
+def test_wrong_input_is_one_sentence_before_any_training(train, tmp_path, capsys, flags, sentence):
+    code = train(tmp_path / "run", "--max_steps", 2, *flags.split())
+    out, error = capsys.readouterr()
+    assert code == 2
+    assert error.count("\n") == 1
+    assert sentence in error
+    assert "train epoch" not in out
+
+
+def test_stages_have_the_names_and_the_numbers_of_torchvision():
+    resnet = make_resnet(7).eval()
+    fresh = torchvision.models.resnet50(num_classes=7)
+    assert list(Stage(resnet, BLOCKS).state_dict()) == list(fresh.state_dict())
+    with torch.device("meta"):
+        assert list(fresh.state_dict()) == list(resnet50(num_classes=7).state_dict())
+    first, last = Stage(resnet, BLOCKS[:9]), Stage(resnet, BLOCKS[9:])
+    assert not first.state_dict().keys() & last.state_dict().keys()
+    fresh.load_state_dict(first.state_dict() | last.state_dict(), strict=True)
+    images = torch.randint(0, 256, (2, 1, 28, 28), dtype=torch.uint8)
+    x = model_split.to_input(images, torch.float32)
+    assert x.shape == (2, 3, 32, 32)
+    mean = torch.tensor(model_split.MEAN)[:, None, None]
+    std = torch.tensor(model_split.STD)[:, None, None]
+    assert torch.equal(x[:, :, 2:30, 2:30], (images - mean) / std)
+    with torch.no_grad():
+        assert torch.equal(last(first(images)), fresh.eval()(x))
+
+
+def test_even_cut_is_the_best_of_all_cuts():
+    generator = torch.Generator().manual_seed(0)
+    for num_blocks, num_stages in ((1, 1), (5, 5), (7, 3), (9, 4)):
+        values = torch.rand(num_blocks, generator=generator).tolist()
+
+        def cost(stage, first, last, values=values):
+            return sum(values[first:last]) * (1 + 0.3 * stage)
+
+        def most_expensive(boundaries, cost=cost):
+            stages = enumerate(itertools.pairwise(boundaries))
+            return max(cost(stage, first, last) for stage, (first, last) in stages)
+
+        found = balanced_boundaries(num_blocks, num_stages, cost)
+        assert [found[0], found[-1], len(found)] == [0, num_blocks, num_stages + 1]
+        possible = itertools.combinations(range(1, num_blocks), num_stages - 1)
+        best = min(most_expensive([0, *inner, num_blocks]) for inner in possible)
+        assert most_expensive(found) == best
+
+
+def test_memory_is_balanced_for_the_micro_batches_in_flight():
+    """In 1F1B, the first of two stages keeps activations of two micro-batches, the last of one."""
+    costs = {name: BlockCost(1.0, 100, 0, 0, None) for name in "abcd"}
+    costs["d"] = costs["d"]._replace(time_s=3.0, parameter_bytes=25)
+    assert balance_stages(costs, 2, "time", "1f1b", 4) == [["a", "b", "c"], ["d"]]
+    assert balance_stages(costs, 2, "memory", "1f1b", 4) == [["a"], ["b", "c", "d"]]
+    assert balance_stages(costs, 2, "memory", "gpipe", 4) == [["a", "b"], ["c", "d"]]
+
+
+def test_measuring_sees_what_autograd_keeps_and_leaves_the_blocks_alone():
+    Accelerator(cpu=True)
+    resnet = make_resnet(10)
+    before = copy.deepcopy(resnet.state_dict())
+    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    costs = measure_blocks({name: Stage(resnet, [name]) for name in BLOCKS}, images, rounds=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in resnet.state_dict().items())
+    assert all(parameter.grad is None for parameter in resnet.parameters())
+    num_parameters = sum(parameter.numel() for parameter in resnet.parameters())
+    assert sum(cost.parameters for cost in costs.values()) == num_parameters
+    assert all(cost.time_s > 0 for cost in costs.values())
+    assert costs["layer2.3"].output.shape == (4, 32, 4, 4)
+
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in resnet.parameters()}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = Stage(resnet, BLOCKS)(images)
+    kept_bytes = logits.nbytes  # they are kept for the loss
+    for address, tensor in kept.items():
+        if address not in weights:
+            kept_bytes += tensor.untyped_storage().nbytes()
+    assert sum(cost.activation_bytes for cost in costs.values()) == kept_bytes
+
+
+def test_each_schedule_runs_the_passes_in_its_order():
+    order = {}
+    for schedule in ("naive", "1f1b", "gpipe"):
+        stages = {index: torch.nn.Linear(3, 3) for index in range(2)}
+        places = [(index, torch.device("cpu")) for index in range(2)]
+        pipeline = OneProcess(stages, places, schedule)
+        pipeline.timeline.begin()
+        inputs = [torch.randn(size, 3) for size in (2, 2, 0, 2)]
+        pipeline.run(inputs, [None] * 4, lambda output, target: output.sum())
+        pipeline.timeline.end()
+        (spans,) = pipeline.timeline.steps
+        assert all(ended >= began for *_, began, ended in spans)
+        order[schedule] = [kind[0] + str(number) for row, _, kind, number, _, _ in spans if row == 0]
+    assert order == {
+        "naive": ["f0", "b0", "f1", "b1", "f3", "b3"],
+        "1f1b": ["f0", "f1", "b0", "f3", "b1", "b3"],
+        "gpipe": ["f0", "f1", "f3", "b0", "b1", "b3"],
+    }
+
+
+def test_a_row_is_idle_where_it_has_no_span():
+    spans = [(0, 0, "forward", 0, 1.0, 2.0), (0, 0, "backward", 0, 4.0, 5.0), (1, 1, "forward", 0, 2.0, 4.0)]
+    assert idle_fractions(spans) == {0: 0.5, 1: 0.5}
+
+
+def test_the_first_steps_are_recorded_after_one_for_warm_up():
+    cpu = torch.device("cpu")
+    accelerator = Accelerator(cpu=True)
+    timeline = Timeline({cpu})
+    recorder = StepRecorder([cpu], num_steps=2)
+    for step in range(5):
+        with recorder.step(accelerator, timeline), timeline.span(0, 0, "forward", step, cpu):
+            pass
+    assert [micro_batch for ((_, _, _, micro_batch, _, _),) in timeline.steps] == [1, 2]
+    assert len(recorder.peak_memory_gib()) == 1
+
+
+def print_differences(*numbers_of_stages: int):
+    """Print those of each case as a line of JSON. Collective."""
+    accelerator = Accelerator(cpu=True)
+    torch.set_num_threads(1)
+    norms = ("group", "batch")
+    for num_stages, norm, schedule in itertools.product(numbers_of_stages, norms, SCHEDULES):
+        found = differences(accelerator, schedule, norm, num_stages)
+        case = {"stages": num_stages, "norm": norm, "schedule": schedule, **found}
+        accelerator.print(json.dumps(case))
+    run_many.reset_accelerate()
+
+
+def main():
+    """As run_many.py, but with the narrow model; the first "run" may be `differences 4 2`."""
+    torchvision.models.resnet50 = NarrowResNet
+    if sys.argv[2].startswith("differences"):
+        print_differences(*map(int, sys.argv.pop(2).split()[1:]))
+    run_many.main()
+
+
+if __name__ == "__main__":
+    main()

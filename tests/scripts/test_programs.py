@@ -1,0 +1,167 @@
+"""Five programs as users write them (tests/programs), each taken along into an empty folder under
+another package name.
+
+Their models, data, losses and metrics are their own; the promises are ours: the same numbers on any
+topology, a resume bit by bit, and every test sample once.
+"""
+
+import difflib
+import json
+import subprocess
+import sys
+
+import pytest
+import run_many
+import safetensors.torch
+import torch
+from conftest import ROOT
+
+# What each is run with, the tolerance of its numbers, the size of its test set, and its models.
+PROGRAMS = {
+    "cnn": ([], 1e-6, 101, ["model"]),
+    "regression": (["--dtype", "float64"], 1e-12, 77, ["model"]),
+    "text": ([], 1e-6, 501, ["model"]),
+    "gan": ([], 1e-6, 61, ["generator", "discriminator"]),
+    "hub_images": (["--dataset"], 1e-6, 203, ["model"]),
+}
+CHECKPOINTS = ["--checkpoint_every", 5, "--keep_checkpoints", 0]
+TIMINGS = {"samples_per_s", "data_wait_pct"}
+
+
+def take(script, folder, package):
+    command = [sys.executable, "-m", "utils.take", script, folder, "--package", package]
+    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def runs(shared_launcher, small_mnist):
+    """A folder for each program, with the copy and its runs in it.
+
+    one, accumulated: on one process, with 1 and 2 accumulation steps; two, three: on as many
+    processes. one_resumed and two_resumed go on from step 5, in the middle of an epoch.
+    """
+    top = shared_launcher.folder
+    launches = {1: [], 2: [], 3: []}
+    for name, (flags, *_) in PROGRAMS.items():
+        folder = top / name
+        take(ROOT / "tests" / "programs" / f"{name}.py", folder, f"{name}_tools")
+        flags = [*flags, *([small_mnist] if flags == ["--dataset"] else [])]
+        plain = ["--script", folder / f"{name}.py"]
+        whole = [*flags, *CHECKPOINTS]
+
+        def resumed(run, whole=whole, plain=plain, folder=folder):
+            go_on = ["--back_to", folder / run, 5, folder / f"{run}_resumed"]
+            return [*plain, *go_on, *whole, "--resume", "--output_dir", folder / f"{run}_resumed"]
+
+        accumulated = ["--gradient_accumulation_steps", 2, "--output_dir", folder / "accumulated"]
+        launches[1] += [
+            [*plain, *whole, "--output_dir", folder / "one"],
+            [*plain, *flags, *accumulated],
+            resumed("one"),
+        ]
+        launches[2] += [[*plain, *whole, "--output_dir", folder / "two"], resumed("two")]
+        launches[3] += [[*plain, *flags, "--output_dir", folder / "three"]]
+    for processes, words in launches.items():
+        config, launch_flags = ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
+        shared_launcher(
+            config, *run_many.words("mnist_mlp", *words), script=run_many.FILE, launch_flags=launch_flags, timeout=300
+        )
+    return top
+
+
+def lines(run):
+    """metrics.jsonl without its timings."""
+    every = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMINGS} for line in every]
+
+
+def weights(run, name):
+    return {
+        f"{model}.{key}": tensor
+        for model in PROGRAMS[name][3]
+        for key, tensor in safetensors.torch.load_file(run / f"{model}.safetensors").items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("other", ["accumulated", "two", "three"])
+def test_processes_and_accumulation_change_no_number(runs, name, other):
+    tolerance = PROGRAMS[name][1]
+    one, compared = lines(runs / name / "one"), lines(runs / name / other)
+    assert [(line["split"], line["step"]) for line in compared] == [(line["split"], line["step"]) for line in one]
+    largest = 0.0
+    for line, expected in zip(compared, one, strict=True):
+        assert line.keys() == expected.keys()
+        for metric in line.keys() - {"split"}:
+            difference = abs(line[metric] - expected[metric]) / max(abs(expected[metric]), 1e-3)
+            largest = max(largest, difference)
+    reference, own = weights(runs / name / "one", name), weights(runs / name / other, name)
+    assert own.keys() == reference.keys()
+    moved = max(float((own[key] - tensor).abs().max() / tensor.abs().max()) for key, tensor in reference.items())
+    print(f"{name}, {other}: largest relative difference of a metric {largest:.1e}, of a weight {moved:.1e}")
+    assert largest <= tolerance
+    assert moved <= tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("run", ["one", "two"])
+def test_a_resume_in_the_middle_of_an_epoch_is_bit_by_bit_the_same(runs, name, run):
+    whole, resumed = runs / name / run, runs / name / f"{run}_resumed"
+    (launch,) = json.loads((resumed / "run.json").read_text())["launches"][1:]
+    assert launch["from_step"] == 5
+    assert lines(resumed) == lines(whole)
+    for model in PROGRAMS[name][3]:
+        file = f"{model}.safetensors"
+        assert (resumed / file).read_bytes() == (whole / file).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_test_sample_counts_once(runs, name):
+    for run in ("one", "accumulated", "two", "three"):
+        summary = json.loads((runs / name / run / "summary.json").read_text())
+        assert summary["test_samples"] == PROGRAMS[name][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_copy_has_no_other_file_of_ours(runs, name):
+    package = runs / name / f"{name}_tools"
+    for path in [runs / name / f"{name}.py", *package.glob("*.py")]:
+        assert "from utils" not in path.read_text(), path
+    modules = {path.stem for path in package.glob("*.py")}
+    assert not modules & {"images", "pipeline", "wires", "batch_norm", "take", "doctor"}
+    mnist = (ROOT / "scripts" / "mnist_mlp.py").read_text().splitlines()
+    own = (ROOT / "tests" / "programs" / f"{name}.py").read_text().splitlines()
+    changes = [line for line in difflib.unified_diff(mnist, own, n=0) if line[0] in "+-"][2:]
+    added = sum(line[0] == "+" for line in changes)
+    print(f"{name}: {len(own)} lines, {added} of them not in mnist_mlp.py; {len(modules)} modules came along")
+    assert added < len(own)
+
+
+def test_weights_of_a_mean_are_those_of_the_words(small_mnist):
+    """The text program's loss over a step is the mean over its tokens, however they are spread
+    over processes."""
+    from types import SimpleNamespace
+
+    from tests.programs import text
+    from utils.loader import GlobalLoader
+
+    lines = text.make_lines(11, 0)
+    model = text.CharGRU().double()
+    tokens = text.pad(lines)
+    losses, _ = text.losses_and_accuracies(model, tokens)
+    expected = (losses * text.count_targets(tokens)).sum() / text.count_targets(tokens).sum()
+    total = 0.0
+    for accumulation in (1, 3):
+        one = SimpleNamespace(
+            device=torch.device("cpu"), num_processes=1, process_index=0, reduce=lambda tensor, kind: tensor
+        )
+        loader = GlobalLoader(
+            lines, 11, one, seed=0, accumulation=accumulation, collate_fn=text.pad, loss_weights=text.count_targets
+        )
+        parts = [batch.mean_loss(text.losses_and_accuracies(model, batch.data)[0]) for batch in loader.epoch()]
+        total = sum(parts) / accumulation  # as accelerator.backward divides
+        torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)

@@ -1,0 +1,598 @@
+"""ResNet-50: N processes are one process with N accumulation steps, and the files are whole."""
+
+import copy
+import json
+import math
+import os
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import run_many
+import safetensors.torch
+import torch
+import torchvision
+from accelerate import Accelerator
+from conftest import MNIST, ROOT
+from PIL import Image
+from torch import nn
+from torchvision.models.resnet import Bottleneck
+
+from scripts import resnet50
+from utils.checkpoint import load_pretrained, read_checkpoint
+from utils.datasets import image_files as images
+from utils.datasets.images_in_memory import load_splits
+from utils.features.batch_norm import BatchNorms
+from utils.sampler import GlobalSampler
+
+# As run_many.py, after a change that one of the functions below makes.
+CHANGED = """
+import sys
+sys.path.insert(0, {tests!r})
+import run_many
+import test_resnet50
+test_resnet50.{change}
+run_many.main()
+"""
+RECIPE = ["--mixup", 0.2, "--cutmix", 1, "--trivial_augment", "--erase", 0.2, "--flip", 0.5]
+RECIPE += ["--label_smoothing", 0.1, "--ema_decay", 0.9, "--repeats", 2]
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def changed(launcher, change):
+    """The path of a script, as the launcher takes it."""
+    path = launcher.folder / "changed"
+    path.with_suffix(".py").write_text(CHANGED.format(tests=str(ROOT / "tests"), change=change))
+    return path
+
+
+def use_4_blocks(setattr):
+    """4 blocks instead of 16, and half or less of the channels."""
+    init = torchvision.models.ResNet.__init__
+
+    def init_with_4_blocks(self, block, _, *more, **options):
+        options["width_per_group"] = 16
+        init(self, block, [1] * 4, *more, **options)
+
+    setattr(torchvision.models.ResNet, "__init__", init_with_4_blocks)
+    setattr(Bottleneck, "expansion", 2)
+
+
+def draw_nothing(setattr):
+    """The pictures take longer than a short training."""
+    for draw in ("plot_confusion", "save_picture"):
+        setattr(resnet50, draw, lambda *_: None)
+
+
+def use_float64(setattr, blocks=4):
+    """There "equal" and "close" differ."""
+    if blocks == 4:
+        use_4_blocks(setattr)
+    setattr(resnet50, "TEST_BATCH_SIZE", 64)
+    torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    use_float64(monkeypatch.setattr)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def run_4_blocks(tiny_mnist, tmp_path, monkeypatch, home):
+    """`main` in this process, with 4 blocks and images of 16 pixels; returns its exit code."""
+    use_4_blocks(monkeypatch.setattr)
+
+    def run(folder, *flags):
+        words = ["--dataset", tiny_mnist, "--image_size", 16, "--batch_size", 16]
+        words += ["--log_every", 1, "--output_dir", tmp_path / folder, *flags]
+        return run_many.run("resnet50", words)
+
+    return run
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_with_two_accumulation_steps_and_resume_bitwise(launcher, tiny_mnist, in_float64):
+    """Losses, weights, running statistics, moving average; then a resume after step 2 of 4."""
+    flags = ["--dataset", tiny_mnist, "--batch_size", 16, "--max_steps", 4]
+    flags += ["--log_every", 1, "--checkpoint_every", 2, *RECIPE]
+    one, two, resumed = (launcher.folder / name for name in ("one", "two", "resumed"))
+    again = ["--back_to", two, 2, resumed, *flags, "--resume", "--output_dir", resumed]
+    words = run_many.words("resnet50", [*flags, "--output_dir", two], again)
+    script = changed(launcher, "use_float64(setattr)")
+    launcher("cpu_ddp", *words, script=script, timeout=300)
+    accumulated = ["--gradient_accumulation_steps", 2, "--output_dir", one]
+    assert run_many.run("resnet50", [*flags, *accumulated]) is None
+    assert [line["split"] for line in lines(two)] == ["train"] * 3 + ["test", "train", "test"]
+    for a, b in zip(lines(one), lines(two), strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"split", "samples_per_s", "data_wait_pct"}:
+            assert b[name] == pytest.approx(a[name], rel=1e-9)
+    final = "checkpoints/step_00000004"
+    states = [read_checkpoint(folder / final)[1] for folder in (one, two)]
+    compared = 0
+    for file in ("model.safetensors", "model_ema.safetensors"):
+        for name, tensor in states[0][file].items():
+            torch.testing.assert_close(states[1][file][name], tensor, rtol=1e-6, atol=1e-8)
+            compared += name.endswith("running_var")
+    assert compared == 2 * 17
+    summary = json.loads((two / "summary.json").read_text())
+    assert summary["test_samples"] == 23
+    assert sum(map(sum, summary["test_confusion"])) == 23
+    pictures = {"confusion.png", "worst_predictions.png"}
+    assert pictures <= {path.name for path in two.iterdir()}
+
+    for name in ("model.safetensors", "model_ema.safetensors"):  # what a stranger does with them
+        bare = torchvision.models.resnet50(num_classes=10)
+        bare.load_state_dict(safetensors.torch.load_file(two / name), strict=True)
+
+    (_, launch) = json.loads((resumed / "run.json").read_text())["launches"]
+    assert (launch["num_processes"], launch["from_step"]) == (2, 2)
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        assert (resumed / name).read_bytes() == (two / name).read_bytes()
+
+
+def test_inputs_losses_and_predictions_are_those_of_torchvisions_model_and_weights():
+    torch.manual_seed(0)
+    model = torchvision.models.resnet50().eval()
+    images = torch.randint(256, (2, 3, 64, 64), dtype=torch.uint8)
+    weights = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.transforms()
+    normalized = torchvision.transforms.functional.normalize(images / 255, weights.mean, weights.std)
+    torch.testing.assert_close(resnet50.normalize(images), normalized, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(resnet50.normalize(images.float()), normalized, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        logits = model(normalized)
+        labels = logits.argsort(1, descending=True)[:, 3]
+        losses, predicted, num_larger = resnet50.losses_and_predictions(model, images, labels)
+    expected = nn.functional.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+    assert predicted.tolist() == logits.argmax(1).tolist()
+    assert num_larger.tolist() == [3, 3]
+
+
+def test_mixed_labels_and_smoothing():
+    """The loss of two labels is that of the mixed one-hot labels."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
+    images = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
+    labels, partners = torch.tensor([0, 1, 2, 3]), torch.tensor([1, 0, 3, 2])
+    losses, *_ = resnet50.losses_and_predictions(model, images, labels, partners, 0.3, 0.1)
+    mixed = 0.3 * nn.functional.one_hot(labels, 5) + 0.7 * nn.functional.one_hot(partners, 5)
+    logits = model(resnet50.normalize(images))
+    smooth = 0.9 * mixed + 0.1 / 5
+    expected = nn.functional.cross_entropy(logits, smooth, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    plain, *_ = resnet50.losses_and_predictions(model, images, labels)
+    expected = nn.functional.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(plain, expected)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+def test_all_micro_batches_count_alike_in_the_running_statistics(accumulation):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    norm = nn.BatchNorm2d(3, momentum=0.3).double()
+    batch_norms = BatchNorms(norm, accelerator)
+    mean, variance = torch.zeros(3).double(), torch.ones(3).double()
+    for step in range(1, 4):
+        micro_batches = torch.randn(accumulation, 4, 3, 2, 2, dtype=torch.float64)
+        for piece in micro_batches:
+            with accelerator.accumulate(norm), batch_norms.averaged():
+                norm(piece)
+        mean = 0.7 * mean + 0.3 * micro_batches.mean((0, 1, 3, 4))
+        variance = 0.7 * variance + 0.3 * micro_batches.transpose(1, 2).flatten(2).var(2).mean(0)
+        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(norm.running_var, variance, rtol=1e-12, atol=1e-14)
+        assert norm.num_batches_tracked == step
+        assert norm.momentum == 0.3
+
+
+def test_frozen_statistics_stay_as_they_are():
+    accelerator = Accelerator(cpu=True)
+    frozen = nn.BatchNorm1d(3).eval()
+    frozen.running_mean.copy_(torch.tensor([0.1, 0.2, 0.3]))
+    model = nn.Sequential(nn.BatchNorm1d(3), frozen)
+    batch_norms = BatchNorms(model, accelerator)
+    with accelerator.accumulate(model), batch_norms.averaged():
+        model(torch.randn(8, 3))
+    assert torch.equal(frozen.running_mean, torch.tensor([0.1, 0.2, 0.3]))
+    assert model[0].running_mean.abs().sum() > 0
+
+
+def test_learning_rate():
+    factor = [resnet50.lr_factor(step, "cosine", 10, 100, 110) for step in range(110)]
+    assert factor[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert factor[10] == 1.0
+    assert factor[60] == pytest.approx(0.5)
+    assert factor[109] == pytest.approx(0.5 + 0.5 * math.cos(math.pi * 0.99))
+    epochs = (0, 29, 30, 59, 60, 89)
+    stairs = [resnet50.lr_factor(epoch * 7, "step", 0, 7, 90 * 7) for epoch in epochs]
+    assert stairs == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+def parse(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["resnet50.py", *map(str, flags)])
+    return resnet50.parse_args()
+
+
+def test_presets_are_those_of_torchvision_and_flags_count_beside_them(monkeypatch):
+    v1 = parse(monkeypatch, "--preset", "v1")
+    assert v1.lr * v1.batch_size / 256 == 0.1
+    assert (v1.num_epochs, v1.weight_decay, v1.schedule) == (90, 1e-4, "step")
+    v2 = parse(monkeypatch, "--preset", "v2", "--lr", 0.3, "--no-trivial_augment")
+    assert (v2.batch_size, v2.num_epochs) == (1024, 600)
+    assert (v2.image_size, v2.eval_size, v2.eval_resize) == (176, 224, 232)
+    assert (v2.mixup, v2.cutmix, v2.label_smoothing, v2.repeats) == (0.2, 1.0, 0.1, 4)
+    assert (v2.lr, v2.trivial_augment) == (0.3, False)
+    assert resnet50.PRESETS["v2"]["lr"] * 1024 / 256 == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--batch_size", 1], "makes micro-batches of 1: BatchNorm needs 2 images or more"),
+        (["--batch_size", 6, "--gradient_accumulation_steps", 2, "--mixup", 0.2], "cutmix an even number"),
+        (["--batch_size", 8, "--repeats", 3], "--repeats 3 must divide the batch"),
+        (["--bn", "sync"], "--bn sync works on GPUs only"),
+        (["--batch_size", 64], "--batch_size 64 is more than the 50 items of the training set"),
+        (["--pretrained", "none.safetensors", "--batch_size", 4], "--pretrained none.safetensors cannot be read"),
+        (["--preset", "v3"], "argument --preset: invalid choice: 'v3'"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, tiny_mnist, flags, sentence):
+    monkeypatch.chdir(tmp_path)
+    words = ["resnet50.py", "--dataset", tiny_mnist, *flags]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(SystemExit) as stopped:
+        resnet50.main()
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+    assert sentence in error
+
+
+def test_pretrained_weights_run_no_code(tmp_path, monkeypatch, capsys):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "trapped"),)
+
+    torch.save({"fc.weight": Trap()}, tmp_path / "w.pth")
+    model = torchvision.models.resnet50(num_classes=3)
+    fetched = {}
+
+    def fetch(url, **options):
+        fetched.update(options)
+        return torch.load(tmp_path / "w.pth", weights_only=options.get("weights_only", False))
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", fetch)
+    for source in (str(tmp_path / "w.pth"), "https://example.org/w.pth"):
+        with pytest.raises(SystemExit):
+            load_pretrained(model, source, head="fc")
+        assert f"--pretrained {source} cannot be read" in capsys.readouterr().err
+        assert not (tmp_path / "trapped").exists()
+    assert fetched["check_hash"]
+    torch.load(tmp_path / "w.pth", weights_only=False)
+    assert (tmp_path / "trapped").exists()  # the trap works
+
+
+def test_pretrained_weights_but_not_the_last_layer(tmp_path):
+    source = torchvision.models.resnet50(num_classes=7)
+    model = torchvision.models.resnet50(num_classes=3)
+    for file, save in (("w.pth", torch.save), ("w.safetensors", safetensors.torch.save_file)):
+        save(source.state_dict(), tmp_path / file)
+        before = model.fc.weight.clone()
+        load_pretrained(model, str(tmp_path / file), head="fc")
+        assert torch.equal(model.layer3[2].conv2.weight, source.layer3[2].conv2.weight)
+        assert torch.equal(model.fc.weight, before)
+    model = torchvision.models.resnet50(num_classes=7)
+    load_pretrained(model, str(tmp_path / "w.pth"), head="fc")
+    assert torch.equal(model.fc.weight, source.fc.weight)
+    with pytest.raises(SystemExit):
+        load_pretrained(nn.Sequential(), str(tmp_path / "w.pth"), head="fc")
+
+
+@pytest.mark.slow
+def test_another_recipe_is_refused_on_resume(run_4_blocks, capsys):
+    assert run_4_blocks("run", "--max_steps", 1, "--ema_decay", 0.9) is None
+    again = ["--max_steps", 1, "--ema_decay", 0.9, "--resume"]
+    others = {
+        "schedule was 'cosine' and is 'step'": ["--schedule", "step"],
+        "label_smoothing was 0.0 and is 0.1": ["--label_smoothing", 0.1],
+        "eval_size was 16 and is 24": ["--eval_size", 24],
+        "flip was 0.0 and is 0.5": ["--flip", 0.5],
+        "repeats was 1 and is 2": ["--repeats", 2],
+        "zero_init was True and is False": ["--no-zero_init"],
+        "model_ema, optimizer, scheduler, and the run model, optimizer, sch": ["--ema_decay", 0],
+    }
+    for sentence, flags in others.items():
+        capsys.readouterr()
+        assert run_4_blocks("run", *again, *flags) == 2
+        error = capsys.readouterr().err
+        assert sentence in error
+        assert len(error.splitlines()) == 1
+    assert run_4_blocks("run", *again, "--num_workers", 1, "--max_test_samples", 5) in (None, 0)
+
+
+def test_a_part_of_the_test_set_and_a_picture_that_cannot_be_drawn(run_4_blocks, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("no such colour")
+
+    monkeypatch.setattr(resnet50, "draw_images", fail)
+    assert run_4_blocks("run", "--max_steps", 1, "--max_test_samples", 7) is None
+    assert "worst_predictions.png is missing" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test_samples"] == 7
+    assert sum(map(sum, summary["test_confusion"])) == 7
+    assert "test_worst" not in summary
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["test"] == 7
+
+
+def test_the_worst_predictions_are_those_of_largest_loss(run_4_blocks, monkeypatch):
+    """The images in the picture, their labels and losses, from the model that the run leaves."""
+    drawn = []
+
+    def keep(worst, test_data, picture):
+        drawn.append((worst, test_data, picture))
+
+    monkeypatch.setattr(resnet50, "draw_worst", keep)
+    monkeypatch.setattr(resnet50, "WORST_SHOWN", 5)
+    monkeypatch.setattr(resnet50, "TEST_BATCH_SIZE", 7)
+    assert run_4_blocks("run", "--max_steps", 1) is None
+    ((worst, test_data, picture),) = drawn
+    model = torchvision.models.resnet50(num_classes=10).eval()
+    model.load_state_dict(safetensors.torch.load_file(picture.parent / "model.safetensors"))
+    pixels, labels = test_data.collate([test_data[i] for i in range(23)])
+    with torch.no_grad():
+        losses, predicted, _ = resnet50.losses_and_predictions(model, pixels, labels)
+    order = losses.argsort(descending=True)[:5]
+    assert [index for _, index, _, _ in worst] == order.tolist()
+    assert [loss for loss, *_ in worst] == pytest.approx(losses[order].tolist(), rel=1e-3)
+    expected = list(zip(predicted[order].tolist(), labels[order].tolist(), strict=True))
+    assert [(guess, label) for _, _, guess, label in worst] == expected
+
+
+def test_model_and_moving_average_are_tested_in_the_precision_of_the_run(run_4_blocks, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    make_model, seen = resnet50.make_model, set()
+
+    def make_watched_model(*args):
+        model = make_model(*args)
+
+        def watch(layer, _, output):
+            seen.add((id(layer), layer.training, output.dtype))
+
+        model.fc.register_forward_hook(watch)  # the copy that the average is keeps the hook
+        return model
+
+    monkeypatch.setattr(resnet50, "make_model", make_watched_model)
+    # At 16 pixels a convolution of stride 2 gets one pixel: PyTorch 2.15 then leaves parts of its
+    # weight gradient uninitialised, in bf16 on a CPU.
+    flags = ["--max_steps", 1, "--ema_decay", 0.9, "--image_size", 32]
+    assert run_4_blocks("run", *flags) is None
+    assert {dtype for _, _, dtype in seen} == {torch.bfloat16}
+    assert sorted(training for _, training, _ in seen) == [False, False, True]
+
+
+@pytest.mark.slow
+def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, in_float64):
+    """Weights, learning rates, moving average and tests, with values that are no defaults."""
+    made = []
+    make_model = resnet50.make_model
+
+    def keep(*args):
+        made.append(make_model(*args))
+        made.append(copy.deepcopy(made[0]))
+        return made[0]
+
+    monkeypatch.setattr(resnet50, "make_model", keep)
+    # 3 steps are an epoch; the learning rate rises in the first 2. Whole images, as they are.
+    flags = ["--seed", 3, "--lr", 0.4, "--weight_decay", 0.02, "--norm_weight_decay", 0.05]
+    flags += ["--ema_decay", 0.6, "--warmup_epochs", 0.67, "--max_steps", 4, "--min_crop", 1]
+    assert run_4_blocks("run", *flags, "--image_size", 32, "--no-zero_init") is None
+
+    _, model = made
+    torch.manual_seed(3)
+    for tensor, expected in zip(
+        torchvision.models.resnet50(num_classes=10).parameters(), model.parameters(), strict=True
+    ):
+        assert torch.equal(tensor, expected)
+    splits = load_splits(str(tiny_mnist))
+    splits = [images.ImageFiles(split, images.CenterCrop(32, 32)) for split in splits]
+    train_data, test_data = [split.collate([split[i] for i in range(len(split))]) for split in splits]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.SGD(
+        [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.05}],
+        0.4 * 16 / 256,
+        momentum=0.9,
+        nesterov=True,
+    )
+    average, rates = None, []
+    for step in range(4):
+        factor = resnet50.lr_factor(step, "cosine", 0.67 * 3, 3, 4)
+        rates.append(0.4 * 16 / 256 * factor)
+        for group in optimizer.param_groups:
+            group["lr"] = rates[-1]
+        order, _ = GlobalSampler(50, 16, seed=3).items(step // 3)
+        rows = order.split(16)[step % 3]
+        model.train()
+        logits = model(resnet50.normalize(train_data[0][rows]))
+        nn.functional.cross_entropy(logits, train_data[1][rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if step + 1 <= 2:  # in the warm-up it is a copy of the model
+            average = now
+        else:
+            average = {name: 0.6 * average[name] + 0.4 * now[name] for name in now}
+
+    run = tmp_path / "run"
+    assert [x["lr"] for x in lines(run) if x["split"] == "train"] == pytest.approx(rates, rel=1e-12)
+    tested = [line for line in lines(run) if line["split"] == "test"][-1]
+    for prefix, file, expected in (("", "model", now), ("ema_", "model_ema", average)):
+        saved = safetensors.torch.load_file(run / f"{file}.safetensors")
+        for name, tensor in saved.items():
+            if "num_batches_tracked" not in name:
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-7, atol=1e-10)
+        model.load_state_dict(saved)
+        model.eval()
+        with torch.no_grad():
+            logits = model(resnet50.normalize(test_data[0]))
+        losses = nn.functional.cross_entropy(logits, test_data[1])
+        assert tested[f"{prefix}loss"] == pytest.approx(losses.item(), rel=1e-7)
+        best = logits.argsort(1, descending=True)
+        for name, count in (("accuracy", 1), ("top5_accuracy", 5)):
+            hits = (best[:, :count] == test_data[1][:, None]).any(1).double().mean()
+            assert tested[prefix + name] == pytest.approx(hits.item())
+
+
+@pytest.mark.slow
+def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monkeypatch):
+    started, mixed, smoothed, rates = [], [], set(), set()
+    start, mix, lr_factor = resnet50.Run.start, resnet50.mix, resnet50.lr_factor
+    losses_and_predictions = resnet50.losses_and_predictions
+
+    def record_start(run, train_loader, total_steps, test_loader, **more):
+        started.append((train_loader, total_steps, test_loader))
+        return start(run, train_loader, total_steps, test_loader, **more)
+
+    def record_mix(images, *more):
+        mixed.append(more)
+        return mix(images, *more)
+
+    def record_losses(model, images, labels, *more):
+        if torch.is_grad_enabled():
+            smoothed.add(more[-1])
+        return losses_and_predictions(model, images, labels, *more)
+
+    def record_rate(step, *more):
+        rates.add(more)
+        return lr_factor(step, *more)
+
+    monkeypatch.setattr(resnet50.Run, "start", record_start)
+    monkeypatch.setattr(resnet50, "mix", record_mix)
+    monkeypatch.setattr(resnet50, "losses_and_predictions", record_losses)
+    monkeypatch.setattr(resnet50, "lr_factor", record_rate)
+    flags = ["--image_size", 20, "--eval_size", 24, "--eval_resize", 28, "--min_crop", 0.3]
+    flags += ["--flip", 0.25, "--trivial_augment", "--erase", 0.125, "--repeats", 2, "--seed", 7]
+    flags += ["--mixup", 0.2, "--cutmix", 0.9, "--label_smoothing", 0.15, "--schedule", "step"]
+    flags += ["--ema_decay", 0.9, "--ema_every", 2, "--warmup_epochs", 0, "--max_steps", 4]
+    assert run_4_blocks("run", *flags) is None
+
+    ((train_loader, total_steps, test_loader),) = started
+    augment = train_loader.dataset.transform
+    assert (augment.size, augment.min_area, augment.flip, augment.eraser.p) == (20, 0.3, 0.25, 0.125)
+    assert augment.policy is not None
+    center = test_loader.dataset.transform
+    assert (center.size, center.resize) == (24, 28)
+    assert (train_loader.sampler.repeats, train_loader.sampler.seed, total_steps) == (2, 7, 4)
+    assert mixed == [(0.2, 0.9, 7, step) for step in range(4)]
+    assert smoothed == {0.15}
+    assert rates == {("step", 0.0, 3, 4)}
+    _, tensors = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004")
+    assert tensors["model_ema.safetensors"]["n_averaged"] == 2
+
+
+def test_residual_blocks_start_as_the_identity_if_asked_to():
+    accelerator = Accelerator(cpu=True)
+    for zero_init in (True, False):
+        args = SimpleNamespace(zero_init=zero_init, pretrained=None, bn="local")
+        model = resnet50.make_model(args, 10, accelerator)
+        weights = [layer[number].bn3.weight for layer in (model.layer1, model.layer4) for number in (0, 1)]
+        found = [bool((weight == 0).all()) for weight in weights]
+        assert found == [False, zero_init, False, zero_init]
+
+
+@pytest.mark.slow
+def test_the_default_model_has_the_same_losses_on_2_x_2_as_on_1_x_4(launcher, tiny_mnist, monkeypatch):
+    """All 16 blocks. Where the untrained model sees next to nothing of the images, the gradients
+    are amplified rounding, and another order of the sums is another run from step 2 on."""
+    use_float64(monkeypatch.setattr, blocks=16)
+    flags = ["--dataset", tiny_mnist, "--batch_size", 16, "--max_steps", 3, "--log_every", 1]
+    flags += ["--max_test_samples", 3]
+    one, two = launcher.folder / "one", launcher.folder / "two"
+    own = ["--gradient_accumulation_steps", 2, "--output_dir", two]
+    words = run_many.words("resnet50", [*flags, *own])
+    script = changed(launcher, "use_float64(setattr, 16)")
+    launcher("cpu_ddp", *words, script=script, timeout=300)
+    own = ["--gradient_accumulation_steps", 4, "--output_dir", one]
+    try:
+        assert run_many.run("resnet50", [*flags, *own]) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected, found = ([line["loss"] for line in lines(folder)] for folder in (one, two))
+    print([abs(b / a - 1) for a, b in zip(expected, found, strict=True)])
+    assert found == pytest.approx(expected, rel=1e-7)
+
+
+def test_statistics_are_averaged_once_a_step_after_its_last_micro_batch(run_4_blocks, monkeypatch):
+    calls = []
+    step = BatchNorms._step
+
+    def record(self, layers, statistics):
+        calls.append(self.accelerator.sync_gradients)
+        step(self, layers, statistics)
+
+    monkeypatch.setattr(BatchNorms, "_step", record)
+    flags = ["--gradient_accumulation_steps", 2, "--max_steps", 2, "--max_test_samples", 2]
+    assert run_4_blocks("run", *flags) is None
+    assert calls == [True, True]
+
+
+@pytest.mark.slow
+def test_fewer_test_images_than_processes(launcher, tiny_mnist):
+    flags = ["--dataset", tiny_mnist, "--image_size", 16, "--batch_size", 8, "--max_steps", 1]
+    flags += ["--max_test_samples", 3, "--ema_decay", 0.9, "--output_dir", "run"]
+    launcher("cpu_ddp", *flags, script="resnet50", launch_flags=["--num_processes", 4])
+    run = launcher.folder / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["test_samples"] == sum(map(sum, summary["test_confusion"])) == 3
+    assert math.isfinite(summary["test_ema_loss"])
+    assert (run / "worst_predictions.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_broken_file_on_one_process_is_named_and_ends_both(launcher):
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            folder = launcher.folder / "data" / split / name
+            folder.mkdir(parents=True)
+            for i in range(8):
+                pixels = rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.jpg")
+    bad = launcher.folder / "data" / "train" / "dog" / "3.jpg"
+    bad.write_bytes(bad.read_bytes()[:600])
+    flags = ["--dataset", "data", "--batch_size", 8, "--max_steps", 2, "--output_dir"]
+    done = launcher("cpu_ddp", *flags, "stopped", script="resnet50", check=False)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "dog/3.jpg" in errors[0]
+    done = launcher("cpu_ddp", *flags, "through", "--skip_bad_images", script="resnet50")
+    assert done.stdout.count("left out: ") == 1
+    data = json.loads((launcher.folder / "through" / "run.json").read_text())["data"]
+    assert (data["train"], data["bad_images"]) == (15, 1)
+
+
+@pytest.mark.slow
+def test_the_default_run_reads_digits(launcher):
+    """A shorter one: 36 steps, and 200 of the test images."""
+    data = launcher.folder / "data"
+    data.mkdir()
+    train, test = (f"{split}-00000-of-00001.parquet" for split in ("train", "test"))
+    (data / train).symlink_to(MNIST / train)
+    table = pyarrow.parquet.read_table(MNIST / test).slice(0, 200)
+    pyarrow.parquet.write_table(table, data / test)
+    flags = ["--dataset", data, "--max_steps", 36, "--output_dir", "run"]
+    done = launcher("cpu", *flags, script="resnet50", timeout=600, cold=True)
+    assert "leaked" not in done.stderr  # triton's word for what it finds frozen at the end
+    run = launcher.folder / "run"
+    losses = [line["loss"] for line in lines(run) if line["split"] == "train"]
+    assert losses[-1] < 0.5 * losses[0]
+    assert json.loads((run / "summary.json").read_text())["test_accuracy"] >= 0.6

@@ -1,0 +1,169 @@
+"""The programs of scripts/README.md that stand for the PyTorch tutorial's, in code that runs."""
+
+import datetime
+import re
+import shlex
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, free_port
+
+PAGE = (ROOT / "scripts" / "README.md").read_text()
+
+
+def programs(title):
+    text = re.search(rf"## {title}\n(.*?)\n## ", PAGE, re.S)[1]
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+HELLO, *STARTERS = programs("Start processes in four ways")
+(TUTORIAL,) = programs("The tutorial's program, with parts of any size")
+WAITS = programs(r"Before `wait\(\)`")
+
+
+@pytest.mark.slow
+def test_processes_started_in_four_ways_find_each_other(launcher, tmp_path):
+    """By the command in the first line of each, all at the same time."""
+    assert len(STARTERS) == 4
+    (tmp_path / "hello.py").write_text(HELLO)
+    started = []
+    for text in STARTERS:
+        name, commands = re.match(r"# (\w+\.py): (.+)\n", text).groups()
+        port = str(free_port())
+        (tmp_path / name).write_text(text.replace("29500", port))
+        torchrun = ["-m", "torch.distributed.run"]
+        for command in commands.replace("29500", port).split(" & "):
+            program, *words = shlex.split(command)
+            assert program in ("python", "torchrun")
+            words = [*(torchrun if program == "torchrun" else ()), *words]
+            started.append((name, launcher.start_python(*words)))
+    printed = {}
+    for name, process in started:
+        printed[name] = printed.get(name, "") + launcher.wait(process).stdout
+    assert len(printed) == 4
+    for text in printed.values():
+        for rank in range(2):
+            assert f"rank {rank} of 2: the ranks add up to 1" in text
+
+
+@pytest.fixture
+def tutorial():
+    scope = {}
+    exec(TUTORIAL, scope)
+    return SimpleNamespace(**scope)
+
+
+def make_data(count=997):
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return images, torch.randint(4, (count,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("fractions", "weighted", "is_right"),
+    [
+        ((0.7, 0.2, 0.1), True, True),
+        ((0.7, 0.2, 0.1), False, False),
+        ((0.25, 0.25, 0.25, 0.25), False, True),
+        ((1.0,), True, True),
+    ],
+)
+def test_unequal_parts_need_weights(threads, tutorial, fractions, weighted, is_right):
+    """The same steps as one process with the batches of all together, or others."""
+    images, labels = make_data(960)  # 20 batches of equal parts
+    models = [torch.nn.Linear(6, 4).double() for _ in fractions]  # all differ: rank 0's counts
+    expected = torch.nn.Linear(6, 4).double()
+    expected.load_state_dict(models[0].state_dict())
+
+    threads.run(len(fractions), lambda rank: tutorial.train(models[rank], images, labels, fractions, weighted))
+
+    parts = tutorial.DataPartitioner(len(images), fractions).parts
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(960))
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.01, momentum=0.5)
+    for batches in zip(*(part.tensor_split(20) for part in parts), strict=True):
+        batch = torch.cat(batches)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(expected(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    for model in models:
+        difference = (model.weight - expected.weight).abs().max().item()
+        assert difference < 1e-12 if is_right else difference > 1e-3
+
+
+def test_rounding_leaves_no_sample_over(tutorial):
+    parts = tutorial.DataPartitioner(997).parts
+    assert [len(part) for part in parts] == [699, 199, 99]
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(997))
+
+
+class TwoThreads:
+    """Gloo itself between two threads, instead of two processes."""
+
+    def __init__(self, monkeypatch):
+        self.here, self.rank_0_goes_on = threading.local(), threading.Event()
+        store, timeout = dist.HashStore(), datetime.timedelta(seconds=20)
+        self.groups = {}
+
+        def join(rank):
+            self.groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timeout)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(join, range(2)))
+        monkeypatch.setattr(dist, "isend", lambda x, to: self.group().send([x], to, 0))
+        monkeypatch.setattr(dist, "irecv", lambda x, source: self.group().recv([x], source, 0))
+        monkeypatch.setattr(dist, "send", lambda x, to: dist.isend(x, to).wait())
+        monkeypatch.setattr(dist, "recv", lambda x, source: dist.irecv(x, source).wait())
+        monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
+
+    def group(self):
+        return self.groups[self.here.rank]
+
+    def all_reduce(self, x, async_op):
+        assert async_op
+        self.wait_if_rank_1()
+        return self.group().allreduce([x])
+
+    def wait_if_rank_1(self):
+        if self.here.rank == 1:
+            assert self.rank_0_goes_on.wait(20)
+
+    def go_on(self):
+        if self.here.rank == 0:
+            self.rank_0_goes_on.set()
+        self.wait_if_rank_1()
+
+    def run(self, program):
+        """The variables of both ranks after `program`, in which rank 1 is behind rank 0."""
+
+        def start(rank):
+            self.here.rank = rank
+            gradient, weight = torch.full((3,), rank + 1.0), torch.zeros(3)
+            scope = {"dist": dist, "rank": rank, "go_on": self.go_on}
+            scope |= {"gradient": gradient, "weight": weight}
+            exec(program, scope)
+            return scope
+
+        self.rank_0_goes_on.clear()
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(start, range(2)))
+
+
+def test_what_is_touched_before_wait_is_wrong(monkeypatch):
+    """Ranks start with gradients 1 and 2."""
+    ranks = TwoThreads(monkeypatch)
+    found = []
+    for program in WAITS:
+        rank_0, rank_1 = ranks.run(program)
+        found.append((program.splitlines()[0], rank_0["weight"][0], rank_1["gradient"][0]))
+    assert found == [
+        ("# wrong: rank 1 gets zeros", 0, 0),
+        ("# right", 0, 1),
+        ("# wrong: a step with the old gradient", -1, 2),
+        ("# right", -2, 2),
+        ("# wrong: a step with this process's own gradient", -1, 3),
+        ("# right", -3, 3),
+    ]

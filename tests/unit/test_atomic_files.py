@@ -1,0 +1,107 @@
+import errno
+import hashlib
+import json
+import os
+
+import pytest
+
+from utils import atomic_files as files
+
+
+def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def save(part):
+        part.write_text("half")
+        assert path.read_text() == "old"
+        part.write_text("new")
+
+    files.write(path, save)
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_content_is_on_the_disk_before_the_file_gets_its_name(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    events = []
+    fsync = os.fsync
+
+    def recorded(descriptor):
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+        events.append((os.path.basename(target), path.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    files.write(path, lambda part: part.write_text("x"))
+    assert events == [(".part_a.txt", False), (tmp_path.name, True)]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_file(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    part = tmp_path / ".part_a.json"
+    part.symlink_to("/dev/full")
+    with pytest.raises(SystemExit) as stopped:
+        files.write_json(path, {"x": 1})
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said == f"error: {path} cannot be written: No space left on device\n"
+    assert path.read_text() == "old"
+    assert not os.path.lexists(part)
+
+
+def test_a_disk_that_fills_up_in_fsync_is_one_sentence_too(tmp_path, capsys, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit):
+        files.write(tmp_path / "a", lambda part: part.write_text("x"))
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_save_is_raised_and_leaves_no_file(tmp_path):
+    def save(part):
+        part.write_text("half")
+        raise ValueError("this cannot be saved")
+
+    with pytest.raises(ValueError, match="this cannot be saved"):
+        files.write(tmp_path / "a", save)
+    assert not list(tmp_path.iterdir())
+
+
+def test_write_or_raise_raises(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        files.write_or_raise(tmp_path / "missing" / "a", lambda part: part.write_text("x"))
+
+
+def test_json_has_a_list_of_numbers_on_one_line_and_strings_unchanged(tmp_path):
+    path = tmp_path / "x.json"
+    content = {"confusion": [[1, 2], [3, 4]], "name": "[1,\n2]"}
+    files.write_json(path, content)
+    assert json.loads(path.read_text()) == content
+    assert "[ 1, 2 ]" in path.read_text()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_synced_returns_the_sha256(tmp_path):
+    content = os.urandom(1000)
+    digest = files.write_synced(tmp_path / "a", content)
+    assert (tmp_path / "a").read_bytes() == content
+    assert digest == hashlib.sha256(content).hexdigest()
+
+
+def test_a_file_system_that_cannot_flush_folders_is_accepted(tmp_path, monkeypatch):
+    def refuse(number):
+        def fsync(_):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    refuse(errno.EINVAL)
+    files.fsync_folder(tmp_path)
+    refuse(errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        files.fsync_folder(tmp_path)

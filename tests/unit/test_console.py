@@ -1,0 +1,161 @@
+"""Who prints, how a process ends with one sentence, and that importing has no side effect."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from utils.console import is_local_main, plural, report_to_launcher, show, stop
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def set_only(**variables):
+        for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_ERROR_FILE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    set_only()
+    return set_only
+
+
+@pytest.mark.parametrize(
+    ("variables", "prints"),
+    [
+        ({}, True),
+        ({"LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x"}, True),
+        ({"LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "x"}, False),
+        ({"LOCAL_RANK": 1, "WORLD_SIZE": 2}, True),
+        ({"LOCAL_RANK": 1}, True),  # left over in the environment: no launcher, no other process
+        ({"LOCAL_RANK": 1, "WORLD_SIZE": 1, "MASTER_ADDR": "x"}, True),
+    ],
+)
+def test_one_process_of_a_machine_prints(environment, variables, prints):
+    environment(**variables)
+    assert is_local_main() == prints
+
+
+def test_an_error_is_printed_once_a_machine_unless_the_process_is_alone(environment, capsys):
+    for rank, alone, expected in ((0, False, "error: so\n"), (1, False, ""), (1, True, "error: so\n")):
+        environment(LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="x")
+        with pytest.raises(SystemExit) as ended:
+            stop("so", alone=alone)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == expected
+
+
+def test_every_rank_hands_its_error_to_the_launcher(environment, tmp_path):
+    for rank in range(2):
+        path = tmp_path / f"{rank}.json"
+        environment(LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="x", TORCHELASTIC_ERROR_FILE=path)
+        with pytest.raises(SystemExit):
+            stop("so")
+        message = json.loads(path.read_text())["message"]
+        assert message["message"] == message["extraInfo"]["py_callstack"] == "error: so"
+        assert int(message["extraInfo"]["timestamp"]) > 0
+    environment(TORCHELASTIC_ERROR_FILE=tmp_path / "no folder" / "error.json")
+    report_to_launcher("so")  # raises nothing
+    environment()
+    report_to_launcher("so")
+
+
+def test_the_report_of_torchrun_ends_with_the_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n")
+    with script.open("a") as file:
+        file.write("from utils.console import stop\nstop('the data are not there')\n")
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "traceback : error: the data are not there" in done.stderr
+    assert done.stderr.count("\nerror: the data are not there\n") <= 1
+    assert "To enable traceback" not in done.stderr
+
+
+OUTPUT = """
+import os, sys
+from utils.console import outlive_readers, show
+
+outlive_readers()
+outlive_readers()  # a second call changes nothing
+show("first")
+sys.stdin.readline()  # until the reader has gone
+for number in range(3):
+    show(f"line {number}")
+    print("of the user's own")
+os.write(1, b"of a library")
+sys.exit(7)
+"""
+
+
+def test_a_reader_that_goes_ends_the_output_and_not_the_process():
+    """As `| head -1` does. The exit code stays; without the mend it is 120, or a traceback."""
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    process = subprocess.Popen([sys.executable, "-c", OUTPUT], cwd=ROOT, text=True, **pipes)
+    assert process.stdout.readline() == "first\n"
+    process.stdout.close()
+    process.stdin.write("\n")
+    process.stdin.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 7
+    assert said == "warning: the run goes on, but not its output: Broken pipe\n"
+
+
+@pytest.mark.parametrize("words", [">/dev/full", "2>/dev/full", ">&-", "2>&-", ">&- 2>&- <&-"])
+def test_output_that_cannot_be_written_ends_no_process(words):
+    command = f'"$0" -c "$1" {words} </dev/null'
+    done = subprocess.run(["bash", "-c", command, sys.executable, OUTPUT], cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys):
+    show("a\tb\nc \N{SNOWMAN} \x1b[31m \r \x9b \udcff")
+    assert capsys.readouterr().out == "a\tb\nc \N{SNOWMAN} \\x1b[31m \\r \\x9b \\udcff\n"
+
+
+def test_plurals():
+    assert plural(1, "process") == "1 process"
+    assert plural(2, "process") == "2 processes"
+    assert plural(0, "thread") == "0 threads"
+
+
+LOOK = """
+import gc, os, signal, sys, threading
+import torch
+
+def look():
+    names = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    return {
+        "gc": (gc.isenabled(), gc.get_freeze_count()),
+        "hook": sys.excepthook,
+        "environment": dict(os.environ),
+        "threads": torch.get_num_threads(),
+        "python threads": threading.active_count(),
+        "handlers": [signal.getsignal(name) for name in names],
+    }
+
+import importlib, pathlib
+# What the libraries do when they are imported is not ours.
+import accelerate.commands.launch, accelerate.optimizer, datasets, evaluate, psutil, torchvision
+
+before = look()
+answers = (accelerate.optimizer.inspect, accelerate.optimizer.is_lomo_available)
+for path in sorted(pathlib.Path("utils").glob("*.py")):
+    importlib.import_module("utils" if path.stem == "__init__" else f"utils.{path.stem}")
+    after = look()
+    for name, value in before.items():
+        if after[name] != value:
+            print(path, name, value, after[name])
+assert answers == (accelerate.optimizer.inspect, accelerate.optimizer.is_lomo_available)
+print("looked")
+"""
+
+
+def test_importing_any_module_of_utils_changes_nothing():
+    done = subprocess.run([sys.executable, "-c", LOOK], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "looked\n", done.stderr[-2000:]

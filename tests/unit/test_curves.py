@@ -1,0 +1,172 @@
+import builtins
+import json
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from utils.features import curves as plots
+
+
+def line(split, step, **metrics):
+    return {"split": split, "step": step, "epoch": 1, **metrics}
+
+
+def curves(tmp_path, lines):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return plots.read_curves(path)
+
+
+def size_and_colours(path):
+    with Image.open(path) as picture:
+        return picture.size, len(picture.convert("RGB").getcolors(1 << 24))
+
+
+def test_all_metrics_are_read_but_learning_rates_and_timings(tmp_path):
+    lines = [
+        line("train", 1, loss=2.0, lr=0.1, head_lr=0.1, samples_per_s=9.0, data_wait_pct=3.0),
+        line("test", 1, loss=1.5, error_px=4, confusion=[[1]], note="x", best=True),
+        line("validation", 1, other=1.0),
+        line("train", 2, loss=math.nan),
+        line("train", 3, loss=math.inf),
+        line("train", 4, loss=1.0),
+    ]
+    assert curves(tmp_path, lines) == {
+        "loss": {"train": [(1, 2.0), (4, 1.0)], "test": [(1, 1.5)]},
+        "error_px": {"test": [(1, 4)]},
+    }
+
+
+@pytest.mark.parametrize(("count", "grid"), [(1, 1), (2, 2), (3, 3), (5, 5), (9, 6)])
+def test_one_panel_for_each_metric_up_to_six(tmp_path, count, grid):
+    metrics = {f"metric_{number}": float(number) for number in range(count)}
+    figure = plots.draw_curves(curves(tmp_path, [line("train", 1, **metrics)]), "run")
+    panels = figure.axes
+    assert [axes.get_ylabel() for axes in panels] == [f"metric_{i}" for i in range(grid)]
+    columns = {round(axes.get_position().x0, 2) for axes in panels}
+    figure.canvas.draw()
+    assert len(columns) <= 3
+
+
+def test_scales_follow_the_name_and_the_values(tmp_path):
+    lines = []
+    for step in range(1, 41):
+        lines.append(
+            line(
+                "train",
+                step,
+                loss=1 / step,
+                ema_loss=-1 / step,
+                flat_loss=1 + step / 100,
+                error=1 / step,
+                accuracy=0.5,
+                top5_accuracy=0.9,
+            )
+        )
+    lines.append(line("test", 40, loss=0.1))
+    figure = plots.draw_curves(curves(tmp_path, lines), "")
+    panels = {axes.get_ylabel(): axes for axes in figure.axes}
+    scales = {name: axes.get_yscale() for name, axes in panels.items()}
+    assert scales.pop("loss") == "log"
+    assert set(scales.values()) == {"linear"}
+    figure.canvas.draw()
+    percent = {name for name, axes in panels.items() if "%" in axes.get_yticklabels()[0].get_text()}
+    assert percent == {"accuracy", "top5_accuracy"}
+    train, test = panels["loss"].get_lines()
+    assert (train.get_marker(), test.get_marker()) == ("None", "o")  # 40 points and one
+    assert "test, last 0.1" in [text.get_text() for text in panels["loss"].get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("steps", [[7], [1, 2], [1, 2, 3], range(0, 100000, 1000)])
+def test_ticks_on_the_step_axis_are_integers(tmp_path, steps):
+    lines = [line("train", step, loss=1.0 + step) for step in steps]
+    figure = plots.draw_curves(curves(tmp_path, lines), "")
+    figure.canvas.draw()
+    ticks = figure.axes[0].get_xticks()
+    assert len(ticks)
+    assert all(tick == round(tick) for tick in ticks)
+    begin, end = figure.axes[0].get_xlim()
+    assert [tick for tick in ticks if begin <= tick <= end]
+
+
+@pytest.mark.parametrize("values", [[0.31], [0.301, 0.305], [1e-9, 5.0], [-3.0, 2.0], [0.0]])
+def test_a_loss_axis_always_has_labels(tmp_path, values):
+    lines = [line("test", step, loss=value) for step, value in enumerate(values)]
+    figure = plots.draw_curves(curves(tmp_path, lines), "")
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    begin, end = axes.get_ylim()
+    assert [tick for tick in axes.get_yticks() if begin <= tick <= end]
+
+
+def test_curves_are_a_picture_and_no_metrics_are_none(tmp_path):
+    lines = [line("train", step, loss=1 / step, accuracy=0.5) for step in range(1, 9)]
+    curves(tmp_path, lines)
+    plots.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", "run: 8 steps")
+    (width, _), colours = size_and_colours(tmp_path / "curves.png")
+    assert width > 800
+    assert colours > 100
+    curves(tmp_path, [line("train", 1, lr=0.1, loss=math.nan)])
+    plots.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "none.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("classes", [1, 10, 100])
+def test_a_confusion_matrix_is_a_picture(tmp_path, classes, capsys):
+    confusion = np.random.default_rng(0).integers(0, 50, (classes, classes)).tolist()
+    confusion[0] = [0] * classes  # a class without samples
+    names = [f"class {number}" for number in range(classes)]
+    plots.plot_confusion(confusion, names, tmp_path / "confusion.png")
+    assert capsys.readouterr().out == ""
+    assert size_and_colours(tmp_path / "confusion.png")[1] > 10
+
+
+@pytest.mark.parametrize("count", [1, 6, 7])
+def test_a_grid_of_images_is_a_picture(tmp_path, count, capsys):
+    images = [np.full((8, 8, 3), 30 * number, np.uint8) for number in range(count)]
+    plots.plot_images(images, ["title"] * count, tmp_path / "worst.png")
+    assert capsys.readouterr().out == ""
+    assert size_and_colours(tmp_path / "worst.png")[1] > count
+    plots.plot_images([], [], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_a_timeline_is_a_picture(tmp_path, capsys):
+    spans = []
+    for row in range(2):
+        for micro_batch in range(3):
+            began = 5 + 0.01 * (row + micro_batch)
+            spans.append((row, row, "forward", micro_batch, began, began + 0.009))
+            spans.append((row, row + 2, "backward", micro_batch, began + 0.1, began + 0.109))
+    plots.plot_timeline(spans, {0: 0.5, 1: 0.4}, "gpipe", tmp_path / "timeline.png")
+    assert capsys.readouterr().out == ""
+    assert size_and_colours(tmp_path / "timeline.png")[1] > 10
+
+
+def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys):
+    (tmp_path / ".part_confusion.png").symlink_to("/dev/full")
+    plots.plot_confusion([[1]], ["a"], tmp_path / "confusion.png")
+    said = capsys.readouterr().out
+    assert said.startswith("warning: ")
+    assert "No space left on device" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path, capsys, monkeypatch):
+    plots.plot_curves(tmp_path / "missing.jsonl", tmp_path / "curves.png")
+    assert "missing.jsonl" in capsys.readouterr().out
+    plots.plot_images([np.zeros((2, 2, 7))], ["seven channels"], tmp_path / "images.png")
+    assert "warning: " in capsys.readouterr().out
+    real_import = builtins.__import__
+
+    def without_matplotlib(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real_import(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    plots.plot_confusion([[1]], ["a"], tmp_path / "confusion.png")
+    assert "No module named 'matplotlib" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,283 @@
+import hashlib
+import io
+import os
+import shutil
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from conftest import MNIST
+from PIL import Image
+
+from utils.datasets import images_in_memory as data
+
+SUMS = {
+    "train-00000-of-00001.parquet": ("8bc30132d0b27305c1ecbc716f595401c13cc7b92fc1613c1fd0d29076ad8e43"),
+    "test-00000-of-00001.parquet": ("41291c7c8ca471b4561a3d04a0d11253fd5e2370a5db61f8546347a04b154a7c"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(home, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def image_folder(root, size=(4, 4), color="L", splits=("train", "test"), suffix="png"):
+    for split in splits:
+        for label, name in enumerate(("cat", "dog")):
+            (root / split / name).mkdir(parents=True)
+            for i in range(3):
+                pixels = np.full((*size[::-1], 3) if color == "RGB" else size[::-1], 100 * label + i, np.uint8)
+                Image.fromarray(pixels, color).save(root / split / name / f"{i}.{suffix}")
+    return root
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_bundled_mnist_is_unchanged(name):
+    assert hashlib.sha256((MNIST / name).read_bytes()).hexdigest() == SUMS[name]
+
+
+def test_bundled_mnist_has_the_known_counts_and_pixels():
+    train, test = data.load_images(str(MNIST))
+    assert train.images.shape == (60000, 1, 28, 28)
+    assert test.images.shape == (10000, 1, 28, 28)
+    assert train.images.dtype == torch.uint8
+    # Class counts as published; mean and deviation as the script's constants.
+    assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert train.images.double().mean() == pytest.approx(33.3184, abs=1e-4)
+    assert train.images.double().std() == pytest.approx(78.5675, abs=1e-4)
+
+
+def test_pgm_fast_path_equals_pil(small_mnist):
+    split = datasets.load_dataset(str(small_mnist))["test"]
+    contents = split.data.column("image").combine_chunks().field("bytes").to_pylist()
+    # The second one begins inside of a buffer.
+    chunks = [pa.array(contents[:5]), pa.array(contents)[5:]]
+    slow = data.decode_any(contents, [None] * len(contents), "x", 2)
+    assert np.array_equal(data.decode_pgm(chunks), slow)
+    # PIL decides about files of several sizes, other headers, and files that are missing.
+    first = contents[0]
+    for other in (first[:-1], first.replace(b"28", b"82", 1), first.replace(b"P5", b"P2"), None):
+        assert data.decode_pgm([chunks[0], pa.array([first, other])]) is None
+        assert data.decode_pgm([pa.array([other, first])]) is None
+
+
+@pytest.mark.parametrize(("color", "channels"), [("L", 1), ("RGB", 3)])
+def test_folder_of_images_by_class(tmp_path, color, channels):
+    train, test = data.load_images(str(image_folder(tmp_path, (5, 4), color)), num_workers=2)
+    assert train.images.shape == (6, channels, 4, 5)
+    assert train.classes == ["cat", "dog"]
+    for label, image in zip(test.labels, test.images, strict=True):
+        assert image.flatten()[0] // 100 == label
+
+
+def test_validation_counts_as_test(tmp_path):
+    _, test = data.load_images(str(image_folder(tmp_path, splits=("train", "validation"))))
+    assert len(test.labels) == 6
+
+
+def bad_missing(folder):
+    return folder / "nowhere", "neither a folder nor a Hub id"
+
+
+def bad_hub_id(folder):
+    return "no-such-owner/no-such-data", "cannot be loaded from the Hub"
+
+
+def bad_empty(folder):
+    return folder, "a folder without a data set, or with a damaged one"
+
+
+def bad_no_test(folder):
+    return image_folder(folder, splits=("train",)), "needed are train and one of"
+
+
+def bad_file(folder):
+    image_folder(folder)
+    (folder / "train" / "cat" / "1.png").write_bytes(b"not an image")
+    return folder, "1.png cannot be decoded"
+
+
+def bad_size(folder):
+    image_folder(folder)
+    Image.new("L", (9, 4)).save(folder / "train" / "dog" / "2.png")
+    return folder, "2.png has 9x4 pixels and the first image 4x4"
+
+
+def bad_columns(folder):
+    for split in ("train", "test"):
+        datasets.Dataset.from_dict({"a": [1, 2]}).to_parquet(folder / f"{split}.parquet")
+    return folder, "needed are an image and a label column"
+
+
+def bad_shapes(folder):
+    image_folder(folder)
+    for path in (folder / "test").rglob("*.png"):
+        Image.new("L", (3, 3)).save(path)
+    return folder, "test images of (1, 3, 3)"
+
+
+def parquet(folder, split, names=("cat", "dog"), labels=(0, 1), images=None):
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    if names:
+        features["label"] = datasets.ClassLabel(names=list(names))
+    images = images or [Image.new("L", (4, 4))] * len(labels)
+    # Not as ClassLabel: that would refuse labels out of range itself.
+    columns = {"image": images, "label": list(labels)}
+    plain = datasets.Features({**features, "label": datasets.Value("int64")})
+    rows = datasets.Dataset.from_dict(columns, features=plain)
+    table = rows.data.table.replace_schema_metadata(features.arrow_schema.metadata)
+    pyarrow.parquet.write_table(table, folder / f"{split}.parquet")
+    return folder
+
+
+def bad_order_of_classes(folder):
+    parquet(folder, "test", names=("dog", "cat"))
+    parquet(folder, "train")
+    sentence = "numbers its classes differently in test.parquet (dog, cat) and train.parquet (cat,"
+    return folder, sentence
+
+
+def bad_label(folder):
+    parquet(folder, "train", labels=(0, 1, 2))
+    return parquet(folder, "test"), "has the label 2 in row 2, and 2 classes: number them"
+
+
+def bad_label_without_names(folder):
+    parquet(folder, "train", names=None, labels=(0, 2**40))
+    return parquet(folder, "test", names=None), f"has the label {2**40} in row 1, and 1048576 class"
+
+
+def bad_null_image(folder):
+    parquet(folder, "train", images=[Image.new("L", (4, 4)), None])
+    return parquet(folder, "test"), "the image in row 1 cannot be decoded: "
+
+
+def bad_empty_pgm(folder):
+    for split in ("train", "test"):
+        for label in ("cat", "dog"):
+            file = folder / split / label / "1.pgm"
+            file.parent.mkdir(parents=True)
+            file.write_bytes(b"P5 0 0 255 ")
+    return folder, "1.pgm cannot be decoded: "
+
+
+def bad_bomb(folder):
+    image_folder(folder)
+    Image.new("1", (20000, 20000)).save(folder / "train" / "dog" / "2.png")
+    return folder, "2.png cannot be decoded: Image size (400000000 pixels) exceeds limit"
+
+
+def bad_range(folder):
+    image_folder(folder)
+    pixels = np.full((4, 4), 70000, np.int32)
+    Image.fromarray(pixels, "I").save(folder / "train" / "dog" / "3.tiff")
+    return folder, "3.tiff cannot be decoded: its pixels are integers of unknown range"
+
+
+BAD = [value for name, value in list(globals().items()) if name.startswith("bad_")]
+
+
+@pytest.mark.parametrize("make", BAD)
+def test_unusable_data_is_one_sentence(tmp_path, capsys, make):
+    path, sentence = make(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        data.load_images(str(path))
+    error = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2
+    assert sentence in error
+    assert error.startswith("error: --dataset ")
+    assert len(error.splitlines()) == 1
+
+
+def test_a_cache_that_cannot_be_used_is_not_blamed_on_the_data(tmp_path, capsys, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.write_text("a file in the place of the folder")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(SystemExit):
+        data.load_splits(str(image_folder(tmp_path / "data")))
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the cache {cache} cannot be used (")
+    assert error.endswith("): remove it, or set HF_HOME\n")
+
+
+def test_16_bits_are_scaled_and_not_clipped(tmp_path):
+    grey = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
+    deep = tmp_path / "deep.png"
+    Image.fromarray(grey.astype(np.uint16) * 257).save(deep)
+    contents = [deep.read_bytes()] * 2
+    assert (data.decode_any(contents, [None] * 2, "x", 0) == grey).all()
+    assert (data.load_grey_image(deep, 4).numpy() == grey).all()
+
+
+def test_a_grey_image_before_coloured_ones_keeps_their_colours(tmp_path):
+    colour = np.random.default_rng(0).integers(256, size=(4, 4, 3), dtype=np.uint8)
+    contents = []
+    for pixels in (colour[:, :, 0], colour):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        contents.append(buffer.getvalue())
+    decoded = data.decode_any(contents, [None] * 2, "x", 2)
+    assert (decoded[0] == colour[:, :, 0]).all()
+    assert (decoded[1] == colour.transpose(2, 0, 1)).all()
+
+
+def test_a_pgm_has_its_width_before_its_height():
+    pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    assert (data.decode_pgm([pa.array([b"P5 4 3 255 " + pixels.tobytes()])])[0, 0] == pixels).all()
+
+
+def test_classes_that_only_the_test_has_are_named(tmp_path, capsys):
+    image_folder(tmp_path)
+    new = tmp_path / "test" / "zebra" / "1.png"
+    new.parent.mkdir()
+    Image.new("L", (4, 4)).save(new)
+    data.load_splits(str(tmp_path))
+    said = capsys.readouterr().out
+    assert "warning: test has classes that train has no image of: zebra\n" in said
+
+
+def test_predict_reads_one_grey_image(tmp_path):
+    Image.new("RGB", (50, 40), (255, 255, 255)).save(tmp_path / "white.png")
+    assert data.load_grey_image(tmp_path / "white.png", 28).tolist() == torch.full((1, 1, 28, 28), 255).tolist()
+    with pytest.raises(SystemExit):
+        data.load_grey_image(tmp_path / "none.png", 28)
+
+
+def test_images_of_any_format_decode_alike(tmp_path):
+    pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    contents = []
+    for kind in ("PNG", "BMP", "PPM"):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, kind)
+        contents.append(buffer.getvalue())
+    decoded = data.decode_any(contents, [None] * 3, "x", 0)
+    assert (decoded == pixels).all()
+
+
+def test_a_split_is_a_tensor_dataset(tmp_path):
+    train, test = data.load_images(str(image_folder(tmp_path)))
+    image, label = train[4]
+    assert torch.equal(image, train.images[4])
+    assert label == train.labels[4]
+    assert data.describe("x", train, test) == {"dataset": "x", "train": 6, "test": 6, "shape": "1x4x4", "classes": 2}
+
+
+def test_a_damaged_copy_in_the_cache_is_named(small_mnist, tmp_path, capsys, monkeypatch):
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    data.load_splits(str(small_mnist))
+    for file in cache.rglob("*.arrow"):
+        os.truncate(file, 100)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        data.load_splits(str(small_mnist))
+    error = capsys.readouterr().err
+    assert error.endswith(f"if its files are whole, remove their copies in the cache {cache}\n")
+    shutil.rmtree(cache)
+    data.load_splits(str(small_mnist))

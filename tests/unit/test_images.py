@@ -1,0 +1,287 @@
+"""Image files of all kinds, and augmentation by (seed, epoch, item)."""
+
+import io
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torchvision import transforms
+
+from utils.datasets import image_files as images
+from utils.datasets.images_in_memory import load_splits
+from utils.loader import GlobalLoader
+
+ONE = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, gradient_accumulation_steps=1)
+PHOTO = Image.linear_gradient("L").resize((120, 90))
+MIRRORED = PHOTO.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+PHOTO = Image.merge("RGB", (PHOTO, MIRRORED, ImageOps.invert(PHOTO)))
+
+
+def encoded(image, kind="PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def cell(content: bytes) -> dict:
+    return {"bytes": content, "path": "odd.png"}
+
+
+def rotated() -> bytes:
+    exif = Image.Exif()
+    exif[images.EXIF_ORIENTATION] = 6  # how a phone saves an upright photo
+    return encoded(PHOTO.transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif, quality=95)
+
+
+def transparent(mode) -> bytes:
+    image = PHOTO.convert("RGBA")
+    image.putalpha(Image.new("L", PHOTO.size, 0))
+    return encoded(image.convert(mode))
+
+
+GREY = PHOTO.convert("L")
+KINDS = {
+    "grey jpeg": (encoded(GREY, "JPEG", quality=95), GREY.convert("RGB")),
+    "cmyk jpeg": (encoded(PHOTO.convert("CMYK"), "JPEG", quality=95), PHOTO),
+    "palette": (encoded(PHOTO.quantize(256)), PHOTO),
+    "one bit": (encoded(GREY.convert("1")), GREY.convert("1").convert("RGB")),
+    "rotated by exif": (rotated(), PHOTO),
+    "16 bits": (encoded(Image.fromarray(np.asarray(GREY).astype(np.uint16) * 257)), GREY.convert("RGB")),
+    "transparent": (transparent("RGBA"), Image.new("RGB", PHOTO.size, "white")),
+    "transparent grey": (transparent("LA"), Image.new("RGB", PHOTO.size, "white")),
+    "gif": (encoded(PHOTO.quantize(256), "GIF"), PHOTO),
+    "webp": (encoded(PHOTO, "WEBP", lossless=True), PHOTO),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_images_become_the_rgb_that_a_person_sees(kind):
+    content, expected = KINDS[kind]
+    with images.open_upright(cell(content)) as image:
+        assert image.size == PHOTO.size
+        got = np.asarray(images.to_rgb(image)).astype(int)
+    assert np.abs(got - np.asarray(expected)).mean() < 6
+
+
+BAD = {
+    "truncated jpeg": encoded(PHOTO, "JPEG")[:-700],
+    "truncated png": encoded(PHOTO)[:-300],
+    "empty": b"",
+    "text": b"<html>404</html>",
+    "float": encoded(PHOTO.convert("F"), "TIFF"),
+}
+
+
+def split_of(tmp_path, contents: dict):
+    """A folder of images in which the names of `contents` stand among good ones."""
+    for split in ("train", "test"):
+        for i, label in enumerate(["cat", "dog"] * 3):
+            folder = tmp_path / "data" / split / label
+            folder.mkdir(parents=True, exist_ok=True)
+            PHOTO.rotate(7 * i).save(folder / f"{i}.png")
+    for name, content in contents.items():
+        (tmp_path / "data" / "train" / "cat" / f"{name}.png").write_bytes(content)
+    return load_splits(str(tmp_path / "data"))[0]
+
+
+def loader_of(split, transform, batch_size=4, **options):
+    dataset = images.ImageFiles(split, transform)
+    return GlobalLoader(dataset, batch_size, ONE, collate_fn=dataset.collate, **options)
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 0) for kind in BAD), ("empty", 1)])
+def test_a_bad_file_is_named(tmp_path, capsys, kind, num_workers):
+    split = split_of(tmp_path, {kind: BAD[kind]})
+    with pytest.raises(SystemExit):
+        list(loader_of(split, images.CenterCrop(8, 8), num_workers=num_workers))
+    error = capsys.readouterr().err
+    assert error.startswith("error: --dataset ")
+    assert len(error.splitlines()) == 1
+    assert f"cat/{kind}.png" in error
+    assert error.endswith("; --skip_bad_images leaves it out\n")
+
+
+def test_bad_files_are_left_out_and_told(tmp_path):
+    split = split_of(tmp_path, BAD)
+    kept, bad = images.without_bad_images(split, ONE)
+    assert len(split.labels) == 6 + len(BAD)
+    assert len(kept.labels) == len(kept.rows) == 6
+    assert sorted(kept.labels.tolist()) == [0, 0, 0, 1, 1, 1]
+    for kind in BAD:
+        assert any(f"cat/{kind}.png" in reason for reason in bad.values())
+    batches = list(loader_of(kept, images.CenterCrop(8, 8)))
+    assert [tuple(batch.data[0].shape) for batch in batches] == [(4, 3, 8, 8), (2, 3, 8, 8)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_uint8_in_channels_last_with_their_labels(tmp_path, num_workers):
+    split = split_of(tmp_path, {})
+    assert images.ImageFiles(split, images.CenterCrop(8, 8)).deterministic
+    for batch in loader_of(split, images.CenterCrop(8, 8), num_workers=num_workers):
+        pixels, labels = batch.data
+        assert pixels.dtype == torch.uint8
+        assert pixels.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(labels, split.labels[batch.indices])
+        one, label = images.ImageFiles(split, images.CenterCrop(8, 8))[int(batch.indices[1])]
+        assert torch.equal(pixels[1], one.permute(2, 0, 1))
+        assert label == labels[1]
+
+
+def test_a_process_without_an_image_gets_an_empty_batch(tmp_path):
+    loader = loader_of(split_of(tmp_path, {}), images.CenterCrop(8, 8), shard=(6, 7), max_samples=3)
+    (batch,) = loader
+    pixels, labels = batch.data
+    assert tuple(pixels.shape) == (0, 3, 8, 8)
+    assert (pixels.dtype, labels.dtype, len(labels)) == (torch.uint8, torch.int64, 0)
+
+
+@pytest.mark.parametrize(("width", "height", "tolerance"), [(500, 375, 4), (2000, 1500, 5)])
+def test_the_middle_is_that_of_torchvision(width, height, tolerance):
+    """Also where the JPEG is decoded at a part of its size."""
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 255, (6, 8, 3), dtype=np.uint8))
+    file = encoded(coarse.resize((width, height), Image.Resampling.BICUBIC), "JPEG", quality=90)
+    theirs = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224)])
+    reference = theirs(Image.open(io.BytesIO(file)))
+    image = Image.open(io.BytesIO(file))
+    ours = images.CenterCrop(224, 256)(image)
+    assert (image.size != (width, height)) == (width == 2000)
+    assert np.abs(ours.numpy().astype(int) - np.asarray(reference)).mean() < tolerance
+    assert ours.shape == (224, 224, 3)
+
+
+def test_a_random_crop_is_that_of_torchvision_with_the_same_numbers():
+    image = PHOTO.resize((500, 375))
+    torch.manual_seed(7)
+    reference = transforms.RandomResizedCrop(64)(image)
+    torch.manual_seed(7)
+    ours = images.RandomAugment(64, flip=0.0)(image)
+    assert np.abs(ours.numpy().astype(int) - np.asarray(reference)).mean() < 2
+    torch.manual_seed(7)
+    mirrored = images.RandomAugment(64, flip=1.0)(image)
+    assert torch.equal(mirrored, ours.flip(1))
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_item(tmp_path):
+    """In any order, with or without workers; and the global generators stay as they were."""
+    split = split_of(tmp_path, {})
+    augment = images.RandomAugment(16, 0.2, trivial_augment=True, erase=0.5)
+    before = torch.get_rng_state()
+
+    def load(seed=0, epoch=0, **options):
+        loader = loader_of(split, augment, seed=seed, **options)
+        found = {}
+        for batch in loader.epoch(epoch):
+            found |= dict(zip(batch.indices.tolist(), batch.data[0].clone(), strict=True))
+        return found
+
+    first = load()
+    assert sorted(first) == list(range(6))
+    for other in (load(num_workers=2), load(batch_size=2), load(batch_size=1, num_workers=1)):
+        assert all(torch.equal(first[i], other[i]) for i in range(6))
+    for other in (load(seed=1), load(epoch=1)):
+        assert sum(torch.equal(first[i], other[i]) for i in range(6)) == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_copies_of_an_image_in_one_step_are_augmented_differently(tmp_path):
+    augment = images.RandomAugment(16, 0.2)
+    loader = loader_of(split_of(tmp_path, {}), augment, batch_size=6, seed=0, repeats=3)
+    (batch,) = loader.epoch(0)
+    items, counts = batch.indices.unique(return_counts=True)
+    assert counts.tolist() == [3, 3]
+    for item in items:
+        one, two, three = batch.data[0][batch.indices == item]
+        assert not torch.equal(one, two)
+        assert not torch.equal(one, three)
+        assert not torch.equal(two, three)
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
+def test_mixing_does_not_depend_on_how_the_batch_is_cut(mixup, cutmix):
+    pixels = torch.randint(256, (8, 3, 20, 20), dtype=torch.uint8)
+    kinds = set()
+    for step in range(8):
+        whole, partners, share = images.mix(pixels, mixup, cutmix, 3, step)
+        assert partners.tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
+        for start in (0, 4):
+            part, _, same = images.mix(pixels[start : start + 4], mixup, cutmix, 3, step)
+            assert torch.equal(part, whole[start : start + 4])
+            assert same == share
+        kinds.add(whole.dtype)
+        if whole.dtype == torch.uint8:  # CutMix: the share is that of the pixels
+            own = (whole == pixels).all(1).double().mean()
+            assert float(own) == pytest.approx(share, abs=0.01)
+        else:
+            expected = share * pixels.float() + (1 - share) * pixels[partners].float()
+            torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-3)
+    assert len(kinds) == 1 + bool(mixup and cutmix)
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0)])
+def test_how_much_is_mixed_in_depends_on_seed_and_step(mixup, cutmix):
+    pixels = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    own = [images.mix(pixels, mixup, cutmix, seed, step)[2] for seed in (0, 1) for step in (0, 1)]
+    assert len(set(own)) == 4
+
+
+def test_with_repeats_mixup_finds_another_image():
+    data = torch.utils.data.TensorDataset(torch.arange(103))
+    loader = GlobalLoader(data, 12, ONE, seed=0, drop_last=True, repeats=3)
+    batches = list(loader.epoch(5))
+    assert len(batches) == len(loader) == 103 // 12
+    for batch in batches:
+        assert not (batch.indices[::2] == batch.indices[1::2]).any()
+
+
+def test_fingerprint_of_files(tmp_path):
+    base = images.fingerprint(split_of(tmp_path / "a", {}))
+    assert images.fingerprint(split_of(tmp_path / "b", {})) == base  # the folder may move
+    assert images.fingerprint(split_of(tmp_path / "c", {"more": encoded(PHOTO)})) != base
+    named = [split_of(tmp_path / name, {name: encoded(PHOTO)}) for name in ("x", "y")]
+    assert images.fingerprint(named[0]) != images.fingerprint(named[1])
+    split = split_of(tmp_path / "d", {})
+    (tmp_path / "d" / "data" / "train" / "cat" / "0.png").write_bytes(encoded(GREY))
+    assert images.fingerprint(split) != base  # an image was overwritten by another
+    transform = images.CenterCrop(8, 8)
+    assert loader_of(split, transform).describe()["fingerprint"] == images.fingerprint(split)
+
+
+def table_of(cells, labels):
+    rows = datasets.Dataset.from_dict({"image": cells, "label": labels})
+    rows = rows.cast_column("image", datasets.Image(decode=False))
+    return SimpleNamespace(rows=rows, image_column="image", labels=torch.tensor(labels))
+
+
+def test_fingerprint_of_a_table(tmp_path):
+    photo, grey = cell(encoded(PHOTO)), cell(encoded(GREY))
+    tables = [
+        table_of([photo, grey], [0, 1]),
+        table_of([photo, grey], [1, 0]),
+        table_of([grey, grey], [0, 1]),
+        table_of([photo, grey, grey], [0, 1, 1]),
+        table_of([photo, {"bytes": None, "path": "no/such/file/odd.png"}], [0, 1]),
+    ]
+    assert len({images.fingerprint(table) for table in tables}) == len(tables)
+    assert images.fingerprint(table_of([photo, grey], [0, 1])) == images.fingerprint(tables[0])
+
+
+def test_synthetic_images_of_1000_classes_are_the_same_tensors_in_each_batch():
+    data = images.SyntheticImages(2000, 16, torch.device("cpu"))
+    assert len(data.classes) == 1000
+    loader = GlobalLoader(data, 8, ONE, seed=0, collate_fn=data.collate)
+    first, second, *_, last = loader.epoch(0)
+    pixels, labels = first.data
+    assert pixels.shape == (8, 3, 16, 16)
+    assert pixels.dtype == torch.uint8
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    assert pixels.float().std() > 60  # of numbers from 0 to 255 that are equally likely: 74
+    assert (labels.dtype, labels.shape) == (torch.int64, (8,))
+    assert 0 <= labels.min() <= labels.max() < 1000
+    assert pixels is second.data[0] is last.data[0]
+    assert loader.describe() == {"items": 2000, "fingerprint": "synthetic"}
+    (nothing,) = GlobalLoader(data, 8, ONE, collate_fn=data.collate, shard=(7, 8), max_samples=3)
+    assert nothing.data[0].shape == (0, 3, 16, 16)

@@ -1,0 +1,284 @@
+"""make_accelerator: the flags it reads, trackers, the time-out, and what it remembers."""
+
+import gc
+import inspect
+import sys
+import weakref
+from types import SimpleNamespace
+
+import accelerate.optimizer
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from conftest import ROOT
+from torch import nn
+
+from utils import launch
+from utils.console import LastingOutput
+from utils.flags import ArgumentParser
+from utils.launch import make_accelerator, remember_accelerates_answers
+from utils.topology import resume_command
+
+
+def run_flags(**flags):
+    args = {"batch_size": 8, "gradient_accumulation_steps": 1, "seed": 0, "output_dir": "x"}
+    return SimpleNamespace(**{**args, **flags})
+
+
+class Notes(GeneralTracker):
+    """A tracker of the user's own."""
+
+    name = "notes"
+    requires_logging_directory = False
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    @property
+    def tracker(self):
+        return self.logged
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step=None, **kwargs):
+        self.logged.append((step, values))
+
+
+@pytest.fixture
+def handed_over(monkeypatch):
+    """The arguments that Accelerator would have got."""
+
+    def hand_over(*args, **kwargs):
+        taken = {}
+
+        def refuse(**options):
+            taken.update(options)
+            raise ValueError
+
+        monkeypatch.setattr(launch, "TrainingAccelerator", refuse)
+        with pytest.raises(SystemExit):
+            make_accelerator(*args, **kwargs)
+        return taken
+
+    return hand_over
+
+
+def handler(handed, kind):
+    (found,) = [each for each in handed["kwargs_handlers"] if isinstance(each, kind)]
+    return found
+
+
+def test_accelerate_asks_its_slow_questions_once():
+    """Searches of the disk in each step otherwise: half of the time of a small step."""
+    accelerator = make_accelerator(run_flags(), cpu_threads=1)
+    remember_accelerates_answers()  # a second call changes nothing
+    module = accelerate.optimizer
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    optimizer.zero_grad()
+    optimizer.step()
+    hits = module.is_lomo_available.cache_info().hits
+    for _ in range(3):
+        optimizer.step()
+    assert module.is_lomo_available.cache_info().hits == hits + 6
+    assert module.is_lomo_available.cache_info().misses <= 1
+    method = optimizer.optimizer.zero_grad
+    first = module.inspect.signature(method)
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    assert module.inspect.signature(other.zero_grad) is first
+    assert first == inspect.signature(method)
+    assert torch.get_num_threads() == 1
+
+
+def test_zero_grad_does_as_before_and_no_optimizer_is_kept():
+    class WithoutFlag(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad()
+
+    accelerator = make_accelerator(run_flags(), cpu_threads=1)
+    for kind, takes_flag in ((torch.optim.SGD, True), (WithoutFlag, False)):
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer = accelerator.prepare_optimizer(kind([parameter], lr=0.1))
+        parameter.grad = torch.ones(1)
+        optimizer.zero_grad()
+        assert parameter.grad is None
+        parameter.grad = torch.ones(1)
+        if takes_flag:
+            optimizer.zero_grad(set_to_none=False)
+            assert parameter.grad.item() == 0
+        else:
+            with pytest.raises(ValueError, match="not supported"):
+                optimizer.zero_grad(set_to_none=False)
+    inner = WithoutFlag([nn.Parameter(torch.ones(1))])
+    inner.zero_grad = lambda: None  # an optimizer's own function
+    accelerate.optimizer.inspect.signature(inner.zero_grad)
+    kept = weakref.ref(inner)
+    del inner
+    gc.collect()
+    assert kept() is None
+
+
+def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
+    """Without it, --resume would start from nothing in another folder."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    args = run_flags(output_dir=None, resume=False)
+    make_accelerator(args, 1)
+    assert args.output_dir.startswith("runs/train-")
+    end = f"train.py --lr 1 --output_dir {args.output_dir} --resume"
+    assert resume_command().endswith(end)
+
+
+def test_what_comes_before_anything_else(monkeypatch, capsys):
+    """The output outlives its reader, the launcher is followed, the environment is checked."""
+    followed = []
+    monkeypatch.setattr(launch, "follow_launcher", lambda: followed.append(sys.stdout))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    make_accelerator(run_flags())
+    assert [type(stream) for stream in followed] == [LastingOutput]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags())
+    assert "error: LOCAL_RANK=1 in the environment, without" in capsys.readouterr().err
+
+
+def test_flags_that_a_parser_lacks_have_defaults(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["own.py"])
+    args = SimpleNamespace(lr=0.1)
+    accelerator = make_accelerator(args)
+    assert accelerator.gradient_accumulation_steps == 1
+    assert args.output_dir.startswith("runs/own-")
+    assert torch.initial_seed() == 0
+    assert not hasattr(args, "resume")
+
+
+def test_scripts_find_utils_from_any_folder(launcher):
+    done = launcher("cpu", "--help")
+    assert ROOT not in launcher.folder.parents
+    assert "--batch_size" in done.stdout
+
+
+def test_the_timeout_reaches_the_process_group(handed_over):
+    """Accelerate drops one that equals its own default of 600 s; gloo then waits for 30 minutes."""
+    parser = ArgumentParser()
+    parser.add_run_flags()
+    handed = handed_over(parser.parse_args(["--output_dir", "x"]))
+    timeout = handler(handed, InitProcessGroupKwargs).to_kwargs()["timeout"]
+    assert timeout.total_seconds() == pytest.approx(600, abs=0.1)
+
+
+def test_the_users_own_handlers_take_the_place_of_ours(handed_over):
+    handed = handed_over(run_flags(), find_unused_parameters=True)
+    ddp = handler(handed, DistributedDataParallelKwargs)
+    assert ddp.gradient_as_bucket_view
+    assert ddp.find_unused_parameters
+    own = DistributedDataParallelKwargs(static_graph=True)
+    handed = handed_over(run_flags(), kwargs_handlers=[own])
+    assert handler(handed, DistributedDataParallelKwargs) is own
+    assert handler(handed, InitProcessGroupKwargs)
+
+
+def test_a_schedule_counts_steps_and_not_micro_batches():
+    accelerator = make_accelerator(run_flags(gradient_accumulation_steps=4), cpu_threads=1)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    counted = scheduler.scheduler._step_count
+    for _ in range(8):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert scheduler.scheduler.last_epoch == 2
+    assert scheduler.scheduler._step_count == counted + 2
+
+
+def test_an_own_tracker_logs_beside_those_of_the_flag(handed_over):
+    notes = Notes()
+    handed = handed_over(run_flags(log_with="all"), log_with=notes)
+    assert handed["log_with"] == ["all", notes]
+    handed = handed_over(run_flags(log_with=None), log_with=[notes])
+    assert handed["log_with"] == [notes]
+    assert handed_over(run_flags(log_with=None))["log_with"] is None
+
+
+def test_an_own_tracker_gets_what_is_logged():
+    notes = Notes()
+    accelerator = make_accelerator(run_flags(), log_with=notes)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0}, step=3)
+    assert notes.logged == [(3, {"loss": 1.0})]
+
+
+def test_a_tracker_that_is_not_there_stops_the_run(monkeypatch, capsys):
+    """Accelerate leaves it out and says so at log level debug only."""
+    monkeypatch.setattr(launch, "get_available_trackers", lambda: [])
+    monkeypatch.setattr(launch, "TrainingAccelerator", None)  # it stops before any work
+    for flag, sentence in (
+        ("wandb", "error: --log_with wandb needs a package that is not installed: pip install wandb"),
+        ("wandbb", "error: Accelerate has no tracker wandbb: use --log_with with one of aim, "),
+    ):
+        with pytest.raises(SystemExit):
+            make_accelerator(run_flags(log_with=flag))
+        error = capsys.readouterr().err
+        assert error.startswith(sentence)
+        assert error.count("\n") == 1
+
+
+def test_a_batch_of_fewer_samples_than_micro_batches_stops_the_run(capsys):
+    args = run_flags(batch_size=3, gradient_accumulation_steps=4)
+    with pytest.raises(SystemExit):
+        make_accelerator(args)
+    assert capsys.readouterr().err == (
+        "error: --batch_size 3 is less than the 4 micro-batches of a step (processes x "
+        "accumulation steps): use 4 or more\n"
+    )
+    make_accelerator(args, split_batch=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"gradient_accumulation_steps": 2}, "cuts a batch into 4 micro-batches already"),
+        ({"batch_size": 3}, "--batch_size 3 is less than the 4 micro-batches"),
+    ],
+)
+def test_virtual_processes_that_do_not_fit_stop_the_run(capsys, flags, sentence):
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags(virtual_processes=4, **flags))
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_virtual_processes_set_the_threads_and_the_micro_batches():
+    accelerator = make_accelerator(run_flags(virtual_processes=4, batch_size=8))
+    assert torch.get_num_threads() == 1
+    assert accelerator.gradient_accumulation_steps == 4
+    make_accelerator(run_flags(virtual_processes=4, batch_size=8), cpu_threads=2)
+    assert torch.get_num_threads() == 2
+
+
+def test_a_run_that_the_launcher_restarted_resumes(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    args = run_flags(resume=False)
+    make_accelerator(args)
+    assert args.resume is True
+
+
+def test_restarts_need_a_folder_and_a_store_of_their_own(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags(output_dir=None))
+    assert "--max_restarts needs an --output_dir" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags())
+    assert "--max_restarts needs --rdzv_backend c10d" in capsys.readouterr().err

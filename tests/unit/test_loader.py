@@ -1,0 +1,872 @@
+"""Batches of any map-style dataset, the same on any number of processes, workers and steps."""
+
+import collections
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from utils import sampler as sampler_module
+from utils.loader import GlobalLoader, UnreadableItem
+from utils.sampler import GlobalSampler
+
+TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
+
+
+def fake_accelerator(processes=1, rank=0, accumulation=1, virtual_processes=0):
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        num_processes=processes,
+        process_index=rank,
+        gradient_accumulation_steps=accumulation,
+        virtual_processes=virtual_processes,
+        reduce=lambda tensor, kind: tensor,
+    )
+
+
+MADE = []
+
+
+def make(dataset, batch_size=4, processes=1, rank=0, accumulation=1, seed=5, virtual=0, **options):
+    accelerator = fake_accelerator(processes, rank, accumulation, virtual)
+    MADE.append(GlobalLoader(dataset, batch_size, accelerator, seed=seed, **options))
+    return MADE[-1]
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_left():
+    """End the workers. The garbage collector would wait 5 s for each one after an error."""
+    yield
+    for each in MADE:
+        if each._workers is not None and each._workers._iterator is not None:
+            each._workers._iterator._shutdown_workers()
+    MADE.clear()
+
+
+def by_step(processes, accumulation, epoch, first_step=0, **options):
+    """The batches of each step, in the order in which the step is cut."""
+    ranks = []
+    for rank in range(processes):
+        each = make(processes=processes, rank=rank, accumulation=accumulation, **options)
+        ranks.append(list(each.epoch(epoch, first_step)))
+    # One batch more on one rank would be a hang at the end of the epoch.
+    assert {len(batches) for batches in ranks} == {(len(each) - first_step) * accumulation}
+    steps = []
+    for start in range(0, len(ranks[0]), accumulation):
+        window = [batches[start : start + accumulation] for batches in ranks]
+        assert [batch.micro_step for batch in window[0]] == list(range(accumulation))
+        steps.append([batch for micro in zip(*window, strict=True) for batch in micro])
+    return steps
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("seed", [5, None])
+def test_virtual_processes_get_the_same_parts_on_any_number_of_processes(processes, seed):
+    def parts(processes):
+        found = {}
+        for rank in range(processes):
+            loader = make(Noisy(50), batch_size=16, processes=processes, rank=rank, seed=seed, virtual=6)
+            batches = list(loader.epoch(1, first_step=1))
+            assert len(batches) == 3 * loader.sampler.accumulation
+            parts = [batch.part for batch in batches]
+            assert parts == list(range(6 * rank // processes, 6 * (rank + 1) // processes)) * 3
+            for number, batch in enumerate(batches):
+                step = number // loader.sampler.accumulation
+                found[step, batch.part] = batch.data
+                assert batch.mean_loss(torch.ones(len(batch))) == pytest.approx(len(batch) / batch.step_samples)
+        return found
+
+    expected, found = parts(1), parts(processes)
+    assert found.keys() == expected.keys() == {(u, p) for u in range(3) for p in range(6)}
+    for place, data in expected.items():
+        for one, other in zip(data, found[place], strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def indices(batches):
+    return torch.cat([batch.indices for batch in batches]).tolist()
+
+
+class Squares(Dataset):
+    """Items (i, i squared); counts the calls."""
+
+    def __init__(self, length=23):
+        self.length = length
+        self.calls = collections.Counter()
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.calls["item"] += 1
+        return index, float(index) ** 2
+
+
+class BatchedSquares(Squares):
+    def __getitems__(self, indices):
+        self.calls["batch"] += 1
+        return [(index, float(index) ** 2) for index in indices]
+
+
+class Noisy(Squares):
+    """Draws from all three global generators."""
+
+    def __getitem__(self, index):
+        self.calls["item"] += 1
+        return index, torch.rand(2), random.random(), np.random.rand(3)
+
+
+class BatchedNoisy(Noisy):
+    def __getitems__(self, indices):
+        self.calls["batch"] += 1
+        return [self[index] for index in indices]
+
+
+class OwnGenerator(Squares):
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        return index, self.rng.random()
+
+
+class Unreadable(Squares):
+    bad = 13
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise UnreadableItem(f"photo {index} is no photo: remove it")
+        return index
+
+
+class Sentences(Squares):
+    """Sequences of different lengths, with a string."""
+
+    def __getitem__(self, index):
+        return torch.full((index % 5 + 1,), index), f"sentence {index}"
+
+
+def collate_sentences(items):
+    tokens, texts = zip(*items, strict=True)
+    lengths = torch.tensor([len(each) for each in tokens])
+    padded = pad_sequence(list(tokens), batch_first=True)
+    return {"tokens": padded, "time_first": padded.T, "lengths": lengths, "texts": list(texts)}
+
+
+# --- which items ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [1, 7, 64, 65, 127, 1003])
+@pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
+def test_each_sample_once_and_equal_steps_on_any_topology(samples, processes, accumulation):
+    numbers = TensorDataset(torch.arange(samples))
+
+    def steps(processes, accumulation, epoch):
+        found = by_step(processes, accumulation, epoch, dataset=numbers, batch_size=60)
+        for parts in found:
+            sizes = [len(batch) for batch in parts]
+            assert max(sizes) - min(sizes) <= 1
+            assert {batch.step_samples for batch in parts} == {sum(sizes)}
+            assert {batch.grad_divisor for batch in parts} == {processes * accumulation}
+            assert all(torch.equal(batch.data[0], batch.indices) for batch in parts)
+        return [indices(parts) for parts in found]
+
+    ours = steps(processes, accumulation, epoch=2)
+    assert ours == steps(1, 1, epoch=2)
+    assert sorted(itertools.chain(*ours)) == list(range(samples))
+    if samples > 60:
+        assert ours != steps(processes, accumulation, epoch=3)
+
+
+@pytest.mark.parametrize("length", [1003, 2**20 + 5])
+def test_any_step_is_found_without_the_ones_before(length):
+    sampler = GlobalSampler(length, 60, seed=1, accumulation=2)
+    last = len(sampler) - 3
+    tail = [piece.indices.tolist() for piece in sampler.micro_batches(4, first_step=last)]
+    start = time.perf_counter()
+    assert [piece.indices.tolist() for piece in sampler.micro_batches(4, first_step=last)] == tail
+    assert time.perf_counter() - start < 1
+    assert len(tail) == 6
+    if length == 1003:
+        whole = [piece.indices.tolist() for piece in sampler.micro_batches(4)]
+        assert whole[2 * last :] == tail
+    assert list(sampler.micro_batches(4, first_step=len(sampler))) == []
+
+
+def test_order_is_shuffled_by_seed_and_epoch_and_kept_without_seed():
+    orders = []
+    for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        orders.append(GlobalSampler(100, 10, seed=seed).items(epoch)[0].tolist())
+    assert len({tuple(order) for order in orders}) == 4
+    for order in orders:
+        assert order != sorted(order) == list(range(100))
+    assert GlobalSampler(100, 10, seed=None).items(3)[0].tolist() == list(range(100))
+
+
+def test_a_long_epoch_has_each_item_once_on_any_topology(monkeypatch):
+    """With a short limit, so that the order is computed in parts."""
+    monkeypatch.setattr(sampler_module, "MAX_PERMUTATION", 100)
+    monkeypatch.setattr(sampler_module, "CHUNK", 64)
+    numbers = TensorDataset(torch.arange(1003))
+    plain = by_step(1, 1, 2, dataset=numbers, batch_size=30)
+    assert sorted(itertools.chain(*map(indices, plain))) == list(range(1003))
+    for processes, accumulation in TOPOLOGIES:
+        ours = by_step(processes, accumulation, 2, dataset=numbers, batch_size=30)
+        assert list(map(indices, ours)) == list(map(indices, plain))
+    later = by_step(2, 2, 2, first_step=11, dataset=numbers, batch_size=30)
+    assert list(map(indices, later)) == list(map(indices, plain))[11:]
+    other = by_step(1, 1, 3, dataset=numbers, batch_size=30)
+    assert list(map(indices, other)) != list(map(indices, plain))
+
+
+BILLION = """
+import resource, sys, time
+sys.path.insert(0, sys.argv[1])
+from types import SimpleNamespace
+import torch
+from utils.loader import GlobalLoader
+
+accelerator = SimpleNamespace(
+    device=torch.device("cpu"), num_processes=4, process_index=1, gradient_accumulation_steps=2,
+)
+def peak_mib():
+    with open("/proc/self/status") as file:
+        return int(file.read().partition("VmHWM:")[2].split()[0]) / 1024
+
+next(iter(GlobalLoader(range(2000), 256, accelerator, seed=0).epoch(1)))  # warm up
+before = peak_mib()
+start = time.perf_counter()
+loader = GlobalLoader(range(10**9), 256, accelerator, seed=0)
+batches = loader.epoch(1, first_step=3_000_000)
+first = next(batches)
+seconds = time.perf_counter() - start
+for _ in range(999):
+    batch = next(batches)
+print(seconds, peak_mib() - before, int(first.indices.max()), len(loader))
+"""
+
+
+@pytest.mark.slow
+def test_an_epoch_over_a_billion_items_starts_at_once():
+    command = [sys.executable, "-c", BILLION, ROOT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    seconds, mib, largest, steps = map(float, done.stdout.split())
+    print(f"{seconds:.3f} s to the first batch, {mib:.0f} MiB for 1000 batches")
+    assert seconds < 1
+    assert mib < 50
+    assert 10**8 < largest < 10**9
+    assert steps == 3_906_250
+
+
+def test_drop_last_leaves_out_the_smaller_step():
+    each = make(TensorDataset(torch.arange(23)), 4, drop_last=True)
+    assert len(each) == 5
+    assert each.num_samples == 20
+    assert {batch.step_samples for batch in each} == {4}
+
+
+def test_drop_last_of_everything_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        make(list(range(3)), 4, drop_last=True)
+    assert capsys.readouterr().err.startswith("error: --batch_size 4 is more than the 3 items")
+
+
+@pytest.mark.parametrize("max_samples", [None, 0, 10, 99])
+def test_max_samples_takes_the_first_ones(max_samples):
+    each = make(list(range(23)), max_samples=max_samples)
+    expected = 10 if max_samples == 10 else 23
+    assert each.num_samples == each.describe()["items"] == expected
+    assert sorted(indices(each)) == list(range(expected))
+    weights = [1.0] * 23
+    weighted = make(list(range(23)), max_samples=max_samples, sampling_weights=weights)
+    assert max(indices(weighted)) < expected
+
+
+@pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
+def test_repeats_are_in_one_step_with_draws_of_their_own(processes, accumulation):
+    data = Noisy(64)
+    options = {"dataset": data, "batch_size": 12, "repeats": 4}
+    steps = by_step(processes, accumulation, 1, **options)
+    for parts in steps:
+        counts = collections.Counter(indices(parts))
+        if parts[0].step_samples == 12:
+            assert sorted(counts.values()) == [4, 4, 4]
+        random_ids = torch.cat([batch.random_ids for batch in parts])
+        assert len(random_ids.unique()) == len(random_ids)
+        noise = torch.cat([batch.data[1][:, 0] for batch in parts if len(batch)])
+        assert len(noise.unique()) == len(noise)
+    plain = by_step(1, 1, 1, **options)
+    assert list(map(indices, steps)) == list(map(indices, plain))
+    assert len(set(itertools.chain(*map(indices, steps)))) == pytest.approx(64 / 4, abs=3)
+
+
+def test_sampling_weights_are_frequencies():
+    weights = torch.tensor([0.0, 1, 2, 0, 3, 4, 0]).repeat(1000)
+    sampler = GlobalSampler(7000, 70, seed=3, sampling_weights=weights)
+    drawn = torch.cat([sampler.items(epoch)[0] for epoch in range(10)])
+    counts = torch.bincount(drawn % 7, minlength=7)
+    assert counts[[0, 3, 6]].tolist() == [0, 0, 0]
+    expected = 70_000 * torch.tensor([1, 2, 3, 4]) / 10
+    assert ((counts[[1, 2, 4, 5]] - expected).abs() < 5 * expected.sqrt()).all()
+
+
+@pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
+def test_weighted_draws_are_the_same_on_any_topology(processes, accumulation):
+    options = {"dataset": Noisy(50), "batch_size": 12, "sampling_weights": [0.0, 1, 2, 0, 5] * 10}
+    plain = by_step(1, 1, 1, **options)
+    ours = by_step(processes, accumulation, 1, **options)
+    assert list(map(indices, ours)) == list(map(indices, plain))
+    for one, other in zip(plain, ours, strict=True):
+        for place in (1, 2, 3):
+            parts = [torch.cat([b.data[place] for b in batches]) for batches in (one, other)]
+            assert torch.equal(*parts)
+
+
+def test_a_level_rounded_up_to_the_sum_draws_an_item_with_a_weight(monkeypatch):
+    monkeypatch.setattr(sampler_module, "combine", lambda *numbers: torch.full((5,), 2**32 - 1))
+    sampler = GlobalSampler(5, 5, seed=0, sampling_weights=[0.1, 0.2, 0.3, 0.0, 0.0])
+    assert sampler.items(0)[0].tolist() == [2] * 5
+
+
+@pytest.mark.parametrize(
+    ("weights", "max_samples"),
+    [
+        ([1.0] * 22, None),
+        ([-1.0] + [1.0] * 22, None),
+        ([0.0] * 23, None),
+        ([float("nan")] + [1.0] * 22, None),
+        ([float("inf")] + [1.0] * 22, None),
+        ([0.0] * 10 + [1.0] * 13, 10),
+    ],
+)
+def test_bad_sampling_weights_are_one_sentence(capsys, weights, max_samples):
+    with pytest.raises(SystemExit):
+        make(Squares(), sampling_weights=weights, max_samples=max_samples)
+    assert capsys.readouterr().err.startswith("error: sampling_weights must be 23 finite numbers")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"seed": None, "repeats": 2}, "need a seed"),
+        ({"seed": None, "sampling_weights": [1.0] * 23}, "need a seed"),
+        ({"repeats": 2, "sampling_weights": [1.0] * 23}, "cannot be combined"),
+        ({"repeats": 3}, "repeats must divide batch_size 4"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"shard": (0, 1), "loss_weights": len}, "cannot be combined with shard"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make(Squares(), **options)
+
+
+def test_a_shard_in_the_place_of_the_processes():
+    """Two copies of a model on two processes each: both processes of a copy read the same."""
+    read = []
+    for rank in range(4):
+        each = make(list(range(23)), 4, processes=4, rank=rank, shard=(rank // 2, 2))
+        read.append(indices(each))
+    assert read[0] == read[1] != read[2] == read[3]
+    assert sorted(read[0] + read[2]) == list(range(23))
+
+
+# --- any dataset ------------------------------------------------------------------------------
+
+
+def hub_dataset():
+    return datasets.Dataset.from_dict({"number": list(range(23)), "text": list("abcdefghijklmnopqrstuvw")})
+
+
+def jitter(rows):
+    return {"number": [number + random.random() for number in rows["number"]]}
+
+
+DATASETS = {
+    "dataset": (Squares, lambda data: data[0]),
+    "list": (lambda: list(range(23)), lambda data: data),
+    "range": (lambda: range(23), lambda data: data),
+    "list of dicts": (lambda: [{"a": {"b": i}} for i in range(23)], lambda data: data["a"]["b"]),
+    "tensors": (lambda: TensorDataset(torch.arange(23)), lambda data: data[0]),
+    "subset": (lambda: Subset(Squares(99), range(23)), lambda data: data[0]),
+    "subset of tensors": (lambda: Subset(TensorDataset(torch.arange(99)), range(23)), lambda data: data[0]),
+    "hub": (hub_dataset, lambda data: data["number"]),
+    "hub torch": (lambda: hub_dataset().with_format("torch"), lambda data: data["number"]),
+    "hub transform": (lambda: hub_dataset().with_transform(jitter), lambda data: data["number"].floor().long()),
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_any_map_style_dataset(name):
+    build, numbers = DATASETS[name]
+    found = []
+    for processes, accumulation in ((1, 1), (2, 3)):
+        steps = by_step(processes, accumulation, 1, dataset=build(), batch_size=6)
+        for batch in itertools.chain(*steps):
+            assert torch.equal(numbers(batch.data), batch.indices)
+        found.append(list(map(indices, steps)))
+    assert found[0] == found[1]
+    assert sorted(itertools.chain(*found[0])) == list(range(23))
+
+
+def test_a_tensor_dataset_whose_items_are_its_own_is_read_item_by_item():
+    class Negative(TensorDataset):
+        def __getitem__(self, index):
+            (number,) = super().__getitem__(index)
+            return -number, torch.rand(())
+
+    each = make(Negative(torch.arange(23)))
+    for batch in each:
+        assert torch.equal(batch.data[0], -batch.indices)
+    assert each.reader.deterministic is False
+    assert each.describe()["fingerprint"] != make(TensorDataset(torch.arange(23))).describe()
+
+
+def test_tensors_are_whole_slices_of_the_data():
+    images = torch.randint(0, 256, (23, 3, 4, 4), dtype=torch.uint8)
+    for batch in make(TensorDataset(images, torch.arange(23))):
+        assert torch.equal(batch.data[0], images[batch.indices])
+        assert batch.data[0].is_contiguous()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_collate_fn_makes_the_batch(workers):
+    each = make(Sentences(), 6, num_workers=workers, collate_fn=collate_sentences)
+    for batch in each:
+        assert batch.data["texts"] == [f"sentence {index}" for index in batch.indices.tolist()]
+        assert torch.equal(batch.data["lengths"], batch.indices % 5 + 1)
+        assert torch.equal(batch.data["tokens"][:, 0], batch.indices)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sentence"),
+    [
+        (Stream(), "the dataset is a Stream, which cannot be read by item number"),
+        (iter(range(3)), "the dataset is a range_iterator, which cannot be read by item number"),
+        (
+            datasets.DatasetDict({"train": datasets.Dataset.from_dict({"a": [1]})}),
+            "the dataset is a DatasetDict with train: pass one of its parts",
+        ),
+        ([], "the dataset, a list, has no items"),
+        (TensorDataset(torch.zeros(0, 3)), "the dataset, a TensorDataset, has no items"),
+    ],
+)
+def test_an_unusable_dataset_is_one_sentence(capsys, dataset, sentence):
+    with pytest.raises(SystemExit):
+        make(dataset)
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {sentence}")
+    assert len(error.splitlines()) == 1
+
+
+def test_a_stream_of_the_hub_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        make(hub_dataset().to_iterable_dataset())
+    assert "which cannot be read by item number" in capsys.readouterr().err
+
+
+# --- random numbers ---------------------------------------------------------------------------
+
+
+def items_read(steps):
+    """By item: what was drawn for it."""
+    found = {}
+    for batch in itertools.chain(*steps):
+        for place, index in enumerate(batch.indices.tolist()):
+            found[index] = [part[place].tolist() for part in batch.data]
+    return found
+
+
+@pytest.mark.parametrize("kind", [Noisy, BatchedNoisy])
+def test_what_items_draw_depends_on_nothing_but_seed_epoch_and_item(kind):
+    options = {"dataset": kind(), "batch_size": 6}
+    plain = items_read(by_step(1, 1, 1, **options))
+    assert len(plain) == 23
+    assert len({item[2] for item in plain.values()}) == 23
+    for processes, accumulation in TOPOLOGIES:
+        assert items_read(by_step(processes, accumulation, 1, **options)) == plain
+    for workers in (1, 2):
+        assert items_read(by_step(1, 2, 1, num_workers=workers, **options)) == plain
+    for first_step in range(4):
+        resumed = items_read(by_step(1, 1, 1, first_step=first_step, **options))
+        assert resumed == {index: plain[index] for index in resumed}
+    for changed in ({"epoch": 2}, {"epoch": 1, "seed": 6}):
+        other = items_read(by_step(1, 1, **changed, **options))
+        assert all(item[1:] != plain[index][1:] for index, item in other.items())
+
+
+def test_a_transform_of_the_hub_draws_the_same_on_any_topology():
+    options = {"dataset": hub_dataset().with_transform(jitter), "batch_size": 6}
+
+    def numbers(steps):
+        found = {}
+        for batch in itertools.chain(*steps):
+            found |= dict(zip(batch.indices.tolist(), batch.data["number"].tolist(), strict=True))
+        return found
+
+    plain = numbers(by_step(1, 1, 1, **options))
+    assert len({number % 1 for number in plain.values()}) == 23
+    for processes, accumulation in ((2, 1), (2, 3)):
+        assert numbers(by_step(processes, accumulation, 1, **options)) == plain
+    assert numbers(by_step(1, 1, 1, num_workers=2, **options)) == plain
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Squares, BatchedSquares, Noisy, BatchedNoisy])
+def test_reading_leaves_the_random_numbers_of_this_process_alone(kind, workers):
+    def draw():
+        return torch.rand(2).tolist(), random.random(), np.random.randn(), torch.randn(1).item()
+
+    def seed():
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+
+    seed()
+    expected = [draw() for _ in range(6)]
+    each = make(kind(), num_workers=workers)
+    seed()
+    each.describe()
+    assert [draw() for _ in each.epoch(0)] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_what_collate_fn_draws_is_new_in_each_batch_and_the_same_on_a_resume(workers):
+    def mask(items):
+        return torch.rand(()), random.random(), np.random.rand()
+
+    def drawn(epoch, first_step=0):
+        each = make(BatchedSquares(), 4, num_workers=workers, collate_fn=mask)
+        return [tuple(map(float, batch.data)) for batch in each.epoch(epoch, first_step)]
+
+    masks = drawn(0) + drawn(1)
+    assert len(set(masks)) == len(masks) == 12
+    assert drawn(0, 4) == masks[4:6]
+    assert drawn(1) == masks[6:]
+
+
+def test_batch_random_numbers_are_those_of_the_sample():
+    def numbers(processes, accumulation, first_step=0):
+        steps = by_step(processes, accumulation, 1, first_step, dataset=Squares())
+        return [
+            torch.cat([torch.cat([b.rand(3), b.randn(3), b.rand(3, stream=1)], 1) for b in parts]) for parts in steps
+        ]
+
+    plain = numbers(1, 1)
+    assert plain[0].shape == (4, 9)
+    assert len(torch.cat(plain).unique()) == 23 * 9
+    for ours in (numbers(2, 1), numbers(2, 2), numbers(3, 1)):
+        assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
+    assert torch.equal(numbers(1, 2, first_step=5)[0], plain[5])
+
+
+def test_whole_batches_are_asked_for_where_nothing_is_drawn():
+    data = BatchedSquares()
+    list(make(data).epoch(0))
+    assert data.calls == {"batch": 6}
+    data = BatchedSquares()
+    list(make(data, deterministic=True).epoch(0))
+    assert data.calls == {"batch": 6}
+
+
+def test_item_by_item_as_soon_as_something_was_drawn():
+    data = BatchedNoisy()
+    list(make(data).epoch(0))
+    # The first batch is asked for once in vain: 4 items more.
+    assert data.calls == {"batch": 1, "item": 23 + 4}
+    data.calls.clear()
+    data.deterministic = True  # the promise counts, and is broken here
+    list(make(data).epoch(0))
+    assert data.calls["batch"] == 6
+
+
+def test_the_promise_is_an_option_or_an_attribute():
+    data = Squares()
+    assert make(data).reader.deterministic is False
+    assert make(data, deterministic=True).reader.deterministic is True
+    data.deterministic = True
+    assert make(data).reader.deterministic is True
+    assert make(data, deterministic=False).reader.deterministic is False
+
+
+def test_an_item_with_a_generator_of_its_own_is_warned_about(capsys, monkeypatch):
+    facts = make(OwnGenerator()).describe()
+    assert facts["fingerprint"] == "differs"
+    warning = capsys.readouterr().out
+    assert warning.startswith("warning: item 0 or 22 of the dataset differs when it is read again")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "x")
+    make(OwnGenerator()).describe()
+    assert capsys.readouterr().out == ""
+    monkeypatch.undo()
+    for data in (Noisy(), BatchedNoisy(), Squares(), hub_dataset().with_transform(jitter)):
+        assert make(data).describe()["fingerprint"] != "differs"
+    assert capsys.readouterr().out == ""
+
+
+# --- workers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_live_on_after_an_epoch_that_was_left_early(workers):
+    plain = make(Noisy())
+    each = make(Noisy(), num_workers=workers)
+    epochs = [(0, 0, 2), (1, 0, 99), (1, 3, 99), (2, 0, 1), (3, 0, 0), (4, 0, 99)]
+    pids = set()
+    for epoch, first_step, count in epochs:
+        batches = each.epoch(epoch, first_step)
+        found = list(itertools.islice(batches, count))
+        expected = list(itertools.islice(plain.epoch(epoch, first_step), count))
+        assert [batch.data[1].tolist() for batch in found] == [batch.data[1].tolist() for batch in expected]
+        pids.add(tuple(worker.pid for worker in each._workers._iterator._workers))
+    assert len(pids) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_item_that_cannot_be_read_is_one_sentence(capsys, workers):
+    with pytest.raises(SystemExit) as stopped:
+        list(make(Unreadable(), num_workers=workers).epoch(0))
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: photo 13 is no photo: remove it\n"
+
+
+class Deadly(torch.utils.data.Dataset):
+    """Its third item kills who reads it, as the kernel does where memory runs out."""
+
+    fingerprint = "deadly"
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_worker_that_was_killed_is_one_sentence(capsys):
+    with pytest.raises(SystemExit):
+        list(GlobalLoader(Deadly(), 2, fake_accelerator(), num_workers=1))
+    error = capsys.readouterr().err
+    assert error.startswith("error: DataLoader worker (pid")
+    assert error.endswith(": if memory ran out, take fewer --num_workers\n")
+    assert len(error.splitlines()) == 1
+
+
+def test_a_first_item_that_cannot_be_read_is_one_sentence(capsys):
+    data = Unreadable()
+    data.bad = 0
+    with pytest.raises(SystemExit):
+        make(data).describe()
+    assert capsys.readouterr().err == "error: photo 0 is no photo: remove it\n"
+
+
+def test_other_errors_of_a_dataset_keep_their_traceback():
+    class Broken(Squares):
+        def __getitem__(self, index):
+            raise KeyError("no such column")
+
+    for workers in (0, 1):
+        with pytest.raises(KeyError, match="no such column"):
+            list(make(Broken(), num_workers=workers).epoch(0))
+
+
+# --- empty batches ----------------------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", ["number", "text"])
+EMPTY = {
+    "numbers": (list(range(3)), None),
+    "tuples": ([(torch.ones(2, 3), 1.5, "a")] * 3, None),
+    "dicts": ([{"image": torch.ones(2, 3), "name": "a", "box": {"x": 1}}] * 3, None),
+    "named tuples": ([Pair(i, "a") for i in range(3)], None),
+    "arrays": ([np.ones((2, 3), np.float32)] * 3, None),
+    "numpy batches": ([np.ones((2, 3), np.float32)] * 3, np.stack),
+    "padded": ([(torch.ones(i + 1, dtype=torch.int64), "a") for i in range(3)], collate_sentences),
+    "list of items": ([{"boxes": torch.ones(i, 4)} for i in range(3)], list),
+    "pairs": ([torch.ones(2)] * 3, lambda items: torch.ones(len(items), len(items))),
+    "tensors": (TensorDataset(torch.ones(3, 2), torch.arange(3)), None),
+    "hub": (datasets.Dataset.from_dict({"a": [1, 2, 3], "t": ["x", "y", "z"]}), None),
+}
+
+
+def shapes(data):
+    """The structure of a batch, with the types and shapes of its tensors."""
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        return type(data), data.dtype, tuple(data.shape)
+    if isinstance(data, dict):
+        return {name: shapes(part) for name, part in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data), [shapes(part) for part in data]
+    return type(data)
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_batch_has_the_structure_of_one_sample_without_it(name):
+    data, collate_fn = EMPTY[name]
+    # 3 items over 4 processes: the last one has none.
+    options = {"dataset": data, "batch_size": 4, "processes": 4, "collate_fn": collate_fn}
+    (one,) = make(rank=0, **options).epoch(0)
+    (empty,) = make(rank=3, **options).epoch(0)
+    assert (len(one), len(empty)) == (1, 0)
+    assert empty.step_samples == 3
+    assert empty.indices.dtype == torch.int64
+    expected = {
+        "numbers": (torch.Tensor, torch.int64, (0,)),
+        "tuples": (list, [(torch.Tensor, torch.float32, (0, 2, 3)), (torch.Tensor, torch.float64, (0,)), (tuple, [])]),
+        "dicts": {
+            "image": (torch.Tensor, torch.float32, (0, 2, 3)),
+            "name": (list, []),
+            "box": {"x": (torch.Tensor, torch.int64, (0,))},
+        },
+        "named tuples": (Pair, [(torch.Tensor, torch.int64, (0,)), (tuple, [])]),
+        "arrays": (torch.Tensor, torch.float32, (0, 2, 3)),
+        "numpy batches": (np.ndarray, np.dtype("float32"), (0, 2, 3)),
+        "list of items": (list, []),
+        "pairs": (torch.Tensor, torch.float32, (0, 0)),
+        "tensors": (list, [(torch.Tensor, torch.float32, (0, 2)), (torch.Tensor, torch.int64, (0,))]),
+        "hub": {"a": (torch.Tensor, torch.int64, (0,)), "t": (list, [])},
+    }
+    if name == "padded":
+        assert empty.data["tokens"].shape[0] == empty.data["time_first"].shape[1] == 0
+        assert empty.data["lengths"].shape == (0,)
+        assert empty.data["texts"] == []
+    else:
+        assert shapes(empty.data) == expected[name]
+    loss = torch.zeros(0, requires_grad=True)
+    empty.mean_loss(loss).backward()  # nothing, and not nan
+    assert empty.rand(2).shape == (0, 2)
+
+
+def test_an_empty_batch_reads_its_item_once():
+    data = Squares(9)
+    each = make(data, batch_size=4, processes=4, rank=3)
+    for epoch in range(3):
+        assert [len(batch) for batch in each.epoch(epoch)] == [1, 1, 0]
+    assert data.calls["item"] == 2 * 3 + 1
+
+
+# --- the mean over the step -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
+def test_the_parts_of_a_step_make_its_mean(processes, accumulation):
+    """DDP divides the sum of the gradients by the processes, backward by the steps."""
+    steps = by_step(processes, accumulation, 0, dataset=Squares(), batch_size=9)
+    for parts in steps:
+        total = sum(batch.mean_loss(batch.data[1]) for batch in parts)
+        expected = torch.tensor([float(index) ** 2 for index in indices(parts)]).mean()
+        assert total / processes / accumulation == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
+def test_the_weighted_mean_is_that_of_all_parts_together(processes, accumulation):
+    """sum(w l) / sum(w) over all ranks and micro-batches; the ranks run as threads would."""
+
+    def weigh(data):
+        return data[0] % 4  # integers; some samples count nothing
+
+    # What `reduce` would have added up over the ranks, computed from the samples of each step.
+    data = Squares()
+    plain = by_step(1, 1, 0, dataset=data, batch_size=9)
+    sums = [sum(index % 4 for index in indices(parts)) for parts in plain]
+    ranks = []
+    for rank in range(processes):
+        options = {"processes": processes, "rank": rank, "accumulation": accumulation}
+        each = make(data, 9, loss_weights=weigh, **options)
+        own = []
+        each.accelerator.reduce = lambda tensor, kind, own=own: (
+            own.append(float(tensor.sum())) or (torch.tensor(float(sums[len(own) - 1]), dtype=torch.float64))
+        )
+        ranks.append((list(each.epoch(0)), own))
+    assert [sum(own) for own in zip(*(own for _, own in ranks), strict=True)] == sums
+    for step, total_weight in enumerate(sums):
+        window = slice(step * accumulation, (step + 1) * accumulation)
+        parts = [batch for batches, _ in ranks for batch in batches[window]]
+        total = sum(batch.mean_loss(batch.data[1]) for batch in parts)
+        expected = sum(i % 4 * float(i) ** 2 for i in indices(parts)) / total_weight
+        assert total / processes / accumulation == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_step_of_no_weight_has_no_gradient():
+    each = make(Squares(), loss_weights=lambda data: torch.zeros(len(data[0])))
+    losses = torch.ones(4, requires_grad=True)
+    next(iter(each)).mean_loss(losses).backward()
+    assert losses.grad.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [(), (4, 1), (3,), (1, 4)])
+def test_losses_and_weights_of_a_wrong_shape_are_refused(shape):
+    batch = next(iter(make(Squares())))
+    with pytest.raises(ValueError, match=r"one loss a sample, shape \(4,\)"):
+        batch.mean_loss(torch.ones(shape))
+    with pytest.raises(ValueError, match=r"one weight a sample, shape \(4,\)"):
+        next(iter(make(Squares(), loss_weights=lambda data: torch.ones(shape))))
+
+
+# --- what identifies the data -----------------------------------------------------------------
+
+
+def test_the_fingerprint_of_tensors_is_of_all_of_them():
+    def of(*tensors):
+        return make(TensorDataset(*tensors)).describe()["fingerprint"]
+
+    images = torch.arange(20, dtype=torch.float32).view(10, 2)
+    labels = torch.arange(10)
+    known = of(images, labels)
+    assert of(images.clone(), labels) == known
+    changed = images.clone()
+    changed[5, 1] += 1
+    others = {of(changed, labels), of(images, labels.flip(0)), of(labels, images), of(images)}
+    others |= {of(images.half(), labels), of(images.view(10, 2, 1), labels)}
+    assert len(others | {known}) == 7
+
+
+def test_the_fingerprint_of_other_data_is_of_the_first_and_last_item():
+    def of(data, **options):
+        return make(data, **options).describe()["fingerprint"]
+
+    items = [{"image": np.full((2, 2), i), "name": f"{i}", "mask": None} for i in range(9)]
+    assert of(items) == of([dict(item) for item in items])
+    assert of(items) != of([*items[:8], {**items[8], "name": "x"}])
+    assert of(items) != of(items[:8])
+    words = [np.array(["a", "bc"], dtype=object) for _ in range(3)]
+    same = [np.array(["".join("a"), "".join(["b", "c"])], dtype=object) for _ in range(3)]
+    assert of(words) == of(same)  # and not of their addresses
+    with_own = Squares()
+    with_own.fingerprint = "abc"
+    assert of(with_own) == "abc"
+    # A random item, of the same seed: the same.
+    assert of(Noisy()) == of(Noisy())
+
+
+def test_the_facts_that_a_resume_compares():
+    facts = make(Squares(), 4, accumulation=2, processes=2).resume_invariants()
+    assert facts == make(Squares(), 4).resume_invariants()
+    for options in (
+        {"seed": 6},
+        {"batch_size": 6},
+        {"drop_last": True},
+        {"repeats": 2},
+        {"sampling_weights": [1.0] * 23},
+        {"max_samples": 9},
+    ):
+        assert make(Squares(), **options).resume_invariants() != facts

@@ -1,0 +1,275 @@
+"""Means over all samples of all processes, in which each sample counts once."""
+
+import math
+import socket
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, free_port
+
+from utils import metrics
+from utils.metrics import Metrics
+
+
+@pytest.fixture
+def accelerator():
+    return SimpleNamespace(device=torch.device("cpu"), reduce=lambda tensor, kind: tensor, gather=lambda tensor: tensor)
+
+
+def batch_of(indices, weights=None):
+    class Samples:
+        def __init__(self):
+            self.indices = torch.tensor(indices, dtype=torch.int64)
+            self.weights = weights
+
+        def __len__(self):
+            return len(self.indices)
+
+    return Samples()
+
+
+def filled(accelerator, losses, step=0):
+    stats = Metrics(accelerator)
+    losses = torch.tensor(losses)
+    batch = batch_of(range(100, 100 + len(losses)))
+    stats.add(batch, loss=losses, accuracy=losses < 1, step=step)
+    return stats
+
+
+def test_virtual_processes_have_the_sum_of_the_real_numbers_in_any_order(accelerator):
+    accelerator.virtual_processes = 4
+    losses, weights = [1e17, 1.0, -1e17, 3.0], torch.tensor([1, 2, 1, 4])
+    for order in ([0, 1, 2, 3], [3, 0, 1, 2], [1, 0, 2, 3]):
+        stats = Metrics(accelerator)
+        for place in order:
+            batch = batch_of([place], weights[[place]])
+            stats.add(batch, loss=torch.tensor([losses[place]], dtype=torch.float64))
+        assert stats.reduce() == {"loss": 14 / 8, "samples": 4}
+    stats.add(batch_of([5]), loss=torch.tensor([math.inf]), step=3)
+    with pytest.raises(SystemExit):
+        stats.check()
+
+
+def test_every_sample_counts_the_same_whatever_its_batch(accelerator):
+    stats = filled(accelerator, [0.5, 0.5, 0.5, 0.5])
+    stats.add(batch_of([7]), loss=torch.tensor([2.0]), accuracy=torch.tensor([False]))
+    means = {"loss": pytest.approx(0.8), "accuracy": 0.8, "samples": 5}  # not (0.5 + 2) / 2
+    assert stats.reduce() == means
+    assert stats.state() == {}
+
+
+def test_names_are_free_and_values_of_any_number_type(accelerator):
+    stats = Metrics(accelerator)
+    values = {
+        "error_px": torch.tensor([-3, 5]),
+        "hit": torch.tensor([True, False]),
+        "r2": torch.tensor([-1.5, -0.5], dtype=torch.bfloat16),
+        "value:odd": torch.tensor([1.0, 2.0], dtype=torch.float64),
+    }
+    stats.add(batch_of([0, 1]), **values)
+    restored = Metrics(accelerator, stats.state())
+    expected = {"error_px": 1.0, "hit": 0.5, "r2": -1.0, "value:odd": 1.5, "samples": 2}
+    assert stats.reduce() == restored.reduce() == expected
+
+
+def test_weights_are_those_of_the_batch_or_of_the_call(accelerator):
+    losses = torch.tensor([1.0, 4.0])
+    stats = Metrics(accelerator)
+    stats.add(batch_of([0, 1], torch.tensor([3.0, 1.0])), loss=losses)
+    assert stats.reduce() == {"loss": 1.75, "samples": 2}
+    stats.add(batch_of([0, 1], torch.tensor([3.0, 1.0])), loss=losses, weights=torch.tensor([0, 2]))
+    stats.add(batch_of([2, 3]), loss=losses)
+    assert stats.reduce() == {"loss": (2 * 4 + 1 + 4) / 4, "samples": 4}
+
+
+def test_float32_losses_are_summed_in_float64(accelerator):
+    stats = filled(accelerator, [0.1] * 100_000)
+    assert stats.reduce()["loss"] == pytest.approx(float(np.float32(0.1)), rel=1e-14)
+
+
+def test_an_empty_batch_counts_nothing(accelerator):
+    stats = filled(accelerator, [1.0, 2.0])
+    stats.add(batch_of([]), loss=torch.zeros(0), accuracy=torch.zeros(0, dtype=torch.bool))
+    assert stats.reduce() == {"loss": 1.5, "accuracy": 0, "samples": 2}
+
+
+def test_a_mean_over_no_weight_is_nan_and_does_not_stop(accelerator):
+    stats = Metrics(accelerator)
+    stats.add(batch_of([0, 1], torch.zeros(2)), loss=torch.ones(2))
+    means = stats.reduce()
+    assert math.isnan(means["loss"])
+    assert means["samples"] == 2
+    assert Metrics(accelerator).reduce() == {"samples": 0}
+
+
+def test_values_are_kept_without_their_graph(accelerator):
+    stats = Metrics(accelerator)
+    losses = torch.ones(2, requires_grad=True) * 2
+    stats.add(batch_of([0, 1]), loss=losses)
+    assert not stats.values["loss"][0].requires_grad
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 1), (3,)])
+def test_a_wrong_shape_is_named(accelerator, shape):
+    stats = Metrics(accelerator)
+    with pytest.raises(ValueError, match=r"metric error_px has the shape .* for 2 samples"):
+        stats.add(batch_of([0, 1]), loss=torch.ones(2), error_px=torch.ones(shape))
+    with pytest.raises(ValueError, match=r"the weights have the shape .* for 2 samples"):
+        stats.add(batch_of([0, 1]), loss=torch.ones(2), weights=torch.ones(shape))
+    assert stats.reduce() == {"samples": 0}  # nothing is left half counted
+
+
+@pytest.mark.parametrize("name", ["split", "epoch", "samples"])
+def test_a_taken_name_is_refused(accelerator, name):
+    with pytest.raises(ValueError, match=f"a metric cannot be named {name}"):
+        Metrics(accelerator).add(batch_of([0]), **{name: torch.ones(1)})
+
+
+def test_other_names_than_before_are_refused(accelerator):
+    stats = filled(accelerator, [1.0])
+    with pytest.raises(ValueError, match="metrics loss follow on loss, accuracy"):
+        stats.add(batch_of([0]), loss=torch.ones(1))
+    stats.add(batch_of([0]), accuracy=torch.ones(1), loss=torch.ones(1))  # the order is free
+    stats.reduce()
+    stats.add(batch_of([0]), other=torch.ones(1))  # after a reduce, too
+    with pytest.raises(ValueError, match="metrics none follow on other"):
+        stats.add(batch_of([0]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("call", ["reduce", "check"])
+@pytest.mark.parametrize("name", ["loss", "box_loss"])
+def test_a_bad_loss_names_its_step_and_samples(accelerator, capsys, bad, call, name):
+    stats = Metrics(accelerator)
+    stats.add(batch_of([1, 2]), step=4, **{name: torch.tensor([0.1, 0.2])})
+    stats.add(batch_of([11, 22, 33]), step=5, **{name: torch.tensor([1.0, bad, bad])})
+    stats.add(batch_of([44]), step=6, **{name: torch.tensor([bad])})
+    with pytest.raises(SystemExit):
+        getattr(stats, call)()
+    error = capsys.readouterr().err
+    assert f"the {name} is not finite at step 5, for 2 samples" in error
+    assert ": 22, 33;" in error
+
+
+def test_a_bad_weight_of_a_loss_names_its_samples(accelerator, capsys):
+    stats = Metrics(accelerator)
+    weights = torch.tensor([1.0, float("inf"), 1.0])
+    stats.add(batch_of([4, 5, 6]), loss=torch.ones(3), weights=weights)
+    with pytest.raises(SystemExit):
+        stats.reduce()
+    assert "for 1 samples with these indices in the data: 5;" in capsys.readouterr().err
+
+
+def test_only_losses_must_be_finite(accelerator):
+    stats = Metrics(accelerator)
+    stats.add(batch_of([0, 1]), loss=torch.ones(2), gap=torch.tensor([1.0, float("inf")]))
+    stats.check()
+    assert stats.reduce() == {"loss": 1.0, "gap": float("inf"), "samples": 2}
+    assert [metrics.is_loss(n) for n in ("loss", "a_loss", "lossless", "gloss")] == [True, True, False, False]
+
+
+def test_state_is_restored_bit_by_bit(accelerator):
+    stats = filled(accelerator, [0.1, 0.7, 3.0], step=3)
+    stats.add(batch_of([7]), loss=torch.tensor([0.3]), accuracy=torch.tensor([True]), step=4)
+    other = Metrics(accelerator, stats.state())
+    for name, tensor in stats.state().items():
+        assert torch.equal(other.state()[name], tensor), name
+        assert other.state()[name].dtype == tensor.dtype
+    assert other.state()["steps"].tolist() == [3, 3, 3, 4]
+    for each in (stats, other):
+        each.add(batch_of([8]), loss=torch.tensor([0.9]), accuracy=torch.tensor([True]), step=5)
+    assert other.state()["steps"].tolist() == [3, 3, 3, 4, 5]
+    assert other.reduce() == stats.reduce()
+    assert Metrics(accelerator, {}).state() == {}
+
+
+def test_an_empty_state_has_the_names_and_no_sample(accelerator):
+    """What the other processes get where a run goes on with another number of processes."""
+    state = {name: tensor[:0] for name, tensor in filled(accelerator, [0.1]).state().items()}
+    assert Metrics(accelerator, state)._sums() == (["accuracy", "loss"], [0, 0, 0, 0])
+
+
+def test_the_order_of_the_sums_is_the_same_whatever_a_rank_has_restored(accelerator):
+    """A rank whose values come from a checkpoint may have them in another order."""
+    state = filled(accelerator, [0.1, 0.7]).state()
+    backwards = Metrics(accelerator, dict(reversed(state.items())))
+    assert backwards._sums() == Metrics(accelerator, state)._sums()
+
+
+def test_classification_metric_needs_no_network(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("tried to reach the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    metric = metrics.classification_metric(3)
+    for predictions, references in (([0, 0, 1], [0, 1, 1]), ([1], [1])):
+        metric.add_batch(predictions=predictions, references=references)
+    result = metric.compute()
+    assert result["accuracy"] == 0.75
+    assert result["confusion"] == [[1, 0, 0], [1, 2, 0], [0, 0, 0]]
+    assert result["f1_macro"] == pytest.approx((2 / 3 + 4 / 5 + 0) / 3)  # class 2 never occurs: 0
+
+
+GATHER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from accelerate import Accelerator
+from utils.metrics import Metrics, classification_metrics, gather_samples
+
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+# 4 samples on rank 0, none on rank 1, 2 on rank 2.
+own = [[torch.tensor([-1, 2]), torch.tensor([-3, -4])], [torch.zeros(0, dtype=torch.int64)],
+       [torch.tensor([5, 0])]][rank]
+assert gather_samples(accelerator, own).tolist() == [-1, 2, -3, -4, 5, 0]
+boxes = [part.double()[:, None].expand(-1, 3) / 7 for part in own]
+together = gather_samples(accelerator, boxes)
+assert together.shape == (6, 3) and together.dtype == torch.float64
+assert torch.equal(together[:, 2], torch.tensor([-1, 2, -3, -4, 5, 0], dtype=torch.float64) / 7)
+assert gather_samples(accelerator, [part > 0 for part in own]).tolist() == [0, 1, 0, 0, 1, 0]
+assert gather_samples(accelerator, [torch.zeros(0)]).shape == (0,)
+
+labels = [part.abs() % 2 for part in own]
+predictions = [torch.ones_like(part) for part in own]
+result = classification_metrics(accelerator, 2, predictions, labels)
+assert result["confusion"] == [[0, 3], [0, 3]], result
+
+stats = Metrics(accelerator)
+for part in own:
+    class Batch:
+        indices, weights = part, None
+        def __len__(self):
+            return len(self.indices)
+    stats.add(Batch(), loss=part.float(), weights=part.abs())
+means = stats.reduce()
+assert means == {"loss": (-1 + 4 - 9 - 16 + 25) / 15, "samples": 6}, means
+
+stats = Metrics(accelerator, all_ranks_add=False)
+if rank == 2:
+    stats.add(Batch(), loss=torch.tensor([1.0, 2.0]))
+assert stats.reduce() == {"loss": 1.5, "samples": 2}
+
+stats = Metrics(accelerator)
+batch = Batch()
+stats.add(batch, loss=torch.where(batch.indices == 5, torch.nan, 1.0), step=9)
+try:
+    stats.reduce()
+except SystemExit as stopped:
+    assert stopped.code == 2
+else:
+    raise AssertionError("a bad loss went on")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+def test_over_three_processes(launcher, tmp_path):
+    """Samples in the order of the ranks, one of which has none; a bad loss stops all of them."""
+    (tmp_path / "gather.py").write_text(GATHER)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", 3, "--master-port", free_port()]
+    done = launcher.python(*words, tmp_path / "gather.py", ROOT)
+    sentence = "error: the loss is not finite at step 9, for 1 samples with these indices in the"
+    assert done.stderr.count(f"{sentence} data: 5;") == 1  # said once

@@ -1,0 +1,166 @@
+import re
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT
+
+from utils.features import out_of_memory as memory
+from utils.features.out_of_memory import (
+    is_out_of_memory,
+    largest_that_fits,
+    limit_of_kept_tensors,
+)
+from utils.memory import own_peak_memory_gib, peak_memory_gib, reset_peak_memory
+
+
+@pytest.mark.parametrize(
+    "error",
+    [lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), MemoryError, None],
+    ids=["cuda", "python", "cpu allocator"],
+)
+def test_halves_until_it_fits_and_frees_what_failed(error):
+    tried = []
+    left = []
+
+    def attempt(size):
+        assert all(tensor() is None for tensor in left), "the last attempt is still in memory"
+        tried.append(size)
+        activations = torch.zeros(size)
+        left.append(weakref.ref(activations))
+        if size > 13:
+            if error is None:
+                torch.empty(2**55)
+            raise error()
+
+    assert largest_that_fits(attempt, 100, Accelerator(cpu=True)) == 13
+    assert tried == [100, 50, 25, 13]
+
+
+def test_an_error_that_is_not_about_memory_is_raised():
+    def attempt(size):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        largest_that_fits(attempt, 100, Accelerator(cpu=True))
+
+
+def test_zero_if_nothing_fits():
+    def attempt(size):
+        raise MemoryError
+
+    assert largest_that_fits(attempt, 5, Accelerator(cpu=True)) == 0
+
+
+def test_on_a_cpu_the_limit_is_cpu_memory_gib():
+    weight = torch.ones(1, requires_grad=True)
+
+    def attempt(size):
+        (torch.ones(size * 2**18) * weight).sum()  # keeps size MiB
+
+    accelerator = Accelerator(cpu=True)
+    assert largest_that_fits(attempt, 32, accelerator, cpu_memory_gib=9 / 1024) == 8
+    assert largest_that_fits(attempt, 32, accelerator) == 32
+
+
+def test_the_limit_counts_what_autograd_keeps():
+    weight = torch.ones(1000, requires_grad=True)
+    with limit_of_kept_tensors(4 * 3000):
+        (weight.exp().exp() * 2).sum()  # keeps two results of 4000 bytes
+    with pytest.raises(MemoryError), limit_of_kept_tensors(4 * 1500):
+        (weight.exp().exp() * 2).sum()
+
+
+def test_a_failed_allocation_of_a_library_is_out_of_memory():
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak can be reset under Linux only")
+def test_the_peak_rises_with_an_allocation_stays_and_is_reset():
+    device = torch.device("cpu")
+    reset_peak_memory(device)
+    before = own_peak_memory_gib(device)
+    big = torch.ones(2**26)  # 0.25 GiB
+    high = own_peak_memory_gib(device)
+    assert 0.2 < high - before < 0.3
+    del big
+    # The kernel counts on each core for itself and sums up now and then.
+    assert own_peak_memory_gib(device) == pytest.approx(high, abs=0.01)
+    reset_peak_memory(device)
+    assert own_peak_memory_gib(device) < before + 0.1
+
+
+def test_the_peak_of_one_process_is_its_own():
+    accelerator = Accelerator(cpu=True)
+    own = own_peak_memory_gib(accelerator.device)
+    assert own <= peak_memory_gib(accelerator) < own + 0.1
+
+
+@pytest.mark.slow
+def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher, tmp_path):
+    script = tmp_path / "probe.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from accelerate import Accelerator\n"
+        "from utils.features.out_of_memory import largest_that_fits\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "def attempt(size):\n"
+        "    if accelerator.process_index == 1 and size > 10:\n"
+        "        raise MemoryError\n"
+        "found = largest_that_fits(attempt, 64, accelerator)\n"
+        "print(f'process {accelerator.process_index}: {found}')\n"
+        "accelerator.wait_for_everyone()\n"
+        "accelerator.end_training()\n"
+    )
+    printed = launcher("cpu_ddp", script=tmp_path / "probe", timeout=60).stdout
+    # Two processes may write into one line.
+    assert [printed.count(f"process {rank}: 8") for rank in (0, 1)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."),
+            ", which asked for 2.50 GiB",
+        ),
+        (MemoryError(), ""),
+    ],
+)
+def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, asked):
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(memory.socket, "gethostname", lambda: "alpha")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    memory.explain_out_of_memory()
+    sys.excepthook(type(error), error, None)
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: rank 3 on alpha ran out of memory{asked}: take a smaller model")
+    assert said.count("\n") == 1
+    assert said.strip() in (tmp_path / "error.json").read_text()
+
+
+@pytest.mark.slow
+def test_more_weights_than_memory_are_a_sentence(tmp_path):
+    words = ["--hidden", 10**9, "--output_dir", tmp_path / "run"]
+    command = [sys.executable, ROOT / "scripts" / "mnist_mlp.py", *words]
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    line_of_code = r"scripts/mnist_mlp.py:\d+, which asked for 3136000000000 bytes: take"
+    assert re.search(rf"ran out of memory at \S*{line_of_code}", line)
+    assert "Traceback" not in done.stderr
+
+
+def test_another_error_keeps_its_traceback(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *words: seen.append(words))
+    memory.explain_out_of_memory()
+    for error in (RuntimeError("shapes differ"), KeyboardInterrupt()):
+        sys.excepthook(type(error), error, None)
+    assert [kind for kind, *_ in seen] == [RuntimeError, KeyboardInterrupt]

@@ -1,0 +1,418 @@
+"""The bookkeeping of a run, in scripts as users write them."""
+
+import argparse
+import json
+import math
+import sys
+
+import pytest
+import run_many
+import safetensors.torch
+import torch
+from accelerate.tracking import GeneralTracker
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from utils import launch
+from utils import run_folder as tracking
+from utils.loader import GlobalLoader
+from utils.run import Run, is_better, metric_direction
+from utils.signals import EXIT_REQUEUE, StopSignal
+
+
+def arguments(folder, **changes):
+    given = {"output_dir": str(folder), "batch_size": 10, "seed": 0, "log_every": 2}
+    return argparse.Namespace(**{**given, **changes})
+
+
+def data(length, seed=0):
+    inputs = torch.randn(length, 3, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+class Regression:
+    """A script of a user's: 4 steps an epoch, test metrics as the test says."""
+
+    def __init__(self, results=None, epochs=6, stop_at=None):
+        self.results = results or {}
+        self.epochs = epochs
+        self.stop_at = stop_at  # (step, "step" or "test"): a signal there
+
+    def __call__(self, args, **options):
+        accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
+        self.run = run = Run(accelerator, args)
+        train_loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        test_loader = GlobalLoader(data(7, seed=1), 3, accelerator)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        run.start(train_loader, test_loader, self.epochs * 4, checkpoint={"model": model, "optimizer": optimizer})
+        for epoch in run.epochs():
+            model.train()
+            for batch in run.batches(train_loader, epoch):
+                inputs, targets = batch.data
+                with accelerator.accumulate(model):
+                    losses = (model(inputs) - targets).square().squeeze(1)
+                    accelerator.backward(batch.mean_loss(losses))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.log_train(batch, loss=losses)
+                self.stop_if(run.step + 1, "step")
+            model.eval()
+            metrics = run.new_metrics()
+            for batch in run.test_batches(test_loader):
+                inputs, targets = batch.data
+                with torch.no_grad():
+                    error = (model(inputs) - targets).squeeze(1)
+                metrics.add(batch, loss=error.square(), bias=-error.abs())
+                self.stop_if(run.step, "test")
+            result = metrics.reduce()
+            run.log_test({**result, **self.results.get(run.step, {})})
+        run.finish()
+
+    def stop_if(self, *place):
+        if self.stop_at == place:
+            self.run.stop_signal.received = 15
+            self.stop_at = None
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Runs a script in tmp_path/<folder>; returns its exit code. No curves.png: most of a test's
+    time would go there."""
+    monkeypatch.setattr(tracking, "plot_curves", lambda *_: None)
+
+    def start(script, folder="run", options=None, **changes):
+        try:
+            script(arguments(tmp_path / folder, **changes), **(options or {}))
+            return None
+        except SystemExit as stopped:
+            return stopped.code
+        finally:
+            if hasattr(script, "run"):
+                script.run.tracker.lock.release()
+            run_many.reset_accelerate()
+
+    return start
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def lines(folder, split):
+    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timings = ("samples_per_s", "data_wait_pct")
+    every = [{name: v for name, v in line.items() if name not in timings} for line in every]
+    return [line for line in every if line["split"] == split]
+
+
+# Best at step 8; three tests without a better one after it: at 12, 16 and 20.
+SCORES = {4: 0.5, 8: 0.9, 12: 0.2, 16: 0.8, 20: 0.9, 24: 1.0}
+RESULTS = {step: {"score": score, "f1": score, "confusion": [[1]]} for step, score in SCORES.items()}
+
+
+def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
+    assert start(Regression(RESULTS, epochs=5), save_best="score") is None
+    assert start(Regression(RESULTS, epochs=2), "short") is None
+    run = tmp_path / "run"
+    best = safetensors.torch.load_file(run / "model_best.safetensors")
+    last = safetensors.torch.load_file(run / "model.safetensors")
+    at_step_8 = safetensors.torch.load_file(tmp_path / "short" / "model.safetensors")
+    assert all(torch.equal(best[name], tensor) for name, tensor in at_step_8.items())
+    assert not all(torch.equal(best[name], tensor) for name, tensor in last.items())
+    found = summary(run)
+    assert (found["best_score"], found["best_step"], found["test_score"]) == (0.9, 8, 0.9)
+    assert found["stopped_early"] is False
+    assert not (tmp_path / "short" / "model_best.safetensors").exists()
+
+
+def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsys):
+    assert start(Regression(RESULTS), save_best="score", patience=3) is None
+    assert "stopped early: 3 tests in a row without a better score" in capsys.readouterr().out
+    found = summary(tmp_path / "run")
+    assert (found["step"], found["stopped_early"], found["best_step"]) == (20, True, 8)
+    assert (found["test_f1"], found["test_confusion"], found["best_f1"]) == (0.9, [[1]], 0.9)
+    assert [line["step"] for line in lines(tmp_path / "run", "test")] == [4, 8, 12, 16, 20]
+    # Resumed, it knows that it is complete.
+    assert start(Regression(RESULTS), save_best="score", patience=3, resume=True) == 0
+    assert "the run stopped early, after 20 steps: nothing to do" in capsys.readouterr().out
+
+
+STOPS = [(3, "step"), (8, "step"), (8, "test"), (10, "step"), (16, "test"), (20, "test")]
+
+
+@pytest.mark.parametrize("stop_at", STOPS)
+@pytest.mark.parametrize("checkpoint_every", [0, 3])
+def test_resumed_in_the_middle_it_keeps_the_same_best_and_stops_at_the_same_step(
+    start, tmp_path, stop_at, checkpoint_every
+):
+    flags = {"save_best": "score", "patience": 3, "checkpoint_every": checkpoint_every}
+    assert start(Regression(RESULTS), "whole", **flags) is None
+    assert start(Regression(RESULTS, stop_at=stop_at), **flags) == EXIT_REQUEUE
+    assert start(Regression(RESULTS), resume=True, **flags) is None
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for name in ("model.safetensors", "model_best.safetensors"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes()
+    assert (run / "metrics.jsonl").exists()
+    for split in ("train", "test"):
+        assert lines(run, split) == lines(whole, split)
+    for name in ("step", "best_step", "best_score", "stopped_early", "test_loss"):
+        assert summary(run)[name] == summary(whole)[name]
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 3])
+def test_killed_between_the_last_test_and_the_end_nothing_counts_twice(start, tmp_path, monkeypatch, checkpoint_every):
+    flags = {"save_best": "score", "patience": 3, "checkpoint_every": checkpoint_every}
+    assert start(Regression(RESULTS), "whole", **flags) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finish", lambda run: sys.exit(9))
+        assert start(Regression(RESULTS), **flags) == 9
+    assert start(Regression(RESULTS), resume=True, **flags) is None
+    for split in ("train", "test"):
+        assert lines(tmp_path / "run", split) == lines(tmp_path / "whole", split)
+    assert summary(tmp_path / "run")["step"] == 20
+
+
+def test_another_metric_to_keep_is_refused_on_a_resume(start, capsys):
+    assert start(Regression(stop_at=(6, "step")), save_best="loss") == EXIT_REQUEUE
+    assert start(Regression(), save_best="bias", resume=True) == 2
+    assert "save_best was 'loss' and is 'bias'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"save_best": "f1"}, "error: --save_best f1 needs the metric f1, and the test has loss, bias: name one of"),
+        ({"save_best": "max:recall"}, "error: --save_best recall needs the metric recall"),
+    ],
+)
+def test_an_unknown_metric_is_one_sentence(start, capsys, flags, sentence):
+    assert start(Regression(), **flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(sentence)
+    assert len(error.splitlines()) == 1
+
+
+def test_regression_metrics_may_be_negative(start, tmp_path):
+    """bias is never positive, and more of it is better."""
+    assert start(Regression(epochs=3), save_best="max:bias") is None
+    tests = lines(tmp_path / "run", "test")
+    best = max(tests, key=lambda line: line["bias"])
+    assert best["bias"] < 0
+    found = summary(tmp_path / "run")
+    assert (found["best_bias"], found["best_step"]) == (best["bias"], best["step"])
+    assert found["best_loss"] == min(line["loss"] for line in tests)
+
+
+def test_a_metric_that_begins_with_nan_can_still_be_best(start, tmp_path):
+    results = {4: {"score": math.nan}, 8: {"score": 0.5}, 12: {"score": math.nan}}
+    assert start(Regression(results, epochs=3), save_best="score") is None
+    assert summary(tmp_path / "run")["best_step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("loss", ("loss", True)),
+        ("box_loss", ("box_loss", True)),
+        ("error_px", ("error_px", True)),
+        ("rmse", ("rmse", True)),
+        ("perplexity", ("perplexity", True)),
+        ("accuracy", ("accuracy", False)),
+        ("lossless", ("lossless", False)),
+        ("r2", ("r2", False)),
+        ("min:r2", ("r2", True)),
+        ("max:loss", ("loss", False)),
+        ("mean:x", ("mean:x", False)),
+    ],
+)
+def test_which_is_better(metric, expected):
+    assert metric_direction(metric) == expected
+
+
+def test_is_better():
+    assert is_better(1.0, 2.0, lower_is_better=True)
+    assert is_better(2.0, 1.0, lower_is_better=False)
+    assert is_better(-1.0, math.nan, lower_is_better=True)
+    assert not is_better(math.nan, 1.0, lower_is_better=True)
+    assert not is_better(1.0, 1.0, lower_is_better=True)
+
+
+# --- the smallest runs ------------------------------------------------------------------------
+
+
+class Small:
+    """No metrics, no test, no schedule; two optimizers, if asked for."""
+
+    def __init__(self, optimizers=1, accumulate=True, leave_at=None, counted=False):
+        self.optimizers = optimizers
+        self.accumulate = accumulate
+        self.leave_at = leave_at
+        self.counted = counted
+        self.seen = []
+
+    def __call__(self, args, **options):
+        accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
+        self.run = run = Run(accelerator, args)
+        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        model = nn.Linear(3, 1)
+        made = [torch.optim.SGD([parameter], 0.01 * (place + 1)) for place, parameter in enumerate(model.parameters())][
+            : self.optimizers
+        ]
+        state = {}
+        if self.optimizers:
+            model, *made = accelerator.prepare(model, *made)
+            names = ["optimizer", "bias_optimizer"]
+            state = {"model": model, **dict(zip(names, made, strict=False))}
+        run.start(loader, None, 4, checkpoint=state)
+        for epoch in run.epochs():
+            for batch in run.batches(loader, epoch):
+                inputs, targets = batch.data
+
+                def step(inputs=inputs, targets=targets, batch=batch):
+                    losses = (model(inputs) - targets).square().squeeze(1)
+                    accelerator.backward(batch.mean_loss(losses))
+                    for optimizer in made:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    return losses
+
+                if self.accumulate:
+                    with accelerator.accumulate(model):
+                        losses = step()
+                else:
+                    losses = step()
+                if self.counted:
+                    run.log_train(batch, loss=losses)
+                self.seen.append((run.step, torch.rand(()).item()))
+                if len(self.seen) == self.leave_at:
+                    break
+        run.finish()
+
+
+def test_a_run_without_metrics_and_without_a_test(start, tmp_path, capsys):
+    assert start(Small()) is None
+    assert "done: 4 steps in " in capsys.readouterr().out
+    assert summary(tmp_path / "run")["step"] == 4
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [2, 4]
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_to_keep_the_best_without_a_test_is_a_warning(start, capsys):
+    assert start(Small(), save_best="loss") is None
+    assert "warning: no best loss was kept: the run has no test" in capsys.readouterr().out
+
+
+def test_a_learning_rate_for_each_optimizer(start, tmp_path):
+    assert start(Small(optimizers=2, counted=True)) is None
+    for line in lines(tmp_path / "run", "train"):
+        assert (line["optimizer_lr"], line["bias_optimizer_lr"]) == (0.01, 0.02)
+        assert "lr" not in line
+    assert start(Small(), "one") is None
+    assert lines(tmp_path / "one", "train")[0]["lr"] == 0.01
+
+
+def test_the_model_is_seeded_by_the_place_in_the_run(start):
+    first, second = Small(), Small()
+    torch.manual_seed(1)
+    start(first)
+    torch.manual_seed(2)
+    start(second, "other")
+    assert first.seen == second.seen
+    assert len({number for _, number in first.seen}) == 4
+
+
+def test_test_batches_are_seeded_each_for_itself(start):
+    drawn = []
+
+    class Noisy(Regression):
+        def stop_if(self, step, kind):
+            if kind == "test":
+                drawn.append(torch.rand(()).item())
+
+    start(Noisy(epochs=2))
+    assert len(drawn) == 2 * 3
+    assert len(set(drawn)) == 6
+
+
+@pytest.mark.parametrize("accumulation", [2, 5])
+def test_accumulate_that_was_forgotten_is_an_error(start, accumulation):
+    with pytest.raises(RuntimeError, match="gradient accumulation is out of step"):
+        start(Small(accumulate=False), gradient_accumulation_steps=accumulation)
+
+
+def test_without_accumulation_steps_accumulate_may_be_left_out(start):
+    assert start(Small(accumulate=False)) is None
+
+
+def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path):
+    """As the docstring of `batches` says."""
+    assert start(Small(leave_at=3)) is None
+    assert summary(tmp_path / "run")["step"] == 2
+    assert "break" in Run.batches.__doc__
+
+
+def test_a_complete_run_ends_with_exit_code_0(start, tmp_path, capsys):
+    assert start(Small()) is None
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
+    assert start(Small(), resume=True) == 0
+    assert "all 4 steps are done: nothing to do" in capsys.readouterr().out
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
+    assert {path: after[path] for path in before if path.name != ".lock"} == {
+        path: at for path, at in before.items() if path.name != ".lock"
+    }
+
+
+def test_without_resume_a_folder_with_a_run_is_refused(start, capsys):
+    assert start(Small()) is None
+    assert start(Small()) == 2
+    assert "already holds a run: add --resume" in capsys.readouterr().err
+
+
+# --- trackers ---------------------------------------------------------------------------------
+
+
+class OwnTracker(GeneralTracker):
+    name = "own"
+    requires_logging_directory = False
+
+    def __init__(self):
+        super().__init__()
+        self.logged, self.config = [], None
+
+    @property
+    def tracker(self):
+        return self.logged
+
+    def store_init_configuration(self, values):
+        self.config = values
+
+    def log(self, values, step=None, **_):
+        self.logged.append((step, values))
+
+
+def test_a_tracker_of_your_own_gets_every_number(start, tmp_path):
+    tracker = OwnTracker()
+    assert start(Regression(epochs=1), options={"log_with": tracker}) is None
+    assert tracker.config["batch_size"] == 10
+    steps = [step for step, _ in tracker.logged]
+    assert steps == [2, 4, 4]
+    test = tracker.logged[-1][1]
+    (line,) = lines(tmp_path / "run", "test")
+    assert test == {f"test/{name}": line[name] for name in ("loss", "bias", "samples")}
+    assert tracker.logged[0][1]["train/lr"] == 0.01
+
+
+@pytest.mark.slow
+def test_the_folder_of_tensorboard_is_printed(start, tmp_path, capsys):
+    assert start(Regression(epochs=1), log_with="tensorboard") is None
+    out = capsys.readouterr().out
+    (line,) = [each for each in out.splitlines() if each.startswith("tensorboard ")]
+    folder = line.split()[-1]
+    assert folder.startswith(str(tmp_path / "run"))
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+def test_the_signal_is_handled_by_the_class_that_tests_patch():
+    assert Run.__init__.__globals__["StopSignal"] is StopSignal

@@ -1,0 +1,221 @@
+"""What runs is what the config file asked for, is the same on all processes, and is announced."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils import DistributedType
+
+from utils import topology
+
+
+def fake_accelerator(processes=1, device="cpu", kind="NO", precision="no", fsdp_version=2):
+    return SimpleNamespace(
+        num_processes=processes,
+        device=torch.device(device),
+        distributed_type=DistributedType(kind),
+        is_fsdp2=kind == "FSDP" and fsdp_version == 2,
+        mixed_precision=precision,
+        is_main_process=True,
+        print=print,
+    )
+
+
+def cluster(**keys):
+    keys = {"distributed_type": "NO", "num_processes": 1, "use_cpu": False, "debug": False} | keys
+    return ClusterConfig(compute_environment="LOCAL_MACHINE", mixed_precision="no", **keys)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    def ask(config, **options):
+        options = SimpleNamespace(cpu=False, num_processes=None, config_file="some.yaml", **options)
+        monkeypatch.setattr(topology, "requested_topology", lambda: (options, config))
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "runs", "sentence"),
+    [
+        ({}, {"WORLD_SIZE": "2"}, {}, "the launcher started 2 processes, but they do not find each"),
+        (
+            {"distributed_type": "MULTI_CPU", "num_processes": 4, "use_cpu": True},
+            {},
+            {},
+            "asks for 4 processes with distributed_type MULTI_CPU, but the run has 1 process:",
+        ),
+        ({}, {}, {}, "asks for a GPU and none is visible"),
+        ({"distributed_type": "FSDP", "gpu_ids": "-1,-1"}, {}, {"kind": "MULTI_CPU"}, "asks for FSDP"),
+        ({"num_processes": 8}, {"WORLD_SIZE": "4"}, {"processes": 4, "device": "cuda"}, "asks for 8 processes"),
+        ({"use_cpu": True}, {}, {"precision": "fp16"}, "precision fp16 needs a GPU: "),
+        (
+            {"distributed_type": "FSDP", "num_processes": 2},
+            {"WORLD_SIZE": "2"},
+            {"processes": 2, "device": "cuda", "kind": "FSDP", "fsdp_version": 1},
+            "version 1 of FSDP runs: set fsdp_version to 2",
+        ),
+    ],
+)
+def test_another_topology_than_asked_for_stops_the_run(asked, monkeypatch, capsys, config, environment, runs, sentence):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if "gpu_ids" in config:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", config["gpu_ids"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    asked(cluster(**config))
+    with pytest.raises(SystemExit):
+        topology.check_topology(fake_accelerator(**runs))
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_topology_that_was_asked_for_runs(asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    asked(cluster(use_cpu=True))
+    topology.check_topology(fake_accelerator(precision="bf16"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    asked(cluster(distributed_type="FSDP", num_processes=4))
+    topology.check_topology(fake_accelerator(4, "cuda", "FSDP", "fp16"))
+    asked(cluster(distributed_type="MULTI_GPU", num_processes="gpu"))
+    topology.check_topology(fake_accelerator(4, "cuda", "MULTI_GPU"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 in the environment, without MASTER_ADDR, is not from a"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment, without MASTER_ADDR, is not from"),
+        (
+            {"LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+            "LOCAL_RANK=1 and WORLD_SIZE=2 in the environment, without MASTER_ADDR, is not from a "
+            "launcher: unset LOCAL_RANK WORLD_SIZE, or start",
+        ),
+        ({"WORLD_SIZE": "1"}, ""),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_another_launcher_left_in_the_environment_is_named(monkeypatch, capsys, variables, sentence):
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not sentence:
+        return topology.check_environment()
+    with pytest.raises(SystemExit):
+        topology.check_environment()
+    assert f"error: {sentence}" in capsys.readouterr().err
+
+
+def test_more_processes_than_gpus_stop_the_run(monkeypatch, capsys):
+    """Accelerate itself takes the local rank modulo the number of GPUs: two processes share one."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        topology.check_topology(fake_accelerator(4, "cuda", "MULTI_GPU"))
+    error = capsys.readouterr().err
+    assert "4 processes were started on a machine where 2 GPUs are visible" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n", "asks for 2 processes"),
+        ("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n", "no available devices found"),
+    ],
+)
+def test_configs_that_accelerate_takes_for_something_else(launcher, name, text):
+    config = launcher.folder / "trap.yaml"
+    config.write_text(name)
+    done = launcher(str(config), "--output_dir", "run", check=False)
+    assert done.returncode != 0
+    assert text in done.stderr
+    assert not (launcher.folder / "run").exists()
+
+
+@pytest.mark.slow
+def test_use_cpu_with_several_processes_is_one_job(launcher, small_mnist):
+    """Accelerate alone would train two separate models here."""
+    config = launcher.folder / "two.yaml"
+    config.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n")
+    done = launcher(str(config), "--dataset", small_mnist, "--max_steps", 2, "--output_dir", "run")
+    assert "2 processes on 1 machine (MULTI_CPU over gloo)" in done.stdout
+    assert done.stdout.count("done: ") == 1
+
+
+@pytest.mark.slow
+def test_fp16_on_a_cpu_stops_the_run(launcher):
+    """Accelerate would train in float32 and not say so."""
+    config = launcher.folder / "half.yaml"
+    config.write_text("distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\nmixed_precision: fp16\n")
+    done = launcher(str(config), "--output_dir", "run", check=False)
+    assert done.returncode != 0
+    assert "error: precision fp16 needs a GPU: " in done.stderr
+    assert not (launcher.folder / "run").exists()
+
+
+def test_a_gpu_config_without_a_gpu_names_the_way_out(launcher):
+    if torch.accelerator.is_available():
+        pytest.skip("there is a GPU here")
+    done = launcher("single_gpu", check=False)
+    assert "asks for a GPU and none is visible here: use cpu.yaml or cpu_ddp.yaml" in done.stderr
+
+
+def test_what_differs_between_processes_is_named(monkeypatch, capsys):
+    facts = {"lr": 0.1, "output_dir": "a", "seed": 0, "resume_invariants": ("lr",)}
+    shared = []
+    for host, lr in (("alpha", 0.1), ("beta", 0.1), ("gamma", 0.2)):
+        shared.append((host, {"lr": lr, "seed": 0}))
+    monkeypatch.setattr(topology, "gather_object", lambda mine: [*mine, *shared[1:2]])
+    assert topology.same_on_all(facts) == facts
+    monkeypatch.setattr(topology, "gather_object", lambda mine: shared)
+    with pytest.raises(SystemExit):
+        topology.same_on_all(facts)
+    assert capsys.readouterr().err == ("error: rank 2 on gamma has lr 0.2, not 0.1 as rank 0 on alpha\n")
+
+
+def test_the_banner_says_what_will_run(capsys):
+    process = {"device": "cpu", "device_name": None, "cpu_threads": 1}
+    runs = {
+        "config_file": "some.yaml",
+        "distributed_type": "MULTI_CPU",
+        "backend": "gloo",
+        "num_processes": 4,
+        "data_parallel_gpus": 1,
+        "mixed_precision": "bf16",
+        "gradient_accumulation_steps": 2,
+        "virtual_processes": 0,
+        "processes": [process | {"host": host} for host in ("alpha", "alpha", "beta", "beta")],
+    }
+    data = {"dataset": "mnist", "train samples": 1003}
+    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, data, 64)
+    assert capsys.readouterr().out.splitlines() == [
+        "topology      4 processes on 2 machines (MULTI_CPU over gloo), each cpu with 1 thread, precision bf16",
+        "config        some.yaml",
+        "global batch  64 = 8 per process x 4 processes x 2 accumulation steps",
+        "steps         25 steps = 2.5 epochs of 10",
+        "data          dataset mnist, train samples 1003",
+        "output        runs/a",
+    ]
+    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
+    assert "dataset a\\x1b[31m\n" in capsys.readouterr().out  # and not in red
+    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {}, 64, batch="4 micro-batches")
+    assert "64 = 4 micro-batches x 2 accumulation steps" in capsys.readouterr().out
+
+
+def test_the_command_to_continue_is_the_one_that_was_typed(monkeypatch):
+    config = "accelerate_configs/cpu.yaml"
+    words = ["--config_file", config, "scripts/mnist_mlp.py", "--output_dir", "a b"]
+    options = topology.launch_command_parser().parse_args(words)
+    monkeypatch.setattr(topology, "launcher_words", lambda: words)
+    monkeypatch.setattr(topology, "requested_topology", lambda: (options, None))
+    monkeypatch.setattr(sys, "argv", words[2:])
+    expected = f"accelerate launch --config_file {config} scripts/mnist_mlp.py --output_dir 'a b' --resume"
+    assert topology.resume_command() == expected
+    monkeypatch.setattr(sys, "argv", [*words[2:], "--resume"])
+    assert topology.resume_command() == expected

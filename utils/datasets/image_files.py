@@ -1,0 +1,323 @@
+"""Image files of any size and kind, decoded when a batch needs them, and augmented at random."""
+
+import functools
+import hashlib
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from PIL import Image, ImageOps
+from torch.nn import functional as F
+from torch.utils.data import Dataset, default_collate
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import v2 as transforms
+
+from ..datasets.images_in_memory import to_rgb
+from ..loader import UnreadableItem
+
+EXIF_ORIENTATION = 0x0112
+MEAN_COLOUR = (124, 116, 104)  # of ImageNet, RGB
+
+
+def open_upright(cell: dict) -> Image.Image:
+    """Open the image of a cell {"bytes", "path"} of a `datasets` Image column.
+
+    The image is rotated as its EXIF data say. Without such a rotation it is not decoded yet.
+    """
+    image = Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"]))
+    if image.getexif().get(EXIF_ORIENTATION, 1) == 1:
+        return image
+    return ImageOps.exif_transpose(image)
+
+
+def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], size: int) -> torch.Tensor:
+    """Crop `box` (left, top, width, height; in pixels) and resize it to (size, size).
+
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crop then still has `size` pixels: this
+    saves a part of the inverse transform, and averages pixels as antialiasing would. Bilinear with
+    antialiasing, by torch, which resizes uint8 images twice as fast as PIL.
+
+    Returns:
+        uint8 (size, size, 3), RGB.
+    """
+    left, top, width, height = box
+    whole_width, whole_height = image.size
+    factor = int(min(width, height) // size)
+    if factor >= 2:
+        # The decoder takes the next power of two, and never less than the size that is asked for.
+        image.draft("RGB", (whole_width // factor, whole_height // factor))
+    x_scale = image.size[0] / whole_width
+    y_scale = image.size[1] / whole_height
+    first_column = int(left * x_scale + 0.5)
+    first_row = int(top * y_scale + 0.5)
+    last_column = max(int((left + width) * x_scale + 0.5), first_column + 1)
+    last_row = max(int((top + height) * y_scale + 0.5), first_row + 1)
+    part = to_rgb(image).crop((first_column, first_row, last_column, last_row))
+    pixels = torch.from_numpy(np.array(part)).permute(2, 0, 1)[None]
+    resized = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+    return resized[0].permute(1, 2, 0)
+
+
+class CenterCrop:
+    """The middle of an image: resize the shorter side to `resize`, then crop (size, size)."""
+
+    deterministic = True
+
+    def __init__(self, size: int, resize: int):
+        self.size = size
+        self.resize = resize
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """A PIL image to uint8 (size, size, 3)."""
+        side = self.size * min(image.size) / self.resize
+        width, height = image.size
+        box = ((width - side) / 2, (height - side) / 2, side, side)
+        return crop_and_resize(image, box, self.size)
+
+
+class RandomAugment:
+    """torchvision's transforms for training. They draw from torch's global generator.
+
+    Args:
+        size: pixels of a side of the result.
+        min_area: smallest area of a crop, as a fraction of the image.
+        flip: probability of a horizontal flip.
+        trivial_augment: apply one random operation at a random strength. Source:
+            https://arxiv.org/abs/2103.10158.
+        erase: probability that a rectangle gets the mean colour. Source:
+            https://arxiv.org/abs/1708.04896.
+    """
+
+    deterministic = False
+
+    def __init__(
+        self, size: int, min_area: float = 0.08, flip: float = 0.5, trivial_augment: bool = False, erase: float = 0.0
+    ):
+        self.size = size
+        self.min_area = min_area
+        self.flip = flip
+        self.policy = None
+        if trivial_augment:
+            bilinear = transforms.InterpolationMode.BILINEAR
+            self.policy = transforms.TrivialAugmentWide(interpolation=bilinear)
+        self.eraser = transforms.RandomErasing(erase, value=list(MEAN_COLOUR)) if erase else None
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """A PIL image to uint8 (size, size, 3)."""
+        top, left, height, width = RandomResizedCrop.get_params(image, (self.min_area, 1.0), (3 / 4, 4 / 3))
+        pixels = crop_and_resize(image, (left, top, width, height), self.size)
+        if torch.rand(()) < self.flip:
+            pixels = pixels.flip(1)
+        if self.policy is not None:
+            pixels = torch.from_numpy(np.array(self.policy(Image.fromarray(pixels.numpy()))))
+        if self.eraser is not None:
+            pixels = self.eraser(pixels.permute(2, 0, 1)).permute(1, 2, 0)
+        return pixels
+
+
+class ImageFiles(Dataset):
+    """A map-style dataset of a split whose images are decoded when they are read.
+
+    An item is (uint8 (H, W, 3), label). In a batch of `collate` the images are (N, 3, H, W) in
+    channels_last.
+
+    Args:
+        split: a `data.Split`.
+        transform: makes a uint8 tensor (H, W, 3) of a PIL image. It may draw from the global
+            generators of torch, Python and NumPy, which GlobalLoader seeds for each item. A
+            transform that draws nothing says so with an attribute `deterministic = True`.
+    """
+
+    def __init__(self, split, transform):
+        self.split = split
+        self.transform = transform
+        self.labels = split.labels
+        self.classes = split.classes
+        self.deterministic = getattr(transform, "deterministic", False)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        """Raises: UnreadableItem, naming the file, if the image cannot be decoded."""
+        try:
+            return self.read(index), int(self.labels[index])
+        except ValueError as error:
+            raise UnreadableItem(f"--dataset {self.split.dataset}: {error}; --skip_bad_images leaves it out") from error
+
+    def read(self, index: int) -> torch.Tensor:
+        """The image alone. Raises: ValueError, naming the file, if it cannot be decoded."""
+        cell = self.split.rows[int(index)][self.split.image_column]
+        try:
+            with open_upright(cell) as image:
+                return self.transform(image)
+        except Exception as error:  # PIL has no common class for what its thirty readers raise
+            name = cell["path"] or "the image"
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{name} (row {index}) cannot be decoded: {reason}") from error
+
+    @staticmethod
+    def collate(items: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        """Images, uint8 (N, 3, H, W) in channels_last, and labels, int64 (N,)."""
+        images, labels = default_collate(items)
+        return [images.permute(0, 3, 1, 2), labels]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.split)
+
+
+def default_num_workers(accelerator: Accelerator) -> int:
+    """Worker processes for ImageFiles: this process's part of the cores, at most 16.
+
+    None if the CPU trains, because then no core is idle.
+    """
+    if accelerator.device.type == "cpu":
+        return 0
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(16, cores))
+
+
+def without_bad_images(split, accelerator: Accelerator, num_workers: int | None = None):
+    """Read all images, and leave out those that cannot be decoded.
+
+    Collective: call it on every rank. Call it before the first step: the order of the data is
+    then a permutation of the images that are left, on any topology.
+
+    Args:
+        num_workers: threads. None or 0: one for each core.
+
+    Returns:
+        The split without the bad images, and {row: why it cannot be decoded}.
+    """
+    dataset = ImageFiles(split, CenterCrop(8, 8))  # small: decoding costs the most, not resizing
+
+    def why_bad(row: int) -> str | None:
+        try:
+            dataset.read(row)
+            return None
+        except ValueError as error:
+            return str(error)
+
+    rows = range(accelerator.process_index, len(dataset), accelerator.num_processes)
+    with ThreadPoolExecutor(num_workers or os.cpu_count()) as pool:
+        reasons = list(pool.map(why_bad, rows))
+    mine = [(row, reason) for row, reason in zip(rows, reasons, strict=True) if reason]
+    bad = dict(gather_object(mine))
+    if not bad:
+        return split, bad
+    good = [row for row in range(len(dataset)) if row not in bad]
+    return split._replace(rows=split.rows.select(good), labels=split.labels[good]), bad
+
+
+def fingerprint(split) -> str:
+    """16 hex digits that change with the labels and the images' number, names and sizes in bytes.
+
+    They do not depend on the pixels: to read all of a large dataset takes as long as an epoch.
+    """
+    import pyarrow.compute
+
+    digest = hashlib.sha256()
+    digest.update(split.labels.numpy())
+    column = split.rows.data.column(split.image_column)
+    contents = pyarrow.compute.struct_field(column, "bytes")
+    paths = pyarrow.compute.struct_field(column, "path").to_pylist()
+    # From the offsets in the table: no image is read.
+    sizes = pyarrow.compute.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
+    for row in np.flatnonzero(sizes == -1):  # a file beside the table
+        sizes[row] = file_size(paths[row])
+    digest.update(sizes)
+    for path in paths:
+        digest.update("/".join(Path(path or "").parts[-2:]).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def file_size(path: str | None) -> int:
+    """Bytes of a file; -1 if it cannot be read, of which reading it will say more."""
+    try:
+        return os.path.getsize(path or "")
+    except OSError:
+        return -1
+
+
+class SyntheticImages(Dataset):
+    """Random images of 1000 classes. All batches of one length are the same tensors on the device.
+
+    Reading and copying then cost nothing, and what is measured is the speed of training.
+
+    Args:
+        num_samples: length of the dataset.
+        size: pixels of a side.
+        device: where the images lie.
+    """
+
+    deterministic = True
+    fingerprint = "synthetic"
+
+    def __init__(self, num_samples: int, size: int, device: torch.device):
+        self.num_samples = num_samples
+        self.size = size
+        self.device = device
+        self.classes = [str(label) for label in range(1000)]
+        self.batches = {}  # by number of samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> int:
+        """The index: `collate` looks at the number of items only."""
+        return index
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+    def collate(self, indices: list[int]) -> list[torch.Tensor]:
+        """Images, uint8 (N, 3, H, W) in channels_last, and labels, int64 (N,)."""
+        count = len(indices)
+        if count not in self.batches:
+            generator = torch.Generator(self.device).manual_seed(0)
+            shape = (count, self.size, self.size, 3)
+            options = {"generator": generator, "device": self.device}
+            images = torch.randint(256, shape, dtype=torch.uint8, **options)
+            labels = torch.randint(len(self.classes), (count,), **options)
+            self.batches[count] = [images.permute(0, 3, 1, 2), labels]
+        return self.batches[count]
+
+
+def mix(images: torch.Tensor, mixup: float, cutmix: float, seed: int, step: int):
+    """Mixup or CutMix of neighbours: sample 2i with sample 2i + 1.
+
+    The fraction and the box are the same for all samples of a step, a function of (seed, step).
+    Neighbours are mixed, and not samples of a permutation, because one process then holds both,
+    whatever the number of processes.
+    Sources: https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899.
+
+    Args:
+        images: uint8 (N, 3, H, W), N even.
+        mixup, cutmix: alpha of the Beta distribution; 0: off. With both, half of the steps each.
+
+    Returns:
+        The mixed images, float32 after mixup and else uint8, 0 to 255; int64 (N,), which sample
+        each one is mixed with; the fraction of each image that is its own.
+    """
+    partners = torch.arange(len(images), device=images.device)
+    if not mixup and not cutmix:
+        return images, partners, 1.0
+    partners = partners ^ 1
+    rng = np.random.default_rng([seed, step])
+    if mixup and (not cutmix or rng.random() < 0.5):
+        own = rng.beta(mixup, mixup)
+        return torch.lerp(images[partners].float(), images.float(), own), partners, own
+    height, width = images.shape[2:]
+    y, x = rng.random(2)
+    half = 0.5 * np.sqrt(1 - rng.beta(cutmix, cutmix))
+    top, bottom = (int(height * np.clip(y + side, 0, 1)) for side in (-half, half))
+    left, right = (int(width * np.clip(x + side, 0, 1)) for side in (-half, half))
+    mixed = images.clone()
+    mixed[:, :, top:bottom, left:right] = images[partners, :, top:bottom, left:right]
+    return mixed, partners, 1 - (bottom - top) * (right - left) / (height * width)

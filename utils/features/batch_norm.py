@@ -1,0 +1,89 @@
+"""BatchNorm statistics that do not depend on the number of processes.
+
+BatchNorm normalises each micro-batch of a process by the statistics of that micro-batch. Gradients
+therefore depend on the micro-batch size, and nothing can correct that afterwards. (SyncBatchNorm
+computes the statistics over the micro-batches of all processes.)
+
+What this module does: P processes with k accumulation steps give exactly the weights and running
+statistics of one process with P x k accumulation steps. For that, all micro-batches of a step
+get the same weight, and a step changes the running statistics by `momentum` once:
+
+    running = (1 - momentum) x running + momentum x mean of the micro-batches' statistics
+"""
+
+import contextlib
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..sampler import virtual_processes
+from .virtual_processes import Node, TreeSum, current_logical_rank, push
+
+
+class BatchNorms:
+    """The BatchNorm layers of a model, with one step of their running statistics a step.
+
+        batch_norms = BatchNorms(model, accelerator)
+        ...
+            with accelerator.accumulate(model), batch_norms.averaged():
+                ...
+
+    DDP's broadcast_buffers copies the statistics of process 0 to all others instead, and what the
+    others computed is lost: set `model.forward_sync_buffers = False`.
+
+    Making one is collective. A layer that is frozen (in evaluation mode) keeps its statistics.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator):
+        self.accelerator = accelerator
+        layers = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+        self.momentum = {layer: layer.momentum for layer in layers if layer.track_running_stats}
+        self.tree = TreeSum(accelerator) if virtual_processes(accelerator) else None
+        self.sums = []  # of the micro-batches of this step: nodes of the tree
+
+    @contextlib.contextmanager
+    def averaged(self):
+        """Around each micro-batch, in `accelerator.accumulate`. Collective in a step's last."""
+        layers = [layer for layer in self.momentum if layer.training]
+        if not layers:
+            yield
+            return
+        statistics = [layer.running_mean for layer in layers]
+        statistics += [layer.running_var for layer in layers]
+        if not self.sums:
+            self.before = [tensor.clone() for tensor in statistics]
+        for layer in layers:
+            layer.momentum = 1.0  # the micro-batch's own statistics
+        yield
+        for layer in layers:
+            layer.momentum = self.momentum[layer]
+        self._add(torch.cat(statistics))
+        if self.accelerator.sync_gradients:
+            self._step(layers, statistics)
+
+    def _add(self, flat: torch.Tensor) -> None:
+        if self.tree is not None:
+            push(self.sums, Node(current_logical_rank(self.accelerator), 1, flat), torch.Tensor.add_)
+        elif self.sums:
+            self.sums[0].value.add_(flat)
+        else:
+            self.sums.append(Node(0, 1, flat))
+
+    @torch.no_grad()
+    def _step(self, layers: list[nn.Module], statistics: list[torch.Tensor]) -> None:
+        accumulation = self.accelerator.gradient_accumulation_steps
+        if self.tree is not None:
+            means = self.tree.total(self.sums).div_(virtual_processes(self.accelerator))
+        else:
+            means = self.accelerator.reduce(self.sums[0].value.div_(accumulation), "mean")
+        self.sums = []
+        means = means.split([len(tensor) for tensor in statistics])
+        momentum = [self.momentum[layer] for layer in layers] * 2
+        torch._foreach_mul_(self.before, [1 - each for each in momentum])
+        torch._foreach_add_(self.before, torch._foreach_mul(list(means), momentum))
+        torch._foreach_copy_(statistics, self.before)
+        # One step, however many micro-batches this process had.
+        counts = [layer.num_batches_tracked for layer in layers]
+        torch._foreach_sub_(counts, accumulation - 1)

@@ -1,0 +1,345 @@
+"""The pictures of a run.
+
+A picture that cannot be drawn or written is a warning and never the end of a run: the numbers in it
+are in a file already. matplotlib is imported only when a picture is drawn. `Figure` is used instead
+of pyplot, which would choose a window system and keep every figure.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from ..atomic_files import write_or_raise
+from ..console import show
+from ..imports import quick_imports
+
+COLOURS = {"train": "#0072b2", "test": "#d55e00"}
+# Where several runs are in one panel, the colour says which run, and the line which split.
+RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+SPLIT_LINES = {
+    "train": {"linestyle": "-", "marker": "o"},
+    "test": {"linestyle": "--", "marker": "D", "markerfacecolor": "white"},
+}
+TOLERANCE_LINE = {"color": "grey", "linewidth": 1, "linestyle": ":"}
+INFINITE = 10  # where an infinite relative difference is drawn; finite ones are at most 2
+# They are in metrics.jsonl, but nobody judges a model by them: timings, and the size of the test.
+TIMINGS = ("samples_per_s", "data_wait_pct")
+NOT_PLOTTED = (*TIMINGS, "samples")
+MAX_PANELS = 6
+MAX_COLUMNS = 3
+MARKERS_BELOW = 30  # points: a line with fewer shows each one
+
+
+def save_picture(picture: Path, draw: Callable) -> None:
+    """Call `draw()`, which returns a matplotlib Figure or None, and write the figure as a PNG.
+
+    An error is shown as a warning. It can be of any type: matplotlib is not installed, cannot draw
+    these values, or the disk is full.
+    """
+    try:
+        with quick_imports():
+            import matplotlib.figure  # noqa: F401  `draw` needs it
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+        figure = draw()
+        if figure is not None:
+            figure.set_dpi(120)
+            # savefig would draw the figure twice, the first time for options that are not used.
+            write_or_raise(picture, FigureCanvasAgg(figure).print_png)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        show(f"warning: {picture} is missing, it cannot be drawn or written: {reason}", "yellow")
+
+
+def plot_curves(metrics_file: Path, picture: Path, title: str = "") -> None:
+    """Plot the metrics in metrics.jsonl over the steps: one panel a metric, train and test in each.
+
+    Each line of the file holds a split, "train" or "test", a step, an epoch and named numbers.
+    The first six metric names are plotted; learning rates, timings and the number of samples are
+    not. Values that are not finite are left out. Without any metric there is no picture.
+    """
+    save_picture(picture, lambda: draw_curves(read_curves(metrics_file), title))
+
+
+def read_curves(metrics_file: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Read metrics.jsonl as {metric: {split: [(step, value), ...]}}, with finite values only."""
+    curves = {}
+    for text in metrics_file.read_text().splitlines():
+        line = json.loads(text)
+        if line.get("split") not in COLOURS:
+            continue
+        for name, value in line.items():
+            if name in ("split", "step", "epoch") or not is_plotted(name):
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            if math.isfinite(value):
+                splits = curves.setdefault(name, {})
+                splits.setdefault(line["split"], []).append((line["step"], value))
+    return curves
+
+
+def is_plotted(name: str) -> bool:
+    """Whether a metric of this name gets a panel: a learning rate ("lr", "head_lr") does not."""
+    return name not in NOT_PLOTTED and not name.endswith("lr")
+
+
+def is_named(name: str, kind: str) -> bool:
+    """Whether a metric is of a kind: "ema_loss" is a "loss"."""
+    return name == kind or name.endswith(f"_{kind}")
+
+
+def draw_curves(curves: dict[str, dict[str, list[tuple[int, float]]]], title: str):
+    """Draw `read_curves`' result; returns a Figure, or None if there is nothing to draw."""
+    from matplotlib.figure import Figure
+
+    names = list(curves)[:MAX_PANELS]
+    if not names:
+        return None
+    columns = min(len(names), MAX_COLUMNS)
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(5 * columns, 4.2 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, name in zip(panels, names, strict=False):
+        draw_panel(axes, name, curves[name])
+    for axes in panels[len(names) :]:
+        axes.remove()
+    figure.suptitle(title)
+    return figure
+
+
+def draw_panel(axes, name: str, splits: dict[str, list[tuple[int, float]]]) -> None:
+    """Draw one metric into a panel, a line for each split."""
+    last = "{:.2%}" if is_named(name, "accuracy") else "{:.4g}"
+    for split, colour in COLOURS.items():
+        points = splits.get(split, [])
+        if points:
+            steps = [step for step, _ in points]
+            values = [value for _, value in points]
+            marker = "o" if len(points) < MARKERS_BELOW else None
+            label = f"{split}, last {last.format(values[-1])}"
+            axes.plot(steps, values, label=label, color=colour, marker=marker, markersize=4)
+    axes.legend()
+    set_axes(axes, name, [value for points in splits.values() for _, value in points])
+
+
+def set_axes(axes, name: str, values: list[float]) -> None:
+    """Labels, grid and scales of a panel. values: all that are drawn, at least one."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
+
+    axes.set(xlabel="step (optimizer steps)", ylabel=name)
+    axes.grid(alpha=0.3)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+    # A smaller range than a factor of five would leave a logarithmic axis with one label or none.
+    if is_named(name, "loss") and min(values) > 0 and max(values) >= 5 * min(values):
+        axes.set_yscale("log")
+        # Over many decades LogLocator labels every n-th power of ten, and with more `subs` nothing.
+        subs = (1, 2, 5) if max(values) < 1000 * min(values) else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+    if is_named(name, "accuracy"):
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+def plot_comparison(runs: dict[str, tuple[dict, dict]], tolerance: float, picture: Path) -> None:
+    """Plot the metrics of several runs, and below each metric the relative difference to the first.
+
+    runs: by name, the curves of a run, as `read_curves` returns them, and in the same form its
+    relative differences to the first run, which may be infinite. The first run has {} there.
+    tolerance: drawn as a line among the differences. Without any metric there is no picture.
+    """
+    save_picture(picture, lambda: draw_comparison(runs, tolerance))
+
+
+def draw_comparison(runs: dict[str, tuple[dict, dict]], tolerance: float):
+    """Draw for `plot_comparison`; returns a Figure, or None if there is nothing to draw."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    names = []
+    for curves, _ in runs.values():
+        names += [name for name in curves if is_plotted(name) and name not in names]
+    names = names[:MAX_PANELS]
+    if not names:
+        return None
+    columns = min(len(names), MAX_COLUMNS)
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(max(5 * columns, 7), 6 * rows), layout="constrained")
+    grid = figure.subplots(2 * rows, columns, squeeze=False, height_ratios=[2, 1] * rows)
+    for place in range(rows * columns):
+        row, column = divmod(place, columns)
+        above, below = grid[2 * row][column], grid[2 * row + 1][column]
+        if place >= len(names):
+            above.remove()
+            below.remove()
+            continue
+        name = names[place]
+        draw_runs(above, name, [curves.get(name, {}) for curves, _ in runs.values()])
+        draw_differences(below, [found.get(name, {}) for _, found in runs.values()], tolerance)
+        below.sharex(above)
+        above.set_xlabel("")
+    handles = []
+    for number, name in enumerate(runs):
+        handles.append(Line2D([], [], **run_style(number), label=name))
+    for split, line in SPLIT_LINES.items():
+        handles.append(Line2D([], [], color="grey", markersize=4, label=split, **line))
+    handles.append(Line2D([], [], **TOLERANCE_LINE, label=f"tolerance {tolerance:g}"))
+    # Below a single panel there is room for fewer names.
+    figure.legend(handles=handles, loc="outside lower center", ncols=4 if columns == 1 else 6)
+    reference, *others = runs
+    figure.suptitle(f"{', '.join(others)} compared with {reference}")
+    return figure
+
+
+def run_style(number: int) -> dict:
+    """The line of a run. The first is broad and pale: an equal one can be seen on top of it."""
+    colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+    if number == 0:
+        return {"color": colour, "linewidth": 4, "alpha": 0.4}
+    return {"color": colour, "linewidth": 1.5}
+
+
+def draw_runs(axes, name: str, runs: list[dict[str, list[tuple[int, float]]]]) -> None:
+    """Draw one metric of all runs into a panel. runs: for each, its points by split."""
+    draw_lines(axes, runs)
+    values = []
+    for splits in runs:
+        for split in SPLIT_LINES:
+            values += [value for _, value in splits.get(split, [])]
+    set_axes(axes, name, values)
+
+
+def draw_lines(axes, runs: list[dict[str, list[tuple[int, float]]]]) -> None:
+    for number, splits in enumerate(runs):
+        for split, line in SPLIT_LINES.items():
+            points = splits.get(split, [])
+            steps = [step for step, _ in points]
+            values = [value for _, value in points]
+            style = {**run_style(number), **line, "markersize": 4}
+            if len(points) >= MARKERS_BELOW:
+                style["marker"] = None
+            axes.plot(steps, values, **style)
+
+
+def draw_differences(axes, runs: list[dict[str, list[tuple[int, float]]]], tolerance: float):
+    """Draw relative differences on a logarithmic axis that has a zero too."""
+    from matplotlib.ticker import NullLocator
+
+    shown = []
+    for splits in runs:
+        finite = {}
+        for split, points in splits.items():
+            finite[split] = [(step, min(value, INFINITE)) for step, value in points]
+        shown.append(finite)
+    draw_lines(axes, shown)
+    axes.axhline(tolerance, **TOLERANCE_LINE)
+    # Linear below 1e-17, which is less than one bit of a float64.
+    axes.set_yscale("symlog", linthresh=1e-17, linscale=0.5)
+    ticks = ("0", "1e-16", "1e-12", "1e-8", "1e-4", "1")
+    axes.set_yticks([float(tick) for tick in ticks], ticks)
+    axes.yaxis.set_minor_locator(NullLocator())
+    # Markers at both ends are whole.
+    axes.set(ylim=(-1e-17, 10 * INFINITE), xlabel="step (optimizer steps)")
+    axes.set_ylabel("relative difference")
+    axes.grid(alpha=0.3)
+
+
+def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path) -> None:
+    """Plot a confusion matrix, coloured by the fraction of each true class.
+
+    confusion: counts by [true class][predicted class]. They are printed for up to 30 classes.
+    """
+    save_picture(picture, lambda: draw_confusion(confusion, classes, picture.parent.name))
+
+
+def draw_confusion(confusion: list[list[int]], classes: list[str], run: str):
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    fractions = [[count / max(sum(counts), 1) for count in counts] for counts in confusion]
+    side = min(12, 3 + 0.4 * len(classes))
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    norm = PowerNorm(0.4, 0, 1)  # an error rate of a few percent can still be seen
+    image = axes.imshow(fractions, cmap="Blues", norm=norm)
+    figure.colorbar(image, label="fraction of the true class", shrink=0.8)
+    correct = sum(counts[label] for label, counts in enumerate(confusion))
+    total = sum(sum(counts) for counts in confusion)
+    title = f"{run}\n{correct} of {total} correct, {correct / max(total, 1):.2%}"
+    axes.set(xlabel="predicted", ylabel="true", title=title)
+    if len(classes) > 30:
+        return figure
+    names = [str(name)[:20] for name in classes]
+    rotation = 90 if max(len(name) for name in names) > 2 else 0
+    axes.set_xticks(range(len(names)), names, rotation=rotation)
+    axes.set_yticks(range(len(names)), names)
+    for row, counts in enumerate(confusion):
+        for column, count in enumerate(counts):
+            if count:
+                colour = "white" if norm(fractions[row][column]) > 0.5 else "black"
+                axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=8)
+    return figure
+
+
+def plot_images(images: list, titles: list[str], picture: Path) -> None:
+    """Plot a grid of images, arrays (H, W, 3), each under its title. No images: no picture."""
+    save_picture(picture, lambda: draw_images(images, titles, picture))
+
+
+def draw_images(images: list, titles: list[str], picture: Path):
+    from matplotlib.figure import Figure
+
+    if not images:
+        return None
+    columns = 6
+    rows = math.ceil(len(images) / columns)
+    figure = Figure(figsize=(2 * columns, 2.3 * rows), layout="constrained")
+    for axes in figure.subplots(rows, columns, squeeze=False).flat:
+        axes.axis("off")
+    for axes, image, title in zip(figure.axes, images, titles, strict=False):
+        axes.imshow(image)
+        axes.set_title(title, fontsize=8)
+    figure.suptitle(f"{picture.parent.name}: {picture.stem.replace('_', ' ')}")
+    return figure
+
+
+def plot_timeline(spans: list[tuple], idle: dict[int, float], title: str, picture: Path) -> None:
+    """Plot one step of a pipeline: a row of bars for each process or device.
+
+    spans: (row, stage, "forward" or "backward", micro-batch, began_s, ended_s), one for each bar.
+    idle: for each row, the fraction of the step in which it did nothing.
+    """
+    save_picture(picture, lambda: draw_timeline(spans, idle, title))
+
+
+def draw_timeline(spans: list[tuple], idle: dict[int, float], title: str):
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    if not spans:
+        return None
+    rows = sorted({span[0] for span in spans})
+    stages = {row: sorted({span[1] for span in spans if span[0] == row}) for row in rows}
+    start = min(span[4] for span in spans)
+    figure = Figure(figsize=(12, 1.2 + 0.6 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    # A row with two stages (an interleaved schedule) shows the second one in the lighter shade.
+    shades = {"forward": ("#4c78a8", "#9ecae9"), "backward": ("#f58518", "#ffbf79")}
+    for row, stage, kind, micro_batch, began, ended in spans:
+        left_ms = 1000 * (began - start)
+        width_ms = 1000 * (ended - began)
+        place = rows.index(row)
+        colour = shades[kind][stages[row].index(stage) % 2]
+        axes.barh(place, width_ms, left=left_ms, height=0.8, color=colour, edgecolor="white", linewidth=0.5)
+        middle = left_ms + width_ms / 2
+        axes.text(middle, place, str(micro_batch), ha="center", va="center", fontsize=7, clip_on=True)
+    labels = []
+    for row in rows:
+        numbers = ", ".join(str(stage) for stage in stages[row])
+        labels.append(f"{row}: stage {numbers}\nidle {idle[row]:.0%}")
+    axes.set(yticks=range(len(rows)), yticklabels=labels, xlabel="ms", title=title)
+    axes.invert_yaxis()
+    handles = [Patch(color=colours[0], label=kind) for kind, colours in shades.items()]
+    figure.legend(handles=handles, loc="outside right upper")
+    return figure

@@ -1,0 +1,73 @@
+"""FSDP2: what other modules need to know of models whose parameters are sharded (fsdp.yaml)."""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, fsdp2_prepare_model
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP has cut the parameters.
+
+    The parameters do not tell: after a forward pass without a backward pass, as in a test, those of
+    the outermost module are whole until its state_dict is asked for.
+    """
+    # Importing the class takes a second, and who shards has done so.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
+
+
+def full_state_options():
+    """For torch's functions on state_dicts: whole tensors, on the main process."""
+    # Only FSDP needs it, and it takes a second to import.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def memory_format(accelerator: Accelerator) -> torch.memory_format:
+    """The memory format for the weights of a model of images: channels_last, except under FSDP.
+
+    FSDP takes contiguous parameters only. Convolutions of images in channels_last convert these.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return torch.contiguous_format
+    return torch.channels_last
+
+
+def supports_fused_step(accelerator: Accelerator) -> bool:
+    """Whether SGD has a fused step here: torch 2.15 has none of it for sharded parameters."""
+    return accelerator.distributed_type != DistributedType.FSDP
+
+
+def shard(model: nn.Module, accelerator: Accelerator) -> None:
+    """Under FSDP, shard a model without an optimizer, as `prepare` shards one with an optimizer.
+
+    For a moving average: a sharded model cannot be copied. Make the AveragedModel of the whole
+    model, with `moving_average`, and call `shard(average.module, accelerator)` after `prepare`.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP:
+        fsdp2_prepare_model(accelerator, model)
+        # Also the outermost module, which otherwise stays whole after a test: the next step of the
+        # average would change what is then thrown away.
+        model.set_reshard_after_forward(True)
+
+
+def moving_average(decay: float) -> Callable:
+    """As torch's get_ema_multi_avg_fn, for sharded models too: each process averages its shards."""
+    average = get_ema_multi_avg_fn(decay)
+
+    def average_shards(averaged, current, num_averaged):
+        # Not as DTensors: a model has plain buffers beside them, and torch takes no mixed lists.
+        average([own(tensor) for tensor in averaged], [own(tensor) for tensor in current], None)
+
+    return average_shards
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor, in the same memory; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

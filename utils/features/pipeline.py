@@ -1,0 +1,507 @@
+"""Pipeline parallelism: split a sequence of blocks into stages of equal cost, and run them.
+
+Also records a timeline of what each stage does, and the peak memory of a step.
+"""
+
+import contextlib
+import copy
+import itertools
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from ..memory import own_peak_memory_gib, reset_peak_memory
+from .curves import plot_timeline
+
+
+class BlockCost(NamedTuple):
+    """What one block costs for one micro-batch."""
+
+    time_s: float  # of a forward and a backward pass
+    activation_bytes: int  # kept for the backward pass, without the input of the block
+    parameters: int
+    parameter_bytes: int
+    output: torch.Tensor  # on the meta device: only its shape and dtype are used
+
+
+def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 5) -> dict[str, BlockCost]:
+    """Measure forward and backward passes of each block for one micro-batch. Collective.
+
+    All ranks measure at the same time, under the load that training will have, and get the mean of
+    their times, so that they all choose the same split.
+
+    Each block is copied to the device of `x` on its own. The model's own blocks keep their
+    gradients and BatchNorm statistics, and the whole model need not fit into the device's memory.
+
+    Args:
+        blocks: by name, in the order in which the model runs them.
+        x: the input of the first block, a micro-batch.
+        rounds: the fastest of so many passes counts; one more before them is for warm-up.
+    """
+    costs = {}
+    for name, original in blocks.items():
+        block = copy.deepcopy(original).to(x.device).train()
+        x = x.detach().requires_grad_(x.is_floating_point())
+        activation_bytes = measure_activations(block, x)
+        times = []
+        for _ in range(rounds + 1):
+            synchronize(x.device)
+            began = time.perf_counter()
+            y = block(x)
+            torch.autograd.backward(y, torch.ones_like(y))
+            synchronize(x.device)
+            times.append(time.perf_counter() - began)
+        parameters = list(block.parameters())
+        costs[name] = BlockCost(
+            time_s=statistics.mean(gather_object([min(times[1:])])),
+            activation_bytes=activation_bytes,
+            parameters=sum(p.numel() for p in parameters),
+            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            output=torch.empty_like(y, device="meta"),
+        )
+        x = y
+    return costs
+
+
+def measure_activations(block: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that a block keeps for its backward pass, with its output but without its input."""
+    # By address, because several operations may keep the same tensor.
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = block(x)
+    keep(y)  # the next block needs it, or it is sent to the next stage
+    for known in (x, *block.parameters()):
+        kept.pop(known.untyped_storage().data_ptr(), None)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def balanced_boundaries(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
+    """Split blocks 0 to num_blocks - 1 to minimise the cost of the most expensive stage.
+
+    Args:
+        cost: cost(stage, first, last) is that of blocks first to last - 1 as stage number `stage`.
+
+    Returns:
+        num_stages + 1 boundaries from 0 to num_blocks: stage i has blocks boundaries[i] to
+        boundaries[i + 1] - 1. No stage is empty.
+
+    This is dynamic programming: best[last] is the best split of the blocks before `last` into the
+    stages so far, as the cost of its most expensive stage and its boundaries.
+    """
+    best = {0: (0.0, [0])}
+    for stage in range(num_stages):
+        stages_after = num_stages - stage - 1
+        longer = {}
+        for last in range(stage + 1, num_blocks - stages_after + 1):
+            candidates = []
+            for first, (most_expensive, boundaries) in best.items():
+                if first < last:
+                    stage_cost = cost(stage, first, last)
+                    candidates.append((max(most_expensive, stage_cost), [*boundaries, last]))
+            longer[last] = min(candidates)
+        best = longer
+    _, boundaries = best[num_blocks]
+    return boundaries
+
+
+def balance_stages(
+    costs: dict[str, BlockCost], num_stages: int, balance: str, schedule: str, num_microbatches: int
+) -> list[list[str]]:
+    """The names of the blocks of each stage, split to minimise the most expensive stage.
+
+    balance: "time", or "memory" for weights, gradients, optimizer state and activations.
+    """
+    names = list(costs)
+    costs = list(costs.values())
+
+    def time_s(_, first, last):
+        return sum(cost.time_s for cost in costs[first:last])
+
+    def memory_bytes(stage, first, last):
+        # How many micro-batches are between their forward and their backward pass in this stage.
+        in_flight = {"naive": 1, "gpipe": num_microbatches, "1f1b": num_stages - stage}
+        in_flight = min(in_flight.get(schedule, num_stages), num_microbatches)
+        # A weight has a gradient and two moments of AdamW.
+        return sum(4 * cost.parameter_bytes + in_flight * cost.activation_bytes for cost in costs[first:last])
+
+    cost = time_s if balance == "time" else memory_bytes
+    boundaries = balanced_boundaries(len(names), num_stages, cost)
+    return [names[first:last] for first, last in itertools.pairwise(boundaries)]
+
+
+def stage_table(stages: list[list[str]], costs: dict[str, BlockCost]) -> list[dict]:
+    """One row for each stage, for the screen and run.json.
+
+    Times and activations are those of one micro-batch; time_share is a fraction of the whole
+    model's time.
+    """
+    total_s = sum(cost.time_s for cost in costs.values())
+    rows = []
+    for index, names in enumerate(stages):
+        own = [costs[name] for name in names]
+        time_s = sum(cost.time_s for cost in own)
+        activation_bytes = sum(cost.activation_bytes for cost in own)
+        row = {
+            "stage": index,
+            "blocks": names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
+            "parameters": sum(cost.parameters for cost in own),
+            "time_ms": round(1000 * time_s, 2),
+            "time_share": round(time_s / total_s, 4),
+            "activations_mib": round(activation_bytes / 2**20, 2),
+        }
+        rows.append(row)
+    return rows
+
+
+def as_text(rows: list[dict]) -> str:
+    """A table with aligned columns."""
+    lines = [list(rows[0])]
+    for row in rows:
+        lines.append([cell if isinstance(cell, str) else f"{cell:,}" for cell in row.values()])
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    texts = []
+    for line in lines:
+        cells = [f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)]
+        texts.append("  ".join(cells))
+    return "\n".join(texts)
+
+
+class OneProcess:
+    """A pipeline with all stages in this process, on one or several devices.
+
+    GPU kernels run asynchronously: each device works through its own queue.
+    """
+
+    def __init__(self, stages: dict[int, nn.Module], places: list[tuple[int, torch.device]], schedule: str):
+        """places: for each stage, its row in the timeline and its device."""
+        self.stages = stages
+        self.places = places
+        self.timeline = Timeline({device for _, device in places})
+        # How many micro-batches may be between their forward and their backward pass.
+        num_rows = len({row for row, _ in places})
+        self.max_in_flight = {"naive": 1, "gpipe": sys.maxsize}.get(schedule, num_rows)
+
+    def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
+        """The forward pass of each micro-batch and, where gradients are enabled, the backward pass.
+
+        inputs: a tensor (n, ...) for each micro-batch; n may differ, and may be 0.
+        targets: anything, one for each micro-batch.
+        loss_fn: loss_fn(output, target) returns a scalar. The gradients of all micro-batches are
+        added up: divide by the number of samples of the whole step in it.
+        """
+        in_flight = deque()
+        for number, (x, target) in enumerate(zip(inputs, targets, strict=True)):
+            if len(x) == 0:
+                continue
+            tensors = self.forward(number, x, target, loss_fn)
+            if torch.is_grad_enabled():
+                in_flight.append((number, tensors))
+            if len(in_flight) == self.max_in_flight:
+                self.backward(*in_flight.popleft())
+        while in_flight:
+            self.backward(*in_flight.popleft())
+
+    def forward(self, number: int, x: torch.Tensor, target, loss_fn: Callable) -> list[tuple]:
+        """The input and output of each stage; the output of the last one is the loss."""
+        last = len(self.stages) - 1
+        tensors = []
+        for (index, stage), (row, device) in zip(self.stages.items(), self.places, strict=True):
+            x = x.detach().to(device, non_blocking=True).requires_grad_(x.is_floating_point())
+            with self.timeline.span(row, index, "forward", number, device):
+                y = stage(x)
+                if index == last:
+                    y = loss_fn(y, target)
+            tensors.append((x, y))
+            x = y
+        return tensors
+
+    def backward(self, number: int, tensors: list[tuple]) -> None:
+        gradient = None
+        for index, (row, device) in reversed(list(enumerate(self.places))):
+            x, y = tensors.pop()
+            with self.timeline.span(row, index, "backward", number, device):
+                if gradient is not None:
+                    gradient = gradient.to(device, non_blocking=True)
+                y.backward(gradient)
+            gradient = x.grad
+
+
+class TimedStage(PipelineStage):
+    """A PipelineStage that records when it computes; waiting for other stages is left out."""
+
+    timeline = row = None
+
+    def forward_one_chunk(self, number, *args, **kwargs):
+        with self.timeline.span(self.row, self.stage_index, "forward", number, self.device):
+            return super().forward_one_chunk(number, *args, **kwargs)
+
+    def backward_one_chunk(self, number, *args, **kwargs):
+        with self.timeline.span(self.row, self.stage_index, "backward", number, self.device):
+            return super().backward_one_chunk(number, *args, **kwargs)
+
+
+class OverProcesses:
+    """This process's stages of a pipeline over several processes, in one of torch's schedules."""
+
+    def __init__(
+        self,
+        stages: dict[int, nn.Module],
+        examples: list[torch.Tensor],
+        schedule: str,
+        group,
+        device: torch.device,
+        row: int,
+    ):
+        """examples: the input of the first stage and the output of each, on the meta device.
+
+        group: the processes of this pipeline. row: that of this process in the timeline.
+        """
+        self.stages = stages
+        self.examples = examples
+        self.schedule = schedule
+        self.group = group
+        self.device = device
+        self.row = row
+        self.timeline = Timeline({device})
+        self.schedules = {}
+        self.loss_fn = None
+
+    def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
+        """As OneProcess.run. Collective over the processes of the pipeline.
+
+        All of them need the inputs of the same lengths; the first stage uses their content, and the
+        last one calls loss_fn.
+        """
+        self.loss_fn = loss_fn
+        # torch's schedules need micro-batches of one size: the pipeline is filled once for each.
+        micro_batches = zip(inputs, targets, strict=True)
+        for size, group in itertools.groupby(micro_batches, lambda pair: len(pair[0])):
+            if size == 0:  # at the end of an epoch there may be fewer samples than micro-batches
+                continue
+            same_size = list(group)
+            at_once = self._micro_batches_at_once(len(same_size))
+            for start in range(0, len(same_size), at_once):
+                self._fill_and_drain(size, same_size[start : start + at_once])
+
+    def _micro_batches_at_once(self, count: int) -> int:
+        if self.schedule == "naive":
+            return 1
+        processes = self.group.size()
+        if self.schedule == "interleaved" and count > processes:
+            # It needs a multiple of the number of processes, or fewer than that.
+            return count - count % processes
+        return count
+
+    def _fill_and_drain(self, size: int, micro_batches: list[tuple]) -> None:
+        training = torch.is_grad_enabled()
+        key = size, len(micro_batches), training
+        if key not in self.schedules:
+            self.schedules[key] = self._make_schedule(*key)
+        step = self.schedules[key].step if training else self.schedules[key].eval
+        step(arg_mbs=[(x,) for x, _ in micro_batches], target_mbs=[target for _, target in micro_batches])
+
+    def _make_schedule(self, size: int, count: int, training: bool):
+        # With the shapes given, torch need not find them out by a forward and a backward pass.
+        examples = []
+        for example in self.examples:
+            shape = (size, *example.shape[1:])
+            examples.append(torch.empty(shape, dtype=example.dtype, device="meta"))
+        num_stages = len(examples) - 1
+        stages = []
+        for index, module in self.stages.items():
+            x, y = examples[index], examples[index + 1]
+            x.requires_grad_(training and x.is_floating_point())
+            y.requires_grad_(training and y.is_floating_point())
+            stage = TimedStage(module, index, num_stages, self.device, x, y, group=self.group)
+            stage.timeline = self.timeline
+            stage.row = self.row
+            stages.append(stage)
+        options = {
+            "loss_fn": lambda output, target: self.loss_fn(output, target),
+            # It would divide by the number of micro-batches; loss_fn divides by the samples.
+            "scale_grads": False,
+        }
+        if self.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, count, **options)
+        # 1F1B refuses fewer micro-batches than stages. It would then run them as GPipe does.
+        if self.schedule == "1f1b" and training and count >= num_stages:
+            return Schedule1F1B(stages[0], count, **options)
+        return ScheduleGPipe(stages[0], count, **options)
+
+
+def sum_over_copies(model: nn.Module, group) -> None:
+    """Sum the gradients over the copies of this part of the model, and average BatchNorm's buffers.
+
+    Collective over the copies, in one all-reduce. group: their process group; None: there is only
+    one copy, and nothing to do.
+
+    DDP cannot be used: it fails under GPipe and the interleaved schedule. The gradients are summed
+    and not averaged, because each loss is already divided by the samples of the whole step.
+    """
+    if group is None:
+        return
+    tensors = []
+    for parameter in model.parameters():
+        if parameter.grad is None:  # at the end of an epoch this copy may have had no sample
+            parameter.grad = torch.zeros_like(parameter)
+        tensors.append(parameter.grad)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            tensors.append(buffer.div_(group.size()))
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    torch.distributed.all_reduce(flat, group=group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Timeline:
+    """When each stage of this process ran forward and backward, in the recorded steps.
+
+    GPUs are timed by events in their streams, which delay nothing, a CPU by its clock. The times
+    count from `begin`. The caller makes all processes call it at the same moment, because the
+    clocks of two machines cannot be compared.
+
+    steps: for each recorded step, a list of (row, stage, "forward" or "backward", micro-batch,
+    began_s, ended_s).
+    """
+
+    def __init__(self, devices: set[torch.device]):
+        self.devices = devices
+        self.recording = False
+        self.spans = []
+        self.steps = []
+
+    def begin(self) -> None:
+        """Begin to record a step."""
+        for device in self.devices:
+            synchronize(device)
+        self.zero = {device: self._mark(device) for device in self.devices}
+        self.spans = []
+        self.recording = True
+
+    def end(self) -> None:
+        """End the recording, and add the step to `steps`."""
+        for device in self.devices:
+            synchronize(device)
+        step = []
+        for device, *what, began, ended in self.spans:
+            step.append((*what, self._seconds(device, began), self._seconds(device, ended)))
+        self.steps.append(step)
+        self.recording = False
+
+    @contextlib.contextmanager
+    def span(self, row: int, stage: int, kind: str, micro_batch: int, device: torch.device):
+        """Record what is done inside. row: the process or device; kind: "forward" or "backward"."""
+        if not self.recording:
+            yield
+            return
+        began = self._mark(device)
+        yield
+        self.spans.append((device, row, stage, kind, micro_batch, began, self._mark(device)))
+
+    def report(self, accelerator: Accelerator, title: str, picture: Path) -> list[float]:
+        """The median fraction of a step in which each row was idle. Collective.
+
+        Also draws the step in the middle of the recording.
+        """
+        steps = []
+        for own_parts in zip(*gather_object([self.steps]), strict=True):
+            steps.append(list(itertools.chain(*own_parts)))
+        idle = [idle_fractions(spans) for spans in steps]
+        middle = len(steps) // 2
+        if accelerator.is_main_process:
+            plot_timeline(steps[middle], idle[middle], title, picture)
+        rows = sorted(set().union(*idle))
+        medians = []
+        for row in rows:
+            # In a step of few samples, a row may have had nothing to do.
+            fractions = [fractions_by_row.get(row, 1.0) for fractions_by_row in idle]
+            medians.append(round(statistics.median(fractions), 4))
+        return medians
+
+    def _mark(self, device):
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _seconds(self, device, mark) -> float:
+        zero = self.zero[device]
+        return mark - zero if device.type != "cuda" else zero.elapsed_time(mark) / 1000
+
+
+def idle_fractions(spans: list[tuple]) -> dict[int, float]:
+    """For each row, the fraction of a step in which it did nothing.
+
+    spans: as in Timeline.updates, of all processes. The step lasts from the first begin to the
+    last end.
+    """
+    length = max(span[5] for span in spans) - min(span[4] for span in spans)
+    busy = {}
+    for row, _, _, _, began, ended in spans:
+        busy[row] = busy.get(row, 0.0) + ended - began
+    return {row: 1 - busy[row] / length for row in sorted(busy)}
+
+
+class StepRecorder:
+    """Records timeline and peak memory of the first steps of a launch.
+
+    Make it before the model: peak memory is reported above what the process has at that moment.
+    devices: those of this process. num_steps: how many to record, after one for warm-up.
+    """
+
+    def __init__(self, devices: list[torch.device], num_steps: int = 10):
+        self.devices = devices
+        self.num_steps = num_steps
+        self.steps_seen = 0
+        self.peaks_gib = []  # by step, for each device
+        for device in devices:
+            reset_peak_memory(device)
+        self.start_gib = [own_peak_memory_gib(device) for device in devices]
+
+    @contextlib.contextmanager
+    def step(self, accelerator: Accelerator, timeline: Timeline) -> Iterator[None]:
+        """Around one step. Collective."""
+        recording = 1 <= self.steps_seen <= self.num_steps
+        self.steps_seen += 1
+        if not recording:
+            yield
+            return
+        for device in self.devices:
+            reset_peak_memory(device)
+        accelerator.wait_for_everyone()  # a common zero for the timelines of all processes
+        timeline.begin()
+        yield
+        timeline.end()
+        self.peaks_gib.append([own_peak_memory_gib(device) for device in self.devices])
+
+    def peak_memory_gib(self) -> list[float]:
+        """Peak memory above the start in GiB, by rank and device; [] if none. Collective."""
+        if not self.peaks_gib:
+            return []
+        peaks = []
+        for start, *column in zip(self.start_gib, *self.peaks_gib, strict=True):
+            peaks.append(max(column) - start)
+        return [round(gib, 3) for gib in gather_object(peaks)]

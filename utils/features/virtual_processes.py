@@ -1,0 +1,358 @@
+"""The numbers of V processes, bit for bit, on any number of processes from 1 to V.
+
+A sum of floating-point numbers depends on the order of its terms, so P processes usually train
+another model than one, by rounding at first. Here a step is always cut into V micro-batches, one
+for each virtual process, and their gradients are added in the order of one binary tree, whichever
+process computed them. For V = 8:
+
+    ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+
+Each process computes consecutive micro-batches, and adds what the tree adds among them: with 2
+processes one sum each, with 3 processes two sums each. Of these every process gets its own slice
+from all others (all-to-all), completes the tree on that slice, and sends the result to all
+(all-gather). Where P divides V and both are powers of two, that is the traffic of a ring
+all-reduce. With other numbers a process sends up to 2 log2(V) sums.
+
+Source: EasyScale, M. Li et al., SC 2023, https://arxiv.org/abs/2208.14228, trains with the numbers
+of a fixed number of logical workers; the tree is what makes their place irrelevant here.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, is_compiled_module
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..console import plural, stop
+from ..sampler import logical_ranks, virtual_processes
+
+
+def use_virtual_processes(accelerator: Accelerator, number: int, accumulation: int) -> None:
+    """Have this accelerator's loaders, metrics and gradients be those of `number` processes.
+
+    Raises: SystemExit, in one sentence, if that is not possible on these processes.
+    """
+    world_size = accelerator.num_processes
+    if accumulation > 1:
+        stop(
+            f"--virtual_processes {number} cuts a batch into {plural(number, 'micro-batch')} "
+            "already: leave --gradient_accumulation_steps out"
+        )
+    if number < world_size:
+        stop(
+            f"--virtual_processes {number} is less than the {world_size} processes of this run: "
+            f"some would have nothing to do; start {number} or fewer"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        stop("--virtual_processes works with DDP, and FSDP runs here: use ddp.yaml")
+    if accelerator.device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        # Read when cuBLAS is first used: https://docs.nvidia.com/cuda/cublas (reproducibility).
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    accelerator.virtual_processes = number
+    accelerator.gradient_accumulation_steps = len(own_logical_ranks(accelerator))
+
+
+def own_logical_ranks(accelerator: Accelerator) -> range:
+    return logical_ranks(accelerator.process_index, accelerator.num_processes, virtual_processes(accelerator))
+
+
+def current_logical_rank(accelerator: Accelerator) -> int:
+    """The virtual process of the micro-batch in the current `accelerator.accumulate`."""
+    leaves = own_logical_ranks(accelerator)
+    return leaves[(accelerator.step - 1) % len(leaves)]
+
+
+class Node(NamedTuple):
+    """A sum of the tree, over the leaves start to start + size - 1."""
+
+    start: int
+    size: int  # a power of two, that divides start
+    value: Any
+
+
+def push(nodes: list[Node], node: Node, add: Callable) -> None:
+    """Append a node to those on its left, and add up what the tree adds up.
+
+    nodes: consecutive, without a sum that the tree could still make among them.
+    add(left, right): their sum; may change either in place.
+    """
+    # A node with an odd number belongs to the one on its left, if this process has that.
+    while nodes and nodes[-1].size == node.size and node.start // node.size % 2 == 1:
+        left = nodes.pop()
+        node = Node(left.start, 2 * left.size, add(left.value, node.value))
+    nodes.append(node)
+
+
+def root(nodes: list[Node], add: Callable) -> Any:
+    """The sum of the whole tree, of nodes that cover all leaves."""
+    total = nodes[-1].value
+    for node in reversed(nodes[:-1]):
+        total = add(node.value, total)
+    return total
+
+
+def partial_sums(leaves: range) -> list[Node]:
+    """The sums that a process with these leaves sends, without values."""
+    nodes = []
+    for leaf in leaves:
+        push(nodes, Node(leaf, 1, None), lambda left, right: None)
+    return nodes
+
+
+class TreeSum:
+    """Adds up tensors over the virtual processes, on all real ones.
+
+    Has a process group and a thread of its own: sums travel while the backward pass goes on.
+    Making one is collective.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.world_size = accelerator.num_processes
+        self.leaves = own_logical_ranks(accelerator)
+        self.buffers = {}
+        if self.world_size == 1:
+            return
+        number = virtual_processes(accelerator)
+        self.nodes_of_ranks = [
+            partial_sums(logical_ranks(rank, self.world_size, number)) for rank in range(self.world_size)
+        ]
+        handler = accelerator.init_handler
+        self.group = dist.new_group(timeout=handler.timeout if handler else None)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="tree_sum")
+        if accelerator.device.type == "cuda":
+            self.stream = torch.cuda.Stream()
+
+    def total(self, nodes: list[Node]) -> torch.Tensor:
+        """The sum over all leaves; `nodes` are this process's, flat tensors of one size.
+        Collective."""
+        if self.world_size == 1:
+            return root(nodes, torch.Tensor.add_)
+        values = [node.value for node in nodes]
+        return self._exchange(values, torch.empty_like(values[0]))
+
+    def start(self, values: list[torch.Tensor], result: torch.Tensor) -> torch.futures.Future:
+        """As `total`, at once, in the background: a Future of `result`, which gets the sum."""
+        if result.is_cuda:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            future = torch.futures.Future(devices=[result.device])
+            with torch.cuda.stream(self.stream):
+                for tensor in [*values, result]:
+                    tensor.record_stream(self.stream)
+                future.set_result(self._exchange(values, result))
+            return future
+        future = torch.futures.Future()
+
+        def work():
+            try:
+                future.set_result(self._exchange(values, result))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.thread.submit(work)
+        return future
+
+    def _exchange(self, values: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+        size = math.ceil(result.numel() / self.world_size)  # of a slice; the last one is padded
+        is_even = size * self.world_size == result.numel()
+        counts = [len(nodes) for nodes in self.nodes_of_ranks]
+        sent = values[0]
+        if len(values) > 1 or not is_even:
+            # The slices in the order of the ranks that get them.
+            sent = self._buffer("sent", result, self.world_size * len(values) * size)
+            for place, value in enumerate(values):
+                for rank, part in enumerate(value.split(size)):
+                    start = (rank * len(values) + place) * size
+                    sent[start : start + len(part)] = part
+        received = self._buffer("received", result, sum(counts) * size)
+        dist.all_to_all_single(
+            received,
+            sent,
+            output_split_sizes=[count * size for count in counts],
+            input_split_sizes=[len(values) * size] * self.world_size,
+            group=self.group,
+        )
+        nodes = []
+        places = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
+        for place, value in zip(places, received.split(size), strict=True):
+            push(nodes, place._replace(value=value), torch.Tensor.add_)
+        total = root(nodes, torch.Tensor.add_)
+        if is_even:
+            dist.all_gather_into_tensor(result, total, group=self.group)
+            return result
+        gathered = self._buffer("gathered", result, self.world_size * size)
+        dist.all_gather_into_tensor(gathered, total, group=self.group)
+        return result.copy_(gathered[: result.numel()])
+
+    def _buffer(self, name: str, like: torch.Tensor, size: int) -> torch.Tensor:
+        """Memory for `size` entries, which stays: new memory costs as much time as a copy."""
+        key = (name, like.dtype, size)
+        if key not in self.buffers:
+            self.buffers[key] = like.new_zeros(size)
+        return self.buffers[key]
+
+
+class GradientSum:
+    """Adds the gradients of one model in the order of the tree.
+
+    After each micro-batch but the last one the gradients are taken away from the parameters. In the
+    last one the sums are completed: on several processes by DDP's communication hook, bucket by
+    bucket during the backward pass.
+    """
+
+    def __init__(self, model: nn.Module, tree: TreeSum):
+        self.tree = tree
+        self.parameters = [each for each in model.parameters() if each.requires_grad]
+        self._begin_step()
+        self.collected_at = None  # accelerator.step
+        if is_compiled_module(model):  # by dynamo_config: around DDP
+            model = model._orig_mod
+        is_wrapped = isinstance(model, DistributedDataParallel)
+        # torchrun with one process: DDP reduces nothing then, and Accelerate has no no_sync.
+        self.in_buckets = is_wrapped and tree.world_size == 1
+        self.is_ddp = is_wrapped and tree.world_size > 1
+        if self.is_ddp:
+            model.register_comm_hook(None, self._sum_bucket)
+            self.buckets_of_step = (None, set())
+
+    def _begin_step(self) -> None:
+        self.nodes = []  # of {parameter: gradient}; one that is not there is zero
+        self.next_leaf = self.tree.leaves[0]
+
+    def collect(self) -> None:
+        """Call it after each backward pass."""
+        accelerator = self.tree.accelerator
+        leaf = current_logical_rank(accelerator)
+        is_last = accelerator.sync_gradients
+        if is_last and self.is_ddp:
+            if self.buckets_of_step[0] == accelerator.step:  # not only another model's
+                self._begin_step()
+            return
+        gradients = {each: each.grad for each in self.parameters if each.grad is not None}
+        again = self.collected_at == accelerator.step
+        if not gradients or (again and is_last):
+            return
+        if again:
+            refuse_second_backward()
+        self.collected_at = accelerator.step
+        self._skip_to(leaf)
+        for parameter in gradients:
+            parameter.grad = None
+        if self.in_buckets:  # which the next micro-batch writes to
+            gradients = {each: gradient.clone() for each, gradient in gradients.items()}
+        push(self.nodes, Node(leaf, 1, gradients), add_gradients)
+        self.next_leaf = leaf + 1
+        if is_last:
+            for parameter, gradient in root(self.nodes, add_gradients).items():
+                parameter.grad = gradient
+            self._begin_step()
+
+    def _skip_to(self, leaf: int) -> None:
+        """Micro-batches in which the model got no gradient at all."""
+        for skipped in range(self.next_leaf, leaf):
+            push(self.nodes, Node(skipped, 1, {}), add_gradients)
+        self.next_leaf = leaf
+
+    def _sum_bucket(self, _, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP's hook: `bucket` has the gradients of the last micro-batch."""
+        self._check_once(bucket)
+        last = self.tree.leaves[-1]
+        self._skip_to(last)
+        buffer = bucket.buffer()
+        nodes = list(self.nodes)
+        push(nodes, Node(last, 1, views_of(bucket, buffer)), add_into_bucket)
+        values = []
+        for node in nodes[:-1]:  # what the tree does not add to the last micro-batch here
+            values.append(torch.zeros_like(buffer))
+            add_into_bucket(node.value, views_of(bucket, values[-1]))
+        return self.tree.start([*values, buffer], buffer)
+
+    def _check_once(self, bucket: dist.GradBucket) -> None:
+        step = self.tree.accelerator.step
+        if self.buckets_of_step[0] != step:
+            self.buckets_of_step = (step, set())
+        seen = self.buckets_of_step[1]
+        if bucket.index() in seen:
+            refuse_second_backward()
+        seen.add(bucket.index())
+
+
+def views_of(bucket: dist.GradBucket, buffer: torch.Tensor) -> dict:
+    """{parameter: its part of `buffer`}, which is laid out as the bucket's own.
+
+    bucket.gradients() has the same parts, but not the strides of channels_last.
+    """
+    views = {}
+    for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        offset = part.storage_offset() - bucket.buffer().storage_offset()
+        views[parameter] = buffer[offset:].as_strided(parameter.size(), parameter.stride())
+    return views
+
+
+def add_gradients(left: dict, right: dict) -> dict:
+    """The sum of two {parameter: gradient}, in place of `left`."""
+    if left and left.keys() == right.keys():
+        torch._foreach_add_(list(left.values()), [right[each] for each in left])
+        return left
+    for parameter, gradient in right.items():
+        if parameter in left:
+            left[parameter].add_(gradient)
+    for parameter in left.keys() ^ right.keys():
+        # As in a bucket of DDP, where it would be zeros: -0.0 becomes 0.0.
+        left[parameter] = (left.get(parameter, right.get(parameter))).add_(0)
+    return left
+
+
+def add_into_bucket(left: dict, right: dict) -> dict:
+    """Add what `left` has for the parameters of `right`, views of a bucket, in place."""
+    known = [each for each in right if each in left]
+    if known:
+        torch._foreach_add_([right[each] for each in known], [left[each] for each in known])
+    for parameter in right.keys() - left.keys():
+        right[parameter].add_(0)
+    return right
+
+
+def refuse_second_backward():
+    raise RuntimeError(
+        "with --virtual_processes a model takes one backward pass a micro-batch: add its losses, "
+        "and call accelerator.backward once"
+    )
+
+
+def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> TreeSum:
+    """Have `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective.
+
+    models: as `prepare` returned them.
+    """
+    tree = TreeSum(accelerator)
+    sums = [GradientSum(model, tree) for model in models if any_trained(model)]
+    accumulation = accelerator.gradient_accumulation_steps
+
+    @contextlib.contextmanager
+    def collect_gradients():
+        # accelerator.backward divides by the accumulation steps, which are those of this process.
+        accelerator.gradient_accumulation_steps = 1
+        try:
+            yield
+        finally:
+            accelerator.gradient_accumulation_steps = accumulation
+        for each in sums:
+            each.collect()
+
+    accelerator.around_backward.append(collect_gradients)
+    return tree
+
+
+def any_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())

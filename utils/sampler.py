@@ -1,0 +1,159 @@
+"""Which items each process reads: the same samples in every step on any number of processes."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+
+from .randomness import combine, shuffle
+
+# Up to here the order of an epoch is one torch.randperm; longer ones are computed in parts of CHUNK
+# items.
+MAX_PERMUTATION = 2**20
+CHUNK = 2**16
+
+
+def virtual_processes(accelerator: Accelerator) -> int:
+    """The number that --virtual_processes asked for; 0: none."""
+    return getattr(accelerator, "virtual_processes", 0)  # an Accelerator of your own has none
+
+
+def logical_ranks(rank: int, world_size: int, number: int) -> range:
+    """The virtual processes, of `number`, that a process computes."""
+    return range(rank * number // world_size, (rank + 1) * number // world_size)
+
+
+class MicroBatch(NamedTuple):
+    """What one process reads for one micro-batch."""
+
+    indices: torch.Tensor  # int64 (n,): the items
+    random_ids: torch.Tensor  # int64 (n,): what their random numbers depend on; the item, unless items repeat
+    step_samples: int  # items of the whole step, over all processes and micro-batches
+    micro_step: int  # 0 to accumulation - 1
+    part: int  # number of the piece in the step, over all processes
+
+
+class GlobalSampler:
+    """Which items each process reads, for steps of `batch_size` items over all processes and
+    accumulation steps.
+
+    The order of an epoch is a permutation by (seed, epoch), or that of the dataset with
+    `seed=None`. Step s takes items s x batch_size and following of it, cut into accumulation x
+    world_size pieces of equal length (+-1; the last step of an epoch has what is left, and a
+    piece of it may be empty). So every item comes once an epoch, nothing is padded or dropped,
+    every process has the same number of micro-batches, and any step is found in O(1).
+
+    Accelerate's own sharding pads the last batch with items that were already used, or gives some
+    processes one batch less than others; and it resumes by reading the batches before.
+
+    drop_last: leave out a smaller last step, for BatchNorm, which fails on a piece of one sample.
+    repeats: an epoch takes 1/repeats of the items, each `repeats` times in one step. Source:
+    repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
+    sampling_weights: (N,), not negative. Draw N items with replacement in an epoch, each with a
+    probability in proportion to its weight, as torch's WeightedRandomSampler does, but the same
+    draws on any topology.
+    virtual_processes: cut each step into so many pieces instead of accumulation x world_size;
+    each process has consecutive ones, and not all have equally many. 0: off.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        seed: int | None = None,
+        accumulation: int = 1,
+        drop_last: bool = False,
+        repeats: int = 1,
+        sampling_weights: Sequence[float] | torch.Tensor | None = None,
+        virtual_processes: int = 0,
+    ):
+        self.length = length
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.virtual_processes = virtual_processes
+        if virtual_processes:
+            self.num_slots = virtual_processes
+            self.parts = logical_ranks(rank, world_size, virtual_processes)
+        else:
+            self.num_slots = accumulation * world_size
+            self.parts = range(rank, self.num_slots, world_size)
+        self.accumulation = len(self.parts)
+        self.drop_last = drop_last
+        self.repeats = repeats
+        self.cumulative_weights = None
+        if sampling_weights is not None:
+            self.cumulative_weights = torch.as_tensor(sampling_weights, dtype=torch.float64).cumsum(0)
+        self._permutation = (None, None)
+
+    def __len__(self) -> int:
+        """Steps an epoch."""
+        if self.drop_last:
+            return self.length // self.batch_size
+        return math.ceil(self.length / self.batch_size)
+
+    def items(self, epoch: int, first: int = 0, last: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The items at positions first to last - 1 of an epoch's order, and their draws; both int64
+        (last - first,)."""
+        positions = torch.arange(first, self.length if last is None else min(last, self.length))
+        if self.seed is None:
+            return positions, positions
+        key = combine(self.seed, epoch)
+        if self.cumulative_weights is not None:
+            # 53 random bits, as many as a float64 can hold.
+            bits = (combine(key, 1, positions) << 21) + (combine(key, 2, positions) >> 11)
+            levels = bits.to(torch.float64) / 2**53 * self.cumulative_weights[-1]
+            items = torch.searchsorted(self.cumulative_weights, levels, right=True)
+            # A level that was rounded up to the sum of the weights belongs to the last item with a
+            # weight.
+            last_item = int(torch.searchsorted(self.cumulative_weights, self.cumulative_weights[-1]))
+            return items.clamp_(max=last_item), positions
+        repetition = 0
+        if self.repeats > 1:
+            different = self.batch_size // self.repeats
+            step = positions // self.batch_size
+            within = positions % self.batch_size
+            repetition = within // different
+            positions = step * different + within % different
+        if self.length > MAX_PERMUTATION:
+            items = shuffle(positions, self.length, key)
+        else:
+            items = self._epoch_permutation(epoch, key)[positions]
+        return items, items + self.length * repetition
+
+    def _epoch_permutation(self, epoch: int, key: int) -> torch.Tensor:
+        if self._permutation[0] != epoch:
+            generator = torch.Generator().manual_seed(key)
+            self._permutation = (epoch, torch.randperm(self.length, generator=generator))
+        return self._permutation[1]
+
+    def micro_batches(
+        self, epoch: int = 0, first_step: int = 0, device: torch.device | None = None
+    ) -> Iterator[MicroBatch]:
+        """This process's pieces of an epoch, `accumulation` for each step from `first_step`
+        on."""
+        steps_per_chunk = len(self) if self.length <= MAX_PERMUTATION else math.ceil(CHUNK / self.batch_size)
+        for start in range(first_step, len(self), max(steps_per_chunk, 1)):
+            end = min(start + steps_per_chunk, len(self))
+            items, random_ids = self.items(epoch, start * self.batch_size, end * self.batch_size)
+            if device is not None:
+                items = items.to(device)
+                random_ids = items if self.repeats == 1 and self.cumulative_weights is None else random_ids.to(device)
+            for first in range(0, len(items), self.batch_size):
+                step = items[first : first + self.batch_size]
+                step_random_ids = random_ids[first : first + self.batch_size]
+                for micro_step, part in enumerate(self.parts):
+                    place = self._place(len(step), part)
+                    yield MicroBatch(step[place], step_random_ids[place], len(step), micro_step, part)
+
+    def _place(self, size: int, part: int) -> slice:
+        """Where a piece lies in a step of `size` items, cut as torch.tensor_split does."""
+        short, longer = divmod(size, self.num_slots)
+        start = part * short + min(part, longer)
+        return slice(start, start + short + (part < longer))
