@@ -99,8 +99,6 @@ class ArgumentParser(argparse.ArgumentParser):
             help="where this run writes its files (default: a new folder under runs/)",
         )
         if log_every:
-            count = at_least(0)
-            positive = at_least(1)
             add(
                 "--resume",
                 action="store_true",
@@ -108,11 +106,11 @@ class ArgumentParser(argparse.ArgumentParser):
             )
             add(
                 "--checkpoint_every",
-                type=count,
+                type=non_negative_int,
                 default=0,
                 help="save a checkpoint every N steps; 0: after each epoch",
             )
-            add("--keep_checkpoints", type=count, default=2, help="keep the newest N checkpoints; 0: all")
+            add("--keep_checkpoints", type=non_negative_int, default=2, help="keep the newest N checkpoints; 0: all")
             add(
                 "--save_best",
                 metavar="METRIC",
@@ -120,17 +118,17 @@ class ArgumentParser(argparse.ArgumentParser):
             )
             add(
                 "--patience",
-                type=count,
+                type=non_negative_int,
                 default=0,
                 help="stop after N tests in a row without a better METRIC of --save_best, or "
                 "without a better loss; 0: never",
             )
-            add("--log_every", type=positive, default=log_every, help="log every N steps")
+            add("--log_every", type=positive_int, default=log_every, help="log every N steps")
             add("--log_with", metavar="TRACKER", help="also log to a tracker of Accelerate, such as tensorboard")
             add(
                 "--profile",
                 nargs="?",
-                type=positive,
+                type=positive_int,
                 const=10,
                 default=0,
                 metavar="STEPS",
@@ -140,7 +138,7 @@ class ArgumentParser(argparse.ArgumentParser):
             if virtual_processes:
                 add(
                     "--virtual_processes",
-                    type=count,
+                    type=non_negative_int,
                     default=0,
                     help="train with the numbers of N processes, bit for bit, on any number of "
                     "processes up to N; 0: off",
@@ -163,7 +161,7 @@ class ArgumentParser(argparse.ArgumentParser):
 def folder_name(text: str) -> str:
     """An argparse type: the name of a folder, which a person can read and type."""
     if not text or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text!r} is no name for a folder")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid folder name")
     return text
 
 
@@ -179,11 +177,17 @@ def at_least(minimum: float, kind: type = int, below: float = float("inf")):
         value = kind(text)
         if not minimum <= value < below:  # also true for NaN
             limit = "" if below == float("inf") else f" and below {below}"
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} up{limit}")
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}{limit}, got {text}")
         return value
 
     number.__name__ = kind.__name__  # argparse puts it into "invalid int value"
     return number
+
+
+non_negative_int = at_least(0)
+positive_int = at_least(1)
+non_negative_float = at_least(0.0, float)
+fraction = at_least(0.0, float, below=1.0)
 
 
 def as_json(flags: dict) -> dict:

@@ -36,7 +36,6 @@ from .features.lost_peers import LOST, bind_gloo_to_the_route, explain_lost_peer
 from .features.out_of_memory import explain_out_of_memory
 from .features.virtual_processes import use_virtual_processes
 from .imports import quick_imports
-from .prove import record
 from .signals import explain_ctrl_c, follow_launcher
 from .topology import check_environment, check_topology, same_on_all, wants_cpu
 
@@ -96,7 +95,6 @@ def make_accelerator(
             processes have different arguments, a batch has fewer samples than micro-batches,
             --virtual_processes does not fit, a tracker or a precision is not available.
     """
-    record.apply(args)
     outlive_readers()
     check_environment()
     follow_launcher()
@@ -160,8 +158,7 @@ def make_accelerator(
     if split_batch and batch_size is not None:
         check_batch_size(batch_size, number or accelerator.num_processes * accumulation)
     # Another number of threads adds in another order.
-    same_sums = number or record.settings() is not None
-    set_cpu_threads((cpu_threads or 1) if same_sums else cpu_threads)
+    set_cpu_threads((cpu_threads or 1) if number else cpu_threads)
     set_seed(getattr(args, "seed", 0))
     if is_new_folder:
         output_dir = broadcast_object_list([output_dir])[0]  # the name has a time and a process id

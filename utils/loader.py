@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from .console import is_local_main, show, stop
 from .fingerprint import digest
-from .prove import record
 from .randomness import (
     combine,
     first_draws,
@@ -51,7 +50,6 @@ class Batch:
     grad_divisor: int  # what DDP and accelerator.backward will divide its gradient by
     random_ids: torch.Tensor
     key: int
-    digests: list[str] | None = None  # of the items' contents, where the run is recorded
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -145,11 +143,6 @@ class GlobalLoader:
         sampling_weights: Sequence[float] | torch.Tensor | None = None,
     ):
         check_dataset(dataset)
-        asked = record.settings()
-        if asked is not None:
-            batch_size = asked.batch_size
-            max_samples = asked.train_items if seed is not None else asked.test_items
-            num_workers = num_workers if asked.num_workers is None else asked.num_workers
         length = min(len(dataset), max_samples or len(dataset))
         if sampling_weights is not None:
             check_sampling_weights(sampling_weights, len(dataset), length)
@@ -175,7 +168,6 @@ class GlobalLoader:
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {length} items of the training set: take a smaller one")
-        self.recorded = asked is not None
         self.tensors = None
         if gives_its_tensors(dataset) and collate_fn is None:
             self.tensors = [tensor.to(accelerator.device) for tensor in dataset.tensors]
@@ -215,8 +207,6 @@ class GlobalLoader:
                 random_ids=piece.random_ids,
                 key=key,
             )
-            if self.recorded:
-                batch.data, batch.digests = data
             if self.loss_weights is None:
                 yield batch
                 continue
@@ -250,8 +240,6 @@ class GlobalLoader:
             for piece in self.sampler.micro_batches(epoch, first_step, device):
                 # index_select copies whole items: 5 times faster than images[indices]
                 data = [tensor.index_select(0, piece.indices) for tensor in self.tensors]
-                if self.recorded:
-                    data = data, [digest(item) for item in zip(*data, strict=True)]
                 yield piece, data
             return
         micro_batches, requested = itertools.tee(self.sampler.micro_batches(epoch, first_step))
@@ -343,14 +331,11 @@ class ItemReader(Dataset):
     def __getitems__(self, request: tuple[int, list[int], list[int]]):
         """The batch of a request (epoch, items, draws)."""
         epoch, indices, random_ids = request
-        recorded = record.settings() is not None
         if not indices:
-            return (self._empty_batch(), []) if recorded else self._empty_batch()
+            return self._empty_batch()
         items = self._items(epoch, indices, random_ids)
         if not self.deterministic:
             seed_generators(combine(self.seed, epoch, random_ids[0], COLLATE))
-        if recorded:
-            return self.collate_fn(items), [digest(item) for item in items]
         return self.collate_fn(items)
 
     def read_and_restore(self, request):

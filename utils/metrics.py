@@ -1,7 +1,6 @@
 """Metrics over all processes in which every sample counts once."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,17 +26,14 @@ class Metrics:
         accelerator: Accelerator,
         state: dict[str, torch.Tensor] | None = None,
         all_ranks_add: bool = True,
-        observer: Callable | None = None,
     ):
         """state: what another one's `state()` returned, to go on from it.
 
         all_ranks_add: False if some ranks never call `add`, as in a pipeline, where only the last
         stage has losses. Then `reduce` and `check` ask all ranks for the names.
-        observer: called with the batch and the values of every `add`.
         """
         self.accelerator = accelerator
         self.all_ranks_add = all_ranks_add
-        self.observer = observer
         self.clear()
         if state:
             state = {name: tensor.to(accelerator.device) for name, tensor in state.items()}
@@ -80,8 +76,6 @@ class Metrics:
                 )
         for name, value in values.items():
             self.values.setdefault(name, []).append(value.detach())
-        if self.observer is not None:
-            self.observer(batch, values)
         self.weights.append(weights)  # None: all samples count alike
         self.indices.append(batch.indices)
         self.steps.append(step)

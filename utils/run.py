@@ -26,7 +26,6 @@ from .features.virtual_processes import sum_gradients_by_tree
 from .flags import as_json
 from .loader import Batch, GlobalLoader
 from .metrics import Metrics
-from .prove import record
 from .randomness import combine
 from .run_folder import Tracker, is_number
 from .sampler import GlobalSampler, virtual_processes
@@ -117,8 +116,6 @@ class Run:
         Raises: SystemExit on every rank, in one sentence, if processes have different data or the
         checkpoint does not fit; with exit code 0 if the run was completed before.
         """
-        if record.settings() is not None:
-            total_steps = min(total_steps, record.settings().updates)
         self.total_steps = total_steps
         self.steps_per_epoch = len(train_loader)
         self.state = state = checkpoint
@@ -143,11 +140,7 @@ class Run:
         if virtual_processes(self.accelerator):
             models = [part for part in state.values() if isinstance(part, nn.Module)]
             sum_gradients_by_tree(self.accelerator, models)
-        self.recorder = None
-        if record.settings() is not None:
-            self.recorder = record.Recorder(self.accelerator, self.checkpoints)
-        observer = self.recorder and self.recorder.values
-        self.metrics = Metrics(self.accelerator, saved_metrics, self.all_ranks_add, observer)
+        self.metrics = Metrics(self.accelerator, saved_metrics, self.all_ranks_add)
         batch_size = train_loader.sampler.batch_size
         announce(
             self.accelerator,
@@ -270,8 +263,6 @@ class Run:
             if number % items_per_step == 1 or items_per_step == 1:
                 self.learning_rates = self._learning_rates()
             seed(item)
-            if self.recorder is not None:
-                self.recorder.begin(item if isinstance(item, list) else [item], self.step)
             yield item
             self._check_accumulation(number % items_per_step == 0)
             if number % items_per_step == 0:
@@ -311,8 +302,6 @@ class Run:
         Collective."""
         self.step += 1
         self.profiler.step()
-        if self.recorder is not None:
-            self.recorder.end_update(self.step == self.total_steps)
         args = self.args
         epoch_ends = self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
         if self.step % args.log_every == 0 or epoch_ends:
@@ -384,8 +373,7 @@ class Run:
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
-        observer = self.recorder and self.recorder.test_values
-        return Metrics(self.accelerator, all_ranks_add=self.all_ranks_add, observer=observer)
+        return Metrics(self.accelerator, all_ranks_add=self.all_ranks_add)
 
     def log_test(self, result: dict) -> None:
         """Log the numbers of `result`, the same on every rank; all of it goes to summary.json.
@@ -417,8 +405,6 @@ class Run:
         epoch = math.ceil(self.step / self.steps_per_epoch)
         self.tracker.log("test", self.step, epoch, numbers)
         self.last_test = result
-        if self.recorder is not None:
-            self.recorder.end_test(self.step, result)
 
     def _save_models(self, suffix: str = "") -> None:
         for name in self.checkpoints.models:
