@@ -5,6 +5,7 @@ import os
 import sys
 
 from .console import is_local_main, stop
+from .features import has
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -85,6 +86,8 @@ class ArgumentParser(argparse.ArgumentParser):
     def add_run_flags(self, log_every: int | None = None, *, virtual_processes: bool = True) -> None:
         """Add the last group, "run": where the output goes, and how to save, resume and log.
 
+        Flags of features that are not there are left out.
+
         Args:
             log_every: default of --log_every. None: for a script that neither logs its steps nor
                 can be resumed; it gets --output_dir and --timeout_s only.
@@ -92,63 +95,26 @@ class ArgumentParser(argparse.ArgumentParser):
                 share the model.
         """
         add = self.add_argument_group("run").add_argument
-        add(
-            "--output_dir",
-            type=folder_name,
-            metavar="FOLDER",
-            help="where this run writes its files (default: a new folder under runs/)",
-        )
+        add("--output_dir", type=folder_name, metavar="FOLDER", help="of this run (default: a new one under runs/)")
         if log_every:
-            add(
-                "--resume",
-                action="store_true",
-                help="continue from the newest checkpoint in --output_dir, if there is one",
-            )
-            add(
-                "--checkpoint_every",
-                type=non_negative_int,
-                default=0,
-                help="save a checkpoint every N steps; 0: after each epoch",
-            )
+            add("--resume", action="store_true", help="continue from the newest checkpoint in --output_dir, if any")
+            add("--checkpoint_every", type=non_negative_int, default=0, help="save every N steps; 0: after each epoch")
             add("--keep_checkpoints", type=non_negative_int, default=2, help="keep the newest N checkpoints; 0: all")
-            add(
-                "--save_best",
-                metavar="METRIC",
-                help="also keep the model of the best test METRIC, such as loss or accuracy (default: none)",
-            )
-            add(
-                "--patience",
-                type=non_negative_int,
-                default=0,
-                help="stop after N tests in a row without a better METRIC of --save_best, or "
-                "without a better loss; 0: never",
-            )
+            add("--save_best", metavar="METRIC", help="also keep the model of the best test METRIC, such as accuracy")
             add("--log_every", type=positive_int, default=log_every, help="log every N steps")
-            add("--log_with", metavar="TRACKER", help="also log to a tracker of Accelerate, such as tensorboard")
+        if log_every and has("early_stopping"):
             add(
-                "--profile",
-                nargs="?",
-                type=positive_int,
-                const=10,
-                default=0,
-                metavar="STEPS",
-                help="profile STEPS steps (10 if no number is given) after the first ten: a "
-                "table and a trace file (default: none)",
+                "--patience", type=non_negative_int, default=0, help="stop after N tests without a better one; 0: never"
             )
-            if virtual_processes:
-                add(
-                    "--virtual_processes",
-                    type=non_negative_int,
-                    default=0,
-                    help="train with the numbers of N processes, bit for bit, on any number of "
-                    "processes up to N; 0: off",
-                )
-        add(
-            "--timeout_s",
-            type=at_least(1, below=10**8),  # more overflows in torch, which then hangs
-            default=600,
-            help="seconds that a process waits for another one, also while the main process saves, before the run ends",
-        )
+        if log_every and has("trackers"):
+            add("--log_with", metavar="TRACKER", help="also log to a tracker of Accelerate, such as tensorboard")
+        if log_every and has("profiling"):
+            profile = {"nargs": "?", "type": positive_int, "const": 10, "default": 0, "metavar": "STEPS"}
+            add("--profile", **profile, help="table and trace of STEPS steps (10) after the first ten (default: none)")
+        if log_every and virtual_processes and has("virtual_processes"):
+            add("--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes; 0: off")
+        seconds = at_least(1, below=10**8)  # more overflow in torch, which then hangs
+        add("--timeout_s", type=seconds, default=600, help="how long a process waits for another, also during a save")
 
     def print_help(self, file=None):
         if is_local_main():

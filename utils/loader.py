@@ -46,7 +46,7 @@ class Batch:
     step_samples: int  # samples of the whole step, over all processes and micro-batches
     step_weight: int | torch.Tensor  # the sum of its weights
     micro_step: int  # number of this micro-batch within the step, on this process, from 0
-    part: int  # the same over all processes
+    slot: int  # the same over all processes
     grad_divisor: int  # what DDP and accelerator.backward will divide its gradient by
     random_ids: torch.Tensor
     key: int
@@ -194,17 +194,17 @@ class GlobalLoader:
         grad_divisor = 1 if self.sampler.virtual_processes else self.sampler.num_slots
         key = combine(self.sampler.seed or 0, epoch, 3)
         window = []
-        for piece, data in self._read(epoch, first_step):
+        for micro_batch, data in self._read(epoch, first_step):
             batch = Batch(
                 data=data,
-                indices=piece.indices,
+                indices=micro_batch.indices,
                 weights=None,
-                step_samples=piece.step_samples,
-                step_weight=piece.step_samples,
-                micro_step=piece.micro_step,
-                part=piece.part,
+                step_samples=micro_batch.step_samples,
+                step_weight=micro_batch.step_samples,
+                micro_step=micro_batch.micro_step,
+                slot=micro_batch.slot,
                 grad_divisor=grad_divisor,
-                random_ids=piece.random_ids,
+                random_ids=micro_batch.random_ids,
                 key=key,
             )
             if self.loss_weights is None:
@@ -217,7 +217,7 @@ class GlobalLoader:
                 wide = torch.float32 if batch.weights.device.type == "mps" else torch.float64
                 sums = torch.zeros(self.sampler.num_slots, dtype=wide, device=batch.weights.device)
                 for each in window:
-                    sums[each.part] = each.weights.to(wide).sum()
+                    sums[each.slot] = each.weights.to(wide).sum()
                 # A sum for each part, so that their order is the same on any number of processes.
                 total = self.accelerator.reduce(sums, "sum").sum()
                 for each in window:
@@ -237,21 +237,21 @@ class GlobalLoader:
     def _read(self, epoch: int, first_step: int) -> Iterator[tuple[MicroBatch, Any]]:
         device = self.accelerator.device
         if self.tensors:
-            for piece in self.sampler.micro_batches(epoch, first_step, device):
+            for micro_batch in self.sampler.micro_batches(epoch, first_step, device):
                 # index_select copies whole items: 5 times faster than images[indices]
-                data = [tensor.index_select(0, piece.indices) for tensor in self.tensors]
-                yield piece, data
+                data = [tensor.index_select(0, micro_batch.indices) for tensor in self.tensors]
+                yield micro_batch, data
             return
         micro_batches, requested = itertools.tee(self.sampler.micro_batches(epoch, first_step))
-        requests = ((epoch, piece.indices.tolist(), piece.random_ids.tolist()) for piece in requested)
+        requests = ((epoch, micro_batch.indices.tolist(), micro_batch.random_ids.tolist()) for micro_batch in requested)
         try:
-            for piece, data in zip(micro_batches, self._answers(requests), strict=True):
+            for micro_batch, data in zip(micro_batches, self._answers(requests), strict=True):
                 if device.type != "cpu":
                     # Not blocking: from pinned memory, the GPU copies while the CPU goes on.
                     data = send_to_device(data, device, non_blocking=True)
-                    indices, random_ids = (tensor.to(device, non_blocking=True) for tensor in piece[:2])
-                    piece = piece._replace(indices=indices, random_ids=random_ids)
-                yield piece, data
+                    indices, random_ids = (tensor.to(device, non_blocking=True) for tensor in micro_batch[:2])
+                    micro_batch = micro_batch._replace(indices=indices, random_ids=random_ids)
+                yield micro_batch, data
         except UnreadableItem as error:
             stop_at_unreadable_item(error)
         except RuntimeError as error:
@@ -300,6 +300,22 @@ class GlobalLoader:
         return facts
 
 
+def describe_data(train_loader: GlobalLoader, test_loader: GlobalLoader | None, known: dict) -> dict:
+    """What run.json, the screen and the comparison with other processes and launches have of the data.
+
+    Args:
+        known: what the script says itself; it goes before what the loaders say.
+    """
+    train = train_loader.describe()
+    found, fingerprints = {"train": train["items"]}, [train["fingerprint"]]
+    if test_loader is not None:
+        test = test_loader.describe()
+        found["test"] = test["items"]
+        fingerprints.append(test["fingerprint"])
+    found["fingerprint"] = "-".join(dict.fromkeys(fingerprints))
+    return found | known
+
+
 class Requests:
     """A batch sampler whose requests are set anew for every epoch, while the workers live on."""
 
@@ -329,7 +345,7 @@ class ItemReader(Dataset):
         self._empty = None
 
     def __getitems__(self, request: tuple[int, list[int], list[int]]):
-        """The batch of a request (epoch, items, draws)."""
+        """The batch of a request (epoch, items, random ids)."""
         epoch, indices, random_ids = request
         if not indices:
             return self._empty_batch()

@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from .console import stop
-from .imports import quick_imports
 from .sampler import virtual_processes
 
 # What a line of metrics.jsonl has beside the metrics.
@@ -223,9 +222,8 @@ def classification_metric(num_classes: int):
     network. Macro F1: the mean over classes of 2 tp / (2 tp + fp + fn), 0 for a class that neither
     occurs nor is predicted.
     """
-    with quick_imports():
-        import datasets
-        import evaluate
+    import datasets
+    import evaluate
 
     class Classification(evaluate.Metric):
         def _info(self):

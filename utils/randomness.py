@@ -99,6 +99,13 @@ def seed_generators(key: int) -> None:
     np.random.seed(key)
 
 
+def seed_torch(key: int, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and of `device`: for what a model draws itself, such as dropout."""
+    torch.default_generator.manual_seed(key)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(key)
+
+
 def first_draws() -> tuple[float, float, float]:
     """One number of each global generator: after `seed_generators(key)` known ones, unless somebody
     drew in between."""

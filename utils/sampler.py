@@ -32,7 +32,7 @@ class MicroBatch(NamedTuple):
     random_ids: torch.Tensor  # int64 (n,): what their random numbers depend on; the item, unless items repeat
     step_samples: int  # items of the whole step, over all processes and micro-batches
     micro_step: int  # 0 to accumulation - 1
-    part: int  # number of the piece in the step, over all processes
+    slot: int  # number of the micro-batch in the step, over all processes
 
 
 class GlobalSampler:
@@ -41,20 +41,20 @@ class GlobalSampler:
 
     The order of an epoch is a permutation by (seed, epoch), or that of the dataset with
     `seed=None`. Step s takes items s x batch_size and following of it, cut into accumulation x
-    world_size pieces of equal length (+-1; the last step of an epoch has what is left, and a
-    piece of it may be empty). So every item comes once an epoch, nothing is padded or dropped,
+    world_size micro-batches of equal length (+-1; the last step of an epoch has what is left, and a
+    micro-batch of it may be empty). So every item comes once an epoch, nothing is padded or dropped,
     every process has the same number of micro-batches, and any step is found in O(1).
 
     Accelerate's own sharding pads the last batch with items that were already used, or gives some
     processes one batch less than others; and it resumes by reading the batches before.
 
-    drop_last: leave out a smaller last step, for BatchNorm, which fails on a piece of one sample.
+    drop_last: leave out a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
     repeats: an epoch takes 1/repeats of the items, each `repeats` times in one step. Source:
     repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
     sampling_weights: (N,), not negative. Draw N items with replacement in an epoch, each with a
     probability in proportion to its weight, as torch's WeightedRandomSampler does, but the same
-    draws on any topology.
-    virtual_processes: cut each step into so many pieces instead of accumulation x world_size;
+    items on any topology.
+    virtual_processes: cut each step into so many micro-batches instead of accumulation x world_size;
     each process has consecutive ones, and not all have equally many. 0: off.
     """
 
@@ -80,11 +80,11 @@ class GlobalSampler:
         self.virtual_processes = virtual_processes
         if virtual_processes:
             self.num_slots = virtual_processes
-            self.parts = logical_ranks(rank, world_size, virtual_processes)
+            self.slots = logical_ranks(rank, world_size, virtual_processes)
         else:
             self.num_slots = accumulation * world_size
-            self.parts = range(rank, self.num_slots, world_size)
-        self.accumulation = len(self.parts)
+            self.slots = range(rank, self.num_slots, world_size)
+        self.accumulation = len(self.slots)
         self.drop_last = drop_last
         self.repeats = repeats
         self.cumulative_weights = None
@@ -99,7 +99,7 @@ class GlobalSampler:
         return math.ceil(self.length / self.batch_size)
 
     def items(self, epoch: int, first: int = 0, last: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items at positions first to last - 1 of an epoch's order, and their draws; both int64
+        """The items at positions first to last - 1 of an epoch's order, and their random ids; both int64
         (last - first,)."""
         positions = torch.arange(first, self.length if last is None else min(last, self.length))
         if self.seed is None:
@@ -136,7 +136,7 @@ class GlobalSampler:
     def micro_batches(
         self, epoch: int = 0, first_step: int = 0, device: torch.device | None = None
     ) -> Iterator[MicroBatch]:
-        """This process's pieces of an epoch, `accumulation` for each step from `first_step`
+        """This process's micro-batches of an epoch, `accumulation` for each step from `first_step`
         on."""
         steps_per_chunk = len(self) if self.length <= MAX_PERMUTATION else math.ceil(CHUNK / self.batch_size)
         for start in range(first_step, len(self), max(steps_per_chunk, 1)):
@@ -148,12 +148,12 @@ class GlobalSampler:
             for first in range(0, len(items), self.batch_size):
                 step = items[first : first + self.batch_size]
                 step_random_ids = random_ids[first : first + self.batch_size]
-                for micro_step, part in enumerate(self.parts):
-                    place = self._place(len(step), part)
-                    yield MicroBatch(step[place], step_random_ids[place], len(step), micro_step, part)
+                for micro_step, slot in enumerate(self.slots):
+                    place = self._place(len(step), slot)
+                    yield MicroBatch(step[place], step_random_ids[place], len(step), micro_step, slot)
 
-    def _place(self, size: int, part: int) -> slice:
-        """Where a piece lies in a step of `size` items, cut as torch.tensor_split does."""
+    def _place(self, size: int, slot: int) -> slice:
+        """Where a micro-batch lies in a step of `size` items, cut as torch.tensor_split does."""
         short, longer = divmod(size, self.num_slots)
-        start = part * short + min(part, longer)
-        return slice(start, start + short + (part < longer))
+        start = slot * short + min(slot, longer)
+        return slice(start, start + short + (slot < longer))

@@ -12,7 +12,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 
-from .console import CLEAR_LINE, is_local_main, report_to_launcher, show, stop
+from .console import CLEAR_LINE, report_to_launcher, show, stop
 from .topology import launcher_words, resume_command
 
 # "Temporary failure, try again" (BSD's sysexits.h): the state is saved, and the same command with
@@ -20,19 +20,6 @@ from .topology import launcher_words, resume_command
 EXIT_REQUEUE = 75
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-def explain_ctrl_c() -> None:
-    """From now on a Ctrl-C prints one sentence and no traceback, until StopSignal handles it."""
-    other_hook = sys.excepthook
-
-    def explain_interrupt(kind, error, trace):
-        if not issubclass(kind, KeyboardInterrupt):
-            other_hook(kind, error, trace)
-        elif is_local_main():
-            show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
-
-    sys.excepthook = explain_interrupt
 
 
 def follow_launcher() -> None:
@@ -114,7 +101,9 @@ class StopSignal:
         if number == signal.SIGINT and self.accelerator.is_main_process:
             message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
             if second_ctrl_c:
-                message = "stopped at once; to continue from the last checkpoint: " + resume_command()
+                message = "stopped at once; to continue from the last checkpoint: " + resume_command(
+                    self.accelerator.project_dir
+                )
             # os.write, because print may be in the middle of a line. The terminal may be gone: the
             # save matters more than the message.
             with contextlib.suppress(OSError):
@@ -161,7 +150,8 @@ class StopSignal:
             SystemExit: always, with EXIT_REQUEUE, which asks a scheduler to queue the job again.
         """
         self.accelerator.wait_for_everyone()
-        sentence = f"stopped by a signal; step {step} is saved; to continue: {resume_command()}"
+        command = resume_command(self.accelerator.project_dir)
+        sentence = f"stopped by a signal; step {step} is saved; to continue: {command}"
         report_to_launcher(sentence)
         if self.accelerator.is_main_process:
             show(sentence, "yellow")

@@ -172,7 +172,7 @@ def data_parallel_gpus(accelerator: Accelerator) -> int:
     return torch.cuda.device_count()
 
 
-def describe(accelerator: Accelerator, split_batch: bool = True) -> dict:
+def describe_topology(accelerator: Accelerator, split_batch: bool = True) -> dict:
     """The topology that runs, for run.json. Collective: call it on every rank.
 
     Args:
@@ -225,15 +225,6 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def decides_rounding(topology: dict) -> list[str]:
-    """What else than the order of the sums decides the last bits of the numbers."""
-    kinds = set()
-    for process in topology["processes"]:
-        threads = plural(process["cpu_threads"], "thread")
-        kinds.add(f"{process['device_name'] or process['cpu']} with {threads}")
-    return [*sorted(kinds), f"torch {topology['torch']}"]
-
-
 def announce(
     accelerator: Accelerator,
     topology: dict,
@@ -247,7 +238,7 @@ def announce(
     """Print the banner: what is going to run.
 
     Args:
-        topology: what `describe` returned.
+        topology: what `describe_topology` returned.
         steps_per_epoch: steps in one epoch.
         total_steps: steps of the whole run.
         data: names and values for the line "data"; an absolute path in "dataset" is shortened.
@@ -292,12 +283,15 @@ def announce(
     accelerator.print(printable(banner), flush=True)
 
 
-def resume_command() -> str:
-    """The command that continues this run: what the user typed, plus --resume."""
+def resume_command(output_dir: str | None) -> str:
+    """The command that continues the run in `output_dir`: what the user typed, plus --resume."""
     words = [Path(sys.executable).name]
     if launcher_words() is not None:
         options, _ = requested_topology()
         script_position = launcher_words().index(options.training_script)
         words = ["accelerate", "launch", *launcher_words()[:script_position]]
     flags = [word for word in sys.argv[1:] if word != "--resume"]
+    is_named = any(word.partition("=")[0] == "--output_dir" for word in flags)
+    if output_dir is not None and not is_named:  # it was made for this run
+        flags += ["--output_dir", str(output_dir)]
     return shlex.join([*words, sys.argv[0], *flags, "--resume"])

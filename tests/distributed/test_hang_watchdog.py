@@ -12,7 +12,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from utils.features.hang_watchdog import UNKNOWN, describe, place_of
+from utils.features.hang_watchdog import UNKNOWN, place_of, sentence_about
 
 PROGRAM = """
 import argparse, os, signal, sys, time
@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 from utils import launch
-from utils.features import hang_watchdog as stalls
+from utils.features import hang_watchdog as watchdog
 
 accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=12, output_dir="run"))
 rank, ones = accelerator.process_index, torch.ones(2)
@@ -29,13 +29,13 @@ def until(name):
     while not Path(name).exists():
         time.sleep(0.01)                    # loop without an end
 
-stalls.reached(7)
+watchdog.reached(7)
 if rank == 1:
     until("first")
 torch.distributed.all_reduce(ones)          # first
 print(f"rank {rank} goes on", flush=True)
 
-stalls.reached(8)
+watchdog.reached(8)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 if rank == 0:
     Path("pid").write_text(str(os.getpid()))
@@ -43,7 +43,7 @@ if rank == 0:
 model(ones).sum().backward()                # backward
 print(f"rank {rank} goes on", flush=True)
 
-stalls.reached(9)
+watchdog.reached(9)
 time.sleep(1)                               # slow, but not late
 if rank == 0:
     torch.distributed.all_reduce(ones)      # third
@@ -154,7 +154,7 @@ computes = {"waits_in": None, "at": "data.py:270", "collectives": 4}
     ],
 )
 def test_the_sentence(places, sentence):
-    said = describe(places, 60)
+    said = sentence_about(places, 60)
     assert said is None if sentence is None else said.startswith(sentence)
 
 

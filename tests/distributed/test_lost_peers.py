@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from utils.errors import explain_errors
 from utils.features import lost_peers as peers
 
 
@@ -13,7 +14,6 @@ def on_alpha(monkeypatch):
     """This process is rank 1 of 4 on three machines: alpha, alpha, beta, gamma."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(peers, "PEERS", [])
     monkeypatch.setattr(peers.socket, "gethostname", lambda: "alpha")
     monkeypatch.setattr(peers, "own_address", lambda: "10.0.0.1")
     others = [("beta", "10.0.0.11"), ("gamma", "10.0.0.111")]
@@ -22,8 +22,14 @@ def on_alpha(monkeypatch):
         return [*mine, *mine, *({"host": host, "address": address} for host, address in others)]
 
     monkeypatch.setattr(peers, "gather_object", gather)
-    peers.explain_lost_peers()
-    peers.introduce_peers()
+    return introduced()
+
+
+def introduced(can_resume=True):
+    lost_peers = peers.LostPeers(can_resume)
+    explain_errors().explanations.append((peers.is_lost_peer, lost_peers.sentence))
+    lost_peers.introduce()
+    return lost_peers
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def test_the_machine_that_does_not_answer_is_lost(on_alpha, said, monkeypatch):
 
 def test_a_script_that_cannot_resume_gets_no_command(on_alpha, said, monkeypatch):
     monkeypatch.setattr(peers, "is_up", lambda address: True)
-    peers.explain_lost_peers(can_resume=False)
+    introduced(can_resume=False)
     assert said(TIMED_OUT).endswith(": Timed out waiting 8001ms for recv\n")
 
 
@@ -74,11 +80,16 @@ def test_a_bug_keeps_its_traceback(on_alpha, said):
         assert said(bug).startswith(type(bug).__name__)
 
 
-def test_without_a_launcher_nothing_is_changed(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    before = sys.excepthook
-    peers.explain_lost_peers()
-    assert sys.excepthook is before
+def test_the_command_to_continue_names_a_folder_that_was_made_for_the_run(on_alpha, said, monkeypatch):
+    monkeypatch.setattr(peers, "is_up", lambda address: True)
+    on_alpha.output_dir = "runs/new"
+    assert said(TIMED_OUT).endswith(" --output_dir runs/new --resume\n")
+
+
+def test_a_rank_that_was_waited_for_is_named_too(on_alpha, said, monkeypatch):
+    monkeypatch.setattr(peers, "is_up", lambda address: True)
+    on_alpha.who_is_late = lambda: "rank 2 slept"
+    assert ": Timed out waiting 8001ms for recv; rank 2 slept; " in said(TIMED_OUT)
 
 
 def test_a_machine_that_refuses_a_connection_is_up():

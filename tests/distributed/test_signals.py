@@ -19,6 +19,7 @@ import pytest
 from conftest import ROOT
 
 from utils import signals
+from utils.errors import explain_errors
 
 FLAGS = ["--hidden", 32, "--batch_size", 128, "--log_every", 100, "--output_dir", "run"]
 
@@ -211,7 +212,11 @@ def test_a_signal_asks_for_a_stop(name):
 def test_the_launcher_is_told_why_the_processes_ended(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     accelerator = SimpleNamespace(
-        is_main_process=False, num_processes=1, wait_for_everyone=lambda: None, end_training=lambda: None
+        is_main_process=False,
+        num_processes=1,
+        wait_for_everyone=lambda: None,
+        end_training=lambda: None,
+        project_dir="run",
     )
     with pytest.raises(SystemExit) as ended:
         signals.StopSignal(accelerator).leave(step=7)
@@ -224,8 +229,8 @@ def test_the_launcher_is_told_why_the_processes_ended(monkeypatch, tmp_path, cap
 def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
     ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr(signals, "resume_command", lambda: "COMMAND --resume")
-    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    monkeypatch.setattr(signals, "resume_command", lambda folder: "COMMAND --resume")
+    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1, project_dir="run"))
     stop_signal.pid = -1  # as in a process that it forked
     os.kill(os.getpid(), signal.SIGINT)
     assert not stop_signal.agreed()
@@ -243,7 +248,7 @@ def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
 
 
 def test_ctrl_c_before_training_is_no_traceback(monkeypatch, capsys):
-    signals.explain_ctrl_c()
+    explain_errors()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "x")
     for rank, expected in (("0", "stopped by Ctrl-C: nothing was saved\n"), ("1", "")):

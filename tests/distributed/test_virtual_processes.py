@@ -14,7 +14,7 @@ from conftest import ROOT
 from torch import nn
 
 from utils.features import virtual_processes as vp
-from utils.features.virtual_processes import Node, partial_sums, push, root
+from utils.features.virtual_processes import Node, partial_sums, tree_push, tree_total
 from utils.sampler import logical_ranks
 
 
@@ -25,8 +25,8 @@ def written(left, right):
 def tree_of(number):
     nodes = []
     for leaf in range(number):
-        push(nodes, Node(leaf, 1, str(leaf)), written)
-    return root(nodes, written)
+        tree_push(nodes, Node(leaf, 1, str(leaf)), written)
+    return tree_total(nodes, written)
 
 
 def test_the_tree_of_eight_of_six_and_of_seven():
@@ -45,12 +45,12 @@ def test_processes_add_in_the_order_of_the_tree(number):
             covered += leaves
             own = []
             for leaf in leaves:
-                push(own, Node(leaf, 1, str(leaf)), written)
+                tree_push(own, Node(leaf, 1, str(leaf)), written)
             assert [node[:2] for node in own] == [node[:2] for node in partial_sums(leaves)]
             for node in own:
-                push(nodes, node, written)
+                tree_push(nodes, node, written)
         assert covered == list(range(number))
-        assert root(nodes, written) == tree_of(number)
+        assert tree_total(nodes, written) == tree_of(number)
 
 
 def test_a_power_of_two_of_processes_sends_one_sum_each():
@@ -121,8 +121,8 @@ def test_sums_are_the_same_bits_on_any_number_of_processes(threads, number, size
     def total(rank, world_size):
         tree = vp.TreeSum(OneRank(rank, world_size, number))
         nodes = []
-        for leaf in tree.leaves:
-            push(nodes, Node(leaf, 1, leaves[leaf].clone()), torch.Tensor.add_)
+        for leaf in tree.logical_ranks:
+            tree_push(nodes, Node(leaf, 1, leaves[leaf].clone()), torch.Tensor.add_)
         return tree.total(nodes)
 
     (expected,) = threads(1, lambda rank: total(rank, 1))

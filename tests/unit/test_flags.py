@@ -93,7 +93,7 @@ def test_a_timeout_that_overflows_in_torch_is_refused(capsys):
     assert parser.parse_args(["--timeout_s", "99999999"]).timeout_s == 99_999_999
     with pytest.raises(SystemExit):
         parser.parse_args(["--timeout_s", "9000000000"])
-    sentence = "--timeout_s: 9000000000 is not a number from 1 up and below 100000000"
+    sentence = "--timeout_s: must be at least 1 and below 100000000, got 9000000000"
     assert sentence in capsys.readouterr().err
 
 
@@ -103,7 +103,7 @@ def test_a_folder_has_a_name_that_can_be_read(capsys, name):
     parser.add_run_flags()
     with pytest.raises(SystemExit):
         parser.parse_args(["--output_dir", name])
-    sentence = f"error: argument --output_dir: {name!r} is no name for a folder"
+    sentence = f"error: argument --output_dir: {name!r} is not a valid folder name"
     assert sentence in capsys.readouterr().err
     assert parser.parse_args(["--output_dir", "\N{SNOWMAN} b"]).output_dir == "\N{SNOWMAN} b"
 
@@ -114,7 +114,7 @@ def test_an_integer_that_overflows_later_is_refused(capsys):
     assert parser.parse_args(["--max_steps", str(2**31 - 1)]).max_steps == 2**31 - 1
     with pytest.raises(SystemExit):
         parser.parse_args(["--max_steps", "1" + 30 * "0"])
-    assert "is not a number from 0 up and below 2147483648" in capsys.readouterr().err
+    assert "must be at least 0 and below 2147483648" in capsys.readouterr().err
 
 
 # What may differ between a run and its resume: nothing in it decides the numbers. The length is

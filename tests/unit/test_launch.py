@@ -1,7 +1,6 @@
-"""make_accelerator: the flags it reads, trackers, the time-out, and what it remembers."""
+"""make_accelerator: the flags it reads, trackers and the time-out."""
 
 import gc
-import inspect
 import sys
 import weakref
 from types import SimpleNamespace
@@ -16,8 +15,9 @@ from torch import nn
 
 from utils import launch
 from utils.console import LastingOutput
+from utils.features import trackers
 from utils.flags import ArgumentParser
-from utils.launch import make_accelerator, remember_accelerates_answers
+from utils.launch import make_accelerator
 from utils.topology import resume_command
 
 
@@ -71,29 +71,6 @@ def handler(handed, kind):
     return found
 
 
-def test_accelerate_asks_its_slow_questions_once():
-    """Searches of the disk in each step otherwise: half of the time of a small step."""
-    accelerator = make_accelerator(run_flags(), cpu_threads=1)
-    remember_accelerates_answers()  # a second call changes nothing
-    module = accelerate.optimizer
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    optimizer.zero_grad()
-    optimizer.step()
-    hits = module.is_lomo_available.cache_info().hits
-    for _ in range(3):
-        optimizer.step()
-    assert module.is_lomo_available.cache_info().hits == hits + 6
-    assert module.is_lomo_available.cache_info().misses <= 1
-    method = optimizer.optimizer.zero_grad
-    first = module.inspect.signature(method)
-    other = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    assert module.inspect.signature(other.zero_grad) is first
-    assert first == inspect.signature(method)
-    assert torch.get_num_threads() == 1
-
-
 def test_zero_grad_does_as_before_and_no_optimizer_is_kept():
     class WithoutFlag(torch.optim.SGD):
         def zero_grad(self):
@@ -126,10 +103,12 @@ def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
     """Without it, --resume would start from nothing in another folder."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
     args = run_flags(output_dir=None, resume=False)
-    make_accelerator(args, 1)
+    accelerator = make_accelerator(args, 1)
     assert args.output_dir.startswith("runs/train-")
     end = f"train.py --lr 1 --output_dir {args.output_dir} --resume"
-    assert resume_command().endswith(end)
+    assert resume_command(args.output_dir).endswith(end)
+    assert resume_command(accelerator.project_dir).endswith(end)
+    assert sys.argv == ["train.py", "--lr", "1"]
 
 
 def test_what_comes_before_anything_else(monkeypatch, capsys):
@@ -219,7 +198,7 @@ def test_an_own_tracker_gets_what_is_logged():
 
 def test_a_tracker_that_is_not_there_stops_the_run(monkeypatch, capsys):
     """Accelerate leaves it out and says so at log level debug only."""
-    monkeypatch.setattr(launch, "get_available_trackers", lambda: [])
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [])
     monkeypatch.setattr(launch, "TrainingAccelerator", None)  # it stops before any work
     for flag, sentence in (
         ("wandb", "error: --log_with wandb needs a package that is not installed: pip install wandb"),

@@ -80,11 +80,11 @@ def test_virtual_processes_get_the_same_parts_on_any_number_of_processes(process
             loader = make(Noisy(50), batch_size=16, processes=processes, rank=rank, seed=seed, virtual=6)
             batches = list(loader.epoch(1, first_step=1))
             assert len(batches) == 3 * loader.sampler.accumulation
-            parts = [batch.part for batch in batches]
+            parts = [batch.slot for batch in batches]
             assert parts == list(range(6 * rank // processes, 6 * (rank + 1) // processes)) * 3
             for number, batch in enumerate(batches):
                 step = number // loader.sampler.accumulation
-                found[step, batch.part] = batch.data
+                found[step, batch.slot] = batch.data
                 assert batch.mean_loss(torch.ones(len(batch))) == pytest.approx(len(batch) / batch.step_samples)
         return found
 

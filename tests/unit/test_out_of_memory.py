@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT
 
+from utils.errors import explain_errors
 from utils.features import out_of_memory as memory
 from utils.features.out_of_memory import (
     is_out_of_memory,
@@ -137,7 +138,7 @@ def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, as
     monkeypatch.setattr(memory.socket, "gethostname", lambda: "alpha")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    memory.explain_out_of_memory()
+    explain_errors().explanations.append((memory.is_out_of_memory, memory.advice))
     sys.excepthook(type(error), error, None)
     said = capsys.readouterr().err
     assert said.startswith(f"error: rank 3 on alpha ran out of memory{asked}: take a smaller model")
@@ -160,7 +161,7 @@ def test_more_weights_than_memory_are_a_sentence(tmp_path):
 def test_another_error_keeps_its_traceback(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *words: seen.append(words))
-    memory.explain_out_of_memory()
-    for error in (RuntimeError("shapes differ"), KeyboardInterrupt()):
+    explain_errors().explanations.append((memory.is_out_of_memory, memory.advice))
+    for error in (RuntimeError("shapes differ"), ValueError()):
         sys.excepthook(type(error), error, None)
-    assert [kind for kind, *_ in seen] == [RuntimeError, KeyboardInterrupt]
+    assert [kind for kind, *_ in seen] == [RuntimeError, ValueError]

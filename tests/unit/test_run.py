@@ -13,10 +13,11 @@ from accelerate.tracking import GeneralTracker
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from utils import launch
-from utils import run_folder as tracking
+from utils import launch, memory
+from utils.best import is_better, metric_direction
+from utils.features import curves
 from utils.loader import GlobalLoader
-from utils.run import Run, is_better, metric_direction
+from utils.run import Run
 from utils.signals import EXIT_REQUEUE, StopSignal
 
 
@@ -80,7 +81,7 @@ class Regression:
 def start(tmp_path, monkeypatch):
     """Runs a script in tmp_path/<folder>; returns its exit code. No curves.png: most of a test's
     time would go there."""
-    monkeypatch.setattr(tracking, "plot_curves", lambda *_: None)
+    monkeypatch.setattr(curves, "plot_curves", lambda *_: None)
 
     def start(script, folder="run", options=None, **changes):
         try:
@@ -90,7 +91,7 @@ def start(tmp_path, monkeypatch):
             return stopped.code
         finally:
             if hasattr(script, "run"):
-                script.run.tracker.lock.release()
+                script.run.folder.lock.release()
             run_many.reset_accelerate()
 
     return start
@@ -402,6 +403,30 @@ def test_a_tracker_of_your_own_gets_every_number(start, tmp_path):
     (line,) = lines(tmp_path / "run", "test")
     assert test == {f"test/{name}": line[name] for name in ("loss", "bias", "samples")}
     assert tracker.logged[0][1]["train/lr"] == 0.01
+
+
+class FailingTracker(OwnTracker):
+    def log(self, values, step=None, **_):
+        super().log(values, step)
+        raise ConnectionError("no route to the server")
+
+
+def test_a_tracker_that_fails_is_a_warning_and_the_run_goes_on(start, tmp_path, capsys):
+    failing, tracker = FailingTracker(), OwnTracker()
+    assert start(Regression(epochs=1), options={"log_with": [failing, tracker]}) is None
+    assert (len(failing.logged), len(tracker.logged)) == (1, 3)
+    assert capsys.readouterr().out.count("warning: the tracker") == 1
+    assert summary(tmp_path / "run")["step"] == 4
+
+
+def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_path, capsys):
+    assert start(Regression(epochs=1)) is None
+    (test,) = lines(tmp_path / "run", "test")
+    found = summary(tmp_path / "run")
+    assert (found["step"], found["test_loss"], found["best_loss"]) == (4, test["loss"], test["loss"])
+    peak = memory.own_peak_memory_gib(torch.device("cpu"))  # by now
+    assert peak - 0.2 < found["peak_memory_gib"] <= peak + 0.001
+    assert f"done: test loss {test['loss']:.4f}, test bias " in capsys.readouterr().out
 
 
 @pytest.mark.slow

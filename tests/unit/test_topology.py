@@ -216,6 +216,6 @@ def test_the_command_to_continue_is_the_one_that_was_typed(monkeypatch):
     monkeypatch.setattr(topology, "requested_topology", lambda: (options, None))
     monkeypatch.setattr(sys, "argv", words[2:])
     expected = f"accelerate launch --config_file {config} scripts/mnist_mlp.py --output_dir 'a b' --resume"
-    assert topology.resume_command() == expected
+    assert topology.resume_command("a b") == expected
     monkeypatch.setattr(sys, "argv", [*words[2:], "--resume"])
-    assert topology.resume_command() == expected
+    assert topology.resume_command("a b") == expected

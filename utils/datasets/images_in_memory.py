@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ..console import is_local_main, show, stop
-from ..imports import quick_imports
 
 # All of MNIST lies beside this package; a copy of a script without it takes the same from the Hub.
 MNIST_FOLDER = Path(__file__).resolve().parents[2] / "data" / "mnist"
@@ -48,8 +47,8 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
     Raises: SystemExit, in one sentence, if it is not there, or has no train or test split, no image
     or label column.
     """
-    with quick_imports():  # here and not above: a wrong flag need not wait for it
-        import datasets
+    # here and not above: a wrong flag need not wait for it
+    import datasets
 
     if not is_local_main():  # what the Hub says, once a machine is enough
         import huggingface_hub

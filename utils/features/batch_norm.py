@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..sampler import virtual_processes
-from .virtual_processes import Node, TreeSum, current_logical_rank, push
+from .virtual_processes import Node, TreeSum, current_logical_rank, tree_push
 
 
 class BatchNorms:
@@ -65,7 +65,7 @@ class BatchNorms:
 
     def _add(self, flat: torch.Tensor) -> None:
         if self.tree is not None:
-            push(self.sums, Node(current_logical_rank(self.accelerator), 1, flat), torch.Tensor.add_)
+            tree_push(self.sums, Node(current_logical_rank(self.accelerator), 1, flat), torch.Tensor.add_)
         elif self.sums:
             self.sums[0].value.add_(flat)
         else:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ..atomic_files import write_or_raise
 from ..console import show
-from ..imports import quick_imports
 
 COLOURS = {"train": "#0072b2", "test": "#d55e00"}
 # Where several runs are in one panel, the colour says which run, and the line which split.
@@ -38,9 +37,9 @@ def save_picture(picture: Path, draw: Callable) -> None:
     these values, or the disk is full.
     """
     try:
-        with quick_imports():
-            import matplotlib.figure  # noqa: F401  `draw` needs it
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
+        import matplotlib.figure  # noqa: F401  `draw` needs it
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
         figure = draw()
         if figure is not None:
             figure.set_dpi(120)

@@ -4,8 +4,6 @@ An endless loop, a breakpoint, a slow disk or a stopped process on one rank leav
 waiting in a collective, until it times out. Here a thread of each process looks now and then where
 its main thread is, and writes that to the store of the process group. When a wait takes a tenth of
 the time-out, one line says who waits where for whom.
-
-To do without this module, delete it and the lines of launch.py, peers.py and run.py that name it.
 """
 
 import atexit
@@ -35,14 +33,6 @@ BACKWARD = "_engine_run_backward"
 UNKNOWN = {"at": None, "waits_in": None, "step": None, "host": "?", "since_s": 0.0, "look": 0}
 
 
-STEP = [None]  # steps done, if the script says it
-
-
-def reached(step: int) -> None:
-    """Say how many steps are done: the sentences name it."""
-    STEP[0] = step
-
-
 def place_of(frame: FrameType | None) -> dict:
     """Where a thread is. at: the innermost line outside of libraries, "file:line"; waits_in: the
     collective that was called, or "backward", in which DDP has its own; None elsewhere."""
@@ -60,15 +50,22 @@ def place_of(frame: FrameType | None) -> dict:
     return {"at": at, "waits_in": waits_in}
 
 
-class Watch(threading.Thread):
+class HangWatchdog(threading.Thread):
     """Looks where the thread that makes it is, tells the store, and names ranks that are late.
 
-    timeout_s: after which a collective fails.
-    found: what it would say now; None while nothing is late.
+    Args:
+        timeout_s: after which a collective fails.
+
+    Attributes:
+        current: the one of this process; None with one process.
+        step: optimizer steps done, for the sentences; None: not known.
+        found: what it would say now; None while nothing is late.
     """
 
+    current: "HangWatchdog | None" = None
+
     def __init__(self, timeout_s: float):
-        super().__init__(name="stalls", daemon=True)
+        super().__init__(name="hang_watchdog", daemon=True)
         # Private names of torch: it has no public ones for them.
         self.group = distributed.distributed_c10d._get_default_group()
         self.store = distributed.distributed_c10d._get_default_store()
@@ -77,6 +74,7 @@ class Watch(threading.Thread):
         self.silent_s = max(0.3 * self.patience_s, SILENT_S)
         self.watched = threading.get_ident()
         self.ended = threading.Event()
+        self.step: int | None = None
         self.place, self.looks = None, 0
         self.since = self.looked = time.monotonic()
         self.signs = {}  # of other ranks: the last number of a look, and when it was new
@@ -94,7 +92,7 @@ class Watch(threading.Thread):
 
     def look(self) -> None:
         place = place_of(sys._current_frames().get(self.watched))
-        place["step"] = STEP[0]
+        place["step"] = self.step
         place["collectives"] = self.group._get_sequence_number_for_group()  # begun so far
         now = time.monotonic()
         # Not the line: one of a loop without an end is another one at each look.
@@ -113,7 +111,7 @@ class Watch(threading.Thread):
         places = self.read(now)
         if stays_s < max(self.patience_s, self.silent_s):
             return
-        self.found = describe(places, self.patience_s)
+        self.found = sentence_about(places, self.patience_s)
         speakers = [rank for rank, place in enumerate(places) if place["answers"]]
         if self.found is None or speakers[0] != self.rank:
             return
@@ -150,10 +148,10 @@ def waiting(ranks: list[int], place: dict) -> str:
     return f"{names} in {place['waits_in']} {where(place)} since {place['since_s']:.0f} s"
 
 
-def describe(places: list[dict], patience_s: float) -> str | None:
+def sentence_about(places: list[dict], patience_s: float) -> str | None:
     """What keeps the ranks from going on, in one sentence; None if nothing does.
 
-    places: of each rank, as `Watch.read` returns them.
+    places: of each rank, as `HangWatchdog.read` returns them.
     """
     late, groups = [], {}
     for rank, place in enumerate(places):
@@ -181,36 +179,35 @@ def describe(places: list[dict], patience_s: float) -> str | None:
     return f"all {waits[0]}: is the network between them at fault?"
 
 
-CURRENT: Watch | None = None
-
-
 def watch_ranks(timeout_s: float) -> None:
     """From now on, name ranks that others wait for. With one process it does nothing.
 
-    timeout_s: of the process group.
+    Args:
+        timeout_s: of the process group.
     """
-    global CURRENT
-    if CURRENT is None:
-        # A thread in the middle of a call of the store would abort the interpreter's end.
-        atexit.register(end_watch)
-    else:
-        CURRENT.end()
+    if HangWatchdog.current is not None:
+        HangWatchdog.current.end()
+        HangWatchdog.current = None
     if distributed.is_initialized() and distributed.get_world_size() > 1:
-        CURRENT = Watch(timeout_s)
-        CURRENT.start()
+        watchdog = HangWatchdog.current = HangWatchdog(timeout_s)
+        # A thread in the middle of a call of the store would abort the interpreter's end.
+        atexit.register(watchdog.end)
+        watchdog.start()
 
 
-def end_watch() -> None:
-    if CURRENT is not None:
-        CURRENT.end()
+def reached(step: int) -> None:
+    """Say how many optimizer steps are done: the sentences name it."""
+    if HangWatchdog.current is not None:
+        HangWatchdog.current.step = step
 
 
 def who_is_late() -> str | None:
-    """What `describe` last said, here or on another rank; for the sentence at the end."""
-    if CURRENT is None:
+    """What `sentence_about` last said, here or on another rank; for the sentence at the end."""
+    watchdog = HangWatchdog.current
+    if watchdog is None:
         return None
-    if CURRENT.found is None and CURRENT.rank >= LOOKERS:
+    if watchdog.found is None and watchdog.rank >= LOOKERS:
         with contextlib.suppress(Exception):  # the store may be gone
-            if CURRENT.store.check(["stalls/found"]):
-                return CURRENT.store.get("stalls/found").decode()
-    return CURRENT.found
+            if watchdog.store.check(["stalls/found"]):
+                return watchdog.store.get("stalls/found").decode()
+    return watchdog.found

@@ -1,20 +1,17 @@
-"""Several machines: a sentence in place of a traceback when a peer is lost, and gloo's interface.
-
-To do without this module, delete it and the lines of launch.py that name its functions.
-"""
+"""Several machines: a sentence in place of a traceback when a peer is lost, and gloo's interface."""
 
 import os
 import re
 import socket
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
 
 import psutil
 from accelerate.utils import gather_object
 
-from ..console import own_line, report_to_launcher, show
+from ..console import own_line
 from ..topology import resume_command
-from .hang_watchdog import who_is_late
 
 # What gloo, NCCL and their store say when another process is gone or silent. Their other errors,
 # such as those about wrong shapes, do not match.
@@ -22,73 +19,55 @@ LOST = re.compile(
     "connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process", re.IGNORECASE
 )
 
-# {"host": ..., "address": ...} of each rank, from `introduce_peers`; empty until then.
-PEERS = []
+
+def is_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
 
 
-def explain_lost_peers(can_resume: bool = True) -> None:
-    """Have the error of a collective whose other end is gone or silent printed as one sentence.
-
-    Each process that sees such an error prints the sentence. It names this rank, the line of code
-    that waited, and the ranks on the machine that the error names, or else on the machines that do
-    not answer. Other errors keep their traceback. Call it before the process group is made; without
-    a launcher it does nothing.
+class LostPeers:
+    """Names the ranks that an error of a collective is about.
 
     Args:
         can_resume: the script has a --resume; the sentence then ends with the command to continue.
-    """
-    if "RANK" not in os.environ:
-        return
-    rank = int(os.environ["RANK"])
-    host = socket.gethostname()
-    other_hook = sys.excepthook
 
-    def explain(kind, error, trace):
-        if not (issubclass(kind, RuntimeError) and LOST.search(str(error))):
-            return other_hook(kind, error, trace)
+    Attributes:
+        output_dir: of the run, for that command.
+        who_is_late: returns a sentence about ranks that were waited for, if there is one.
+    """
+
+    def __init__(self, can_resume: bool = True):
+        self.can_resume = can_resume
+        self.output_dir: str | None = None
+        self.who_is_late: Callable[[], str | None] = lambda: None
+        self.peers: list[dict] = []  # {"host": ..., "address": ...} of each rank; none until `introduce`
+
+    def introduce(self) -> None:
+        """Tell all processes the host and the address of each. Collective."""
+        self.peers = gather_object([{"host": socket.gethostname(), "address": own_address()}])
+
+    def sentence(self, error: BaseException, trace: TracebackType | None) -> str:
+        """This rank, the line of code that waited, and the ranks on the machine that the error names, or else on the
+        machines that do not answer."""
         # Without gloo's "[source file:line] " in front and its advice behind.
         reason = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0]
         reason = reason.split(". This is typically")[0]
-        lost = " or ".join(lost_ranks(reason)) or "another process"
-        late = who_is_late()
+        lost = " or ".join(self.lost_ranks(reason)) or "another process"
+        late = self.who_is_late()
         if late is not None:
             reason = f"{reason}; {late}"
-        advice = f"; to continue: {resume_command()}" if can_resume else ""
-        sentence = f"error: rank {rank} on {host} lost {lost}{own_line(trace)}: {reason}{advice}"
-        report_to_launcher(sentence)
-        show(sentence, "red", sys.stderr)
+        advice = f"; to continue: {resume_command(self.output_dir)}" if self.can_resume else ""
+        here = f"rank {os.environ['RANK']} on {socket.gethostname()}"
+        return f"{here} lost {lost}{own_line(trace)}: {reason}{advice}"
 
-    sys.excepthook = explain
-
-
-def introduce_peers() -> None:
-    """Tell all processes the host and the address of each. Collective: call it on every rank.
-
-    `explain_lost_peers` needs them to name the ranks that were lost.
-    """
-    PEERS[:] = gather_object([{"host": socket.gethostname(), "address": own_address()}])
-
-
-def lost_ranks(reason: str) -> list[str]:
-    """The ranks on a machine that `reason` names, or else on machines that are not up.
-
-    Returns:
-        "rank R on HOST" for each of them.
-    """
-    addresses = {peer["address"] for peer in PEERS} - {None, own_address()}
-    lost = set()
-    for address in addresses:
-        if re.search(rf"\b{re.escape(address)}\b", reason):
-            lost.add(address)
-    if not lost:
-        with ThreadPoolExecutor(64) as pool:
-            answers = pool.map(is_up, addresses)
-            lost = {address for address, up in zip(addresses, answers, strict=True) if not up}
-    names = []
-    for rank, peer in enumerate(PEERS):
-        if peer["address"] in lost:
-            names.append(f"rank {rank} on {peer['host']}")
-    return names
+    def lost_ranks(self, reason: str) -> list[str]:
+        """The text "rank R on HOST" for each rank on a machine that `reason` names, or else on one that is not up."""
+        addresses = {peer["address"] for peer in self.peers} - {None, own_address()}
+        lost = {address for address in addresses if re.search(rf"\b{re.escape(address)}\b", reason)}
+        if not lost:
+            with ThreadPoolExecutor(64) as pool:
+                answers = pool.map(is_up, addresses)
+                lost = {address for address, up in zip(addresses, answers, strict=True) if not up}
+        return [f"rank {rank} on {peer['host']}" for rank, peer in enumerate(self.peers) if peer["address"] in lost]
 
 
 def own_address() -> str | None:

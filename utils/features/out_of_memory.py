@@ -6,8 +6,8 @@ import math
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable, Iterator
+from types import TracebackType
 
 import psutil
 import torch
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from ..console import own_line, report_to_launcher, show
+from ..console import own_line
 
 
 def largest_that_fits(
@@ -66,31 +66,23 @@ def fits(attempt: Callable[[int], object], size: int, limit: Callable) -> bool:
     return True
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out; ALLOC_FAILED is cuBLAS's and cuDNN's word."""
+    if not isinstance(error, Exception):
+        return False
     if isinstance(error, MemoryError) or "ALLOC_FAILED" in str(error):
         return True
     return should_reduce_batch_size(error)
 
 
-def explain_out_of_memory() -> None:
-    """From now on an out-of-memory error is printed as one sentence, with the line of code."""
-    other_hook = sys.excepthook
-
-    def explain(kind, error, trace):
-        if not (issubclass(kind, Exception) and is_out_of_memory(error)):
-            return other_hook(kind, error, trace)
-        tried = re.search(r"[Tt]ried to allocate (\S+ \w+)", str(error))
-        asked = f", which asked for {tried[1]}" if tried else ""
-        sentence = (
-            f"error: rank {os.environ.get('RANK', 0)} on {socket.gethostname()} ran out of memory"
-            f"{own_line(trace)}{asked}: take a smaller model, or more "
-            "--gradient_accumulation_steps, which make the same step of smaller micro-batches"
-        )
-        report_to_launcher(sentence)
-        show(sentence, "red", sys.stderr)
-
-    sys.excepthook = explain
+def advice(error: BaseException, trace: TracebackType | None) -> str:
+    """The sentence for an out-of-memory error, with the line of code."""
+    tried = re.search(r"[Tt]ried to allocate (\S+ \w+)", str(error))
+    asked = f", which asked for {tried[1]}" if tried else ""
+    return (
+        f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()} ran out of memory{own_line(trace)}{asked}: "
+        "take a smaller model, or more --gradient_accumulation_steps, which make the same step of smaller micro-batches"
+    )
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,17 +32,18 @@ from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..console import plural, stop
+from ..atomic_files import read_entry
+from ..console import plural, show, stop
 from ..sampler import logical_ranks, virtual_processes
 
 
-def use_virtual_processes(accelerator: Accelerator, number: int, accumulation: int) -> None:
+def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
     """Have this accelerator's loaders, metrics and gradients be those of `number` processes.
 
     Raises: SystemExit, in one sentence, if that is not possible on these processes.
     """
     world_size = accelerator.num_processes
-    if accumulation > 1:
+    if accelerator.gradient_accumulation_steps > 1:
         stop(
             f"--virtual_processes {number} cuts a batch into {plural(number, 'micro-batch')} "
             "already: leave --gradient_accumulation_steps out"
@@ -68,19 +70,19 @@ def own_logical_ranks(accelerator: Accelerator) -> range:
 
 def current_logical_rank(accelerator: Accelerator) -> int:
     """The virtual process of the micro-batch in the current `accelerator.accumulate`."""
-    leaves = own_logical_ranks(accelerator)
-    return leaves[(accelerator.step - 1) % len(leaves)]
+    logical_ranks = own_logical_ranks(accelerator)
+    return logical_ranks[(accelerator.step - 1) % len(logical_ranks)]
 
 
 class Node(NamedTuple):
-    """A sum of the tree, over the leaves start to start + size - 1."""
+    """A sum of the tree, over the logical_ranks start to start + size - 1."""
 
     start: int
     size: int  # a power of two, that divides start
     value: Any
 
 
-def push(nodes: list[Node], node: Node, add: Callable) -> None:
+def tree_push(nodes: list[Node], node: Node, add: Callable) -> None:
     """Append a node to those on its left, and add up what the tree adds up.
 
     nodes: consecutive, without a sum that the tree could still make among them.
@@ -93,19 +95,19 @@ def push(nodes: list[Node], node: Node, add: Callable) -> None:
     nodes.append(node)
 
 
-def root(nodes: list[Node], add: Callable) -> Any:
-    """The sum of the whole tree, of nodes that cover all leaves."""
+def tree_total(nodes: list[Node], add: Callable) -> Any:
+    """The sum of the whole tree, of nodes that cover all logical_ranks."""
     total = nodes[-1].value
     for node in reversed(nodes[:-1]):
         total = add(node.value, total)
     return total
 
 
-def partial_sums(leaves: range) -> list[Node]:
-    """The sums that a process with these leaves sends, without values."""
+def partial_sums(logical_ranks: range) -> list[Node]:
+    """The sums that a process with these logical_ranks sends, without values."""
     nodes = []
-    for leaf in leaves:
-        push(nodes, Node(leaf, 1, None), lambda left, right: None)
+    for logical_rank in logical_ranks:
+        tree_push(nodes, Node(logical_rank, 1, None), lambda left, right: None)
     return nodes
 
 
@@ -119,7 +121,7 @@ class TreeSum:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.world_size = accelerator.num_processes
-        self.leaves = own_logical_ranks(accelerator)
+        self.logical_ranks = own_logical_ranks(accelerator)
         self.buffers = {}
         if self.world_size == 1:
             return
@@ -134,10 +136,10 @@ class TreeSum:
             self.stream = torch.cuda.Stream()
 
     def total(self, nodes: list[Node]) -> torch.Tensor:
-        """The sum over all leaves; `nodes` are this process's, flat tensors of one size.
+        """The sum over all logical_ranks; `nodes` are this process's, flat tensors of one size.
         Collective."""
         if self.world_size == 1:
-            return root(nodes, torch.Tensor.add_)
+            return tree_total(nodes, torch.Tensor.add_)
         values = [node.value for node in nodes]
         return self._exchange(values, torch.empty_like(values[0]))
 
@@ -185,8 +187,8 @@ class TreeSum:
         nodes = []
         places = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
         for place, value in zip(places, received.split(size), strict=True):
-            push(nodes, place._replace(value=value), torch.Tensor.add_)
-        total = root(nodes, torch.Tensor.add_)
+            tree_push(nodes, place._replace(value=value), torch.Tensor.add_)
+        total = tree_total(nodes, torch.Tensor.add_)
         if is_even:
             dist.all_gather_into_tensor(result, total, group=self.group)
             return result
@@ -227,12 +229,12 @@ class GradientSum:
 
     def _begin_step(self) -> None:
         self.nodes = []  # of {parameter: gradient}; one that is not there is zero
-        self.next_leaf = self.tree.leaves[0]
+        self.next_rank = self.tree.logical_ranks[0]
 
     def collect(self) -> None:
         """Call it after each backward pass."""
         accelerator = self.tree.accelerator
-        leaf = current_logical_rank(accelerator)
+        logical_rank = current_logical_rank(accelerator)
         is_last = accelerator.sync_gradients
         if is_last and self.is_ddp:
             if self.buckets_of_step[0] == accelerator.step:  # not only another model's
@@ -245,32 +247,32 @@ class GradientSum:
         if again:
             refuse_second_backward()
         self.collected_at = accelerator.step
-        self._skip_to(leaf)
+        self._skip_to(logical_rank)
         for parameter in gradients:
             parameter.grad = None
         if self.in_buckets:  # which the next micro-batch writes to
             gradients = {each: gradient.clone() for each, gradient in gradients.items()}
-        push(self.nodes, Node(leaf, 1, gradients), add_gradients)
-        self.next_leaf = leaf + 1
+        tree_push(self.nodes, Node(logical_rank, 1, gradients), add_gradients)
+        self.next_rank = logical_rank + 1
         if is_last:
-            for parameter, gradient in root(self.nodes, add_gradients).items():
+            for parameter, gradient in tree_total(self.nodes, add_gradients).items():
                 parameter.grad = gradient
             self._begin_step()
 
-    def _skip_to(self, leaf: int) -> None:
+    def _skip_to(self, logical_rank: int) -> None:
         """Micro-batches in which the model got no gradient at all."""
-        for skipped in range(self.next_leaf, leaf):
-            push(self.nodes, Node(skipped, 1, {}), add_gradients)
-        self.next_leaf = leaf
+        for skipped in range(self.next_rank, logical_rank):
+            tree_push(self.nodes, Node(skipped, 1, {}), add_gradients)
+        self.next_rank = logical_rank
 
     def _sum_bucket(self, _, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's hook: `bucket` has the gradients of the last micro-batch."""
         self._check_once(bucket)
-        last = self.tree.leaves[-1]
+        last = self.tree.logical_ranks[-1]
         self._skip_to(last)
         buffer = bucket.buffer()
         nodes = list(self.nodes)
-        push(nodes, Node(last, 1, views_of(bucket, buffer)), add_into_bucket)
+        tree_push(nodes, Node(last, 1, views_of(bucket, buffer)), add_into_bucket)
         values = []
         for node in nodes[:-1]:  # what the tree does not add to the last micro-batch here
             values.append(torch.zeros_like(buffer))
@@ -356,3 +358,33 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
 
 def any_trained(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def warn_of_other_rounding(accelerator: Accelerator, folder: Path, topology: dict) -> None:
+    """Warn where a resumed run was on a different kind of machine: the bits are promised for one kind.
+
+    Args:
+        folder: of the run, with the run.json of its earlier launches.
+        topology: of this launch, as describe_topology returns it.
+    """
+    if not accelerator.is_main_process:
+        return
+    launches = read_entry(folder / "run.json", "launches", list)
+    if not launches:  # RunFolder says so
+        return
+    before, now = decides_rounding(launches[-1]), decides_rounding(topology)
+    if before != now:
+        show(
+            f"warning: this run has been on {', '.join(before)} and goes on on "
+            f"{', '.join(now)}: its last bits are not those of a run on one kind alone",
+            "yellow",
+        )
+
+
+def decides_rounding(topology: dict) -> list[str]:
+    """What else than the order of the sums decides the last bits of the numbers."""
+    kinds = set()
+    for process in topology["processes"]:
+        threads = plural(process["cpu_threads"], "thread")
+        kinds.add(f"{process['device_name'] or process['cpu']} with {threads}")
+    return [*sorted(kinds), f"torch {topology['torch']}"]

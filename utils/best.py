@@ -1,0 +1,58 @@
+"""Which test was the best so far: for --save_best, for --patience, and for summary.json."""
+
+import math
+
+# Words in the names of metrics of which less is better.
+LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perplexity", "wer", "cer"}
+
+
+class Best:
+    """The best value of each number of the tests, and how many tests ago the monitored one was best.
+
+    Args:
+        monitor: METRIC, min:METRIC or max:METRIC, as --save_best takes it; None: the loss.
+
+    Attributes:
+        monitor: the name alone.
+        values: by name, [best value, its step].
+        tests_since_best: of the monitored one; 0: the last test was the best.
+    """
+
+    def __init__(self, monitor: str | None):
+        self.monitor, self.lower_is_better = metric_direction(monitor or "loss")
+        self.values: dict[str, list] = {}
+        self.tests_since_best = 0
+
+    def add(self, numbers: dict[str, float], step: int) -> None:
+        """Take the numbers of a test into account."""
+        self.tests_since_best += 1
+        for name, value in numbers.items():
+            lower = self.lower_is_better if name == self.monitor else metric_direction(name)[1]
+            if name not in self.values or is_better(value, self.values[name][0], lower):
+                self.values[name] = [value, step]
+                if name == self.monitor:
+                    self.tests_since_best = 0
+
+    def state(self) -> dict:
+        """For a checkpoint, as JSON."""
+        return {"best": dict(self.values), "tests_since_best": self.tests_since_best}
+
+    def load_state(self, state: dict) -> None:
+        self.values = state.get("best", {})
+        self.tests_since_best = state.get("tests_since_best", 0)
+
+
+def metric_direction(metric: str) -> tuple[str, bool]:
+    """The name in METRIC, min:METRIC or max:METRIC, and whether less is better; by default so for
+    losses and errors."""
+    direction, colon, name = metric.partition(":")
+    if colon and direction in ("min", "max"):
+        return name, direction == "min"
+    return metric, not LOWER_IS_BETTER.isdisjoint(metric.lower().split("_"))
+
+
+def is_better(value: float, best: float, lower_is_better: bool) -> bool:
+    """Any number is better than NaN."""
+    if math.isnan(best):
+        return not math.isnan(value)
+    return value < best if lower_is_better else value > best
