@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
@@ -38,11 +37,16 @@ class UnreadableItem(ValueError):
 
 @dataclasses.dataclass(slots=True)
 class Batch:
-    """One process's part of one micro-batch."""
+    """One micro-batch of one process: n samples, at least one.
+
+    Where the last step of an epoch has fewer samples than micro-batches, some processes have none. They get a
+    stand-in: one real sample, which counts nothing. No model has to know what to do without a sample.
+    """
 
     data: Any  # what the dataset and collate_fn make of the items, on the accelerator's device
     indices: torch.Tensor  # int64 (n,): which items these are; the same numbers on any topology
     weights: torch.Tensor | None  # (n,): what each sample counts in means; None: all count alike
+    is_stand_in: bool
     step_samples: int  # samples of the whole step, over all processes and micro-batches
     step_weight: int | torch.Tensor  # the sum of its weights
     micro_step: int  # number of this micro-batch within the step, on this process, from 0
@@ -54,25 +58,38 @@ class Batch:
     def __len__(self) -> int:
         return len(self.indices)
 
+    def counted(self, values: torch.Tensor) -> torch.Tensor:
+        """The values (n, ...) of the samples that count: all of them, or none (0, ...) of a stand-in.
+
+        For what you gather yourself; `mean_loss` and metrics do it themselves.
+        """
+        return values[:0] if self.is_stand_in else values
+
     def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:
         """This micro-batch's part of the mean loss of the step, for `accelerator.backward`.
 
-        losses: (n,), one a sample. With weights, the mean is sum(weights * losses) / sum(weights).
+        Args:
+            losses: (n,), one per sample. With weights, the mean is sum(weights * losses) / sum(weights).
+                Or a scalar, from a model that returns nothing else: the mean over this micro-batch, by the
+                same weights. That is exact if the model averages over samples, or over what `loss_weights`
+                counts (tokens that are no padding, for a language model).
 
         DDP divides gradients by the number of processes, and accelerator.backward divides by the
         accumulation steps. Both are right only where all parts of a step are equally large. So
         the sum of the losses is multiplied by both numbers, and divided by the samples (the weight)
         of the whole step. With virtual processes nothing divides.
         """
+        if losses.ndim == 0:
+            losses = losses.expand(len(self))
         if losses.shape != self.indices.shape:
             raise ValueError(
-                f"mean_loss takes one loss a sample, shape ({len(self)},), and got "
-                f"{tuple(losses.shape)}: "
-                'compute the loss with reduction="none"'
+                f"mean_loss takes one loss per sample, shape ({len(self)},), or their mean, shape (), and got "
+                f"{tuple(losses.shape)}"
             )
+        losses = self.counted(losses)
         if self.weights is None:
             return losses.sum() * (self.grad_divisor / self.step_samples)
-        total = (losses * self.weights).sum()
+        total = (losses * self.counted(self.weights)).sum()
         return total * self.grad_divisor / self.step_weight.to(losses.dtype)
 
     def rand(self, *shape: int, stream: int = 0) -> torch.Tensor:
@@ -92,36 +109,37 @@ class Batch:
 class GlobalLoader:
     """The batches of a map-style dataset, the same samples in every step on any topology.
 
-    dataset: a torch.utils.data.Dataset, a datasets.Dataset, a list: anything with __len__ and
-    __getitem__. A TensorDataset is moved to the accelerator's device once, and indexed there.
-    batch_size: of one optimizer step, over all processes and accumulation steps together.
-    seed: shuffle by (seed, epoch), for training; None: in the order of the dataset, without
-    accumulation, for tests.
-    collate_fn: makes a batch of a list of items; None: torch's default_collate.
-    num_workers: processes that read items ahead of the training; 0: this process reads them.
-    loss_weights: a function of a batch's data, that returns what each sample counts, (n,): tokens
-    that are no padding, for instance. The sum over the step is then known before its first
-    backward pass.
-    deterministic: promise that neither items nor collate_fn draw random numbers; None: what an
-    attribute of that name of the dataset says, else unknown.
-    max_samples: take the first ones only.
-    shard: (rank, world size), where not every process takes samples of its own; None: the
-    accelerator's.
-    accumulation: micro-batches of a step on each process; None: the accelerator's in training, 1
-    in tests. Virtual processes decide it otherwise.
-    drop_last, repeats, sampling_weights: see GlobalSampler.
-
     Before an item is read, the global generators of torch, Python and NumPy are seeded by (seed,
     epoch, item): what an augmentation draws from them does not depend on processes, workers or a
     resume. Before collate_fn they are seeded by the batch's first item: what it draws is the same
-    with any number of workers and after a resume, but not on another number of processes or
+    with any number of workers and after a resume, but not on a different number of processes or
     accumulation steps, which cut other batches. Whole batches are asked for (torch's __getitems__)
-    where the dataset has that and draws nothing. A process without a sample of the last step gets
-    a batch of length 0, with tensors of the right shapes.
+    where the dataset has that and draws nothing.
 
-    Raises: SystemExit, in one sentence, if the dataset is not map-style, empty, or smaller than a
-    dropped batch, or if the sampling weights do not fit. ValueError if options contradict each
-    other.
+    Args:
+        dataset: a torch.utils.data.Dataset, a datasets.Dataset, a list: anything with __len__ and
+            __getitem__. A TensorDataset is moved to the accelerator's device once, and indexed there.
+        batch_size: of one optimizer step, over all processes and accumulation steps together.
+        seed: shuffle by (seed, epoch), for training; None: in the order of the dataset, without
+            accumulation, for tests.
+        collate_fn: makes a batch of a list of items; None: torch's default_collate.
+        num_workers: processes that read items ahead of the training; 0: this process reads them.
+        loss_weights: a function of a batch's data, that returns what each sample counts, (n,): tokens
+            that are no padding, for instance. The sum over the step is then known before its first
+            backward pass.
+        deterministic: promise that neither items nor collate_fn draw random numbers; None: what an
+            attribute of that name of the dataset says, else unknown.
+        max_samples: take the first ones only.
+        shard: (rank, world size), where not every process takes samples of its own; None: the
+            accelerator's.
+        accumulation: micro-batches of a step on each process; None: the accelerator's in training, 1
+            in tests. Virtual processes decide it otherwise.
+        drop_last, repeats, sampling_weights: see GlobalSampler.
+
+    Raises:
+        SystemExit: if the dataset is not map-style, empty, or smaller than a dropped batch, or if the
+            sampling weights do not fit.
+        ValueError: if options contradict each other.
     """
 
     def __init__(
@@ -199,6 +217,7 @@ class GlobalLoader:
                 data=data,
                 indices=micro_batch.indices,
                 weights=None,
+                is_stand_in=micro_batch.is_stand_in,
                 step_samples=micro_batch.step_samples,
                 step_weight=micro_batch.step_samples,
                 micro_step=micro_batch.micro_step,
@@ -217,8 +236,8 @@ class GlobalLoader:
                 wide = torch.float32 if batch.weights.device.type == "mps" else torch.float64
                 sums = torch.zeros(self.sampler.num_slots, dtype=wide, device=batch.weights.device)
                 for each in window:
-                    sums[each.slot] = each.weights.to(wide).sum()
-                # A sum for each part, so that their order is the same on any number of processes.
+                    sums[each.slot] = each.counted(each.weights).to(wide).sum()
+                # A sum for each micro-batch, so that their order is the same on any number of processes.
                 total = self.accelerator.reduce(sums, "sum").sum()
                 for each in window:
                     each.step_weight = total.clamp(min=torch.finfo(torch.float32).tiny)
@@ -229,7 +248,7 @@ class GlobalLoader:
         weights = self.loss_weights(batch.data)
         if weights.shape != batch.indices.shape:
             raise ValueError(
-                f"loss_weights must return one weight a sample, shape ({len(batch)},), and "
+                f"loss_weights must return one weight per sample, shape ({len(batch)},), and "
                 f"returned {tuple(weights.shape)}"
             )
         return weights if weights.is_floating_point() else weights.float()
@@ -342,13 +361,10 @@ class ItemReader(Dataset):
             )
         self.deterministic = deterministic
         self.whole_batches = hasattr(dataset, "__getitems__")
-        self._empty = None
 
     def __getitems__(self, request: tuple[int, list[int], list[int]]):
         """The batch of a request (epoch, items, random ids)."""
         epoch, indices, random_ids = request
-        if not indices:
-            return self._empty_batch()
         items = self._items(epoch, indices, random_ids)
         if not self.deterministic:
             seed_generators(combine(self.seed, epoch, random_ids[0], COLLATE))
@@ -381,14 +397,6 @@ class ItemReader(Dataset):
             seed_generators(combine(self.seed, epoch, draw))
             items.append(self.dataset[index])
         return items
-
-    def _empty_batch(self):
-        """A batch without samples: item 0's, with everything that grows with the samples cut to
-        none."""
-        if self._empty is None:
-            (item,) = self._items(0, [0], [0])
-            self._empty = without_samples(self.collate_fn([item]), self.collate_fn([item, item]))
-        return self._empty
 
     def fingerprint(self) -> str:
         """The dataset's own `fingerprint` if it has one, else a digest: of all tensors, or of the
@@ -474,23 +482,3 @@ def check_options(batch_size: int, seed, sampling_weights, repeats: int, loss_we
         raise ValueError(f"repeats must divide batch_size {batch_size}, and is {repeats}")
     if loss_weights is not None and shard is not None:
         raise ValueError("loss_weights cannot be combined with shard: samples would count once a process")
-
-
-def without_samples(one, two):
-    """`one`, a batch of one sample, cut to none; `two` is the same sample twice, and shows what
-    grows with samples."""
-    if isinstance(one, torch.Tensor):
-        for dimension, (size, twice) in enumerate(zip(one.shape, two.shape, strict=True)):
-            if size != twice:
-                one = one.narrow(dimension, 0, 0)
-        return one
-    if isinstance(one, Mapping):
-        return type(one)({name: without_samples(one[name], two[name]) for name in one})
-    if isinstance(one, np.ndarray):
-        return without_samples(torch.from_numpy(one), torch.from_numpy(two)).numpy()
-    if isinstance(one, (list, tuple)):
-        if len(one) != len(two):
-            return one[:0]
-        parts = [without_samples(*pair) for pair in zip(one, two, strict=True)]
-        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
-    return one

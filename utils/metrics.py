@@ -1,6 +1,7 @@
 """Metrics over all processes in which every sample counts once."""
 
 import math
+import zlib
 
 import numpy as np
 import torch
@@ -18,6 +19,13 @@ class Metrics:
     """Weighted means of named values over the samples since the last `reduce`.
 
     The values stay on the device, and `add` never waits for it.
+
+    Args:
+        state: what another one's `state()` returned, to go on from it.
+        all_ranks_add: False if some ranks never call `add`, as in a pipeline, where only the last
+            stage has losses. Then `reduce` and `check` ask all ranks for the names.
+        test_after: optimizer steps before a test, for the message about a loss that is not finite; None: these
+            are metrics of the training.
     """
 
     def __init__(
@@ -25,14 +33,9 @@ class Metrics:
         accelerator: Accelerator,
         state: dict[str, torch.Tensor] | None = None,
         all_ranks_add: bool = True,
+        test_after: int | None = None,
     ):
-        """state: what another one's `state()` returned, to go on from it.
-
-        all_ranks_add: False if some ranks never call `add`, as in a pipeline, where only the last
-        stage has losses. Then `reduce` and `check` ask all ranks for the names.
-        """
-        self.accelerator = accelerator
-        self.all_ranks_add = all_ranks_add
+        self.accelerator, self.all_ranks_add, self.test_after = accelerator, all_ranks_add, test_after
         self.clear()
         if state:
             state = {name: tensor.to(accelerator.device) for name, tensor in state.items()}
@@ -45,38 +48,34 @@ class Metrics:
         self.values, self.indices, self.weights, self.steps = {}, [], [], []
 
     def add(self, batch, *, weights: torch.Tensor | None = None, step: int = 0, **values: torch.Tensor) -> None:
-        """Count the samples of a Batch: `add(batch, loss=losses, accuracy=logits.argmax(1) ==
-        labels)`.
+        """Count the samples of a Batch: `add(batch, loss=losses, accuracy=logits.argmax(1) == labels)`.
 
-        values: (n,), one a sample, of any number type or bool; the same names in every call.
-        weights: (n,); None: those of the batch, else all samples count alike. step: for the message
-        about a loss that is not finite.
-        Raises: ValueError, naming the metric, if it has another shape, or a name that is taken.
+        Args:
+            values: (n,), one per sample, of any number type or bool, or a scalar, their mean; the same
+                names in every call.
+            weights: (n,); None: those of the batch, else all samples count alike.
+            step: for the message about a loss that is not finite.
+
+        Raises:
+            ValueError: naming the metric, if it has another shape, or a name that is taken.
         """
         if self.indices and self.values.keys() != values.keys():
             now, before = (", ".join(names) or "none" for names in (values, self.values))
             raise ValueError(f"metrics {now} follow on {before}: name the same ones each time")
+        for name in RESERVED & values.keys():
+            taken = ", ".join(sorted(RESERVED))
+            raise ValueError(f"a metric cannot be named {name}: the names {taken} are taken")
         weights = batch.weights if weights is None else weights
-        if weights is not None and weights.shape != batch.indices.shape:
-            raise ValueError(
-                f"the weights have the shape {tuple(weights.shape)} for {len(batch)} samples: they "
-                "need one value a "
-                f"sample, shape ({len(batch)},)"
-            )
+        if weights is not None:
+            check_shape("weights have", weights, batch)
+            weights = batch.counted(weights)
+        values = {name: value.expand(len(batch)) if value.ndim == 0 else value for name, value in values.items()}
         for name, value in values.items():
-            if name in RESERVED:
-                taken = ", ".join(sorted(RESERVED))
-                raise ValueError(f"a metric cannot be named {name}: the names {taken} are taken")
-            if value.shape != batch.indices.shape:
-                raise ValueError(
-                    f"metric {name} has the shape {tuple(value.shape)} for {len(batch)} samples: "
-                    "it needs one value a "
-                    f"sample, shape ({len(batch)},)"
-                )
+            check_shape(f"metric {name} has", value, batch)
         for name, value in values.items():
-            self.values.setdefault(name, []).append(value.detach())
+            self.values.setdefault(name, []).append(batch.counted(value.detach()))
         self.weights.append(weights)  # None: all samples count alike
-        self.indices.append(batch.indices)
+        self.indices.append(batch.counted(batch.indices))
         self.steps.append(step)
 
     def reduce(self) -> dict[str, float]:
@@ -107,12 +106,22 @@ class Metrics:
         names = sorted(self.values)
         if not self.all_ranks_add:
             names = sorted(set(gather_object(names)))
+        self._check_names(names)
         exact = virtual_processes(self.accelerator)
         sums = self._exact_sums(names) if exact else self._quick_sums(names)
         for name, total in zip(names, sums, strict=False):
             if is_loss(name) and not math.isfinite(total):
                 self._stop_at_first_bad(name)
         return names, sums
+
+    def _check_names(self, names: list[str]) -> None:
+        """Raises: SystemExit on every rank, if ranks have metrics of different names: their sums would be mixed up."""
+        number = zlib.crc32(",".join(names).encode()) % 2**12
+        numbers = torch.tensor([1.0, number, number**2], device=self.accelerator.device)
+        ranks, total, total_of_squares = self.accelerator.reduce(numbers, "sum").tolist()
+        if ranks * total_of_squares != total**2:  # equal only if all numbers are
+            found = " | ".join(dict.fromkeys(gather_object([", ".join(names) or "none"])))
+            stop(f"the ranks have metrics of different names: {found}; add the same ones on each")
 
     def _quick_sums(self, names: list[str]) -> list[float]:
         device = self.accelerator.device
@@ -160,15 +169,16 @@ class Metrics:
         bad = gather_object(bad)
         step = min(step for step, _ in bad)
         samples = sorted(sample for at, sample in bad if at == step)
+        when = f"at step {step}" if self.test_after is None else f"in the test after step {self.test_after}"
         stop(
-            f"the {name} is not finite at step {step}, for {len(samples)} samples with these "
+            f"the {name} is not finite {when}, for {len(samples)} samples with these "
             "indices in the data: "
             f"{', '.join(map(str, samples[:10]))}{', ...' * (len(samples) > 10)}; the last "
             "checkpoint is from before it"
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this process collected since the last `reduce`, for a checkpoint: one entry a sample
+        """What this process collected since the last `reduce`, for a checkpoint: one entry per sample
         in each tensor."""
         if not self.indices:
             return {}
@@ -176,6 +186,14 @@ class Metrics:
         lists = {"indices": self.indices, "weights": self._known_weights(), "steps": steps}
         lists |= {f"value:{name}": parts for name, parts in self.values.items()}
         return {name: torch.cat([part.cpu() for part in parts]) for name, parts in lists.items()}
+
+
+def check_shape(what: str, values: torch.Tensor, batch) -> None:
+    if values.shape != batch.indices.shape:
+        raise ValueError(
+            f"the {what} the shape {tuple(values.shape)} for {len(batch)} samples: one value per sample, "
+            f"shape ({len(batch)},), is needed"
+        )
 
 
 def is_loss(name: str) -> bool:

@@ -327,7 +327,7 @@ class Run:
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
-        return Metrics(self.accelerator, all_ranks_add=self.model_copy is None)
+        return Metrics(self.accelerator, all_ranks_add=self.model_copy is None, test_after=self.step)
 
     def log_test(self, result: dict) -> None:
         """Log the numbers of `result`, the same on every rank; all of it goes to summary.json. Collective.

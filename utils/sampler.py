@@ -26,10 +26,11 @@ def logical_ranks(rank: int, world_size: int, number: int) -> range:
 
 
 class MicroBatch(NamedTuple):
-    """What one process reads for one micro-batch."""
+    """What one process reads for one micro-batch: at least one item."""
 
     indices: torch.Tensor  # int64 (n,): the items
     random_ids: torch.Tensor  # int64 (n,): what their random numbers depend on; the item, unless items repeat
+    is_stand_in: bool  # there is no item for this micro-batch: the one that is read counts nothing
     step_samples: int  # items of the whole step, over all processes and micro-batches
     micro_step: int  # 0 to accumulation - 1
     slot: int  # number of the micro-batch in the step, over all processes
@@ -41,21 +42,25 @@ class GlobalSampler:
 
     The order of an epoch is a permutation by (seed, epoch), or that of the dataset with
     `seed=None`. Step s takes items s x batch_size and following of it, cut into accumulation x
-    world_size micro-batches of equal length (+-1; the last step of an epoch has what is left, and a
-    micro-batch of it may be empty). So every item comes once an epoch, nothing is padded or dropped,
-    every process has the same number of micro-batches, and any step is found in O(1).
+    world_size micro-batches of equal length (+-1; the last step of an epoch has what is left). Where
+    there are fewer items than micro-batches, some get a stand-in, which counts nothing. So every item
+    comes once per epoch, nothing is padded or dropped, every process has the same number of
+    micro-batches, and any step is found in O(1).
 
     Accelerate's own sharding pads the last batch with items that were already used, or gives some
     processes one batch less than others; and it resumes by reading the batches before.
 
-    drop_last: leave out a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
-    repeats: an epoch takes 1/repeats of the items, each `repeats` times in one step. Source:
-    repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
-    sampling_weights: (N,), not negative. Draw N items with replacement in an epoch, each with a
-    probability in proportion to its weight, as torch's WeightedRandomSampler does, but the same
-    items on any topology.
-    virtual_processes: cut each step into so many micro-batches instead of accumulation x world_size;
-    each process has consecutive ones, and not all have equally many. 0: off.
+    Args:
+        length: items of the dataset.
+        seed: None: in the order of the dataset.
+        drop_last: leave out a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
+        repeats: an epoch takes 1/repeats of the items, each `repeats` times in one step. Source:
+            repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
+        sampling_weights: (N,), not negative. Draw N items with replacement in an epoch, each with a
+            probability in proportion to its weight, as torch's WeightedRandomSampler does, but the same
+            items on any topology.
+        virtual_processes: cut each step into so many micro-batches instead of accumulation x world_size;
+            each process has consecutive ones, and not all have equally many. 0: off.
     """
 
     def __init__(
@@ -150,7 +155,10 @@ class GlobalSampler:
                 step_random_ids = random_ids[first : first + self.batch_size]
                 for micro_step, slot in enumerate(self.slots):
                     place = self._place(len(step), slot)
-                    yield MicroBatch(step[place], step_random_ids[place], len(step), micro_step, slot)
+                    is_stand_in = place.start == place.stop
+                    if is_stand_in:
+                        place = slice(0, 1)
+                    yield MicroBatch(step[place], step_random_ids[place], is_stand_in, len(step), micro_step, slot)
 
     def _place(self, size: int, slot: int) -> slice:
         """Where a micro-batch lies in a step of `size` items, cut as torch.tensor_split does."""

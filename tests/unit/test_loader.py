@@ -85,7 +85,8 @@ def test_virtual_processes_get_the_same_parts_on_any_number_of_processes(process
             for number, batch in enumerate(batches):
                 step = number // loader.sampler.accumulation
                 found[step, batch.slot] = batch.data
-                assert batch.mean_loss(torch.ones(len(batch))) == pytest.approx(len(batch) / batch.step_samples)
+                losses = torch.ones(len(batch))
+                assert batch.mean_loss(losses) == pytest.approx(len(batch.counted(losses)) / batch.step_samples)
         return found
 
     expected, found = parts(1), parts(processes)
@@ -96,7 +97,7 @@ def test_virtual_processes_get_the_same_parts_on_any_number_of_processes(process
 
 
 def indices(batches):
-    return torch.cat([batch.indices for batch in batches]).tolist()
+    return torch.cat([batch.counted(batch.indices) for batch in batches]).tolist()
 
 
 class Squares(Dataset):
@@ -177,7 +178,7 @@ def test_each_sample_once_and_equal_steps_on_any_topology(samples, processes, ac
     def steps(processes, accumulation, epoch):
         found = by_step(processes, accumulation, epoch, dataset=numbers, batch_size=60)
         for parts in found:
-            sizes = [len(batch) for batch in parts]
+            sizes = [len(batch.counted(batch.indices)) for batch in parts]
             assert max(sizes) - min(sizes) <= 1
             assert {batch.step_samples for batch in parts} == {sum(sizes)}
             assert {batch.grad_divisor for batch in parts} == {processes * accumulation}
@@ -304,9 +305,9 @@ def test_repeats_are_in_one_step_with_draws_of_their_own(processes, accumulation
         counts = collections.Counter(indices(parts))
         if parts[0].step_samples == 12:
             assert sorted(counts.values()) == [4, 4, 4]
-        random_ids = torch.cat([batch.random_ids for batch in parts])
+        random_ids = torch.cat([batch.counted(batch.random_ids) for batch in parts])
         assert len(random_ids.unique()) == len(random_ids)
-        noise = torch.cat([batch.data[1][:, 0] for batch in parts if len(batch)])
+        noise = torch.cat([batch.counted(batch.data[1])[:, 0] for batch in parts])
         assert len(noise.unique()) == len(noise)
     plain = by_step(1, 1, 1, **options)
     assert list(map(indices, steps)) == list(map(indices, plain))
@@ -331,7 +332,7 @@ def test_weighted_draws_are_the_same_on_any_topology(processes, accumulation):
     assert list(map(indices, ours)) == list(map(indices, plain))
     for one, other in zip(plain, ours, strict=True):
         for place in (1, 2, 3):
-            parts = [torch.cat([b.data[place] for b in batches]) for batches in (one, other)]
+            parts = [torch.cat([b.counted(b.data[place]) for b in batches]) for batches in (one, other)]
             assert torch.equal(*parts)
 
 
@@ -567,7 +568,8 @@ def test_batch_random_numbers_are_those_of_the_sample():
     def numbers(processes, accumulation, first_step=0):
         steps = by_step(processes, accumulation, 1, first_step, dataset=Squares())
         return [
-            torch.cat([torch.cat([b.rand(3), b.randn(3), b.rand(3, stream=1)], 1) for b in parts]) for parts in steps
+            torch.cat([b.counted(torch.cat([b.rand(3), b.randn(3), b.rand(3, stream=1)], 1)) for b in parts])
+            for parts in steps
         ]
 
     plain = numbers(1, 1)
@@ -720,48 +722,34 @@ def shapes(data):
 
 
 @pytest.mark.parametrize("name", EMPTY)
-def test_an_empty_batch_has_the_structure_of_one_sample_without_it(name):
+def test_a_process_without_a_sample_gets_a_real_one_that_counts_nothing(name):
     data, collate_fn = EMPTY[name]
     # 3 items over 4 processes: the last one has none.
     options = {"dataset": data, "batch_size": 4, "processes": 4, "collate_fn": collate_fn}
     (one,) = make(rank=0, **options).epoch(0)
-    (empty,) = make(rank=3, **options).epoch(0)
-    assert (len(one), len(empty)) == (1, 0)
-    assert empty.step_samples == 3
-    assert empty.indices.dtype == torch.int64
-    expected = {
-        "numbers": (torch.Tensor, torch.int64, (0,)),
-        "tuples": (list, [(torch.Tensor, torch.float32, (0, 2, 3)), (torch.Tensor, torch.float64, (0,)), (tuple, [])]),
-        "dicts": {
-            "image": (torch.Tensor, torch.float32, (0, 2, 3)),
-            "name": (list, []),
-            "box": {"x": (torch.Tensor, torch.int64, (0,))},
-        },
-        "named tuples": (Pair, [(torch.Tensor, torch.int64, (0,)), (tuple, [])]),
-        "arrays": (torch.Tensor, torch.float32, (0, 2, 3)),
-        "numpy batches": (np.ndarray, np.dtype("float32"), (0, 2, 3)),
-        "list of items": (list, []),
-        "pairs": (torch.Tensor, torch.float32, (0, 0)),
-        "tensors": (list, [(torch.Tensor, torch.float32, (0, 2)), (torch.Tensor, torch.int64, (0,))]),
-        "hub": {"a": (torch.Tensor, torch.int64, (0,)), "t": (list, [])},
-    }
-    if name == "padded":
-        assert empty.data["tokens"].shape[0] == empty.data["time_first"].shape[1] == 0
-        assert empty.data["lengths"].shape == (0,)
-        assert empty.data["texts"] == []
-    else:
-        assert shapes(empty.data) == expected[name]
-    loss = torch.zeros(0, requires_grad=True)
-    empty.mean_loss(loss).backward()  # nothing, and not nan
-    assert empty.rand(2).shape == (0, 2)
+    (stand_in,) = make(rank=3, **options).epoch(0)
+    assert (one.is_stand_in, stand_in.is_stand_in, stand_in.step_samples) == (False, True, 3)
+    assert len(stand_in) == 1
+    assert shapes(stand_in.data) == shapes(one.data)
+    assert torch.equal(stand_in.rand(2), one.rand(2))
+    losses = torch.full((1,), torch.nan, requires_grad=True)
+    stand_in.mean_loss(losses).backward()
+    assert losses.grad.tolist() == [0]
+    assert stand_in.counted(losses).shape == (0,)
+    assert one.counted(losses) is losses
 
 
-def test_an_empty_batch_reads_its_item_once():
-    data = Squares(9)
-    each = make(data, batch_size=4, processes=4, rank=3)
-    for epoch in range(3):
-        assert [len(batch) for batch in each.epoch(epoch)] == [1, 1, 0]
-    assert data.calls["item"] == 2 * 3 + 1
+def test_the_weight_of_a_stand_in_does_not_count(monkeypatch):
+    parts = [
+        make(Squares(3), batch_size=4, processes=4, rank=rank, loss_weights=lambda data: data[0] + 1)
+        for rank in range(4)
+    ]
+    sums = {}
+    for rank, each in enumerate(parts):
+        each.accelerator.reduce = lambda tensor, kind, rank=rank: sums.setdefault(rank, tensor)
+        list(each.epoch(0))
+    *own, of_stand_in = (float(each.sum()) for each in sums.values())
+    assert (sorted(own), of_stand_in) == ([1.0, 2.0, 3.0], 0.0)
 
 
 # --- the mean over the step -----------------------------------------------------------------
@@ -813,12 +801,20 @@ def test_a_step_of_no_weight_has_no_gradient():
     assert losses.grad.tolist() == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("shape", [(), (4, 1), (3,), (1, 4)])
+def test_a_scalar_is_the_mean_of_the_micro_batch_by_its_weights():
+    batch = next(iter(make(Squares())))
+    assert batch.mean_loss(torch.tensor(3.0)) == batch.mean_loss(torch.full((4,), 3.0))
+    batch = next(iter(make(Squares(), loss_weights=lambda data: data[0] + 1)))
+    losses, weights = torch.rand(4), batch.weights
+    torch.testing.assert_close(batch.mean_loss((losses * weights).sum() / weights.sum()), batch.mean_loss(losses))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (3,), (1, 4)])
 def test_losses_and_weights_of_a_wrong_shape_are_refused(shape):
     batch = next(iter(make(Squares())))
-    with pytest.raises(ValueError, match=r"one loss a sample, shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"one loss per sample, shape \(4,\)"):
         batch.mean_loss(torch.ones(shape))
-    with pytest.raises(ValueError, match=r"one weight a sample, shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"one weight per sample, shape \(4,\)"):
         next(iter(make(Squares(), loss_weights=lambda data: torch.ones(shape))))
 
 

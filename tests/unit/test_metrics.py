@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, free_port
 
 from utils import metrics
+from utils.loader import Batch
 from utils.metrics import Metrics
 
 
@@ -23,6 +24,9 @@ def batch_of(indices, weights=None):
         def __init__(self):
             self.indices = torch.tensor(indices, dtype=torch.int64)
             self.weights = weights
+
+        is_stand_in = False
+        counted = Batch.counted
 
         def __len__(self):
             return len(self.indices)
@@ -89,9 +93,11 @@ def test_float32_losses_are_summed_in_float64(accelerator):
     assert stats.reduce()["loss"] == pytest.approx(float(np.float32(0.1)), rel=1e-14)
 
 
-def test_an_empty_batch_counts_nothing(accelerator):
+def test_a_stand_in_counts_nothing_whatever_its_loss_is(accelerator):
     stats = filled(accelerator, [1.0, 2.0])
-    stats.add(batch_of([]), loss=torch.zeros(0), accuracy=torch.zeros(0, dtype=torch.bool))
+    batch = batch_of([0])
+    batch.is_stand_in = True
+    stats.add(batch, loss=torch.tensor([torch.nan]), accuracy=torch.ones(1, dtype=torch.bool))
     assert stats.reduce() == {"loss": 1.5, "accuracy": 0, "samples": 2}
 
 
@@ -111,7 +117,14 @@ def test_values_are_kept_without_their_graph(accelerator):
     assert not stats.values["loss"][0].requires_grad
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2, 1), (3,)])
+def test_a_scalar_is_the_mean_of_the_batch(accelerator):
+    stats = Metrics(accelerator)
+    stats.add(batch_of([0, 1]), loss=torch.tensor(3.0))
+    stats.add(batch_of([2]), loss=torch.tensor(6.0))
+    assert stats.reduce() == {"loss": 4, "samples": 3}
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (3,)])
 def test_a_wrong_shape_is_named(accelerator, shape):
     stats = Metrics(accelerator)
     with pytest.raises(ValueError, match=r"metric error_px has the shape .* for 2 samples"):
@@ -240,7 +253,7 @@ assert result["confusion"] == [[0, 3], [0, 3]], result
 stats = Metrics(accelerator)
 for part in own:
     class Batch:
-        indices, weights = part, None
+        indices, weights, counted = part, None, lambda self, values: values
         def __len__(self):
             return len(self.indices)
     stats.add(Batch(), loss=part.float(), weights=part.abs())
