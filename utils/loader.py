@@ -303,6 +303,8 @@ class GlobalLoader:
         """What identifies the data: compared between processes, and between a run and its
         resume."""
         try:
+            if not self.tensors and not self.sampler.virtual_processes:  # which cut the same batches everywhere
+                self.reader.warn_of_random_collate()
             return {"items": self.sampler.length, "fingerprint": self.reader.fingerprint()}
         except UnreadableItem as error:
             stop_at_unreadable_item(error)
@@ -397,6 +399,25 @@ class ItemReader(Dataset):
             seed_generators(combine(self.seed, epoch, draw))
             items.append(self.dataset[index])
         return items
+
+    def warn_of_random_collate(self) -> None:
+        """Warn where collate_fn draws random numbers: they belong to a batch, which each topology cuts differently."""
+        if self.deterministic or self.collate_fn is default_collate:
+            return
+        with generators_restored():
+            items = self._items(0, [0], [0])
+            seed_generators(0)
+            expected = first_draws()
+            seed_generators(0)
+            self.collate_fn(items)
+            draws = first_draws() != expected
+        if draws and is_local_main():
+            show(
+                "warning: collate_fn draws random numbers, which belong to a batch: on a different number of "
+                "processes or accumulation steps the batches, and so these numbers, will differ; draw in "
+                "__getitem__, in the loop by batch.rand, or train with --virtual_processes",
+                "yellow",
+            )
 
     def fingerprint(self) -> str:
         """The dataset's own `fingerprint` if it has one, else a digest: of all tensors, or of the

@@ -99,9 +99,9 @@ def seed_generators(key: int) -> None:
     np.random.seed(key)
 
 
-def seed_torch(key: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of `device`: for what a model draws itself, such as dropout."""
-    torch.default_generator.manual_seed(key)
+def seed_generators_for(device: torch.device, key: int) -> None:
+    """`seed_generators`, and torch's generator of `device`: for what a model or a loop draws, such as dropout."""
+    seed_generators(key)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(key)
 

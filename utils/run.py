@@ -26,7 +26,7 @@ from .loader import Batch, GlobalLoader, describe_data
 from .memory import own_peak_memory_gib
 from .metrics import Metrics
 from .progress import Progress, metric_text
-from .randomness import combine, seed_torch
+from .randomness import combine, seed_generators_for
 from .run_folder import RunFolder
 from .sampler import GlobalSampler
 from .signals import StopSignal
@@ -203,9 +203,9 @@ class Run:
         where it is due. Collective.
 
         A step is done when the next batch is asked for: do not leave the loop by `break`. Before every
-        micro-batch, torch's generators are seeded by its place in the run, so that dropout inside a
-        model is the same after a resume, and on P processes as on one process with P accumulation
-        steps.
+        micro-batch, the generators of torch, Python and NumPy are seeded by its place in the run, so that
+        dropout inside a model, or a mixup in the loop, is the same after a resume, and on P processes as
+        on one process with P accumulation steps.
         """
         batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
         yield from self._loop(batches, loader.sampler.accumulation, epoch, self._seed_model)
@@ -241,7 +241,7 @@ class Run:
         """test_batch: 0 in training; in a test, the number of the batch from 1 on."""
         if self.watchdog is not None:
             self.watchdog.reached(self.step)
-        seed_torch(combine(self.args.seed, self.step, batch.slot, test_batch), self.accelerator.device)
+        seed_generators_for(self.accelerator.device, combine(self.args.seed, self.step, batch.slot, test_batch))
 
     def _step_done(self, epoch: int, samples: int) -> None:
         """Count a step; then what is due after it: a log line, a checkpoint, a stop. Collective."""

@@ -721,6 +721,21 @@ def shapes(data):
     return type(data)
 
 
+def test_a_collate_fn_that_draws_is_a_warning_at_the_start(capsys):
+    def mixed(items):
+        numbers, squares = torch.utils.data.default_collate(items)
+        return numbers, squares * torch.rand(())
+
+    def said(**options):
+        make(Squares(), collate_fn=mixed, **options).describe()
+        return capsys.readouterr().out
+
+    assert said().startswith("warning: collate_fn draws random numbers")
+    assert said(virtual=4) == said(deterministic=True) == ""
+    make(Squares(), collate_fn=lambda items: torch.utils.data.default_collate(items)).describe()
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("name", EMPTY)
 def test_a_process_without_a_sample_gets_a_real_one_that_counts_nothing(name):
     data, collate_fn = EMPTY[name]

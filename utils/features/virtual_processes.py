@@ -224,6 +224,7 @@ class GradientSum:
         self.in_buckets = is_wrapped and tree.world_size == 1
         self.is_ddp = is_wrapped and tree.world_size > 1
         if self.is_ddp:
+            self.ddp = model
             model.register_comm_hook(None, self._sum_bucket)
             self.buckets_of_step = (None, set())
 
@@ -239,6 +240,9 @@ class GradientSum:
         if is_last and self.is_ddp:
             if self.buckets_of_step[0] == accelerator.step:  # not only another model's
                 self._begin_step()
+                # DDP would do that in its next forward pass: a broadcast, which a rank with more micro-batches
+                # would wait in while others wait for its part of another model's sum.
+                self.ddp.reducer._rebuild_buckets()
             return
         gradients = {each: each.grad for each in self.parameters if each.grad is not None}
         again = self.collected_at == accelerator.step

@@ -1,0 +1,83 @@
+"""Every two optional features of a training script together: the weights are those of the ones that matter alone."""
+
+import hashlib
+import itertools
+
+import pytest
+import run_many
+from conftest import ROOT
+
+from utils.signals import EXIT_REQUEUE
+
+PROGRAM = str(ROOT / "tests" / "programs" / "pairs.py")
+STOPPED_AT = 2  # a profile needs 12 more
+# What changes the numbers; each of them alone is the reference of its pairs.
+MATTERS = {
+    "virtual processes": ["--virtual_processes", 4],
+    "accumulation": ["--gradient_accumulation_steps", 2],
+    "bf16": [],
+}
+DOES_NOT_MATTER = {
+    "profile": ["--profile", 2],
+    "best model": ["--save_best", "loss"],
+    "patience": ["--patience", 50],
+    "trackers": ["--log_with", "tensorboard"],
+    "checkpoints in the background": ["--checkpoint_every", 1, "--keep_checkpoints", 3],
+    "compile": ["--compile"],
+    "moving average": ["--ema"],
+    "resume": [],
+}
+FEATURES = {**MATTERS, **DOES_NOT_MATTER}
+REFUSED = {frozenset({"virtual processes", "accumulation"})}
+
+
+def train(names, folder) -> dict[str, str]:
+    """Run the program with these features; returns the SHA-256 of each model that it leaves."""
+    flags = [*itertools.chain(*(FEATURES[name] for name in names)), "--output_dir", folder]
+    if "resume" in names:
+        assert run_many.run(PROGRAM, [*flags, "--stop_at", STOPPED_AT]) == EXIT_REQUEUE
+        flags.append("--resume")
+    assert run_many.run(PROGRAM, flags) is None
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """What each set of features that matter leaves alone, trained once."""
+    known = {}
+
+    def reference(names):
+        if names not in known:
+            known[names] = train(names, tmp_path_factory.mktemp("reference") / "run")["model.safetensors"]
+        return known[names]
+
+    return reference
+
+
+@pytest.fixture(autouse=True)
+def _precision(monkeypatch, request):
+    names = request.node.callspec.params["pair"] if hasattr(request.node, "callspec") else ()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if "bf16" in names else "no")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", itertools.combinations(FEATURES, 2), ids=" and ".join)
+def test_two_features_leave_the_weights_of_those_that_matter(pair, references, tmp_path, capsys):
+    if frozenset(pair) in REFUSED:
+        assert run_many.run(PROGRAM, [*FEATURES[pair[0]], *FEATURES[pair[1]], "--output_dir", tmp_path / "run"]) == 2
+        assert "leave --gradient_accumulation_steps out" in capsys.readouterr().err
+        return
+    found = train(pair, tmp_path / "run")
+    matters = tuple(name for name in pair if name in MATTERS)
+    assert found["model.safetensors"] == references(matters)
+    assert ("average.safetensors" in found) == ("moving average" in pair)
+    assert ("model_best.safetensors" in found) == ("best model" in pair)
+
+
+def test_the_features_that_matter_do(references, tmp_path, monkeypatch):
+    """Otherwise the pairs above would compare nothing."""
+    found = [references(())]
+    for name in MATTERS:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if name == "bf16" else "no")
+        found.append(train((name,), tmp_path / name)["model.safetensors"])
+    assert len(set(found)) == len(found)
