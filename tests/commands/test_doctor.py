@@ -207,7 +207,7 @@ HIDDEN = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "driver_gpus": 8}
 @pytest.mark.parametrize(
     ("gpus", "changes", "fails", "sentence"),
     [
-        (0, {"driver_gpus": 8}, True, "lists 8 GPUs, torch sees none: step the driver"),
+        (0, {"driver_gpus": 8}, True, "lists 8 GPUs, torch sees none: update the driver"),
         (0, HIDDEN, True, "lists 8 GPUs, torch sees none: unset CUDA_VISIBLE_DEVICES"),
         (1, {"gpus": [doctor.Gpu("A100", 40, 1.5)]}, True, "GPU 0 has only 1.5 of 40.0 GiB free"),
         (1, {"gpus": [doctor.Gpu("A100", 40, 15)]}, False, "GPU 0 has only 15.0 of 40.0 GiB free"),
@@ -400,9 +400,9 @@ def test_gpus_as_torch_reports_them(monkeypatch, device):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(device))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2 if device == "cuda" else 1)
     monkeypatch.setattr(torch, "get_device_module", {"cuda": module}.__getitem__)
-    found, gpus, _ = doctor.ask_torch(memory)
-    assert found == device
-    assert gpus == {"cuda": [("card 0", 32, 1), ("card 1", 32, 0)], "mps": [("Apple GPU", 16, 6)]}[device]
+    found = doctor.ask_torch(memory)
+    assert found["device"] == device
+    assert found["gpus"] == {"cuda": [("card 0", 32, 1), ("card 1", 32, 0)], "mps": [("Apple GPU", 16, 6)]}[device]
 
 
 PLAIN = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
@@ -417,6 +417,7 @@ PLAIN = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
         ("a = Accelerator(**flags)\n", False),
         ("# ACCELERATE_USE_CPU=true\n" + PLAIN, False),
         ("accelerator = launch.make_accelerator(args)\n", False),
+        ("a = Accelerator(kwargs_handlers=[Kwargs()], cpu=True)\n", False),
         ("# Accelerator()\n", False),
         ("print 'Python 2', Accelerator()\n", False),
     ],
@@ -468,8 +469,8 @@ def test_only_configs_that_exist_are_shown(machine, real):
 def test_in_a_folder_with_nothing_of_ours(tmp_path):
     """No requirements.txt, no configs, no scripts; torchvision and datasets are not needed."""
     package = tmp_path / "my_utils"
-    package.mkdir()
-    for name in ("__init__", "console", "doctor"):
+    shutil.copytree(ROOT / "utils" / "doctor", package / "doctor")
+    for name in ("__init__", "console"):
         shutil.copy(ROOT / "utils" / f"{name}.py", package)
     code = (
         "import sys\n"

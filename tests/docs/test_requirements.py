@@ -1,11 +1,10 @@
-import sys
 from importlib import metadata
 
 import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
-from utils import take
+from utils.take.requirements import distribution, imported, missing
 
 FOLDERS = ("utils", "scripts", "tests", "benchmarks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -13,24 +12,23 @@ OWN = {*FOLDERS, *(path.stem for path in FILES)}
 
 
 def requirements() -> list[Requirement]:
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    return [Requirement(line) for line in lines if not line.startswith("#")]
+    text = (ROOT / "requirements.txt").read_text()
+    return [Requirement(line) for line in text.splitlines() if not line.startswith("#")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_import_is_in_requirements_or_the_standard_library(path):
-    packages = take.Source(path).imported_packages() - OWN
-    assert not take.missing_requirements(packages)
+    packages = imported(path) - OWN
+    assert not missing(packages)
 
 
 def test_every_requirement_is_imported_or_a_tool():
     packages = set()
     for path in FILES:
-        packages |= take.Source(path).imported_packages()
-    imported = {take.distribution(name) for name in packages}
+        packages |= imported(path)
     # pytest-xdist and ruff are run and never imported; --log_with tensorboard needs tensorboard.
-    named = {take.distribution(requirement.name) for requirement in requirements()}
-    assert named - imported <= {"pytest-xdist", "ruff", "tensorboard"}
+    named = {distribution(requirement.name) for requirement in requirements()}
+    assert named - {distribution(name) for name in packages} <= {"pytest-xdist", "ruff", "tensorboard"}
 
 
 def test_the_installed_versions_are_within_the_bounds():
@@ -44,8 +42,8 @@ def test_import_names_lead_to_their_distributions():
     found = metadata.packages_distributions()
     packages = set()
     for path in FILES:
-        packages |= take.Source(path).imported_packages()
-    for name in packages - OWN - set(sys.stdlib_module_names):
+        packages |= imported(path)
+    for name in packages - OWN:
         if name in found:
-            distributions = {take.distribution(one) for one in found[name]}
-            assert take.distribution(name) in distributions
+            distributions = {distribution(one) for one in found[name]}
+            assert distribution(name) in distributions

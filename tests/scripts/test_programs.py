@@ -46,7 +46,7 @@ def runs(shared_launcher, small_mnist):
         folder = top / name
         take(ROOT / "tests" / "programs" / f"{name}.py", folder, f"{name}_tools")
         flags = [*flags, *([small_mnist] if flags == ["--dataset"] else [])]
-        plain = ["--script", folder / f"{name}.py"]
+        plain = ["--script", folder / "tests" / "programs" / f"{name}.py"]
         whole = [*flags, *CHECKPOINTS]
 
         def resumed(run, whole=whole, plain=plain, folder=folder):
@@ -129,10 +129,11 @@ def test_each_test_sample_counts_once(runs, name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_copy_has_no_other_file_of_ours(runs, name):
     package = runs / name / f"{name}_tools"
-    for path in [runs / name / f"{name}.py", *package.glob("*.py")]:
+    for path in (runs / name).rglob("*.py"):
         assert "from utils" not in path.read_text(), path
-    modules = {path.stem for path in package.glob("*.py")}
-    assert not modules & {"images", "pipeline", "wires", "batch_norm", "take", "doctor"}
+    modules = {path.stem for path in package.rglob("*.py")}
+    assert not modules & {"image_files", "pipeline", "batch_norm"}
+    assert not {path.name for path in package.iterdir()} & {"compare", "doctor", "prove", "take"}
     mnist = (ROOT / "scripts" / "mnist_mlp.py").read_text().splitlines()
     own = (ROOT / "tests" / "programs" / f"{name}.py").read_text().splitlines()
     changes = [line for line in difflib.unified_diff(mnist, own, n=0) if line[0] in "+-"][2:]

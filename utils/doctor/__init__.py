@@ -2,13 +2,16 @@
 
     python -m utils.doctor
 
-The exit code is 1 if a run would fail or give wrong results, else 0, also with warnings. It changes
-nothing. It needs no other module but console.py, and works without requirements.txt, without
-configs and without scripts too.
+The exit code is 1 if a run would fail or give wrong results, else 0, also with warnings. It changes nothing, needs no
+other module but console.py, and works without requirements.txt, configs and scripts too.
+
+Not asked of others: `pip check` compares installed packages with each other, not with requirements.txt, and finds no
+library that cannot be loaded; torch.utils.collect_env knows no free memory, links, disks, ports or settings.
 """
 
 import argparse
 import ast
+import contextlib
 import importlib
 import ipaddress
 import os
@@ -32,7 +35,6 @@ from ..console import plural, stop
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "mnist_mlp.py"  # the script in the commands, where it exists
 DEFAULT_PORT = 29500  # Accelerate's, if neither a flag nor the config names one
-CPU_INFO = Path("/proc/cpuinfo")
 MIN_SHM_GIB = 1
 MIN_GPU_GIB = 2
 MIN_DISK_GIB = 1
@@ -63,29 +65,22 @@ def gather(folder: Path) -> SimpleNamespace:
     """All facts that the other functions use. folder: where runs will be written."""
     import psutil
 
+    memory, host = psutil.virtual_memory(), socket.gethostname()
     requirements = read_requirements(ROOT / "requirements.txt")
-    config_files = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-    configs = {path.stem: read_yaml(path) for path in config_files}
+    configs = {path.stem: read_yaml(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
     ports = {number(config, "main_process_port", DEFAULT_PORT) for config in configs.values()}
-    scripts = {str(path.relative_to(ROOT)): path.read_text(errors="replace") for path in python_files()}
-    memory = psutil.virtual_memory()
-    host = socket.gethostname()
-    broken = {}
-    for name in ("torch", "torchvision", "accelerate"):
-        error = import_error(name)
-        if error is not None:
-            broken[name] = error
-    device, gpus, backends = ("cpu", [], {}) if "torch" in broken else ask_torch(memory)
+    paths = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+    scripts = {str(path.relative_to(ROOT)): path.read_text(errors="replace") for path in paths}
+    errors = {name: import_error(name) for name in ("torch", "torchvision", "accelerate")}
+    broken = {name: error for name, error in errors.items() if error}
     names = [*PACKAGES, *(requirement.name for requirement in requirements)]
     has_affinity = hasattr(os, "sched_getaffinity")
     return SimpleNamespace(
-        device=device,  # that torch would use: "cuda", "mps", "cpu", ...
-        gpus=gpus,  # that torch sees
+        **({"device": "cpu", "gpus": [], "backends": {}} if "torch" in broken else ask_torch(memory)),
         driver_gpus=output_of("nvidia-smi", "-L").count("GPU-"),  # also those hidden from torch
         links=count_links(output_of("nvidia-smi", "topo", "-m")),  # kind: pairs of GPUs
-        backends=backends,  # name: version, "" without one, None if torch is built without it
         cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
-        cpu_has_bf16=has_bf16(CPU_INFO),  # None: unknown
+        cpu_has_bf16=has_bf16(Path("/proc/cpuinfo")),  # None: unknown
         memory_gib=memory.total / 2**30,
         free_memory_gib=memory.available / 2**30,
         folder=str(folder),
@@ -111,20 +106,10 @@ def read_requirements(path: Path) -> list:
     from packaging.requirements import InvalidRequirement, Requirement
 
     requirements = []
-    lines = path.read_text().splitlines() if path.is_file() else []
-    for line in lines:
-        try:
-            requirement = Requirement(line.partition("#")[0].strip())
-        except InvalidRequirement:
-            continue
-        if requirement.url is None:
-            requirements.append(requirement)
-    return requirements
-
-
-def python_files() -> list[Path]:
-    """The scripts: the Python files beside the configs, and in scripts/."""
-    return sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(InvalidRequirement):
+            requirements.append(Requirement(line.partition("#")[0].strip()))
+    return [requirement for requirement in requirements if requirement.url is None]
 
 
 def example_script(scripts: dict[str, str]) -> tuple[str, bool]:
@@ -144,19 +129,14 @@ def example_script(scripts: dict[str, str]) -> tuple[str, bool]:
 def ignores_cpu_config(text: str) -> bool:
     """Whether a script makes an Accelerator of its own without saying that the CPU is meant."""
     try:
-        tree = ast.parse(text)
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     except (SyntaxError, ValueError):
         return False
     if "make_accelerator" in text or "ACCELERATE_USE_CPU" in text:
         return False
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = ast.unparse(node.func).rpartition(".")[2]
-        flags = [keyword.arg for keyword in node.keywords]  # None: **flags, which may say cpu
-        if name == "Accelerator" and "cpu" not in flags and None not in flags:
-            return True
-    return False
+    calls = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == "Accelerator"]
+    # None: **flags, which may say cpu.
+    return any({"cpu", None}.isdisjoint(keyword.arg for keyword in call.keywords) for call in calls)
 
 
 def read_yaml(path) -> dict | None:
@@ -181,15 +161,11 @@ def default_config() -> tuple[str, dict | None] | None:
 
 
 def output_of(*command: str) -> str:
-    """What a program prints; "" if it does not exist, fails, or hangs.
-
-    nvidia-smi hangs if a GPU is broken.
-    """
+    """What a program prints; "" if it does not exist, fails, or hangs, as nvidia-smi with a broken GPU."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
 
 
 def import_error(package: str) -> str | None:
@@ -202,14 +178,13 @@ def import_error(package: str) -> str | None:
 
 
 def installed_version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
-def ask_torch(memory) -> tuple[str, list[Gpu], dict[str, str | None]]:
-    """torch's device, the GPUs it sees, and the versions of its backends.
+def ask_torch(memory) -> dict:
+    """torch's device ("cuda", "mps", "cpu", ...), the GPUs that it sees, and its backends.
 
     memory: psutil's; Apple's GPU uses the memory of the machine.
     """
@@ -222,21 +197,19 @@ def ask_torch(memory) -> tuple[str, list[Gpu], dict[str, str | None]]:
             name, free, total = "Apple GPU", memory.available, memory.total
         else:
             module = torch.get_device_module(device)
-            name = module.get_device_name(index)
-            total = module.get_device_properties(index).total_memory
-            try:
+            name, total = module.get_device_name(index), module.get_device_properties(index).total_memory
+            free = 0
+            with contextlib.suppress(RuntimeError):  # the question itself needs some memory
                 free, _ = module.mem_get_info(index)
-            except RuntimeError:  # the question itself needs some memory, and there is none
-                free = 0
         gpus.append(Gpu(name, total / 2**30, free / 2**30))
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-    backends = {
+    backends = {  # name: version, "" without one, None if torch is built without it
         "CUDA": torch.version.cuda,
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         "gloo": "" if gloo else None,
     }
-    return device, gpus, backends
+    return {"device": device, "gpus": gpus, "backends": backends}
 
 
 def has_bf16(cpu_info: Path) -> bool | None:
@@ -244,10 +217,9 @@ def has_bf16(cpu_info: Path) -> bool | None:
 
     cpu_info: as Linux writes it.
     """
-    try:
+    with contextlib.suppress(OSError):
         return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", cpu_info.read_text()) is not None
-    except OSError:
-        return None
+    return None
 
 
 def count_links(topology: str) -> dict[str, int]:
@@ -256,49 +228,43 @@ def count_links(topology: str) -> dict[str, int]:
     topology: the table that `nvidia-smi topo -m` prints. Its header is indented.
     """
     rows = [line.split()[1:] for line in topology.splitlines() if line.startswith("GPU")]
-    pairs = Counter()
-    for index, row in enumerate(rows):
-        pairs.update(row[index + 1 : len(rows)])
-    return pairs
+    return Counter(kind for index, row in enumerate(rows) for kind in row[index + 1 : len(rows)])
 
 
 def write_speed(folder: Path, mib: int = 16) -> float | None:
     """MiB/s that reach the disk, with fsync as for a checkpoint; None if writing fails."""
     content = os.urandom(mib * 2**20)  # some file systems do not store zeros
-    try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            started = time.perf_counter()
-            file.write(content)
-            os.fsync(file.fileno())
-            return mib / (time.perf_counter() - started)
-    except OSError:
-        return None
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        started = time.perf_counter()
+        file.write(content)
+        os.fsync(file.fileno())
+        return mib / (time.perf_counter() - started)
+    return None
 
 
 def port_in_use(port: int) -> bool:
     """Whether a server cannot listen on a port on all IPv4 and IPv6 addresses, as torch's does."""
     dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
-    except (OSError, OverflowError):
-        return True
-    return False
+    with contextlib.suppress(OSError, OverflowError):
+        socket.create_server(
+            ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
+        ).close()
+        return False
+    return True
 
 
 def reachable_addresses(host: str) -> list[str]:
     """The addresses of a host name that other machines could reach."""
-    try:
+    found = set()
+    with contextlib.suppress(OSError):
         found = {ipaddress.ip_address(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return []
     return sorted(str(address) for address in found if not (address.is_loopback or address.is_link_local))
 
 
 def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
     """The configs that work here as (name, why, command), the recommended one first."""
-    count = len(facts.gpus)
-    cuda = facts.device == "cuda"
+    count, cuda = len(facts.gpus), facts.device == "cuda"
+    several = cuda and count > 1
     script, has_our_flags = facts.example
     machines = number(facts.configs.get("multi_node"), "num_machines", 2)
     address = (facts.addresses or ["ADDRESS_OF_MACHINE_0"])[0]
@@ -308,10 +274,7 @@ def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
     if has_our_flags:  # a batch size that every number of GPUs divides, unlike the default
         batch = f" --batch_size {128 * count}"
         many_batch = f" --output_dir runs/{machines}_machines --batch_size {128 * machines * count}"
-    several = cuda and count > 1
-    one_gpu = "there is one GPU"
-    if count > 1:
-        one_gpu = "the first GPU only, the others stay free"
+    one_gpu = "the first GPU only, the others stay free" if count > 1 else "there is one GPU"
     table = [  # works, name, why, flags of the launcher, flags of the script
         (several, "ddp", f"a process on each of {count} GPUs: the fastest", port, batch),
         (several, "dp", f"one process for {count} GPUs: slower, for comparison", "", batch),
@@ -321,12 +284,12 @@ def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
         (True, "cpu", "a first run, no GPU is used" if count else "torch sees no GPU", "", ""),
         (True, "cpu_ddp", "DistributedDataParallel without a GPU, to learn or test", port, ""),
     ]
-    found = []
-    for works, name, why, launcher_flags, flags in table:
-        if works and name in facts.configs:
-            launch = f"accelerate launch --config_file accelerate_configs/{name}.yaml"
-            found.append((name, why, f"{launch} {launcher_flags}{script}{flags}"))
-    return found
+    launch = "accelerate launch --config_file accelerate_configs"
+    return [
+        (name, why, f"{launch}/{name}.yaml {launcher_flags}{script}{flags}")
+        for works, name, why, launcher_flags, flags in table
+        if works and name in facts.configs
+    ]
 
 
 def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
@@ -334,59 +297,57 @@ def traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
     yield from package_traps(facts)
     yield from hardware_traps(facts)
     yield from setting_traps(facts)
-    yield from disk_traps(facts)
 
 
 def package_traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
     from packaging.version import Version
 
-    required = {requirement.name for requirement in facts.requirements}
+    required, versions = {requirement.name for requirement in facts.requirements}, facts.versions
     install = "pip install -r requirements.txt" if required else f"pip install {' '.join(NEEDED)}"
     for name in NEEDED:
-        if name not in required and facts.versions.get(name) is None:
+        if name not in required and versions.get(name) is None:
             yield True, f"{name} is not installed: pip install {name}"
     for requirement in facts.requirements:
-        name = requirement.name
-        version = facts.versions[name]
-        needed = name not in TEST_PACKAGES
+        name, version, needed = requirement.name, versions[requirement.name], requirement.name not in TEST_PACKAGES
         if version is None:
             yield needed, f"{name} is not installed: {install}"
         elif not requirement.specifier.contains(version, prereleases=True):
-            bounds = [Version(bound.version.removesuffix(".*")) for bound in requirement.specifier]
-            older = Version(version) < max(bounds)
-            tested = f"{name} {version} is not the tested {requirement.specifier}"
-            yield needed and older, f"{tested}: {install}"
+            older = any(Version(version) < Version(bound.version.removesuffix(".*")) for bound in requirement.specifier)
+            yield needed and older, f"{name} {version} is not the tested {requirement.specifier}: {install}"
     for name, error in facts.broken.items():
         # If torch is broken, torchvision and accelerate, which import it, fail with the same error.
-        if facts.versions.get(name) and (name == "torch" or "torch" not in facts.broken):
-            torch_version = facts.versions.get("torch")
-            pair = f"{name} {facts.versions[name]} does not work with torch {torch_version}"
+        if versions.get(name) and (name == "torch" or "torch" not in facts.broken):
+            pair = f"{name} {versions[name]} does not work with torch {versions.get('torch')}"
             yield True, f"{pair} ({error}): install both again, {install} --force-reinstall"
 
 
 def hardware_traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
     count = len(facts.gpus)
     if facts.driver_gpus and not count and "torch" not in facts.broken:
-        way_out = "step the driver, or install a torch built with CUDA for this driver"
+        way_out = "update the driver, or install a torch built with CUDA for this driver"
         if "CUDA_VISIBLE_DEVICES" in facts.environment:
             way_out = "unset CUDA_VISIBLE_DEVICES"
-        yield (True, f"nvidia-smi lists {plural(facts.driver_gpus, 'GPU')}, torch sees none: {way_out}")
+        yield True, f"nvidia-smi lists {plural(facts.driver_gpus, 'GPU')}, torch sees none: {way_out}"
     for index, gpu in enumerate(facts.gpus):
         if facts.device != "mps" and gpu.free_gib < gpu.memory_gib / 2:
             free = f"GPU {index} has only {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
             way_out = "end the process that nvidia-smi shows, or pass --gpu_ids without this GPU"
             yield gpu.free_gib < MIN_GPU_GIB, f"{free}: {way_out}"
-    workers = count
-    if facts.device != "cuda":
-        workers = number(facts.configs.get("cpu_ddp"), "num_processes", 2)
+    workers = count if facts.device == "cuda" else number(facts.configs.get("cpu_ddp"), "num_processes", 2)
     if facts.cores < workers:
         cores = plural(facts.cores, "core")
         yield False, f"{workers} processes would share {cores}: pass a smaller --num_processes"
     if facts.shm_gib is not None and facts.shm_gib < MIN_SHM_GIB:
         shm = f"/dev/shm has {facts.shm_gib * 1024:.0f} MiB free"
         effect = "when it is full, data workers end with a bus error and NCCL does not start"
-        way_out = "start the container with --shm-size=8g, or pass --num_workers 0"
-        yield count > 1, f"{shm}, and {effect}: {way_out}"
+        yield count > 1, f"{shm}, and {effect}: start the container with --shm-size=8g, or pass --num_workers 0"
+    if facts.disk_mib_per_s is None:
+        yield True, f"nothing can be written to {facts.folder}: pass an --output_dir that you may write to"
+    elif facts.free_disk_gib < MIN_DISK_GIB:
+        yield False, f"{facts.folder} has {facts.free_disk_gib:.2f} GiB free: pass an --output_dir on another disk"
+    elif facts.disk_mib_per_s < MIN_DISK_MIB_PER_S:
+        slow = f"{facts.folder} is written at {facts.disk_mib_per_s:.1f} MiB/s, which delays checkpoints"
+        yield False, f"{slow}: pass an --output_dir on a local disk"
 
 
 def setting_traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
@@ -410,35 +371,41 @@ def setting_traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
     if facts.default_config:
         path, config = facts.default_config
         keys = ("distributed_type", "num_machines", "num_processes", "use_cpu", "mixed_precision")
-        shown = "cannot be read"
-        if config:
-            shown = ", ".join(f"{key} {config[key]}" for key in keys if key in config)
+        shown = ", ".join(f"{key} {config[key]}" for key in keys if key in config) if config else "cannot be read"
         effect = "is used without a message if --config_file is missing"
         yield False, f"{path} ({shown}) {effect}: always pass --config_file, or delete that file"
     for port in facts.used_ports:
-        users = []
-        for config in facts.configs.values():
-            if number(config, "main_process_port", DEFAULT_PORT) == port:
-                users.append(config)
+        users = [c for c in facts.configs.values() if number(c, "main_process_port", DEFAULT_PORT) == port]
         fails = cuda and any(number(config, "num_machines", 1) > 1 for config in users)
         several = "for several machines, pass another port, which must be free on machine 0"
-        way_out = f"pass --main_process_port 0, which chooses a free one; {several}"
-        yield fails, f"port {port} is in use: {way_out}"
+        yield fails, f"port {port} is in use: pass --main_process_port 0, which chooses a free one; {several}"
     if cuda and not facts.addresses:
         effect = f"the name of this machine, {facts.host}, has no address that others can reach"
         yield False, f"{effect}: for several machines, pass addresses, not names"
 
 
-def disk_traps(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
-    folder = facts.folder
-    if facts.disk_mib_per_s is None:
-        yield (True, f"nothing can be written to {folder}: pass an --output_dir that you may write to")
-    elif facts.free_disk_gib < MIN_DISK_GIB:
-        free = f"{folder} has {facts.free_disk_gib:.2f} GiB free"
-        yield False, f"{free}: pass an --output_dir on another disk"
-    elif facts.disk_mib_per_s < MIN_DISK_MIB_PER_S:
-        slow = f"{folder} is written at {facts.disk_mib_per_s:.1f} MiB/s, which delays checkpoints"
-        yield False, f"{slow}: pass an --output_dir on a local disk"
+def hardware(facts: SimpleNamespace) -> Iterator[tuple[str, str]]:
+    """The rows about the machine as (name, text)."""
+    if not facts.gpus:
+        yield "GPU", "none that torch sees"
+    for name, total in dict.fromkeys(gpu[:2] for gpu in facts.gpus):
+        free = [f"{gpu.free_gib:.1f}" for gpu in facts.gpus if gpu[:2] == (name, total)]
+        yield "GPU", f"{len(free)} x {name}, {total:.1f} GiB each, free: {' '.join(free)}"
+    if facts.links:
+        links = ", ".join(f"{pairs} pairs by {kind}" for kind, pairs in facts.links.items())
+        yield "links", f"{links} (NV: NVLink; PIX, PXB, PHB, NODE: PCIe; SYS: CPU to CPU)"
+    bf16 = {True: ", bf16: twice as fast for convolutions", False: ", bf16: slower than float32"}
+    yield "CPU", plural(facts.cores, "core") + bf16.get(facts.cpu_has_bf16, "")
+    shared = "" if facts.shm_gib is None else f", /dev/shm {facts.shm_gib:.2f} GiB free"
+    yield "memory", f"{facts.free_memory_gib:.1f} of {facts.memory_gib:.1f} GiB free{shared}"
+    speed = f"{facts.disk_mib_per_s:,.0f} MiB/s" if facts.disk_mib_per_s else "nothing can be written"
+    yield "disk", f"{facts.free_disk_gib:.0f} GiB free in {facts.folder}, {speed}"
+    expected = {*NEEDED, *(requirement.name for requirement in facts.requirements)}
+    versions = {name: facts.versions.get(name) for name in PACKAGES}
+    shown = [f"{name} {version or 'missing'}" for name, version in versions.items() if version or name in expected]
+    yield "versions", ", ".join([f"python {platform.python_version()}", *shown])
+    backends = [f"{name} {version}".strip() for name, version in facts.backends.items() if version is not None]
+    yield "torch with", ", ".join(backends) or "nothing: it cannot be imported"
 
 
 def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool = False) -> str:
@@ -450,37 +417,7 @@ def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool =
     def paint(code, text):
         return f"\033[{code}m{text}\033[0m" if colour else text
 
-    rows = [] if facts.gpus else [("GPU", "none that torch sees")]
-    for name, total in dict.fromkeys(gpu[:2] for gpu in facts.gpus):
-        free = [f"{gpu.free_gib:.1f}" for gpu in facts.gpus if gpu[:2] == (name, total)]
-        rows.append(("GPU", f"{len(free)} x {name}, {total:.1f} GiB each, free: {' '.join(free)}"))
-    if facts.links:
-        links = ", ".join(f"{pairs} pairs by {kind}" for kind, pairs in facts.links.items())
-        rows.append(("links", f"{links} (NV: NVLink; PIX, PXB, PHB, NODE: PCIe; SYS: CPU to CPU)"))
-    shared = "" if facts.shm_gib is None else f", /dev/shm {facts.shm_gib:.2f} GiB free"
-    speed = "nothing can be written"
-    if facts.disk_mib_per_s:
-        speed = f"{facts.disk_mib_per_s:,.0f} MiB/s"
-    required = {requirement.name for requirement in facts.requirements}
-    versions = [f"python {platform.python_version()}"]
-    for name in PACKAGES:
-        version = facts.versions.get(name)
-        if version or name in required or name in NEEDED:
-            versions.append(f"{name} {version or 'missing'}")
-    backends = []
-    for name, version in facts.backends.items():
-        if version is not None:
-            backends.append(f"{name} {version}".strip())
-    bf16 = {True: ", bf16: twice as fast for convolutions", False: ", bf16: slower than float32"}
-    rows += [
-        ("CPU", plural(facts.cores, "core") + bf16.get(facts.cpu_has_bf16, "")),
-        ("memory", f"{facts.free_memory_gib:.1f} of {facts.memory_gib:.1f} GiB free{shared}"),
-        ("disk", f"{facts.free_disk_gib:.0f} GiB free in {facts.folder}, {speed}"),
-        ("versions", ", ".join(versions)),
-        ("torch with", ", ".join(backends) or "nothing: it cannot be imported"),
-    ]
-    lines = [paint(1, "This machine"), *(f"  {name:<11}{text}" for name, text in rows)]
-
+    lines = [paint(1, "This machine"), *(f"  {name:<11}{text}" for name, text in hardware(facts))]
     fitting = choices(facts)
     if fitting:
         name, why, command = fitting[0]
@@ -494,7 +431,6 @@ def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool =
     if others:
         need = "several GPUs" if facts.device == "cuda" else "NVIDIA or AMD GPUs"
         lines.append(f"  not here: {', '.join(sorted(others))} (needs {need})")
-
     lines += ["", paint(1, "Problems" if found else "No problems found")]
     for fails, sentence in sorted(found, key=lambda trap: not trap[0]):
         lines.append(f"  {paint(31, 'error  ') if fails else paint(33, 'warning')}  {sentence}")
@@ -503,14 +439,10 @@ def report(facts: SimpleNamespace, found: list[tuple[bool, str]], colour: bool =
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.doctor", description=__doc__.splitlines()[0], allow_abbrev=False
+        prog=f"python -m {__package__}", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        default=Path("runs"),
-        help="where runs will be written; its disk is tested (default: ./runs)",
-    )
+    runs = "where runs will be written; its disk is tested (default: ./runs)"
+    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help=runs)
     folder = parser.parse_args().output_dir.absolute()
     while not os.path.exists(folder):  # a run makes the folders that are missing
         folder = folder.parent
@@ -525,7 +457,3 @@ def main() -> int:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print(report(facts, found, colour))
     return int(any(fails for fails, _ in found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
