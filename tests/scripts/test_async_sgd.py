@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts import async_sgd
+from scripts.from_scratch import async_sgd
 
 ARGS = Namespace(
     **{"lr": 0.5, "local_steps": 3, "delay": 2, "test_every": 2, "worker_batch_size": 4},
@@ -149,7 +149,7 @@ def test_all_ways_are_drawn_and_compared(launcher, small_mnist):
     flags = ["--dataset", small_mnist, "--output_dir", "run", "--sleep_ms", 1, "--target", 0.3]
     flags += ["--stragglers", "last", "any"]
     launch_flags = ("--num_processes", 3)
-    done = launcher("cpu_ddp", *flags, script="async_sgd", launch_flags=launch_flags)
+    done = launcher("cpu_ddp", *flags, script="from_scratch/async_sgd", launch_flags=launch_flags)
     record = json.loads((launcher.folder / "run" / "run.json").read_text())
     results = {(each["straggler"], each["way"]): each for each in record["results"]}
     assert list(results) == [(who, way) for who in ("last", "any") for way in async_sgd.WAYS]

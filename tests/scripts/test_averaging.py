@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts import averaging
+from scripts.from_scratch import averaging
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -45,7 +45,7 @@ def test_a_wrong_mean_ends_the_run(monkeypatch, capsys):
 def test_rank_0_sends_most_through_a_server(launcher):
     """As the kernel counts it: n - 1 gradients by the server, 2 (n-1)/n by a process of a ring."""
     flags = ["--output_dir", "run", "--size_mib", 1, "--repetitions", 3, "--warmup", 1]
-    done = launcher("cpu_ddp", *flags, script="averaging", launch_flags=("--num_processes", 3))
+    done = launcher("cpu_ddp", *flags, script="from_scratch/averaging", launch_flags=("--num_processes", 3))
     results = json.loads((launcher.folder / "run" / "run.json").read_text())["results"]
     sent = {(row["processes"], row["way"]): row["sent_mib"] for row in results}
     assert len(sent) == 3 * len(averaging.WAYS)

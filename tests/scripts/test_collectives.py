@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 
-from scripts import collectives
-from utils.features import network_timing as wires
+from scripts.from_scratch import collectives
+import network_timing as wires
 
 PROBE = """
 import sys
@@ -21,9 +21,9 @@ sys.path.insert(0, {root!r})
 import torch
 import torch.distributed as dist
 
-from scripts import collectives
+from scripts.from_scratch import collectives
 from utils import launch
-from utils.features import network_timing as wires
+import network_timing as wires
 
 sys.argv = ["collectives.py", "--output_dir", "run", "--sizes", "8", "4K"]
 sys.argv += ["--repetitions", "3", "--warmup", "1"]
@@ -166,7 +166,7 @@ def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_pa
 @pytest.mark.slow
 def test_two_processes_leave_a_table_and_a_picture(launcher):
     flags = ["--output_dir", "run", "--sizes", "1K", 8, "--explain", "--simulate"]
-    done = launcher("cpu_ddp", *flags, script="collectives")
+    done = launcher("cpu_ddp", *flags, script="from_scratch/collectives")
     assert "2 processes on 1 machine, cpu, gloo: 27 operations give" in done.stdout
     assert "7 x 5 s = 35 s" in done.stdout
     assert "one pair: there is no other" in done.stdout

@@ -10,8 +10,8 @@ import torch
 import virtual_gpus
 from accelerate import Accelerator
 
-from scripts import dp_from_scratch
-from scripts.dp_from_scratch import Copies, CpuDevices, Gathered, Gpus, Memory, Painter, edges, update
+from scripts.from_scratch import data_parallel
+from scripts.from_scratch.data_parallel import Copies, CpuDevices, Gathered, Gpus, Memory, Painter, edges, update
 
 PIXELS = 49
 STEPS = [
@@ -36,14 +36,14 @@ def batches():
 
 @pytest.fixture
 def args(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["dp_from_scratch.py", "--num_devices", "3"])
-    return dp_from_scratch.parse_args()
+    monkeypatch.setattr(sys, "argv", ["data_parallel.py", "--num_devices", "3"])
+    return data_parallel.parse_args()
 
 
 def difference(args, batches, devices, loss_inside):
     """The largest difference of a weight to plain autograd's, after three updates."""
-    reference, _ = dp_from_scratch.train_plain(args, batches)
-    weights, _ = dp_from_scratch.train(args, batches, devices, loss_inside)
+    reference, _ = data_parallel.train_plain(args, batches)
+    weights, _ = data_parallel.train(args, batches, devices, loss_inside)
     assert len(weights) == len(reference) > 1000
     return (weights - reference).abs().max().item()
 
@@ -107,7 +107,7 @@ def test_moved_bytes_are_those_of_the_tensors(batches, loss_inside):
     devices, images = CpuDevices(3), batches[0]
     model, _, _ = one_update(devices, images, loss_inside)
     weights = sum(weight.nbytes for weight in model.parameters())
-    a_sample = 8 if loss_inside else 8 * dp_from_scratch.LEVELS * PIXELS
+    a_sample = 8 if loss_inside else 8 * data_parallel.LEVELS * PIXELS
     expected = {}
     for device, samples in enumerate((11 + 9, 11, 9)):  # the first one sends to both
         for step in ("gather", "scatter grads"):
@@ -133,7 +133,7 @@ def test_torchs_own_functions_make_the_same_update(args, batches, monkeypatch, l
         one_update(devices, batches[0], loss_inside)
     assert ours.moved == theirs.moved
     assert list(dict.fromkeys(span[1] for span in ours.spans)) == STEPS
-    found = dp_from_scratch.answers(args, batches, Gpus)
+    found = data_parallel.answers(args, batches, Gpus)
     assert found["weights_on_first_device"] == 1
     assert found["replica_to_model"] == 0
     assert found["parts"][30, 3] == [10, 10, 10]
@@ -177,7 +177,7 @@ def test_gathered_logits_fill_the_first_device_and_losses_inside_do_not(batches)
         one_update(devices, images, loss_inside)
         peaks[loss_inside] = [memory.highest for memory in devices.memories]
         gathered = devices.memories[0].held_at_highest["gather"]
-        a_sample = 8 if loss_inside else 8 * dp_from_scratch.LEVELS * PIXELS
+        a_sample = 8 if loss_inside else 8 * data_parallel.LEVELS * PIXELS
         assert gathered == len(images) * a_sample
     assert peaks[False][0] > 1.5 * peaks[True][0]
     assert peaks[False][0] > 3 * peaks[False][1]
@@ -207,7 +207,7 @@ def test_several_processes_are_refused_in_one_sentence(args, capsys):
     accelerator = Accelerator(cpu=True)
     accelerator.state.num_processes = 2
     with pytest.raises(SystemExit) as stopped:
-        dp_from_scratch.choose_devices(args, accelerator)
+        data_parallel.choose_devices(args, accelerator)
     assert stopped.value.code == 2
     assert "runs in one process and here are 2: use cpu.yaml or dp.yaml" in capsys.readouterr().err
 
@@ -215,7 +215,7 @@ def test_several_processes_are_refused_in_one_sentence(args, capsys):
 @pytest.mark.slow
 def test_a_run_prints_answers_and_draws(launcher, small_mnist):
     flags = ["--dataset", small_mnist, "--num_steps", 3, "--output_dir", "run"]
-    printed = launcher("cpu", *flags, script="dp_from_scratch").stdout
+    printed = launcher("cpu", *flags, script="from_scratch/data_parallel").stdout
     run = launcher.folder / "run"
     record = json.loads((run / "run.json").read_text())
     for way in ("gathered", "inside"):

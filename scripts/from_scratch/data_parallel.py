@@ -1,7 +1,7 @@
 """What nn.DataParallel does, written by hand: its steps, and what each costs on each device.
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml scripts/dp_from_scratch.py
-    accelerate launch --config_file accelerate_configs/dp.yaml scripts/dp_from_scratch.py \
+    accelerate launch --config_file accelerate_configs/cpu.yaml scripts/from_scratch/data_parallel.py
+    accelerate launch --config_file accelerate_configs/dp.yaml scripts/from_scratch/data_parallel.py \
         --batch_size 1024
 
 On a CPU the devices are virtual: parts of its memory, with a thread each. On GPUs, torch's own
@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch, topology
 from utils.atomic_files import write_json

@@ -165,7 +165,7 @@ def describe_simulation(
 ) -> str:
     """`simulate_broadcast` in words.
 
-    rows: measured times, by scripts/collectives.py; those of messages of `num_bytes` are shown
+    rows: measured times, by scripts/from_scratch/collectives.py; those of messages of `num_bytes` are shown
     beside the computed ones.
     """
     measured_s = {}

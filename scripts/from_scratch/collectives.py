@@ -1,8 +1,8 @@
 """Checks, times and draws each collective, to test a network before GPU-hours are spent on it.
 
-    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/collectives.py \
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/from_scratch/collectives.py \
         --explain --simulate
-    accelerate launch --config_file accelerate_configs/multi_node.yaml scripts/collectives.py \
+    accelerate launch --config_file accelerate_configs/multi_node.yaml scripts/from_scratch/collectives.py \
         --sizes 8 1M 256M
 
 Every operation first runs on numbers whose result is known, on every process and at every size. A
@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 
 # Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch, topology
 from utils.atomic_files import write, write_json
 from utils.console import plural
-from utils.features.network_timing import (
+from network_timing import (
     describe_pairs,
     describe_simulation,
     leave_together,

@@ -1,9 +1,9 @@
 """Asynchronous SGD with a parameter server, beside three ways in which processes wait for others.
 
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 4 \
-        scripts/async_sgd.py
+        scripts/from_scratch/async_sgd.py
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 4 \
-        scripts/async_sgd.py --stragglers last any
+        scripts/from_scratch/async_sgd.py --stragglers last any
 
 Rank 0 is the server, which only `asynchronous` uses; the other ranks are the workers, each with a
 part of MNIST. One worker sleeps in each of its steps: always the last one, or each time another.
@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 # Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch, topology
 from utils.atomic_files import write_json

@@ -1,7 +1,7 @@
 """What DistributedDataParallel does, written by hand, and two methods that train differently.
 
-    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/ddp_from_scratch.py
-    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/ddp_from_scratch.py \
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/from_scratch/ddp.py
+    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/from_scratch/ddp.py \
         --algorithm bucketed --bucket_kib 1 64 1024 25600 --layers 8
 
 On 2 processes and 2 CPU cores, torch 2.15: one_by_one, reduce_broadcast, flat_copy, bucketed and
@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 # Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch, topology
 from utils.atomic_files import write_json

@@ -1,8 +1,8 @@
 """Averages gradients through rank 0 and by an all-reduce, on 1, 2, ... processes, and draws both.
 
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 4 \
-        scripts/averaging.py
-    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/averaging.py --size_mib 100
+        scripts/from_scratch/averaging.py
+    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/from_scratch/averaging.py --size_mib 100
 
 All ways end with the same mean, which is checked on each process. What differs is the traffic: a
 parameter server on rank 0 receives n - 1 gradients and sends n - 1 means, so that its network is
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 # Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch, topology
 from utils.atomic_files import write_json
