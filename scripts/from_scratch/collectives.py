@@ -30,9 +30,6 @@ import torch.distributed as dist
 # Finds utils from any folder, without an install.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import flags, launch, topology
-from utils.atomic_files import write, write_json
-from utils.console import plural
 from network_timing import (
     describe_pairs,
     describe_simulation,
@@ -43,6 +40,10 @@ from network_timing import (
     time_pairs,
     timed,
 )
+
+from utils import flags, launch, topology
+from utils.atomic_files import write, write_json
+from utils.console import plural
 from utils.run_folder import Tracker, git_commit, versions
 
 # A check makes the inputs of all processes. Sizes for which these take more are timed only.

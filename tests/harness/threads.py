@@ -67,7 +67,7 @@ class Threads:
         self.barrier.wait()
         return tensors
 
-    def all_reduce(self, tensor, op=dist.ReduceOp.SUM):
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None):
         assert op == dist.ReduceOp.SUM
         tensor.copy_(sum(self.exchange(tensor)))
 

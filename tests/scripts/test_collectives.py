@@ -5,13 +5,13 @@ import json
 import math
 import threading
 
+import network_timing as wires
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
 
 from scripts.from_scratch import collectives
-import network_timing as wires
 
 PROBE = """
 import sys
