@@ -1,6 +1,7 @@
 """Gradients averaged through rank 0 and by an all-reduce: the same mean, and known traffic."""
 
 import json
+import time
 from argparse import Namespace
 
 import pytest
@@ -39,6 +40,31 @@ def test_a_wrong_mean_ends_the_run(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         averaging.measure(sums, gradients, 0, None, args, torch.device("cpu"))
     assert "sums on rank 0 of 1" in capsys.readouterr().err
+
+
+def test_the_slowest_process_and_the_one_that_sends_most_count(threads, monkeypatch):
+    choose = {dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
+    gradients = averaging.make_gradients(7, 2, seed=0)
+    written = [iter([0, 5, 5, 10]), iter([0, 3, 3, 10])]
+
+    def all_reduce(tensor, op, group):
+        tensor.copy_(choose[op](torch.stack(threads.exchange(tensor)), 0))
+
+    def way(gradient, rank, n, group):
+        time.sleep(0.1 * rank)
+        gradient.copy_(gradients.sum(0) / n)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "barrier", lambda group: threads.barrier.wait())
+    monkeypatch.setattr(averaging, "written_bytes", lambda: next(written[threads.here.rank]))
+    args = Namespace(warmup=1, repetitions=1)
+
+    def run(rank):
+        return averaging.measure(way, gradients, rank, None, args, torch.device("cpu"))
+
+    for measured in threads.run(2, run):
+        assert 100 <= measured["time_ms"] < 250
+        assert measured["sent_mib"] == 7 / averaging.MIB
 
 
 @pytest.mark.slow
