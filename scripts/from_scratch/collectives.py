@@ -515,9 +515,9 @@ def table(rows: list[dict], unsupported: set[str], backend: str) -> str:
 def readable(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
-            return f"{size:g} {unit}"
+            return f"{size:.4g} {unit}"
         size /= 1024
-    return f"{size:g} GiB"
+    return f"{size:.4g} GiB"
 
 
 def draw(rows: list[dict], pairs: dict, n: int, title: str):

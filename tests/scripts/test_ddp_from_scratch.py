@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def run_here(monkeypatch, *flags):
 
 @pytest.mark.slow
 def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypatch):
-    """The last update of an epoch has 3 of 1003 images: one of the four processes gets none."""
+    """The last step of an epoch has 3 of 1003 images: one of the four processes gets none."""
     flags = ["--dataset", str(small_mnist), *FLAGS, "--batch_size", "500"]
     (tmp_path / "probe.py").write_text(PROBE.format(root=str(ROOT), flags=flags))
     options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", 4), "timeout": 150}
@@ -119,10 +120,10 @@ def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypat
     assert results(tmp_path / "synchronous")["local_sgd"]["difference_to_ddp"] < 1e-12
     assert results(tmp_path / "in time")["stale"]["difference_to_ddp"] < 1e-12
     assert results(tmp_path / "later than the end")["stale"]["difference_to_ddp"] > 1e-3
-    # 6 updates, 2 buckets; DDP itself calls another all-reduce
+    # 6 steps, 2 buckets; DDP itself calls another all-reduce
     assert "<sent during backward> 12\n" in printed
 
-    # And DDP's are those of one process, smaller last update and all.
+    # And DDP's are those of one process, smaller last step and all.
     run_here(monkeypatch, "--output_dir", tmp_path / "one", *flags)
     one = results(tmp_path / "one")
     for name in [*SYNCHRONOUS, "local_sgd"]:
@@ -162,12 +163,38 @@ def test_stale_gradients_come_late_and_none_is_lost(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_end_with_a_table(launcher, small_mnist):
     flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 500, "--output_dir", "run"]
-    table = launcher("cpu_ddp", *flags, script="from_scratch/ddp").stdout.splitlines()[-10:-1]
+    table = launcher("cpu_ddp", *flags, script="from_scratch/ddp").stdout.splitlines()
+    start = next(place for place, line in enumerate(table) if line.startswith("algorithm"))
+    table = table[start : start + 9]
     assert [line.split()[0] for line in table] == ["algorithm", *SYNCHRONOUS, "local_sgd", "stale"]
-    result = results(launcher.folder / "run")
+    record = json.loads((launcher.folder / "run" / "run.json").read_text())
+    result = record["results"]
     assert all(result[name]["difference_to_ddp"] < 1e-12 for name in SYNCHRONOUS)
     assert f"{result['stale']['accuracy']:.2%}" in table[-1]
+    assert [name for name in result if not result[name]["same_steps"]] == ["local_sgd", "stale"]
+    (first, weights_of_first), (second, weights_of_second) = record["passed_on"]
+    assert weights_of_first == weights_of_second > 0
+    assert first != pytest.approx(second, rel=0.01)  # each rank's own, not averaged
     assert (launcher.folder / "run" / "times.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_local_sgd_ends_with_equal_weights(threads, monkeypatch):
+    """Also where the number of steps is not a multiple of --local_steps: 2 + 2 + 1."""
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+
+    def backward(parameter, batch, scale):
+        parameter.grad = torch.tensor([float(batch)])
+
+    monkeypatch.setattr(ddp, "backward", backward)
+
+    def run(rank):
+        weight = weights[rank]
+        weight.parameters = lambda: [weight]
+        optimizer = torch.optim.SGD([weight], 1.0)
+        ddp.local_sgd(weight, optimizer, [rank + 1] * 5, Namespace(local_steps=2))
+        return weight.item()
+
+    assert threads.run(2, run) == [-7.5, -7.5]
 
 
 def test_buckets_hold_several_parameters_from_the_last_layer_on():
