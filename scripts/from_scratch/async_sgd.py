@@ -33,7 +33,7 @@ from utils.atomic_files import write_json
 from utils.console import plural, show, stop
 from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
 from utils.features.curves import RUN_COLOURS, save_picture
-from utils.run_folder import Tracker
+from utils.run_folder import RunFolder
 
 MEAN, STD = 33.3184, 78.5675  # of the pixels of the 60,000 training images, 0 to 255
 SERVER = 0  # rank
@@ -290,7 +290,7 @@ def main():
         stop(
             f"--worker_batch_size {args.worker_batch_size} is more than a worker's share of the images: at most {share}"
         )
-    tracker = Tracker(accelerator, args.output_dir, None)
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     group = dist.new_group(list(range(1, num_workers + 1)))
     results = []
     accelerator.print(f"straggler  way           seconds to {args.target:.0%}  in all  accuracy  staleness", flush=True)
@@ -300,9 +300,9 @@ def main():
             accelerator.print(row(results[-1]), flush=True)
     facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
     if accelerator.is_main_process:
-        write_json(tracker.folder / "run.json", {**facts, "results": results})
-        save_picture(tracker.folder / "accuracy.png", lambda: draw(results, args, num_workers))
-        show(f"done: numbers and curves in {tracker.folder}/run.json and accuracy.png", "green")
+        write_json(folder.path / "run.json", {**facts, "results": results})
+        save_picture(folder.path / "accuracy.png", lambda: draw(results, args, num_workers))
+        show(f"done: numbers and curves in {folder.path}/run.json and accuracy.png", "green")
     accelerator.end_training()
 
 

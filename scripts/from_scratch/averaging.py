@@ -25,7 +25,7 @@ from utils import flags, launch, topology
 from utils.atomic_files import write_json
 from utils.console import show, stop
 from utils.features.curves import RUN_COLOURS, save_picture
-from utils.run_folder import Tracker
+from utils.run_folder import RunFolder
 
 MIB = 2**20
 
@@ -159,7 +159,7 @@ def main():
     if world_size == 1:
         accelerator.print("one process: there is nothing to send; add --num_processes 4")
         return accelerator.end_training()
-    tracker = Tracker(accelerator, args.output_dir, None)
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     gradients = make_gradients(args.size_mib * MIB // 4, world_size, args.seed)
     # Every process must make every group, also those that it is not in.
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}
@@ -175,10 +175,10 @@ def main():
             dist.barrier()
     facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
     if accelerator.is_main_process:
-        write_json(tracker.folder / "run.json", {**facts, "results": rows})
+        write_json(folder.path / "run.json", {**facts, "results": rows})
         title = f"Mean of a gradient of {args.size_mib} MiB, {facts['backend']}"
-        save_picture(tracker.folder / "averaging.png", lambda: draw(rows, args.size_mib, title))
-        show(f"done: the means are equal; numbers and a picture in {tracker.folder}", "green")
+        save_picture(folder.path / "averaging.png", lambda: draw(rows, args.size_mib, title))
+        show(f"done: the means are equal; numbers and a picture in {folder.path}", "green")
     accelerator.end_training()
 
 

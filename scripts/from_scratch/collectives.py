@@ -35,7 +35,7 @@ from utils import flags, launch, topology
 from utils.atomic_files import write_json
 from utils.console import plural
 from utils.features.curves import save_picture
-from utils.run_folder import Tracker
+from utils.run_folder import RunFolder
 
 # A check makes the inputs of all processes. Sizes for which these take more are only timed.
 CHECK_BYTES = 2**30
@@ -579,7 +579,7 @@ def main():
     if n == 1:
         accelerator.print("one process: there is nothing to send; accelerate_configs/cpu_ddp.yaml starts two")
         return accelerator.end_training()
-    tracker = Tracker(accelerator, args.output_dir, None)
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     facts = topology.describe(accelerator)
     backend, hosts = facts["backend"], [process["host"] for process in facts["processes"]]
     halves = [dist.new_group(list(ranks)) for ranks in (range(n // 2), range(n // 2, n))]
@@ -607,9 +607,9 @@ def main():
         accelerator.print("\n" + network_timing.describe_simulation("this run", n, largest, *link, rows))
     if accelerator.is_main_process:
         record = {"arguments": flags.as_json(vars(args)), **facts, "results": as_json(rows, unsupported, pairs)}
-        write_json(tracker.folder / "run.json", record)
-        save_picture(tracker.folder / "collectives.png", lambda: draw(rows, pairs, n, title))
-        print(f"\ndone: numbers and a picture in {tracker.folder}/run.json and collectives.png", flush=True)
+        write_json(folder.path / "run.json", record)
+        save_picture(folder.path / "collectives.png", lambda: draw(rows, pairs, n, title))
+        print(f"\ndone: numbers and a picture in {folder.path}/run.json and collectives.png", flush=True)
     accelerator.end_training()
 
 

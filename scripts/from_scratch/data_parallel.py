@@ -44,7 +44,7 @@ from utils.console import plural, show, stop
 from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
 from utils.features.curves import save_picture
 from utils.loader import GlobalLoader
-from utils.run_folder import Tracker
+from utils.run_folder import RunFolder
 
 MEAN, STD = 33.3184, 78.5675  # of the pixels of the 60,000 training images, 0 to 255
 HIDDEN = 48
@@ -763,7 +763,7 @@ def main():
     # One thread for each device is what is shown: no operation has more than one.
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     kind = choose_devices(args, accelerator)
-    tracker = Tracker(accelerator, args.output_dir, None)
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     batches = load_batches(args, accelerator, kind)
     reference, time_ms = train_plain(args, batches)
     results, summary = {}, {"plain": {"step_time_ms": time_ms, "difference_to_plain": 0.0}}
@@ -777,12 +777,12 @@ def main():
 
     facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
     answers = {**found, "parts": {f"{inputs} on {n}": sizes for (inputs, n), sizes in found["parts"].items()}}
-    write_json(tracker.folder / "run.json", {**facts, "results": summary, "answers": answers})
+    write_json(folder.path / "run.json", {**facts, "results": summary, "answers": answers})
     title = f"one step of {args.batch_size} images on {args.num_devices} {kind.kind}"
-    save_picture(tracker.folder / "phases.png", lambda: draw_phases(results, title))
+    save_picture(folder.path / "phases.png", lambda: draw_phases(results, title))
     if kind is CpuDevices:
-        save_picture(tracker.folder / "memory.png", lambda: draw_memory(results, title))
-    show(f"done: these numbers in {tracker.folder}/run.json, pictures beside it", "green")
+        save_picture(folder.path / "memory.png", lambda: draw_memory(results, title))
+    show(f"done: these numbers in {folder.path}/run.json, pictures beside it", "green")
 
 
 if __name__ == "__main__":

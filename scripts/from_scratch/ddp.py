@@ -31,7 +31,7 @@ from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
 from utils.features.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
-from utils.run_folder import Tracker
+from utils.run_folder import RunFolder
 
 MEAN, STD = 33.3184, 78.5675  # of the pixels of the 60,000 training images, 0 to 255
 HIDDEN = 256
@@ -321,7 +321,7 @@ def main():
     accelerator = launch.make_accelerator(args, cpu_threads=1)  # a second thread would slow matrices this small down
     if not dist.is_initialized():  # one process: a group of one, in which a sum changes nothing
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    tracker = Tracker(accelerator, args.output_dir, None)
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     train_data, test_data = load_images(args.dataset)
     # Every process shuffles alike and takes its own part of each batch, so that each sample comes once.
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed)
@@ -360,10 +360,10 @@ def main():
         accelerator.print(f"  rank {rank}: {passed:>9.6f}  {own:.6f}", flush=True)
     facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
     if accelerator.is_main_process:
-        write_json(tracker.folder / "run.json", {**facts, "results": results, "passed_on": sums})
+        write_json(folder.path / "run.json", {**facts, "results": results, "passed_on": sums})
         title = f"{plural(args.layers, 'hidden layer')}, {plural(accelerator.num_processes, 'process')}"
-        save_picture(tracker.folder / "times.png", lambda: draw(results, title))
-        show(f"done: these numbers and a picture in {tracker.folder}/run.json, times.png", "green")
+        save_picture(folder.path / "times.png", lambda: draw(results, title))
+        show(f"done: these numbers and a picture in {folder.path}/run.json, times.png", "green")
     dist.destroy_process_group()
 
 

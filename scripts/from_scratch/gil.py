@@ -30,7 +30,7 @@ from utils import flags, launch, topology
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
 from utils.features.curves import save_picture
-from utils.run_folder import Tracker
+from utils.run_folder import RunFolder
 
 MODELS = {"large layers": (2, 512, 128, 1), "small layers": (100, 8, 8, 4)}  # layers, width, rows, forward passes
 PASSES = ("forward", "backward")
@@ -114,8 +114,9 @@ def draw(ratios: dict, title: str):
         below = [median - min(ways[way]) for median, ways in zip(medians, ratios.values(), strict=True)]
         above = [max(ways[way]) - median for median, ways in zip(medians, ratios.values(), strict=True)]
         places = [number + 0.4 * place - 0.2 for number in range(len(ratios))]
-        bars = axes.bar(places, medians, 0.4, yerr=(below, above), capsize=4, color=colour, label=way)
-        axes.bar_label(bars, fmt="{:.2f}", label_type="center", color="white")
+        axes.bar(places, medians, 0.4, yerr=(below, above), capsize=4, color=colour, label=way)
+        for x, median in zip(places, medians, strict=True):
+            axes.text(x, 0.03, f"{median:.2f}", ha="center", color="white")
     axes.axhline(1, color="black", linewidth=1, linestyle="--", label="one after another")
     axes.set_xticks(range(len(ratios)), [f"{name}\n{which}" for name, which in ratios])
     axes.set(ylabel="times as fast", title=title)
@@ -129,7 +130,7 @@ def main():
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     if accelerator.num_processes > 1:
         stop(f"it starts its own processes, and here are {accelerator.num_processes}: use cpu.yaml")
-    tracker = Tracker(accelerator, args.output_dir, None)
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     ratios = measure(args.workers, args.rounds, args.seed)
     print(f"times as fast as one after another, {plural(args.workers, 'worker')}, median (lowest to highest)")
     for (name, which), ways in ratios.items():
@@ -140,10 +141,10 @@ def main():
         print(f"  {f'{name}, {which}':<24}" + "   ".join(columns), flush=True)
     facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
     record = {", ".join(key): ways for key, ways in ratios.items()}
-    write_json(tracker.folder / "run.json", {**facts, "results": record})
+    write_json(folder.path / "run.json", {**facts, "results": record})
     title = f"{plural(args.workers, 'worker')}, in threads and in processes, {args.rounds} rounds"
-    save_picture(tracker.folder / "gil.png", lambda: draw(ratios, title))
-    show(f"done: numbers and a picture in {tracker.folder}/run.json and gil.png", "green")
+    save_picture(folder.path / "gil.png", lambda: draw(ratios, title))
+    show(f"done: numbers and a picture in {folder.path}/run.json and gil.png", "green")
 
 
 if __name__ == "__main__":
