@@ -580,7 +580,7 @@ def main():
         accelerator.print("one process: there is nothing to send; accelerate_configs/cpu_ddp.yaml starts two")
         return accelerator.end_training()
     folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
-    facts = topology.describe(accelerator)
+    facts = topology.describe_topology(accelerator)
     backend, hosts = facts["backend"], [process["host"] for process in facts["processes"]]
     halves = [dist.new_group(list(ranks)) for ranks in (range(n // 2), range(n // 2, n))]
     world = World(accelerator.process_index, n, halves)

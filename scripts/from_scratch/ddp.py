@@ -358,7 +358,7 @@ def main():
     accelerator.print("DDP's last layer: sum of the gradient passed to the layer before, of |gradient| of its weights")
     for rank, (passed, own) in enumerate(sums):
         accelerator.print(f"  rank {rank}: {passed:>9.6f}  {own:.6f}", flush=True)
-    facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
+    facts = {"arguments": flags.as_json(vars(args)), **topology.describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": results, "passed_on": sums})
         title = f"{plural(args.layers, 'hidden layer')}, {plural(accelerator.num_processes, 'process')}"
