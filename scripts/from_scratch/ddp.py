@@ -60,7 +60,7 @@ def parse_args():
 
 
 def losses_and_hits(model, batch):
-    """Loss and correctness of each sample, both (n,), for this process's part of the batch; n may be 0."""
+    """Loss and correctness of each sample, both (n,), for this process's part of the batch."""
     images, labels = batch.data
     dtype = next(model.parameters()).dtype
     logits = model((images.to(dtype) - MEAN) / STD)
@@ -73,6 +73,7 @@ def backward(model, batch, scale=1):
     The sum of all processes' gradients is the gradient of the mean over the whole batch.
     """
     losses, _ = losses_and_hits(model, batch)
+    losses = batch.counted(losses)  # none on a process without a sample, which computes a stand-in
     (losses.sum() * scale / batch.step_samples).backward()
 
 
