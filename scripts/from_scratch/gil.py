@@ -129,7 +129,7 @@ def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     if accelerator.num_processes > 1:
-        stop(f"it starts its own processes, and here are {accelerator.num_processes}: use cpu.yaml")
+        stop(f"gil.py starts its own processes, and {accelerator.num_processes} are running: use cpu.yaml")
     folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     ratios = measure(args.workers, args.rounds, args.seed)
     print(f"times as fast as one after another, {plural(args.workers, 'worker')}, median (lowest to highest)")
