@@ -5,6 +5,7 @@ What is written by hand with these can be tested so on any number of ranks, in m
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ class Threads:
     def __init__(self, monkeypatch):
         self.here, self.changed = threading.local(), threading.Condition()
         self.waiting, self.messages, self.rounds = [], [], []
-        for name in ("send", "recv", "all_reduce", "broadcast"):
+        for name in ("send", "isend", "recv", "all_reduce", "broadcast"):
             monkeypatch.setattr(dist, name, getattr(self, name))
         monkeypatch.setattr(dist, "get_rank", lambda: self.here.rank)
         monkeypatch.setattr(dist, "get_world_size", lambda: len(self.rounds))
@@ -41,6 +42,10 @@ class Threads:
             self.messages.append((rank, dst))
             self.waiting.append((rank, dst, tag, tensor.clone(), self.rounds[rank]))
             self.changed.notify_all()
+
+    def isend(self, tensor, dst):
+        self.send(tensor, dst)
+        return SimpleNamespace(wait=lambda: None)
 
     def recv(self, tensor, src=None, group=None, tag=0):
         rank = self.here.rank
@@ -67,7 +72,7 @@ class Threads:
         self.barrier.wait()
         return tensors
 
-    def all_reduce(self, tensor, op=dist.ReduceOp.SUM):
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None):
         assert op == dist.ReduceOp.SUM
         tensor.copy_(sum(self.exchange(tensor)))
 

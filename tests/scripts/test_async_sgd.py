@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts import async_sgd
+from scripts.from_scratch import async_sgd
 
 ARGS = Namespace(
     **{"lr": 0.5, "local_steps": 3, "delay": 2, "test_every": 2, "worker_batch_size": 4},
@@ -36,10 +36,10 @@ class Numbers:
         value = next(self.gradients)
         return torch.tensor([float(value() if callable(value) else value)])
 
-    def note(self):
+    def keep_weights(self):
         pass
 
-    def note_step(self, step):
+    def keep_weights_at(self, step):
         pass
 
 
@@ -69,7 +69,7 @@ def test_nobody_waits_for_a_slow_worker(threads):
         return None
 
     staleness = threads.run(3, run)[0]
-    # The late gradient is applied too, and counted as five updates late.
+    # The late gradient is applied too, and counted as five steps late.
     assert server.weights.item() == -1015
     assert staleness == [0, 0, 0, 0, 0, 5]
     assert workers[1].seen == [0, -1, -3, -6, -10, -15]
@@ -114,9 +114,23 @@ def test_the_other_ways_apply_each_gradient_once(monkeypatch, way):
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     worker = Numbers([1, 10, 100, 1000])
     worker.num_workers = 2
-    async_sgd.WAYS[way](worker, Namespace(lr=1, local_steps=3, delay=2))
+    staleness = async_sgd.WAYS[way](worker, Namespace(lr=1, local_steps=3, delay=2))
     assert worker.weights.item() == -1111
+    assert staleness == {"stale": [0, 1, 2, 2]}.get(way, [0, 0, 0, 0])
     assert worker.seen == {"stale": [0, 0, 0, -1]}.get(way, [0, -1, -11, -111])
+
+
+@pytest.mark.parametrize("num_steps", [3, 4, 5])
+def test_local_workers_are_averaged_at_the_end(threads, num_steps):
+    """Also where the number of steps is not a multiple of --local_steps."""
+    workers = [Numbers([rank + 1] * num_steps) for rank in range(2)]
+
+    def run(rank):
+        workers[rank].num_workers = 2
+        async_sgd.local(workers[rank], Namespace(lr=1, local_steps=3))
+        return workers[rank].weights.item()
+
+    assert threads.run(2, run) == [-1.5 * num_steps] * 2
 
 
 def test_the_slow_worker_is_the_last_or_each_time_another():
@@ -140,7 +154,7 @@ def test_the_workers_share_the_data():
 def test_one_process_has_no_worker(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["async_sgd.py", "--output_dir", str(tmp_path / "run")])
     async_sgd.main()
-    assert "one process: a server has no worker" in capsys.readouterr().out
+    assert "one process" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
@@ -149,7 +163,7 @@ def test_all_ways_are_drawn_and_compared(launcher, small_mnist):
     flags = ["--dataset", small_mnist, "--output_dir", "run", "--sleep_ms", 1, "--target", 0.3]
     flags += ["--stragglers", "last", "any"]
     launch_flags = ("--num_processes", 3)
-    done = launcher("cpu_ddp", *flags, script="async_sgd", launch_flags=launch_flags)
+    done = launcher("cpu_ddp", *flags, script="from_scratch/async_sgd", launch_flags=launch_flags)
     record = json.loads((launcher.folder / "run" / "run.json").read_text())
     results = {(each["straggler"], each["way"]): each for each in record["results"]}
     assert list(results) == [(who, way) for who in ("last", "any") for way in async_sgd.WAYS]
@@ -157,6 +171,9 @@ def test_all_ways_are_drawn_and_compared(launcher, small_mnist):
     assert results["last", "synchronous"]["accuracy"] == results["any", "synchronous"]["accuracy"]
     for (_, way), result in results.items():
         assert result["target_s"] <= result["total_s"]
-        assert (result["max_staleness"] > 0) == (way == "asynchronous")
+        assert (result["max_staleness"] > 0) == (way in ("stale", "asynchronous"))
+        assert result["mean_staleness"] <= result["max_staleness"]
         assert f"{result['accuracy']:.2%}" in done.stdout
+        assert f"{result['mean_staleness']:.1f}, at most {result['max_staleness']}" in done.stdout
+    assert results["last", "stale"]["mean_staleness"] == pytest.approx(22 / 23)  # the first is not late
     assert (launcher.folder / "run" / "accuracy.png").read_bytes().startswith(b"\x89PNG")

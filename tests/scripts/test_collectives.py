@@ -4,26 +4,27 @@ import inspect
 import json
 import math
 import threading
+import time
 
+import network_timing
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
 
-from scripts import collectives
-from utils.features import network_timing as wires
+from scripts.from_scratch import collectives
 
 PROBE = """
 import sys
 import time
 
-sys.path.insert(0, {root!r})
+sys.path[:0] = [{root!r}, {root!r} + "/scripts/from_scratch"]
 import torch
 import torch.distributed as dist
 
-from scripts import collectives
+from scripts.from_scratch import collectives
 from utils import launch
-from utils.features import network_timing as wires
+import network_timing
 
 sys.argv = ["collectives.py", "--output_dir", "run", "--sizes", "8", "4K"]
 sys.argv += ["--repetitions", "3", "--warmup", "1"]
@@ -41,11 +42,11 @@ def say(case, text):
 
 def check(case):
     def share_verdicts(key, verdict):  # with keys of its own in the store
-        return wires.share_verdicts(f"{{case}}/{{key}}", verdict)
+        return network_timing.share_verdicts(f"{{case}}/{{key}}", verdict)
 
     collectives.share_verdicts = share_verdicts
     wrong, unsupported = collectives.check_all(sizes, world, device, seed=0)
-    collectives.share_verdicts = wires.share_verdicts
+    collectives.share_verdicts = network_timing.share_verdicts
     say(case, f"{{wrong}} {{sorted(unsupported)}}")
 
 
@@ -94,7 +95,7 @@ def refuse(good, *words, **options):
 
 mutate("reduce_scatter_tensor", refuse)
 
-ping_pong = wires.ping_pong
+ping_pong = network_timing.ping_pong
 
 
 def slow_link(message, first, second):
@@ -103,11 +104,11 @@ def slow_link(message, first, second):
     ping_pong(message, first, second)
 
 
-wires.ping_pong = slow_link
-pairs = wires.time_pairs(3, 1, device)
-say("slow", wires.slow_pairs(pairs))
-wires.ping_pong = ping_pong
-say("slow one removed", (1, 2) in wires.slow_pairs({{**pairs, (1, 2): pairs[0, 1]}}))
+network_timing.ping_pong = slow_link
+pairs = network_timing.time_pairs(3, 1, device)
+say("slow", network_timing.slow_pairs(pairs))
+network_timing.ping_pong = ping_pong
+say("slow one removed", (1, 2) in network_timing.slow_pairs({{**pairs, (1, 2): pairs[0, 1]}}))
 
 good = dist.all_reduce
 dist.all_reduce = lambda *words, **options: off_by_one(2)(good, *words, **options)
@@ -160,18 +161,19 @@ def test_wrong_results_and_slow_pairs_are_named_with_their_rank(launcher, tmp_pa
     assert done.returncode != 0
     assert [said[f"exit {rank}"] for rank in range(3)] == ["1", "1", "1"]
     assert "wrong result of all_reduce SUM, 12 bytes: on rank 2" in done.stderr
-    assert not (tmp_path / "run" / "collectives.json").exists()
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 @pytest.mark.slow
 def test_two_processes_leave_a_table_and_a_picture(launcher):
     flags = ["--output_dir", "run", "--sizes", "1K", 8, "--explain", "--simulate"]
-    done = launcher("cpu_ddp", *flags, script="collectives")
+    done = launcher("cpu_ddp", *flags, script="from_scratch/collectives")
     assert "2 processes on 1 machine, cpu, gloo: 27 operations give" in done.stdout
     assert "7 x 5 s = 35 s" in done.stdout
     assert "one pair: there is no other" in done.stdout
     folder = launcher.folder / "run"
-    results = json.loads((folder / "collectives.json").read_text())
+    record = json.loads((folder / "run.json").read_text())
+    results = record["results"]
     rows = {(row["operation"], row["bytes"]): row for row in results["operations"]}
     assert set(rows) == {(name, size) for name in collectives.OPERATIONS for size in (8, 1024)}
     row = rows["all_gather", 1024]
@@ -183,7 +185,7 @@ def test_two_processes_leave_a_table_and_a_picture(launcher):
     assert [pair["ranks"] for pair in results["pairs"]] == [[0, 1]]
     assert results["slow_pairs"] == results["not_supported"] == []
     assert (folder / "collectives.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((folder / "run.json").read_text())["num_processes"] == 2
+    assert record["num_processes"] == 2
     measured = rows["broadcast tree", 1024]["time_us"] / 1e6
     assert f"measured {measured:.4g} s" in done.stdout
 
@@ -194,7 +196,7 @@ def test_one_process_has_nothing_to_send(monkeypatch, capsys, tmp_path):
     collectives.main()
     printed = capsys.readouterr().out
     assert "15 x 5 s = 75 s" in printed
-    assert "one process: there is nothing to send" in printed
+    assert "one process" in printed
     assert not (tmp_path / "run").exists()
 
 
@@ -220,20 +222,49 @@ def test_every_operation_has_a_picture_of_its_own():
     assert len(text.split("\n\n")) == len(pictures) == 16
 
 
-@pytest.mark.parametrize("n", range(1, 10))
-def test_a_reduce_tree_takes_the_logarithm_of_the_processes_in_rounds(threads, n):
-    """And gives the sum for any number of processes, also one that is no power of two."""
-    inputs = collectives.make_inputs(5, n, seed=0)
+BY_HAND = ("send/recv", "broadcast one by one", "broadcast tree", "broadcast ring", "reduce tree", "recv from any")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_is_made_of_messages_gives_the_right_result_on_any_number_of_processes(threads, monkeypatch, name, n):
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    inputs = collectives.make_inputs(2 * n, n, seed=0)
 
     def run(rank):
-        x = inputs[rank].clone()
-        return collectives.reduce_tree(x, torch.empty_like(x), collectives.World(rank, n, []))
+        world = collectives.World(rank, n, [])
+        return collectives.check(collectives.OPERATIONS[name], inputs, world, torch.device("cpu"))
 
-    results = threads.run(n, run)
-    assert torch.equal(results[0], inputs.sum(0))
-    assert results[1:] == [None] * (n - 1)
-    assert len(threads.messages) == n - 1
-    assert threads.rounds[0] == math.ceil(math.log2(n))
+    assert threads.run(n, run) == [""] * n
+    if name == "broadcast ring":
+        assert len(threads.messages) == n * (n - 1)  # n chunks over n - 1 links
+    else:
+        assert len(threads.messages) == (n if name == "send/recv" else n - 1)
+    if name == "broadcast tree":
+        assert [sender for sender, _ in threads.messages].count(0) == math.ceil(math.log2(n))
+    if name == "reduce tree":
+        assert threads.rounds[0] == math.ceil(math.log2(n))
+
+
+def test_the_time_is_that_of_the_slowest_process(threads, monkeypatch):
+    """On every rank, whichever is slow."""
+    choose = {dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin, dist.ReduceOp.SUM: torch.sum}
+
+    def all_reduce(tensor, op):
+        tensor.copy_(choose[op](torch.stack(threads.exchange(tensor)), 0))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "barrier", lambda: threads.barrier.wait())
+
+    def run(rank):
+        def call():
+            time.sleep(0.1 if rank == 1 else 0)
+
+        return network_timing.timed(call, 2, 1, torch.device("cpu"))
+
+    for times in threads.run(3, run):
+        assert len(times) == 2
+        assert all(0.1 <= seconds < 0.25 for seconds in times)
 
 
 def test_messages_from_any_source_come_in_any_order_and_by_their_tag(threads, monkeypatch):
@@ -283,24 +314,24 @@ def test_bus_bandwidth_has_the_factors_of_nccl_tests(name, factors):
 )
 def test_broadcast_costs(n, one_by_one, tree, ring):
     """A message of 5 s: to 8 nodes one after another 7 x 5 s, as a tree 3 x 5 s."""
-    costs = wires.simulate_broadcast(n, num_bytes=1e9, latency_s=0, bytes_per_s=0.2e9)
+    costs = network_timing.simulate_broadcast(n, num_bytes=1e9, latency_s=0, bytes_per_s=0.2e9)
     assert [total for _, _, total in costs.values()] == pytest.approx([one_by_one, tree, ring])
 
 
 def test_latency_is_paid_in_each_round():
-    costs = wires.simulate_broadcast(8, num_bytes=0, latency_s=1, bytes_per_s=1)
+    costs = network_timing.simulate_broadcast(8, num_bytes=0, latency_s=1, bytes_per_s=1)
     assert [total for _, _, total in costs.values()] == [7, 3, 14]
 
 
 def test_a_slow_pair_stands_out_and_a_slow_host_is_named():
     fast, slow, late = (10e-6, 1e9), (10e-6, 0.4e9), (35e-6, 1e9)
     ranks = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert wires.slow_pairs(dict.fromkeys(ranks, fast)) == []
-    assert wires.slow_pairs({(0, 1): slow}) == []
-    assert wires.slow_pairs({**dict.fromkeys(ranks, fast), (1, 3): slow}) == [(1, 3)]
+    assert network_timing.slow_pairs(dict.fromkeys(ranks, fast)) == []
+    assert network_timing.slow_pairs({(0, 1): slow}) == []
+    assert network_timing.slow_pairs({**dict.fromkeys(ranks, fast), (1, 3): slow}) == [(1, 3)]
     pairs = {**dict.fromkeys(ranks, fast), (1, 3): slow, (2, 3): late}
-    assert wires.slow_pairs(pairs) == [(1, 3), (2, 3)]
-    text = wires.describe_pairs(pairs, ["a", "b", "c", "d"])
+    assert network_timing.slow_pairs(pairs) == [(1, 3), (2, 3)]
+    text = network_timing.describe_pairs(pairs, ["a", "b", "c", "d"])
     assert "1 (b) - 3 (d): 10 us, 0.400 GB/s  SLOW" in text
     assert "rank 3 (d) is in all 2 slow pairs" in text
     assert text.count("SLOW") == 2

@@ -3,13 +3,14 @@
 import copy
 import json
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
 
-from scripts import ddp_from_scratch
+from scripts.from_scratch import ddp
 
 FLAGS = ["--num_epochs", "2", "--dtype", "float64"]
 SYNCHRONOUS = ["ddp", "one_by_one", "reduce_broadcast", "flat_copy", "bucketed", "ring"]
@@ -22,11 +23,11 @@ sys.path.insert(0, {root!r})
 import torch
 import torch.distributed as dist
 
-from scripts import ddp_from_scratch
+from scripts.from_scratch import ddp
 from utils import launch
 
-sys.argv = ["ddp_from_scratch.py", "--output_dir", "unused", *{flags!r}]
-accelerator = launch.make_accelerator(ddp_from_scratch.parse_args())
+sys.argv = ["ddp.py", "--output_dir", "unused", *{flags!r}]
+accelerator = launch.make_accelerator(ddp.parse_args())
 rank, world_size = dist.get_rank(), dist.get_world_size()
 
 
@@ -43,19 +44,19 @@ for n in range(1, world_size + 1):
             vectors = [numbers * (other + 1) + other for other in range(n)]
             tensor = vectors[rank].clone()
             dist.get_world_size = lambda: n
-            ddp_from_scratch.ring_all_reduce(tensor)
+            ddp.ring_all_reduce(tensor)
             assert torch.equal(tensor, sum(vectors)), (n, length, tensor)
         dist.get_world_size = lambda: world_size
         dist.barrier()
 matrix = torch.full((3, 7), rank + 1.0)
-ddp_from_scratch.ring_all_reduce(matrix)
+ddp.ring_all_reduce(matrix)
 dist.barrier()
 say("ring", "equal" if (matrix == sum(range(1, world_size + 1))).all() else matrix)
 
 # What is sent during the backward pass, and what after it.
 sent = {{True: 0, False: 0}}
 inside = [False]
-backward, all_reduce = ddp_from_scratch.backward, dist.all_reduce
+backward, all_reduce = ddp.backward, dist.all_reduce
 
 
 def watched_backward(*words, **options):
@@ -70,8 +71,8 @@ def watched_all_reduce(*words, **options):
 
 
 def run(folder, *flags):
-    sys.argv = ["ddp_from_scratch.py", "--output_dir", folder, *{flags!r}, *flags]
-    ddp_from_scratch.main()
+    sys.argv = ["ddp.py", "--output_dir", folder, *{flags!r}, *flags]
+    ddp.main()
 
 
 # There are several runs in one launch.
@@ -79,7 +80,7 @@ end_group, dist.destroy_process_group = dist.destroy_process_group, lambda: None
 run("all", "--delay", "2", "--local_steps", "3")
 run("synchronous", "--algorithm", "local_sgd", "--local_steps", "1")
 run("in time", "--algorithm", "stale", "--delay", "0")
-ddp_from_scratch.backward, dist.all_reduce = watched_backward, watched_all_reduce
+ddp.backward, dist.all_reduce = watched_backward, watched_all_reduce
 run("overlap", "--algorithm", "bucketed")
 say("sent during backward", sent[True])
 run("later than the end", "--algorithm", "stale", "--delay", "100")
@@ -93,9 +94,9 @@ def results(folder):
 
 
 def run_here(monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["ddp_from_scratch.py", *map(str, flags)])
+    monkeypatch.setattr(sys, "argv", ["ddp.py", *map(str, flags)])
     try:
-        ddp_from_scratch.main()
+        ddp.main()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -103,7 +104,7 @@ def run_here(monkeypatch, *flags):
 
 @pytest.mark.slow
 def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypatch):
-    """The last update of an epoch has 3 of 1003 images: one of the four processes gets none."""
+    """The last step of an epoch has 3 of 1003 images: one of the four processes gets none."""
     flags = ["--dataset", str(small_mnist), *FLAGS, "--batch_size", "500"]
     (tmp_path / "probe.py").write_text(PROBE.format(root=str(ROOT), flags=flags))
     options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", 4), "timeout": 150}
@@ -119,10 +120,10 @@ def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypat
     assert results(tmp_path / "synchronous")["local_sgd"]["difference_to_ddp"] < 1e-12
     assert results(tmp_path / "in time")["stale"]["difference_to_ddp"] < 1e-12
     assert results(tmp_path / "later than the end")["stale"]["difference_to_ddp"] > 1e-3
-    # 6 updates, 2 buckets; DDP itself calls another all-reduce
+    # 6 steps, 2 buckets; DDP itself calls another all-reduce
     assert "<sent during backward> 12\n" in printed
 
-    # And DDP's are those of one process, smaller last update and all.
+    # And DDP's are those of one process, smaller last step and all.
     run_here(monkeypatch, "--output_dir", tmp_path / "one", *flags)
     one = results(tmp_path / "one")
     for name in [*SYNCHRONOUS, "local_sgd"]:
@@ -149,9 +150,9 @@ def test_stale_gradients_come_late_and_none_is_lost(monkeypatch):
             def parameters(self):
                 return [weight]
 
-        monkeypatch.setattr(ddp_from_scratch, "backward", backward)
+        monkeypatch.setattr(ddp, "backward", backward)
         args = type("Args", (), {"delay": 2})
-        ddp_from_scratch.stale(Model(), torch.optim.SGD([weight], 1.0), [1, 10, 100, 1000], args)
+        ddp.stale(Model(), torch.optim.SGD([weight], 1.0), [1, 10, 100, 1000], args)
         # The fourth gradient is taken with weights that only the first one has changed.
         assert seen == [0, 0, 0, -1]
         assert weight.item() == -1111
@@ -162,20 +163,46 @@ def test_stale_gradients_come_late_and_none_is_lost(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_end_with_a_table(launcher, small_mnist):
     flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 500, "--output_dir", "run"]
-    table = launcher("cpu_ddp", *flags, script="ddp_from_scratch").stdout.splitlines()[-10:-1]
+    table = launcher("cpu_ddp", *flags, script="from_scratch/ddp").stdout.splitlines()
+    start = next(place for place, line in enumerate(table) if line.startswith("algorithm"))
+    table = table[start : start + 9]
     assert [line.split()[0] for line in table] == ["algorithm", *SYNCHRONOUS, "local_sgd", "stale"]
-    result = results(launcher.folder / "run")
+    record = json.loads((launcher.folder / "run" / "run.json").read_text())
+    result = record["results"]
     assert all(result[name]["difference_to_ddp"] < 1e-12 for name in SYNCHRONOUS)
     assert f"{result['stale']['accuracy']:.2%}" in table[-1]
+    assert [name for name in result if not result[name]["same_steps"]] == ["local_sgd", "stale"]
+    (first, weights_of_first), (second, weights_of_second) = record["passed_on"]
+    assert weights_of_first == weights_of_second > 0
+    assert first != pytest.approx(second, rel=0.01)  # each rank's own, not averaged
     assert (launcher.folder / "run" / "times.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_local_sgd_ends_with_equal_weights(threads, monkeypatch):
+    """Also where the number of steps is not a multiple of --local_steps: 2 + 2 + 1."""
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+
+    def backward(parameter, batch, scale):
+        parameter.grad = torch.tensor([float(batch)])
+
+    monkeypatch.setattr(ddp, "backward", backward)
+
+    def run(rank):
+        weight = weights[rank]
+        weight.parameters = lambda: [weight]
+        optimizer = torch.optim.SGD([weight], 1.0)
+        ddp.local_sgd(weight, optimizer, [rank + 1] * 5, Namespace(local_steps=2))
+        return weight.item()
+
+    assert threads.run(2, run) == [-7.5, -7.5]
 
 
 def test_buckets_hold_several_parameters_from_the_last_layer_on():
     sizes = (300, 60, 100, 60, 40, 7)  # float32 numbers; 256 of them are 1 KiB
     parameters = [torch.zeros(size) for size in sizes]
-    buckets = ddp_from_scratch.make_buckets(parameters, bucket_kib=1)
+    buckets = ddp.make_buckets(parameters, bucket_kib=1)
     assert [[len(each) for each in bucket] for bucket in buckets] == [[7, 40, 60, 100], [60], [300]]
-    assert len(ddp_from_scratch.make_buckets(parameters, bucket_kib=3)) == 1
+    assert len(ddp.make_buckets(parameters, bucket_kib=3)) == 1
 
 
 @pytest.mark.parametrize(("bucket_kib", "count"), [(1, 2), (100, 1)])
@@ -198,13 +225,13 @@ def test_a_bucket_is_sent_when_it_is_full_and_used_after_wait(monkeypatch, bucke
         return Sending(bucket)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(ddp_from_scratch, "backward", lambda model, x: model(x).sum().backward())
+    monkeypatch.setattr(ddp, "backward", lambda model, x: model(x).sum().backward())
     torch.manual_seed(0)
     layers = [torch.nn.Linear(30, 30), torch.nn.SiLU(), torch.nn.Linear(30, 3)]
     model, expected = torch.nn.Sequential(*layers), torch.nn.Sequential(*copy.deepcopy(layers))
     batches = torch.randn(3, 5, 30)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    ddp_from_scratch.bucketed(model, optimizer, batches, None, bucket_kib)
+    ddp.bucketed(model, optimizer, batches, None, bucket_kib)
     assert len(sent) == 3 * count
     optimizer = torch.optim.SGD(expected.parameters(), 0.02)
     for x in batches:
@@ -217,9 +244,9 @@ def test_a_bucket_is_sent_when_it_is_full_and_used_after_wait(monkeypatch, bucke
 
 @pytest.mark.parametrize("flags", ["--algorithm gossip", "--local_steps 0", "--delay -1"])
 def test_a_wrong_flag_is_one_sentence(flags, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["ddp_from_scratch.py", *flags.split()])
+    monkeypatch.setattr("sys.argv", ["ddp.py", *flags.split()])
     with pytest.raises(SystemExit) as stopped:
-        ddp_from_scratch.parse_args()
+        ddp.parse_args()
     assert stopped.value.code == 2
     assert flags.split()[0] in capsys.readouterr().err
 

@@ -1,15 +1,14 @@
 """What DistributedDataParallel does, written by hand, and two methods that train differently.
 
-    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/ddp_from_scratch.py
-    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/ddp_from_scratch.py \
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/from_scratch/ddp.py
+    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/from_scratch/ddp.py \
         --algorithm bucketed --bucket_kib 1 64 1024 25600 --layers 8
 
-On 2 processes and 2 CPU cores, torch 2.15: one_by_one, reduce_broadcast, flat_copy, bucketed and
-ring end with DDP's weights, bit by bit, and with 94.54 % test accuracy after 2 epochs, local_sgd
-with 94.58 % and stale with 94.83 %. A step of ddp takes 8.4 ms, one of local_sgd 4.2 ms.
-Sources: buckets, https://arxiv.org/abs/2006.15704; ring, P. Patarasuk and X. Yuan, "Bandwidth
-optimal all-reduce algorithms", 2009; local SGD, https://arxiv.org/abs/1805.09767; stale gradients,
-https://arxiv.org/abs/1511.05950.
+On 2 processes and 2 CPU cores, torch 2.15: one_by_one, reduce_broadcast, flat_copy, bucketed and ring end with DDP's
+weights, bit by bit, and with 94.54 % test accuracy after 2 epochs, local_sgd with 94.58 % and stale with 94.83 %. A
+step of ddp takes 8.4 ms, one of local_sgd 4.2 ms.
+Sources: buckets, https://arxiv.org/abs/2006.15704; ring, P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
+algorithms", 2009; local SGD, https://arxiv.org/abs/1805.09767; stale gradients, https://arxiv.org/abs/1511.05950.
 """
 
 import sys
@@ -23,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 # Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch, topology
 from utils.atomic_files import write_json
@@ -32,24 +31,40 @@ from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
 from utils.features.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
-from utils.run_folder import Tracker
+from utils.run_folder import RunFolder
 
-# Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
-MEAN, STD = 33.3184, 78.5675
+MEAN, STD = 33.3184, 78.5675  # of the pixels of the 60,000 training images, 0 to 255
 HIDDEN = 256
 TEST_BATCH_SIZE = 2000
 
 
-def losses_and_hits(model, batch):
-    """A loss and a bool a sample, both (n,), for this process's part of the batch.
+def parse_args():
+    parser = flags.ArgumentParser(__doc__)
+    which = f"{', '.join(ALGORITHMS)} or all; ddp always runs, to compare with"
+    sizes = "bucketed: largest bucket; several: one run for each; DDP's are 25600 (default: 64)"
+    add = parser.add_argument_group("algorithm").add_argument
+    add("--algorithm", choices=["all", *ALGORITHMS], default="all", metavar="NAME", help=which)
+    add("--bucket_kib", type=flags.positive_int, nargs="+", default=[64], metavar="KIB", help=sizes)
+    add("--local_steps", type=flags.positive_int, default=8, help="local_sgd: steps between two averages")
+    add("--delay", type=flags.non_negative_int, default=4, help="stale: steps that a gradient comes late")
+    add = parser.add_argument_group("training").add_argument
+    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--layers", type=flags.positive_int, default=1, help="hidden layers of the model")
+    add("--num_epochs", type=flags.positive_int, default=2, help="passes over the training images")
+    add("--batch_size", type=flags.positive_int, default=256, help="samples per step, over all processes together")
+    add("--lr", type=flags.non_negative_float, default=0.1, help="learning rate")
+    add("--seed", type=flags.non_negative_int, default=0, help="seed of weights and data order")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
+    parser.add_run_flags()
+    return parser.parse_args()
 
-    A process may have fewer samples than others, or none.
-    """
+
+def losses_and_hits(model, batch):
+    """Loss and correctness of each sample, both (n,), for this process's part of the batch."""
     images, labels = batch.data
     dtype = next(model.parameters()).dtype
     logits = model((images.to(dtype) - MEAN) / STD)
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return losses, logits.argmax(1) == labels
+    return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) == labels
 
 
 def backward(model, batch, scale=1):
@@ -58,35 +73,38 @@ def backward(model, batch, scale=1):
     The sum of all processes' gradients is the gradient of the mean over the whole batch.
     """
     losses, _ = losses_and_hits(model, batch)
+    losses = batch.counted(losses)  # none on a process without a sample, which computes a stand-in
     (losses.sum() * scale / batch.step_samples).backward()
 
 
-def update(optimizer):
+def make_step(optimizer):
     optimizer.step()
-    # Zeros and not None: None would take the gradients out of the buckets.
-    optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad(set_to_none=False)  # None would take the gradients out of the buckets
+
+
+# The algorithms. Each trains `model` on `batches`, of which every process gets its own part.
 
 
 def ddp(model, optimizer, batches, args):
-    """PyTorch's DistributedDataParallel, to compare with."""
+    """PyTorch's DistributedDataParallel, to compare with"""
     model = nn.parallel.DistributedDataParallel(model)
     for batch in batches:
         # DDP divides the sum of the gradients by the number of processes.
         backward(model, batch, scale=dist.get_world_size())
-        update(optimizer)
+        make_step(optimizer)
 
 
 def one_by_one(model, optimizer, batches, args, all_reduce=dist.all_reduce):
-    """One all-reduce for each parameter, after the backward pass."""
+    """one all-reduce for each parameter, after the backward pass"""
     for batch in batches:
         backward(model, batch)
         for parameter in model.parameters():
             all_reduce(parameter.grad)
-        update(optimizer)
+        make_step(optimizer)
 
 
 def reduce_broadcast(model, optimizer, batches, args):
-    """The sum of each gradient goes to rank 0, and from there to all: two collectives."""
+    """the sum of each gradient goes to rank 0, and from there to all: two collectives"""
 
     def through_rank_0(gradient):
         dist.reduce(gradient, dst=0)
@@ -96,7 +114,7 @@ def reduce_broadcast(model, optimizer, batches, args):
 
 
 def flat_copy(model, optimizer, batches, args):
-    """One all-reduce of a flat copy of all gradients, after the backward pass."""
+    """one all-reduce of a flat copy of all gradients, after the backward pass"""
     parameters = list(model.parameters())
     sizes = [parameter.numel() for parameter in parameters]
     for batch in batches:
@@ -105,7 +123,7 @@ def flat_copy(model, optimizer, batches, args):
         dist.all_reduce(flat)
         for parameter, part in zip(parameters, flat.split(sizes), strict=True):
             parameter.grad.copy_(part.view_as(parameter))
-        update(optimizer)
+        make_step(optimizer)
 
 
 def make_buckets(parameters, bucket_kib):
@@ -124,7 +142,7 @@ def make_buckets(parameters, bucket_kib):
 
 
 def bucketed(model, optimizer, batches, args, bucket_kib):
-    """Buckets of gradients of several layers, each sent while the backward pass goes on."""
+    """buckets of gradients of several layers, each sent while the backward pass goes on"""
     sending = []
 
     def fill(parameters):
@@ -150,7 +168,7 @@ def bucketed(model, optimizer, batches, args, bucket_kib):
         for work in sending:
             work.wait()
         sending.clear()
-        update(optimizer)
+        make_step(optimizer)
 
 
 def ring_all_reduce(tensor):
@@ -182,12 +200,12 @@ def ring_all_reduce(tensor):
 
 
 def ring(model, optimizer, batches, args):
-    """As one_by_one, with an all-reduce by hand: send to the right, receive from the left."""
+    """as one_by_one, with an all-reduce by hand: send to the right, receive from the left"""
     one_by_one(model, optimizer, batches, args, all_reduce=ring_all_reduce)
 
 
 def local_sgd(model, optimizer, batches, args):
-    """Other updates: each process trains alone; weights are averaged every --local_steps."""
+    """different steps: each process trains alone; weights are averaged every --local_steps"""
 
     def average_weights():
         for parameter in model.parameters():
@@ -197,26 +215,26 @@ def local_sgd(model, optimizer, batches, args):
     for step, batch in enumerate(batches, 1):
         # Scaled to the length of the gradient of the whole batch.
         backward(model, batch, scale=dist.get_world_size())
-        update(optimizer)
+        make_step(optimizer)
         if step % args.local_steps == 0:
             average_weights()
     average_weights()
 
 
 def stale(model, optimizer, batches, args):
-    """Other updates: none waits for the others' gradients, applied --delay updates late."""
+    """different steps: gradients are applied --delay steps late, and waited for only then"""
     sending = []
 
     def apply_oldest():
         for parameter, (gradient, work) in zip(model.parameters(), sending.pop(0), strict=True):
             work.wait()
             parameter.grad = gradient
-        update(optimizer)
+        make_step(optimizer)
 
     for batch in batches:
         backward(model, batch)
         gradients = [parameter.grad for parameter in model.parameters()]
-        sending.append([(each, dist.all_reduce(each, async_op=True)) for each in gradients])
+        sending.append([(gradient, dist.all_reduce(gradient, async_op=True)) for gradient in gradients])
         # None, so that the next backward pass makes new tensors: these are still being sent.
         optimizer.zero_grad()
         if len(sending) > args.delay:
@@ -225,59 +243,32 @@ def stale(model, optimizer, batches, args):
         apply_oldest()
 
 
-SAME_UPDATES = (ddp, one_by_one, reduce_broadcast, flat_copy, bucketed, ring)
-ALGORITHMS = {f.__name__: f for f in (*SAME_UPDATES, local_sgd, stale)}
+SAME_STEPS = (ddp, one_by_one, reduce_broadcast, flat_copy, bucketed, ring)
+ALGORITHMS = {function.__name__: function for function in (*SAME_STEPS, local_sgd, stale)}
 
 
-def parse_args():
-    parser = flags.ArgumentParser(__doc__)
-    count, size = flags.at_least(0), flags.at_least(1)
-    add = parser.add_argument_group("algorithm").add_argument
-    add(
-        "--algorithm",
-        choices=["all", *ALGORITHMS],
-        default="all",
-        metavar="NAME",
-        help=f"{', '.join(ALGORITHMS)} or all; ddp always runs, to compare with",
-    )
-    add(
-        "--bucket_kib",
-        type=size,
-        nargs="+",
-        default=[64],
-        metavar="KIB",
-        help="bucketed: largest bucket; several: one run for each; DDP's are 25600 (default: 64)",
-    )
-    add("--local_steps", type=size, default=8, help="local_sgd: updates between two averages")
-    add("--delay", type=count, default=4, help="stale: updates that a gradient comes late")
-    add = parser.add_argument_group("training").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--layers", type=size, default=1, help="hidden layers of the model")
-    add("--num_epochs", type=size, default=2, help="passes over the training images")
-    add("--batch_size", type=size, default=256, help="of one update, over all processes together")
-    add("--lr", type=flags.at_least(0.0, float), default=0.1, help="learning rate")
-    add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of weights and data order")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
-    parser.add_run_flags()
-    return parser.parse_args()
+def make_runs(args) -> list[tuple[str, int | None]]:
+    """The name of the algorithm and, for `bucketed`, the size of its buckets, of each run."""
+    names = ALGORITHMS if args.algorithm == "all" else dict.fromkeys(["ddp", args.algorithm])
+    return [(name, size) for name in names for size in (args.bucket_kib if name == "bucketed" else [None])]
 
 
 def make_model(args, accelerator, num_inputs: int, num_classes: int):
-    """An MLP with the same weights in each process."""
-    torch.manual_seed(args.seed + accelerator.process_index)  # other weights in each process ...
+    """An MLP with the same weights in each process. Collective."""
+    torch.manual_seed(args.seed + accelerator.process_index)  # different weights in each process ...
     layers = [nn.Flatten(), nn.Linear(num_inputs, HIDDEN), nn.SiLU()]
     for _ in range(args.layers - 1):
         layers += [nn.Linear(HIDDEN, HIDDEN), nn.SiLU()]
     model = nn.Sequential(*layers, nn.Linear(HIDDEN, num_classes))
     model.to(accelerator.device, getattr(torch, args.dtype))
     for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)  # ... until process 0 sends its own
+        dist.broadcast(parameter.data, src=0)  # ... until rank 0 sends its own
     return model
 
 
 @torch.no_grad()
 def evaluate(model, loader, accelerator) -> dict:
-    """Loss and accuracy; each test sample counts once."""
+    """Loss and accuracy; each test sample counts once. Collective."""
     metrics = Metrics(accelerator)
     for batch in loader:
         losses, hits = losses_and_hits(model, batch)
@@ -285,89 +276,95 @@ def evaluate(model, loader, accelerator) -> dict:
     return metrics.reduce()
 
 
-def make_runs(args):
-    """What runs, by its name in the table: the name of the algorithm and its function."""
-    names = list(ALGORITHMS)
-    if args.algorithm != "all":
-        names = list(dict.fromkeys(["ddp", args.algorithm]))
-    runs = {}
-    for name in names:
-        if name != "bucketed":
-            runs[name] = name, ALGORITHMS[name]
-            continue
-        for size in args.bucket_kib:
-            run = f"{name} {size} KiB" if len(args.bucket_kib) > 1 else name
-            runs[run] = name, partial(bucketed, bucket_kib=size)
-    return runs
+def passed_on(model, batch) -> list[tuple[float, float]]:
+    """What DDP's last layer passes to the layer before, and the gradient of its own weights. Collective.
+
+    Some say that DDP passes the averaged gradient on. It does not: on each rank the backward pass goes on with the
+    gradient of that rank's samples, and only the gradients of the weights are averaged.
+
+    Returns:
+        For each rank: the sum of the gradient passed on, and the sum of the absolute gradients of the layer's weights.
+    """
+    model = nn.parallel.DistributedDataParallel(model)
+    layer, found = model.module[-1], []
+    layer.register_full_backward_hook(lambda layer, passed, arrived: found.append(passed[0].sum()))
+    backward(model, batch)
+    sums = torch.stack([*found, layer.weight.grad.abs().sum()])
+    everybody = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, sums)
+    return [tuple(sums.tolist()) for sums in everybody]
 
 
 def draw(results: dict, title: str):
-    """A bar for each run: the time of an update."""
+    """A bar for each run: the time of a step; the colour says whether it is the same step as DDP's."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(8, 1.5 + 0.35 * len(results)), layout="constrained")
+    figure = Figure(figsize=(8, 2 + 0.35 * len(results)), layout="constrained")
     axes = figure.subplots()
+    same, different = "#0072b2", "#d55e00"
     names = []
     for run, result in results.items():
         count = result["buckets"]
         names.append(f"{run}: {plural(count, 'bucket')}" if count else run)
     times = [result["step_time_ms"] for result in results.values()]
-    axes.bar_label(axes.barh(names, times, color="#0072b2"), fmt=" {:.1f}")
-    axes.set(xlabel="ms an update, slowest process", title=title, xlim=(0, 1.15 * max(times)))
+    colours = [same if result["same_steps"] else different for result in results.values()]
+    axes.bar_label(axes.barh(names, times, color=colours), fmt=" {:.1f}")
+    axes.set(xlabel="ms per step, slowest process", title=title, xlim=(0, 1.15 * max(times)))
     axes.invert_yaxis()
+    handles = [Patch(color=same, label="same steps as DDP"), Patch(color=different, label="different steps")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
 
 
 def main():
     args = parse_args()
-    # With matrices this small a second thread makes it slower.
-    accelerator = launch.make_accelerator(args, cpu_threads=1)
+    accelerator = launch.make_accelerator(args, cpu_threads=1)  # a second thread would slow matrices this small down
     if not dist.is_initialized():  # one process: a group of one, in which a sum changes nothing
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    tracker = Tracker(accelerator, args.output_dir, None)
-
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     train_data, test_data = load_images(args.dataset)
-    # Every process shuffles alike and takes its own part of each batch, so that no sample comes
-    # twice and none is left out.
+    # Every process shuffles alike and takes its own part of each batch, so that each sample comes once.
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed)
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
-    num_inputs, num_classes = train_data.images[0].numel(), len(train_data.classes)
+    new_model = partial(make_model, args, accelerator, train_data.images[0].numel(), len(train_data.classes))
     results = {}
     accelerator.print("algorithm           ms/step  weights-DDP  accuracy  what it does", flush=True)
-    for run, (name, algorithm) in make_runs(args).items():
-        model = make_model(args, accelerator, num_inputs, num_classes)
+    for name, bucket_kib in make_runs(args):
+        run = f"{name} {bucket_kib} KiB" if bucket_kib and len(args.bucket_kib) > 1 else name
+        algorithm = partial(bucketed, bucket_kib=bucket_kib) if bucket_kib else ALGORITHMS[name]
+        model = new_model()
         optimizer = torch.optim.SGD(model.parameters(), args.lr)
         batches = (batch for epoch in range(args.num_epochs) for batch in train_loader.epoch(epoch))
         started = time.perf_counter()
         algorithm(model, optimizer, batches, args)
         dist.barrier()  # so that the slowest process counts
-        seconds = time.perf_counter() - started
-        step_time_ms = 1000 * seconds / (args.num_epochs * len(train_loader))
-
+        step_time_ms = 1000 * (time.perf_counter() - started) / (args.num_epochs * len(train_loader))
         weights = nn.utils.parameters_to_vector(model.parameters()).detach()
         if name == "ddp":
             reference = weights
         difference = (weights - reference).abs().max()
         dist.all_reduce(difference, dist.ReduceOp.MAX)  # finds a process that has other weights
-        buckets = None
-        if name == "bucketed":
-            buckets = len(make_buckets(model.parameters(), **algorithm.keywords))
         results[run] = {
             "step_time_ms": step_time_ms,
             "difference_to_ddp": difference.item(),
-            "buckets": buckets,
+            "same_steps": ALGORITHMS[name] in SAME_STEPS,
+            "buckets": bucket_kib and len(make_buckets(model.parameters(), bucket_kib)),
             **evaluate(model, test_loader, accelerator),
         }
-        numbers = f"{step_time_ms:>8.2f} {difference.item():>11.1e}"
-        numbers += f" {results[run]['accuracy']:>9.2%}"
+        numbers = f"{step_time_ms:>8.2f} {difference.item():>11.1e} {results[run]['accuracy']:>9.2%}"
         accelerator.print(f"{run:<18} {numbers}  {ALGORITHMS[name].__doc__}", flush=True)
 
-    facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
+    sums = passed_on(new_model(), next(iter(train_loader.epoch(0))))
+    accelerator.print("DDP's last layer: sum of the gradient passed to the layer before, of |gradient| of its weights")
+    for rank, (passed, own) in enumerate(sums):
+        accelerator.print(f"  rank {rank}: {passed:>9.6f}  {own:.6f}", flush=True)
+    facts = {"arguments": flags.as_json(vars(args)), **topology.describe_topology(accelerator)}
     if accelerator.is_main_process:
-        write_json(tracker.folder / "run.json", {**facts, "results": results})
-        title = f"{args.layers} hidden layers, {plural(accelerator.num_processes, 'process')}"
-        save_picture(tracker.folder / "times.png", lambda: draw(results, title))
-        show(f"done: these numbers and a picture in {tracker.folder}/run.json, times.png", "green")
+        write_json(folder.path / "run.json", {**facts, "results": results, "passed_on": sums})
+        title = f"{plural(args.layers, 'hidden layer')}, {plural(accelerator.num_processes, 'process')}"
+        save_picture(folder.path / "times.png", lambda: draw(results, title))
+        show(f"done: these numbers and a picture in {folder.path}/run.json, times.png", "green")
     dist.destroy_process_group()
 
 

@@ -1,12 +1,12 @@
 """Averages gradients through rank 0 and by an all-reduce, on 1, 2, ... processes, and draws both.
 
-    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 4 \
-        scripts/averaging.py
-    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/averaging.py --size_mib 100
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 4 scripts/from_scratch/averaging.py
+    accelerate launch --config_file accelerate_configs/ddp.yaml scripts/from_scratch/averaging.py --size_mib 100
 
-All ways end with the same mean, which is checked on each process. What differs is the traffic: a
-parameter server on rank 0 receives n - 1 gradients and sends n - 1 means, so that its network is
-the bottleneck; in a ring all-reduce each process sends 2 (n-1)/n of a gradient, whatever n is.
+All ways end with the same mean, which is checked on each process. What differs is the traffic: a parameter server on
+rank 0 receives n - 1 gradients and sends n - 1 means, so that its network is the bottleneck; in a ring all-reduce each
+process sends 2 (n-1)/n of a gradient, whatever n is. Why the mean: it is the gradient of the mean loss over the samples
+of all processes, so that the learning rate does not depend on the number of processes.
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
 """
 
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 # Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch, topology
 from utils.atomic_files import write_json
 from utils.console import show, stop
 from utils.features.curves import RUN_COLOURS, save_picture
-from utils.run_folder import Tracker
+from utils.run_folder import RunFolder
 
 MIB = 2**20
 
@@ -51,7 +51,7 @@ def parameter_server(gradient, rank, n, group):
 def reduce_broadcast(gradient, rank, n, group):
     """the same in two collectives: the library may add and send along a tree or a ring"""
     dist.reduce(gradient, dst=0, group=group)
-    if rank == 0:  # no collective: the other processes get the mean by the next line
+    if rank == 0:  # not a collective: the other processes get the mean by the next line
         gradient /= n
     dist.broadcast(gradient, src=0, group=group)
 
@@ -68,41 +68,48 @@ WAYS = {"parameter server": parameter_server, "reduce, broadcast": reduce_broadc
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
     add = parser.add_argument_group("measuring").add_argument
-    add("--size_mib", type=flags.at_least(1), default=4, help="of the gradient, in MiB")
-    add("--repetitions", type=flags.at_least(1), default=10, help="timed calls of each way")
-    add("--warmup", type=flags.at_least(0), default=2, help="calls before those")
+    add("--size_mib", type=flags.positive_int, default=4, help="size of the gradient in MiB")
+    add("--repetitions", type=flags.positive_int, default=10, help="timed calls of each way")
+    add("--warmup", type=flags.non_negative_int, default=2, help="calls before the timed ones")
     add = parser.add_argument_group("numbers").add_argument
-    add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of the gradients")
+    add("--seed", type=flags.non_negative_int, default=0, help="seed of the gradients")
     parser.add_run_flags()
     return parser.parse_args()
 
 
 def make_gradients(count: int, n: int, seed: int) -> torch.Tensor:
-    """Those of all ranks, (n, count): small integers, whose sum is exact in any order."""
+    """The gradients of all ranks, (n, count): small integers, whose sum is exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 9, (n, count), generator=generator).float()
 
 
-def written_bytes() -> int | None:
-    """Bytes that this process has written, to sockets and files, as the kernel counts them.
+def written_bytes() -> int:
+    """Bytes that this process has written to sockets and files, as Linux counts them; 0 on other systems.
 
-    None where there is no such count: not on Linux. It does not see what NCCL sends by itself.
+    The kernel does not see what NCCL sends by itself.
     """
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
-        return None
+        return 0
     return int(dict(line.split(": ") for line in lines)["wchar"])
 
 
-def measure(way, gradients, rank: int, n: int, group, args, device) -> dict:
-    """Check and time one way on the ranks of `group`. Collective: call it on each of them.
+def measure(way, gradients, rank: int, group, args, device) -> dict:
+    """Check and time one way on the ranks of `group`. Collective (in the group).
+
+    Args:
+        gradients: (n, count), one for each rank of the group.
+
+    Returns:
+        The slowest process's median time and the median traffic of the process that sends most.
 
     Raises:
         SystemExit: if the mean is wrong on this rank.
     """
+    n = len(gradients)
     expected = gradients.sum(0) / n
-    seconds, sent = [], []
+    costs = []  # (seconds, bytes) of each call
     for _ in range(args.warmup + args.repetitions):
         gradient = gradients[rank].to(device, copy=True)
         dist.barrier(group)
@@ -110,39 +117,32 @@ def measure(way, gradients, rank: int, n: int, group, args, device) -> dict:
         way(gradient, rank, n, group)
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - began)
-        sent.append(0 if written is None else written_bytes() - written)
+        costs.append((time.perf_counter() - began, written_bytes() - written))
         if not torch.equal(gradient.cpu(), expected):
-            stop(f"wrong mean by {way.__name__} on rank {rank} of {n}")
-    # The slowest process counts, and the one that sends most.
-    most = torch.tensor([seconds, sent], dtype=torch.float64, device=device)[:, args.warmup :]
-    most = most.contiguous()
+            stop(f"wrong mean by {way.__name__} on rank {rank} of {n}", alone=True)
+    most = torch.tensor(costs[args.warmup :], dtype=torch.float64, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    seconds, sent = most.tolist()
-    measured = {"time_ms": 1000 * statistics.median(seconds)}
-    measured["sent_mib"] = statistics.median(sent) / MIB
-    return measured
+    seconds, sent = most.T.tolist()
+    return {"time_ms": 1000 * statistics.median(seconds), "sent_mib": statistics.median(sent) / MIB}
 
 
 def draw(rows: list[dict], size_mib: int, title: str):
+    """Time and traffic over the number of processes, a line for each way."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    panels = figure.subplots(1, 2)
+    time_panel, traffic_panel = panels = figure.subplots(1, 2)
     numbers = sorted({row["processes"] for row in rows})
     for name, colour in zip(WAYS, RUN_COLOURS, strict=False):
-        own = [row for row in rows if row["way"] == name]
         for axes, key in zip(panels, ("time_ms", "sent_mib"), strict=True):
-            axes.plot(numbers, [row[key] for row in own], "o-", color=colour, label=name)
-    in_theory = {"server: (n-1) S": [], "ring: 2 (n-1)/n S": []}
-    for n in numbers:
-        in_theory["server: (n-1) S"].append(size_mib * (n - 1))
-        in_theory["ring: 2 (n-1)/n S"].append(size_mib * 2 * (n - 1) / n)
-    for (name, values), line in zip(in_theory.items(), ("-", ":"), strict=True):
-        style = {"color": "grey", "linewidth": 6, "alpha": 0.4, "zorder": 0, "linestyle": line}
-        panels[1].plot(numbers, values, **style, label=f"{name}, in theory")
-    panels[0].set(title="Time, slowest process", ylabel="ms")
-    panels[1].set(title="Sent by the process that sends most", ylabel="MiB")
+            values = [row[key] for row in rows if row["way"] == name]
+            axes.plot(numbers, values, "o-", color=colour, label=name)
+    style = {"color": "grey", "linewidth": 6, "alpha": 0.4, "zorder": 0}
+    server, ring = [size_mib * (n - 1) for n in numbers], [size_mib * 2 * (n - 1) / n for n in numbers]
+    traffic_panel.plot(numbers, server, "-", **style, label="server: (n-1) S, in theory")
+    traffic_panel.plot(numbers, ring, ":", **style, label="ring: 2 (n-1)/n S, in theory")
+    time_panel.set(title="Time, slowest process", ylabel="ms")
+    traffic_panel.set(title="Sent by the process that sends most", ylabel="MiB")
     for axes in panels:
         axes.set(xlabel="processes n", xticks=numbers)
         axes.set_ylim(bottom=0)
@@ -159,7 +159,7 @@ def main():
     if world_size == 1:
         accelerator.print("one process: there is nothing to send; add --num_processes 4")
         return accelerator.end_training()
-    tracker = Tracker(accelerator, args.output_dir, None)
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     gradients = make_gradients(args.size_mib * MIB // 4, world_size, args.seed)
     # Every process must make every group, also those that it is not in.
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}
@@ -168,18 +168,17 @@ def main():
     for n, group in groups.items():
         for name, way in WAYS.items():
             if rank < n:
-                row = {"processes": n, "way": name}
-                row |= measure(way, gradients[:n], rank, n, group, args, accelerator.device)
-                rows.append(row)
-                numbers = f"{row['time_ms']:>9.2f} {row['sent_mib']:>12.2f}"
+                measured = measure(way, gradients[:n], rank, group, args, accelerator.device)
+                rows.append({"processes": n, "way": name, **measured})
+                numbers = f"{measured['time_ms']:>9.2f} {measured['sent_mib']:>12.2f}"
                 accelerator.print(f"{n:>9}  {name:<18}{numbers}", flush=True)
             dist.barrier()
-    facts = {"arguments": flags.as_json(vars(args)), **topology.describe(accelerator)}
+    facts = {"arguments": flags.as_json(vars(args)), **topology.describe_topology(accelerator)}
     if accelerator.is_main_process:
-        write_json(tracker.folder / "run.json", {**facts, "results": rows})
+        write_json(folder.path / "run.json", {**facts, "results": rows})
         title = f"Mean of a gradient of {args.size_mib} MiB, {facts['backend']}"
-        save_picture(tracker.folder / "averaging.png", lambda: draw(rows, args.size_mib, title))
-        show(f"done: the means are equal; numbers and a picture in {tracker.folder}", "green")
+        save_picture(folder.path / "averaging.png", lambda: draw(rows, args.size_mib, title))
+        show(f"done: the means are equal; numbers and a picture in {folder.path}", "green")
     accelerator.end_training()
 
 

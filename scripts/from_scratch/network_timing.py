@@ -4,22 +4,23 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 LATENCY_BYTES = 8
 BANDWIDTH_BYTES = 2**20
-# A pair is slow if it is worse than the median of all pairs by these factors. With more processes
-# than cores, the latencies of pairs that are all alike differ by a factor of two.
+# A pair is slow if it is worse than the median of all pairs by these factors. With more processes than cores, the
+# latencies of equal pairs differ by a factor of two.
 SLOW_BANDWIDTH = 2.0
 SLOW_LATENCY = 3.0
 
 
 def share_verdicts(key: str, verdict: str) -> list[str]:
-    """The `verdict` of every rank. Collective: call it on every rank, with the same new `key`.
+    """The `verdict` of every rank, under a `key` that is new and the same on all of them. Collective.
 
-    It uses the store that the launcher made: the collectives themselves are what is tested.
+    It uses the launcher's store, because the collectives themselves are being tested.
     """
     store = dist.PrefixStore("verdicts", dist.group.WORLD.get_group_store())
     store.set(f"{key}/{dist.get_rank()}", verdict)
@@ -27,10 +28,9 @@ def share_verdicts(key: str, verdict: str) -> list[str]:
 
 
 def leave_together() -> None:
-    """Wait until all ranks have come here. Collective: call it on every rank.
+    """Wait until all ranks have come here. Collective.
 
-    A launcher kills the other processes as soon as one fails. Rank 0, which may hold the store,
-    returns last.
+    A launcher kills the other processes as soon as one fails. Rank 0, which may hold the store, returns last.
     """
     share_verdicts("here", "")
     store = dist.PrefixStore("left", dist.group.WORLD.get_group_store())
@@ -40,10 +40,9 @@ def leave_together() -> None:
 
 
 def timed(call: Callable, repetitions: int, warmup: int, device: torch.device) -> list[float]:
-    """Seconds of each call after the first `warmup`. Collective: call it on every rank.
+    """Seconds of each call after the first `warmup`, on the slowest process. Collective.
 
-    Each call starts at a barrier, and the time is that of the slowest process. On a GPU, the time
-    includes waiting for the GPU to finish.
+    Each call starts at a barrier. On a GPU, the time includes waiting for the GPU to finish.
     """
     times = []
     for _ in range(warmup + repetitions):
@@ -70,22 +69,17 @@ def ping_pong(message: torch.Tensor, first: int, second: int) -> None:
 
 
 def time_pairs(repetitions: int, warmup: int, device: torch.device) -> dict[tuple[int, int], tuple[float, float]]:
-    """Measure one pair of ranks after another. Collective: call it on every rank.
+    """Measure one pair of ranks after another. Collective.
 
     Returns:
-        {(rank, rank): (latency in s, bandwidth in bytes/s)}, by the fastest of the repetitions and
-        not the median: a busy process is late now and then, a slow link always.
+        {(rank, rank): (latency in s, bandwidth in bytes/s)} of the fastest repetition, not the median: a busy process
+        is late now and then, a slow link always.
     """
-    sizes = (LATENCY_BYTES, BANDWIDTH_BYTES)
     pairs = {}
     for first, second in itertools.combinations(range(dist.get_world_size()), 2):
         one_way_s = []
-        for size in sizes:
-            message = torch.zeros(size // 4, device=device)
-
-            def there_and_back(message=message, first=first, second=second):
-                ping_pong(message, first, second)
-
+        for size in (LATENCY_BYTES, BANDWIDTH_BYTES):
+            there_and_back = partial(ping_pong, torch.zeros(size // 4, device=device), first, second)
             one_way_s.append(min(timed(there_and_back, repetitions, warmup, device)) / 2)
         latency_s, large_s = one_way_s
         pairs[first, second] = latency_s, BANDWIDTH_BYTES / large_s
@@ -131,25 +125,17 @@ def describe_pairs(pairs: dict, hosts: list[str]) -> str:
     return "\n".join(lines)
 
 
-def simulate_broadcast(
-    n: int, num_bytes: float, latency_s: float, bytes_per_s: float
-) -> dict[str, tuple[int, float, float]]:
+def simulate_broadcast(n: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> dict[str, tuple]:
     """How long it takes until all of `n` nodes have a message, in three ways.
 
-    A message between two nodes takes latency_s + bytes / bytes_per_s, and a node sends one message
-    at a time.
+    A message between two nodes takes latency_s + bytes / bytes_per_s, and a node sends one message at a time.
 
     - one by one: the first node sends n - 1 times.
     - tree: all nodes that have the message send it, so that their number doubles in each round.
-    - ring: in n chunks along a chain. The last chunk starts after n - 1 others and passes n - 1
-      links.
+    - ring: in n chunks along a chain. The last chunk starts after n - 1 others and passes n - 1 links.
 
-    An all-reduce along a ring takes as many rounds of a chunk, 2 (n - 1). One by one and as a tree
-    it takes twice as long as the broadcast, because a reduce comes first.
-
-    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
-    Operations in MPICH", 2005, https://doi.org/10.1177/1094342005051521, without its cost of
-    adding; the chain in chunks is the usual pipeline.
+    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
+    https://doi.org/10.1177/1094342005051521, without its cost of adding; the chain in chunks is the usual pipeline.
 
     Returns:
         {way: (rounds, seconds of a round, seconds in all)}
@@ -163,21 +149,19 @@ def simulate_broadcast(
 def describe_simulation(
     title: str, n: int, num_bytes: float, latency_s: float, bytes_per_s: float, rows: Sequence[dict] = ()
 ) -> str:
-    """`simulate_broadcast` in words.
+    """`simulate_broadcast` as text.
 
-    rows: measured times, by scripts/collectives.py; those of messages of `num_bytes` are shown
-    beside the computed ones.
+    Args:
+        rows: times measured by collectives.py; those of messages of `num_bytes` are shown beside the computed ones.
     """
-    measured_s = {}
-    for row in rows:
-        if row["bytes"] == num_bytes:
-            measured_s[row["operation"]] = row["time_us"] / 1e6
+    measured_s = {row["operation"]: row["time_us"] / 1e6 for row in rows if row["bytes"] == num_bytes}
     message_s = latency_s + num_bytes / bytes_per_s
     lines = [f"{title}: broadcast to {n} nodes; {num_bytes / 1e9:g} GB from one to another: {message_s:.4g} s"]
     ways = simulate_broadcast(n, num_bytes, latency_s, bytes_per_s)
     for way, (rounds, round_s, total_s) in ways.items():
-        measured = ""
-        if measured_s:
-            measured = f", measured {measured_s[f'broadcast {way}']:.4g} s"
+        measured = f", measured {measured_s[f'broadcast {way}']:.4g} s" if measured_s else ""
         lines.append(f"  {way:<10} {rounds:>3} x {round_s:.4g} s = {total_s:.4g} s{measured}")
+    both_s = {way: (1 if way == "ring" else 2) * total_s for way, (_, _, total_s) in ways.items()}
+    lines.append("  a reduce takes as long as its broadcast, in reverse; an all-reduce, which needs both:")
+    lines.append("  " + ", ".join(f"{way} {seconds:.4g} s" for way, seconds in both_s.items()))
     return "\n".join(lines)

@@ -1,17 +1,15 @@
 """Checks, times and draws each collective, to test a network before GPU-hours are spent on it.
 
-    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/collectives.py \
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/from_scratch/collectives.py \
         --explain --simulate
-    accelerate launch --config_file accelerate_configs/multi_node.yaml scripts/collectives.py \
+    accelerate launch --config_file accelerate_configs/multi_node.yaml scripts/from_scratch/collectives.py \
         --sizes 8 1M 256M
 
-Every operation first runs on numbers whose result is known, on every process and at every size. A
-wrong result ends the run with exit code 1 and the name of the operation. Then each is timed: a
-barrier, the call, the time of the slowest process, the median of the repetitions. Over gloo on 2
-busy CPU cores, torch 2.15: 27 s, and 0.8 GB/s of bus bandwidth for an all_reduce of 4 MiB between 2
-processes; 43 s and 0.4 GB/s between 4.
-Source of the bandwidths: nccl-tests,
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+Every operation first runs on numbers whose result is known, on every process and at every size. A wrong result ends the
+run with exit code 1 and the name of the operation. Then each is timed: a barrier, the call, the time of the slowest
+process, the median of the repetitions. Gloo, 2 busy CPU cores, torch 2.15: 27 s, and 0.8 GB/s of bus bandwidth for an
+all_reduce of 4 MiB between 2 processes; 43 s and 0.4 GB/s between 4.
+Source of the bandwidths: nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
 import functools
@@ -28,24 +26,18 @@ import torch
 import torch.distributed as dist
 
 # Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import network_timing
+from network_timing import leave_together, share_verdicts
 
 from utils import flags, launch, topology
-from utils.atomic_files import write, write_json
+from utils.atomic_files import write_json
 from utils.console import plural
-from utils.features.network_timing import (
-    describe_pairs,
-    describe_simulation,
-    leave_together,
-    median_pair,
-    share_verdicts,
-    slow_pairs,
-    time_pairs,
-    timed,
-)
-from utils.run_folder import Tracker, git_commit, versions
+from utils.features.curves import save_picture
+from utils.run_folder import RunFolder
 
-# A check makes the inputs of all processes. Sizes for which these take more are timed only.
+# A check makes the inputs of all processes. Sizes for which these take more are only timed.
 CHECK_BYTES = 2**30
 DTYPES = (torch.float32, torch.int32)
 NOT_SUPPORTED = re.compile("not support|unsupported|cannot use|not implemented", re.IGNORECASE)
@@ -56,40 +48,23 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 def num_bytes(text: str) -> int:
     """8, 4K, 1M or 2G as a number: units of 1024, as in nccl-tests."""
     unit = text[-1:].upper()
-    if unit in UNITS:
-        return flags.at_least(1)(text[:-1]) * UNITS[unit]
-    return flags.at_least(1)(text)
+    return flags.positive_int(text[:-1]) * UNITS[unit] if unit in UNITS else flags.positive_int(text)
 
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    count, size, real = flags.at_least(0), flags.at_least(1), flags.at_least(0.0, float)
-
+    sizes, what = [8, 2**12, 2**18, 2**22], "bytes, or 4K, 1M, 2G (default: 8 4K 256K 4M)"
+    nodes = "print what a broadcast to NODES nodes costs in theory; without a number: 8"
     add = parser.add_argument_group("measuring").add_argument
-    add(
-        "--sizes",
-        type=num_bytes,
-        nargs="+",
-        default=[8, 4096, 2**18, 2**22],
-        metavar="BYTES",
-        help="bytes, or 4K, 1M, 2G (default: 8 4K 256K 4M)",
-    )
-    add("--repetitions", type=size, default=15, help="timed calls of each operation and size")
-    add("--warmup", type=count, default=3, help="calls before those")
-    add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of the numbers sent")
-
+    add("--sizes", type=num_bytes, nargs="+", default=sizes, metavar="BYTES", help=what)
+    add("--repetitions", type=flags.positive_int, default=15, help="timed calls of each operation and size")
+    add("--warmup", type=flags.non_negative_int, default=3, help="calls before the timed ones")
+    add("--seed", type=flags.non_negative_int, default=0, help="seed of the numbers sent")
     add = parser.add_argument_group("explaining").add_argument
     add("--explain", action="store_true", help="print what each operation does, with a picture")
-    add(
-        "--simulate",
-        type=flags.at_least(2),
-        nargs="?",
-        const=8,
-        metavar="NODES",
-        help="print what a broadcast to NODES nodes costs in theory; without a number: 8",
-    )
-    add("--simulate_latency_s", type=real, default=0.0, help="seconds that one message takes besides its bytes")
-    add("--simulate_gb", type=real, default=1.0, help="size of the message in GB")
+    add("--simulate", type=flags.at_least(2), nargs="?", const=8, metavar="NODES", help=nodes)
+    add("--simulate_latency_s", type=flags.non_negative_float, default=0.0, help="seconds of a message without bytes")
+    add("--simulate_gb", type=flags.non_negative_float, default=1.0, help="size of the message in GB")
     add("--simulate_gb_per_s", type=flags.at_least(1e-9, float), default=0.2, help="bandwidth between two nodes")
     parser.add_run_flags()
     args = parser.parse_args()
@@ -113,9 +88,9 @@ class World(NamedTuple):
         return (self.rank - 1) % self.n
 
 
-# The operations. Arguments: x, this process's input, (count,), float32 or int32, with a count that
-# n divides; out, an uninitialised tensor like it. Each returns the tensor with the result, which
-# may be x itself, or None on a process that gets no result.
+# The operations. Args: x, this process's input, (count,), float32 or int32, with a count that n divides; out, an
+# uninitialised tensor like it. Each returns the tensor with the result, which may be x itself, or None on a process
+# that gets no result.
 
 
 def send_recv(x, out, world):
@@ -322,18 +297,13 @@ def broadcast_ring(x, out, world):
 
 class Operation(NamedTuple):
     run: Callable  # one of the functions above
-    # expected(inputs, rank, n): the result of `rank`, from the inputs of all ranks, (n, count)
-    expected: Callable
-    # bus_factor(n): the bandwidth S / t times this is that of the busiest link, for any n
-    bus_factor: Callable
+    expected: Callable  # expected(inputs, rank, n): the result of `rank` from the inputs of all, (n, count)
+    bus_factor: Callable  # bus_factor(n): the bandwidth of the busiest link / (bytes / time), as in nccl-tests
     exact: bool = True  # the result does not depend on the order of the additions
     dtype: torch.dtype = torch.float32
 
 
-# The factors of nccl-tests.
-
-
-def one(n):
+def once(n):
     return 1.0
 
 
@@ -349,40 +319,9 @@ def larger_half(n):
     return there_and_back((n + 1) // 2)
 
 
-# Expected results.
-
-
-def from_first(inputs, rank, n):
-    return inputs[0]
-
-
-def from_left(inputs, rank, n):
-    return inputs[rank - 1]
-
-
-def total(inputs, rank, n):
-    return inputs.sum(0)
-
-
-def product(inputs, rank, n):
-    return inputs.prod(0)
-
-
-def maximum(inputs, rank, n):
-    return inputs.amax(0)
-
-
-def minimum(inputs, rank, n):
-    return inputs.amin(0)
-
-
-def mean(inputs, rank, n):
-    return inputs.mean(0)
-
-
-def bitwise(operator):
-    """The result of a bitwise operator on all inputs."""
-    return lambda inputs, rank, n: functools.reduce(operator, inputs)
+def of_all(combine):
+    """An expected result that is the same on every rank."""
+    return lambda inputs, rank, n: combine(inputs)
 
 
 def on_first(expected):
@@ -400,9 +339,8 @@ def chunks_for_rank(inputs, rank, n):
     return torch.cat([row.chunk(n)[rank] for row in inputs])
 
 
-def total_of_half(inputs, rank, n):
-    half = inputs[n // 2 :] if rank >= n // 2 else inputs[: n // 2]
-    return half.sum(0)
+def from_left(inputs, rank, n):
+    return inputs[rank - 1]
 
 
 def chunk_of_first(inputs, rank, n):
@@ -413,21 +351,32 @@ def chunk_of_total(inputs, rank, n):
     return inputs.sum(0).chunk(n)[rank]
 
 
-def reduce_int32(operation, operator):
-    expected = on_first(bitwise(operator))
-    return Operation(reduce(operation), expected, one, dtype=torch.int32)
+def total_of_half(inputs, rank, n):
+    return (inputs[n // 2 :] if rank >= n // 2 else inputs[: n // 2]).sum(0)
 
+
+def reduce_int32(operation, operator):
+    expected = of_all(functools.partial(functools.reduce, operator))
+    return Operation(reduce(operation), on_first(expected), once, dtype=torch.int32)
+
+
+from_first = of_all(lambda inputs: inputs[0])
+total = of_all(lambda inputs: inputs.sum(0))
+product = of_all(lambda inputs: inputs.prod(0))
+maximum = of_all(lambda inputs: inputs.amax(0))
+minimum = of_all(lambda inputs: inputs.amin(0))
+mean = of_all(lambda inputs: inputs.mean(0))
 
 Op = dist.ReduceOp
 OPERATIONS = {
-    "send/recv": Operation(send_recv, from_left, one),
-    "isend/irecv": Operation(isend_irecv, from_left, one),
-    "broadcast": Operation(broadcast, from_first, one),
-    "reduce SUM": Operation(reduce(Op.SUM), on_first(total), one),
-    "reduce PRODUCT": Operation(reduce(Op.PRODUCT), on_first(product), one),
-    "reduce MAX": Operation(reduce(Op.MAX), on_first(maximum), one),
-    "reduce MIN": Operation(reduce(Op.MIN), on_first(minimum), one),
-    "reduce AVG": Operation(reduce(Op.AVG), on_first(mean), one, exact=False),
+    "send/recv": Operation(send_recv, from_left, once),
+    "isend/irecv": Operation(isend_irecv, from_left, once),
+    "broadcast": Operation(broadcast, from_first, once),
+    "reduce SUM": Operation(reduce(Op.SUM), on_first(total), once),
+    "reduce PRODUCT": Operation(reduce(Op.PRODUCT), on_first(product), once),
+    "reduce MAX": Operation(reduce(Op.MAX), on_first(maximum), once),
+    "reduce MIN": Operation(reduce(Op.MIN), on_first(minimum), once),
+    "reduce AVG": Operation(reduce(Op.AVG), on_first(mean), once, exact=False),
     "reduce BAND": reduce_int32(Op.BAND, torch.bitwise_and),
     "reduce BOR": reduce_int32(Op.BOR, torch.bitwise_or),
     "reduce BXOR": reduce_int32(Op.BXOR, torch.bitwise_xor),
@@ -442,10 +391,10 @@ OPERATIONS = {
     "reduce_scatter": Operation(reduce_scatter, chunk_of_total, all_but_own),
     "all_to_all": Operation(all_to_all, chunks_for_rank, all_but_own),
     "new_group": Operation(new_group, total_of_half, larger_half),
-    "broadcast one by one": Operation(broadcast_one_by_one, from_first, one),
-    "broadcast tree": Operation(broadcast_tree, from_first, one),
-    "broadcast ring": Operation(broadcast_ring, from_first, one),
-    "reduce tree": Operation(reduce_tree, on_first(total), one),
+    "broadcast one by one": Operation(broadcast_one_by_one, from_first, once),
+    "broadcast tree": Operation(broadcast_tree, from_first, once),
+    "broadcast ring": Operation(broadcast_ring, from_first, once),
+    "reduce tree": Operation(reduce_tree, on_first(total), once),
     "recv from any": Operation(recv_from_any, on_first(own_chunks), all_but_own),
 }
 
@@ -466,8 +415,8 @@ def message_length(size: int, n: int) -> int:
 def make_inputs(count: int, n: int, seed: int, dtype=torch.float32) -> torch.Tensor:
     """The inputs of all ranks, (n, count), on the CPU; the same numbers on every rank.
 
-    float32: powers of two from 1/4 to 4, whose sums and products are exact in any order.
-    int32: from 0 to 15, in which each bit is as often 0 as 1.
+    float32: powers of two from 1/4 to 4, whose sums and products are exact in any order. int32: from 0 to 15, in which
+    each bit is 0 as often as 1.
     """
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.int32:
@@ -476,7 +425,7 @@ def make_inputs(count: int, n: int, seed: int, dtype=torch.float32) -> torch.Ten
 
 
 def check(operation: Operation, inputs: torch.Tensor, world: World, device) -> str:
-    """Run an operation once. Returns what is wrong with this rank's result; "" if it is right."""
+    """Run an operation once. Collective. Returns what is wrong with this rank's result; "" if it is right."""
     x = inputs[world.rank].to(device, copy=True)
     wrong_value = math.nan if x.is_floating_point() else -1
     result = operation.run(x, torch.full_like(x, wrong_value), world)
@@ -492,10 +441,10 @@ def check(operation: Operation, inputs: torch.Tensor, world: World, device) -> s
 
 
 def check_all(sizes: list[int], world: World, device, seed: int) -> tuple[list[str], set[str]]:
-    """Check every operation at every size. Collective: call it on every rank.
+    """Check every operation at every size. Collective.
 
     Returns:
-        the wrong results in words, and the operations that the backend does not support.
+        A sentence for each wrong operation, and the names of the operations that the backend does not support.
     """
     wrong, unsupported = {}, set()
     for size in sizes:
@@ -523,8 +472,8 @@ def check_all(sizes: list[int], world: World, device, seed: int) -> tuple[list[s
 def bandwidths(operation: Operation, size: int, time_s: float, n: int) -> tuple[float, float]:
     """Algorithm and bus bandwidth in GB/s (1e9 bytes); 0 if nothing is sent, in groups of one.
 
-    size: bytes of the whole message, which a process has after an all_gather, or before a
-    reduce_scatter.
+    Args:
+        size: bytes of the whole message, which a process has after an all_gather, or before a reduce_scatter.
     """
     factor = operation.bus_factor(n)
     algorithm = size / time_s / 1e9 if factor else 0.0
@@ -532,25 +481,17 @@ def bandwidths(operation: Operation, size: int, time_s: float, n: int) -> tuple[
 
 
 def time_all(args, world: World, device, unsupported: set[str]) -> list[dict]:
-    """One row for each operation and size. Collective: call it on every rank."""
+    """One row for each operation and size. Collective."""
     rows = []
     for name, operation in OPERATIONS.items():
-        if name in unsupported:
-            continue
-        for size in args.sizes:
+        for size in args.sizes if name not in unsupported else ():
             # Zeros stay zeros, however often they are added up.
             x = torch.zeros(message_length(size, world.n), dtype=operation.dtype, device=device)
             call = functools.partial(operation.run, x, torch.empty_like(x), world)
-            time_s = statistics.median(timed(call, args.repetitions, args.warmup, device))
+            time_s = statistics.median(network_timing.timed(call, args.repetitions, args.warmup, device))
             algorithm, bus = bandwidths(operation, x.nbytes, time_s, world.n)
-            row = {
-                "operation": name,
-                "bytes": x.nbytes,
-                "time_us": time_s * 1e6,
-                "algorithm_gb_per_s": algorithm,
-                "bus_gb_per_s": bus,
-            }
-            rows.append(row)
+            row = {"operation": name, "bytes": x.nbytes, "time_us": time_s * 1e6}
+            rows.append({**row, "algorithm_gb_per_s": algorithm, "bus_gb_per_s": bus})
     return rows
 
 
@@ -563,132 +504,83 @@ def table(rows: list[dict], unsupported: set[str], backend: str) -> str:
         if name in unsupported:
             lines.append(f"{name:<21} not supported by {backend}")
             continue
-        own_rows = [row for row in rows if row["operation"] == name]
-        times = "".join(f"{row['time_us']:>9,.0f} us" for row in own_rows)
-        last = own_rows[-1]
-        rates = f"{last['algorithm_gb_per_s']:>10.3f} {last['bus_gb_per_s']:>9.3f}"
+        chosen = [row for row in rows if row["operation"] == name]
+        times = "".join(f"{row['time_us']:>9,.0f} us" for row in chosen)
+        rates = f"{chosen[-1]['algorithm_gb_per_s']:>10.3f} {chosen[-1]['bus_gb_per_s']:>9.3f}"
         lines.append(f"{name:<21}{times}  {rates}")
     lines.append("latency: time of the smallest message; bandwidths: of the largest message")
     return "\n".join(lines)
 
 
-def in_words(size: float) -> str:
+def readable(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
-            return f"{size:g} {unit}"
+            return f"{size:.4g} {unit}"
         size /= 1024
-    return f"{size:g} GiB"
+    return f"{size:.4g} GiB"
 
 
-def draw(rows: list[dict], pairs: dict, n: int, title: str, picture: Path) -> None:
-    """A PNG: times by size and bus bandwidth of each operation, and the bandwidth of each pair."""
-    from matplotlib.figure import Figure  # not pyplot, which looks for a screen and a font cache
+def draw(rows: list[dict], pairs: dict, n: int, title: str):
+    """Each operation's time by size, its bus bandwidth, and the bandwidth of each pair of ranks."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 8), layout="constrained")
     times, bandwidth, matrix = figure.subplots(1, 3, width_ratios=(5, 3, 5))
     names = list(dict.fromkeys(row["operation"] for row in rows))
     sizes = sorted({row["bytes"] for row in rows})
-    draw_times(times, rows, names, sizes)
-    figure.legend(*times.get_legend_handles_labels(), loc="outside lower left", ncols=8)
+    for place, size in enumerate(sizes):
+        times_us = [row["time_us"] for row in rows if row["bytes"] == size]
+        colour = colormaps["viridis"](0.95 * place / max(len(sizes) - 1, 1))
+        times.plot(times_us, range(len(names)), "o", color=colour, label=readable(size))
+    times.set(xscale="log", xlabel="µs", title="Time by size, slowest process")
+    times.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=8)
     largest = [row["bus_gb_per_s"] for row in rows if row["bytes"] == sizes[-1]]
     bandwidth.bar_label(bandwidth.barh(names, largest, color="#0072b2"), fmt=" {:.2f}")
-    bandwidth.set(xlabel="GB/s", title=f"Bus bandwidth, {in_words(sizes[-1])}", xlim=(0, 1.2 * max(largest)))
+    bandwidth.set(xlabel="GB/s", title=f"Bus bandwidth, {readable(sizes[-1])}", xlim=(0, 1.2 * max(largest)))
     for axes in (times, bandwidth):
         axes.set_yticks(range(len(names)), names if axes is times else [])
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
-    image = draw_pairs(matrix, pairs, n)
-    figure.colorbar(image, ax=matrix, shrink=0.8)
-    figure.suptitle(title)
-    write(picture, lambda part: figure.savefig(part, dpi=110))
-
-
-def draw_times(axes, rows: list[dict], names: list[str], sizes: list[int]) -> None:
-    """A line for each operation, with a point for each size."""
-    from matplotlib import colormaps
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    for place, size in enumerate(sizes):
-        of_size = [row for row in rows if row["bytes"] == size]
-        axes.plot(
-            [row["time_us"] for row in of_size],
-            [names.index(row["operation"]) for row in of_size],
-            "o",
-            color=colormaps["viridis"](0.95 * place / max(len(sizes) - 1, 1)),
-            label=in_words(size),
-        )
-    axes.set(xscale="log", xlabel="µs", title="Time by size, slowest process")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
-def draw_pairs(axes, pairs: dict, n: int):
-    """The bandwidth of each pair of ranks, as a matrix. Returns the image, for a colour bar."""
     cells = torch.full((n, n), math.nan)
     for (a, b), (_, bytes_per_s) in pairs.items():
         cells[a, b] = cells[b, a] = bytes_per_s / 1e9
-    image = axes.imshow(cells, vmin=0)
-    axes.set(xlabel="rank", ylabel="rank", title="Bandwidth of each pair, GB/s")
-    if n <= 8:
-        for a, b in pairs:
-            is_dark = cells[a, b] < 0.6 * cells.nan_to_num().max()
-            for row, column in ((a, b), (b, a)):
-                axes.text(
-                    column, row, f"{cells[a, b]:.2f}", ha="center", va="center", color="white" if is_dark else "black"
-                )
     ticks = range(n) if n <= 16 else [0, n - 1]
-    axes.set_xticks(ticks)
-    axes.set_yticks(ticks)
-    return image
+    matrix.set(xlabel="rank", ylabel="rank", title="Bandwidth of each pair, GB/s", xticks=ticks, yticks=ticks)
+    figure.colorbar(matrix.imshow(cells, vmin=0), ax=matrix, shrink=0.8)
+    figure.suptitle(title)
+    return figure
 
 
-def save(folder: Path, args, facts: dict, rows: list[dict], unsupported: set, pairs: dict) -> None:
-    """Write run.json and collectives.json; facts: what topology.describe returned."""
-    hosts = [process["host"] for process in facts["processes"]]
-    record = {
-        "arguments": flags.as_json(vars(args)),
-        "command": sys.argv,
-        "versions": versions(),
-        "git_commit": git_commit(),
-        **facts,
-    }
-    write_json(folder / "run.json", record)
+def as_json(rows: list[dict], unsupported: set[str], pairs: dict) -> dict:
+    """The results for run.json."""
     links = []
     for ranks, (latency_s, bytes_per_s) in pairs.items():
-        link = {
-            "ranks": ranks,
-            "hosts": [hosts[rank] for rank in ranks],
-            "latency_us": latency_s * 1e6,
-            "gb_per_s": bytes_per_s / 1e9,
-        }
-        links.append(link)
-    results = {
-        "operations": rows,
-        "not_supported": sorted(unsupported),
-        "pairs": links,
-        "slow_pairs": slow_pairs(pairs),
-    }
-    write_json(folder / "collectives.json", results)
+        links.append({"ranks": ranks, "latency_us": latency_s * 1e6, "gb_per_s": bytes_per_s / 1e9})
+    slow = network_timing.slow_pairs(pairs)
+    return {"operations": rows, "not_supported": sorted(unsupported), "pairs": links, "slow_pairs": slow}
+
+
+def print_theory(args, accelerator):
+    """What --explain and --simulate say without any other process."""
+    if args.explain:
+        accelerator.print(explain(), end="\n\n")
+    if args.simulate:
+        message = args.simulate_gb * 1e9, args.simulate_latency_s, args.simulate_gb_per_s * 1e9
+        accelerator.print(network_timing.describe_simulation("in theory", args.simulate, *message), end="\n\n")
 
 
 def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args, cpu_threads=1)
-    if args.explain:
-        accelerator.print(explain(), end="\n\n")
-    if args.simulate:
-        theory = describe_simulation(
-            "in theory", args.simulate, args.simulate_gb * 1e9, args.simulate_latency_s, args.simulate_gb_per_s * 1e9
-        )
-        accelerator.print(theory, end="\n\n")
+    print_theory(args, accelerator)
     n, device = accelerator.num_processes, accelerator.device
     if n == 1:
         accelerator.print("one process: there is nothing to send; accelerate_configs/cpu_ddp.yaml starts two")
         return accelerator.end_training()
-    tracker = Tracker(accelerator, args.output_dir, None)
-    facts = topology.describe(accelerator)
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
+    facts = topology.describe_topology(accelerator)
     backend, hosts = facts["backend"], [process["host"] for process in facts["processes"]]
     halves = [dist.new_group(list(ranks)) for ranks in (range(n // 2), range(n // 2, n))]
     world = World(accelerator.process_index, n, halves)
@@ -700,25 +592,24 @@ def main():
             print("\n".join(wrong), file=sys.stderr, flush=True)
         leave_together()
         sys.exit(1)
-    machines = plural(len(set(hosts)), "machine")
-    title = f"{n} processes on {machines}, {device.type}, {backend}"
+    title = f"{n} processes on {plural(len(set(hosts)), 'machine')}, {device.type}, {backend}"
     right = len(OPERATIONS) - len(unsupported)
     accelerator.print(f"{title}: {right} operations give the right results", flush=True)
     if len(checked) < len(args.sizes):
         accelerator.print(f"messages of more than {CHECK_BYTES // n:,} bytes are timed and not checked")
-    rows = time_all(args, world, device, unsupported)
-    pairs = time_pairs(args.repetitions, args.warmup, device)
 
+    rows = time_all(args, world, device, unsupported)
+    pairs = network_timing.time_pairs(args.repetitions, args.warmup, device)
     accelerator.print(table(rows, unsupported, backend), end="\n\n")
-    accelerator.print(describe_pairs(pairs, hosts), flush=True)
+    accelerator.print(network_timing.describe_pairs(pairs, hosts), flush=True)
     if args.simulate:
-        largest = max(row["bytes"] for row in rows)
-        computed = describe_simulation("this run", n, largest, *median_pair(pairs), rows)
-        accelerator.print(f"\n{computed}")
+        largest, link = max(row["bytes"] for row in rows), network_timing.median_pair(pairs)
+        accelerator.print("\n" + network_timing.describe_simulation("this run", n, largest, *link, rows))
     if accelerator.is_main_process:
-        save(tracker.folder, args, facts, rows, unsupported, pairs)
-        draw(rows, pairs, n, title, tracker.folder / "collectives.png")
-        print(f"\ntable and picture in {tracker.folder}/collectives.json and .png", flush=True)
+        record = {"arguments": flags.as_json(vars(args)), **facts, "results": as_json(rows, unsupported, pairs)}
+        write_json(folder.path / "run.json", record)
+        save_picture(folder.path / "collectives.png", lambda: draw(rows, pairs, n, title))
+        print(f"\ndone: numbers and a picture in {folder.path}/run.json and collectives.png", flush=True)
     accelerator.end_training()
 
 
