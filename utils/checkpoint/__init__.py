@@ -36,7 +36,7 @@ from .manifest import FORMAT, differences
 from .models import check_finite, load_model, model_differences, model_state, save_model
 from .objects import load_object, object_invariants, put_back_tensors, take_out_tensors
 from .optimizers import load_optimizer, name_parameters, optimizer_invariants, optimizer_state, parameter_groups
-from .processes import gather_first_copy, on_main, random_states, restore_process, split_by_rank
+from .processes import gather_first_copy, on_main, random_states, restore_process
 
 __all__ = ["Checkpoints", "read_checkpoint", "save_model"]
 NEITHER = "which is neither tensor nor JSON"
@@ -228,32 +228,24 @@ class Checkpoints:
         if found is None:
             return 0, {}, {}
         manifest, tensors = found
-        models = {name: tensors[f"{name}.safetensors"] for name in self.models}
-        if self.model_copy is not None:  # this process has some of the parameters
-            own = {name: model_state(model) for name, model in self.models.items()}
-            models = {name: {key: t for key, t in saved.items() if key in own[name]} for name, saved in models.items()}
-        self._check_parameters(manifest, models)
+        self._check_parameters(manifest, tensors)
         for name, model in self.models.items():
-            load_model(model, models[name])
+            load_model(model, tensors[f"{name}.safetensors"])
         for name in (*self.optimizers, *self.objects):
+            found, saved = tensors.get(f"{name}.safetensors", {}), manifest["state"][name]
             try:
-                self._load_state(name, tensors.get(f"{name}.safetensors", {}), manifest["state"][name])
+                if name in self.objects:
+                    load_object(self.objects[name], put_back_tensors(saved, found))
+                else:
+                    load_optimizer(self.optimizers[name], self.parameter_names, self.models.values(), found, saved)
             except Exception as error:  # in another version of torch or of a class of the user's
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 stop(
                     f"{name} in {checkpoint_path(self.folder, manifest['step'])} cannot be loaded ({reason}): "
                     "remove that checkpoint to go on from the one before it"
                 )
-        by_rank = split_by_rank(tensors[PROCESSES], manifest["num_processes"])
-        return manifest["step"], manifest["extra"], restore_process(self.accelerator, by_rank)
-
-    def _load_state(self, name: str, tensors: dict[str, torch.Tensor], saved: dict) -> None:
-        if name in self.objects:
-            load_object(self.objects[name], put_back_tensors(saved, tensors))
-            return
-        is_whole = self.model_copy is None
-        optimizer, models = self.optimizers[name], self.models.values()
-        load_optimizer(optimizer, self.parameter_names, models, tensors, saved, is_whole)
+        metrics = restore_process(self.accelerator, tensors[PROCESSES], manifest["num_processes"])
+        return manifest["step"], manifest["extra"], metrics
 
     def _check_fits(self, manifest: dict) -> None:
         """Compare what must match; what was said by the script goes before what follows from it.
@@ -270,22 +262,21 @@ class Checkpoints:
         refuse_if(differences(manifest["fixed"], self.resume_invariants), self.folder.parent)
         refuse_if(differences(manifest["derived"], self.state_invariants), self.folder.parent)
 
-    def _check_parameters(self, manifest: dict, models: dict[str, dict[str, torch.Tensor]]) -> None:
+    def _check_parameters(self, manifest: dict, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         """Compare names, shapes and dtypes of the models, and which parameters each optimizer trains.
-
-        Args:
-            models: for each model, what is to be loaded into it.
 
         Raises:
             SystemExit: naming what differs.
         """
-        found = {name: model_differences(model, models[name]) for name, model in self.models.items()}
-        refuse_if([f"{name}.{what}" for name, reasons in found.items() for what in reasons], self.folder.parent)
+        is_whole = self.model_copy is None
+        for name, model in self.models.items():
+            reasons = model_differences(model, tensors[f"{name}.safetensors"], is_whole)
+            refuse_if([f"{name}.{reason}" for reason in reasons], self.folder.parent)
         for name, optimizer in self.optimizers.items():
             current = parameter_groups(optimizer, self.parameter_names)
-            # Earlier versions wrote no list; `load_optimizer` finds state that fits no parameter.
+            # Earlier versions wrote no list.
             saved = manifest["state"][name].get("parameters", current)
-            if self.model_copy is not None:
+            if not is_whole:
                 saved = {parameter: saved.get(parameter) for parameter in current}
             refuse_if(differences({name: saved}, {name: current}), self.folder.parent)
 

@@ -13,7 +13,7 @@ import torch
 
 from ..atomic_files import fsync_file, fsync_folder, remove, write_synced
 from ..console import show, stop
-from .manifest import FORMAT, OtherFormat, manifest_bytes, read_manifest
+from .manifest import manifest_bytes, read_manifest
 
 PROCESSES = "processes.safetensors"
 # The file is lost. Other errors, such as missing rights, may be over at the next start.
@@ -26,10 +26,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def complete_steps(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder, newest first, by number: as text 100000000 is below 99999999."""
-    names = [path.name for path in folder.glob("step_*")]
-    steps = [int(name[5:]) for name in names if name[5:].isdecimal()]
-    # Not step_25 or step_000000025, which `write_checkpoint` did not write.
-    return sorted((step for step in steps if f"step_{step:08d}" in names), reverse=True)
+    matches = (re.fullmatch(r"step_(\d{8,})", path.name) for path in folder.glob("step_*"))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 # --- write ------------------------------------------------------------------------------------
@@ -103,12 +101,18 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def copy_to_cpu(tensors: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous copies of `tensors` on the CPU, in the memory of `copies` where that fits: new memory
-    takes three times as long, because the system clears it first."""
+def copy_to_cpu(
+    tensors: dict[str, torch.Tensor], copies: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Contiguous copies on the CPU, no two in the same memory, as `write_tensors` needs them.
+
+    Args:
+        copies: earlier copies, whose memory is used where it fits: new memory takes three times as
+            long, because the system clears it first.
+    """
     result = {}
     for name, tensor in tensors.items():
-        copy = copies.get(name)
+        copy = (copies or {}).get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         result[name] = copy.copy_(tensor.detach())
@@ -143,6 +147,7 @@ def read_checkpoint(
     Raises:
         ValueError: naming the file that is missing or damaged.
         OSError: if a file cannot be read for another reason: it may be whole.
+        SystemExit: if it is of another version, or does not pass `check`.
     """
     name = "manifest.json"
     try:
@@ -151,9 +156,10 @@ def read_checkpoint(
             check(manifest)
         tensors = {}
         for name, digest in manifest["sha256"].items():
-            tensors[name] = read_tensors(path / name, digest)
-    except OtherFormat:
-        raise
+            content = (path / name).read_bytes()
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise ValueError("its SHA-256 is not the one in manifest.json")
+            tensors[name] = safetensors.torch.load(content)
     except OSError as error:
         if error.errno not in LOST:
             raise
@@ -163,22 +169,13 @@ def read_checkpoint(
     return manifest, tensors
 
 
-def read_tensors(path: Path, digest: str) -> dict[str, torch.Tensor]:
-    """The tensors of a file. Raises: ValueError if it is damaged, OSError if it cannot be read."""
-    content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError("its SHA-256 is not the one in manifest.json")
-    return safetensors.torch.load(content)
-
-
 def read_newest(folder: Path, check: Callable[[dict], None]) -> tuple[dict, dict[str, dict[str, torch.Tensor]]] | None:
     """`read_checkpoint` of the newest whole checkpoint in a folder; None if there is none at all.
 
     Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*.
 
     Raises:
-        SystemExit: if none is whole though there are some, or one cannot be read or is of another
-            version.
+        SystemExit: if none is whole though there are some, or if the newest cannot be read now.
     """
     for part in folder.glob(".part_*"):  # what a kill in the middle of a save left
         with contextlib.suppress(OSError):
@@ -191,11 +188,6 @@ def read_newest(folder: Path, check: Callable[[dict], None]) -> tuple[dict, dict
         except OSError as error:
             reason = f"{error.filename or path} cannot be read ({error.strerror})"
             stop(f"{reason}: nothing was changed, start again when it can")
-        except OtherFormat as other:
-            stop(
-                f"{path} was written by another version of this code (format {other}, this one reads {FORMAT}): "
-                "end that run with its own version, or start anew with another --output_dir"
-            )
         except ValueError as error:
             show(f"warning: {path} is skipped: {error}", "yellow")
             damaged.append(path)

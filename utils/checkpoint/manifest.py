@@ -4,11 +4,9 @@ import hashlib
 import json
 from pathlib import Path
 
+from ..console import stop
+
 FORMAT = 2
-
-
-class OtherFormat(ValueError):
-    """A checkpoint of another version of this package."""
 
 
 def manifest_bytes(manifest: dict) -> bytes:
@@ -24,14 +22,18 @@ def read_manifest(path: Path) -> dict:
     """The manifest of the checkpoint in the folder `path`.
 
     Raises:
-        ValueError: if it is damaged; OtherFormat if it is whole, and of another version.
+        ValueError: if it is damaged.
         OSError: if it cannot be read.
+        SystemExit: if it is whole, and of another version.
     """
     manifest = json.loads((path / "manifest.json").read_bytes())
     if manifest.pop("checksum", None) != checksum(manifest):
         raise ValueError("its checksum differs")
     if manifest["format"] != FORMAT:
-        raise OtherFormat(manifest["format"])
+        stop(
+            f"{path} was written by another version of this code (format {manifest['format']}, this one reads "
+            f"{FORMAT}): end that run with its own version, or start anew with another --output_dir"
+        )
     return manifest
 
 

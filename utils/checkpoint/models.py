@@ -10,7 +10,7 @@ from torch import nn
 from ..atomic_files import fsync_folder, remove
 from ..console import stop
 from ..features import feature
-from .folder import write_tensors
+from .folder import copy_to_cpu, write_tensors
 from .processes import gather_first_copy, on_main
 
 
@@ -30,9 +30,9 @@ def is_sharded(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
-def full_state_options():
-    """For torch's functions on the state_dicts of a sharded model: whole tensors, on the main process."""
-    return feature("fsdp", "a sharded model").full_state_options()
+def fsdp():
+    """The feature that a sharded model needs; imported where one is met."""
+    return feature("fsdp", "a sharded model")
 
 
 def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -42,18 +42,19 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
         model: without DistributedDataParallel or DataParallel around it.
     """
     if is_sharded(model):
-        options = full_state_options()
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        return get_model_state_dict(model, options=options)
+        return fsdp().whole_model_state(model)
     return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
-def model_differences(model: nn.Module, saved: dict[str, torch.Tensor]) -> list[str]:
-    """Which names, shapes and dtypes differ between a model and a saved one; no data is moved."""
+def model_differences(model: nn.Module, saved: dict[str, torch.Tensor], is_whole: bool = True) -> list[str]:
+    """Which names, shapes and dtypes differ between a model and a saved one.
+
+    Args:
+        is_whole: False if the model has some of the parameters of the saved one.
+    """
     current = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     differences = []
-    for name in sorted(current.keys() | saved.keys()):
+    for name in sorted(current.keys() | saved.keys() if is_whole else current):
         was, now = (
             f"{str(state[name].dtype).removeprefix('torch.')} {tuple(state[name].shape)}" if name in state else "absent"
             for state in (saved, current)
@@ -71,10 +72,7 @@ def load_model(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
         saved: on every process.
     """
     if is_sharded(model):
-        options = full_state_options()
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
-        set_model_state_dict(model, saved, options=options)
+        fsdp().load_whole_model(model, saved)
     else:
         model.load_state_dict({name: saved[plain_name(name)] for name in model.state_dict()})
 
@@ -117,21 +115,9 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path, model_cop
         part = path.with_name(f".part_{path.name}")
         remove(part)
         part.mkdir()
-        write_tensors(part / path.name, savable(state))
+        write_tensors(part / path.name, copy_to_cpu(state))
         (part / path.name).replace(path)
         fsync_folder(path.parent)
         remove(part)
 
     on_main(accelerator, write)
-
-
-def savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As safetensors takes them: contiguous, and no two in the same memory, as tied weights are."""
-    seen, result = set(), {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
-            tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
-        result[name] = tensor
-    return result

@@ -53,12 +53,16 @@ def put_back_tensors(state, tensors: dict[str, torch.Tensor]):
     return Counter(entries) if state["counter"] else entries
 
 
-def as_plain_values(state):
-    """What of a state_dict is JSON, for comparing and for hyperparameters; None in the place of anything else."""
+def as_plain_values(state, leave_out: set[str] = frozenset()):
+    """What of a state_dict is JSON, for comparing and for hyperparameters; None in the place of anything else.
+
+    Args:
+        leave_out: keys of dicts, at any depth.
+    """
     if isinstance(state, dict):
-        return {str(name): as_plain_values(value) for name, value in state.items()}
+        return {str(name): as_plain_values(v, leave_out) for name, v in state.items() if name not in leave_out}
     if isinstance(state, (list, tuple)):
-        return [as_plain_values(value) for value in state]
+        return [as_plain_values(value, leave_out) for value in state]
     if isinstance(state, torch.Tensor) and state.numel() == 1:
         return state.item()
     return state if isinstance(state, (bool, int, float, str)) else None
@@ -68,17 +72,8 @@ def object_invariants(instance) -> dict:
     """What of an object must match when resuming: its class, and the settings of a schedule."""
     invariants = {"class": type(instance).__name__}
     if isinstance(instance, torch.optim.lr_scheduler.LRScheduler):
-        invariants |= as_plain_values(_settings(instance.state_dict()))
+        invariants |= as_plain_values(instance.state_dict(), leave_out=PROGRESS)
     return invariants
-
-
-def _settings(state):
-    """The state_dict of a schedule, and of the schedules that it is made of, without their progress."""
-    if isinstance(state, dict):
-        return {name: _settings(value) for name, value in state.items() if name not in PROGRESS}
-    if isinstance(state, (list, tuple)):
-        return [_settings(value) for value in state]
-    return state
 
 
 def load_object(instance, state: dict) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .models import full_state_options, is_sharded, plain_name
+from .models import fsdp, is_sharded, plain_name
 from .objects import as_plain_values, put_back_tensors, take_out_tensors
 
 # How an optimizer computes its step, and not what it is: may change between a run and its resume.
@@ -38,8 +38,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def optimizer_invariants(optimizer: torch.optim.Optimizer) -> dict:
     """What must match when resuming: the class and the hyperparameters at the start of the run."""
-    groups = [{k: v for k, v in group.items() if k not in IMPLEMENTATION} for group in optimizer.param_groups]
-    return {"class": type(optimizer).__name__, "groups": as_plain_values(groups)}
+    groups = as_plain_values(optimizer.param_groups, leave_out=IMPLEMENTATION)
+    return {"class": type(optimizer).__name__, "groups": groups}
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, str]:
@@ -68,10 +68,7 @@ def optimizer_state(
     if sharded is None:
         state = {names[id(parameter)]: entries for parameter, entries in optimizer.state.items()}
     else:
-        options = full_state_options()
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        state = get_optimizer_state_dict(sharded, optimizer, options=options).get("state", {})
+        state = fsdp().whole_optimizer_state(sharded, optimizer)
     tensors, numbers = {}, {}
     for parameter, entries in state.items():
         for name, value in entries.items():
@@ -80,7 +77,7 @@ def optimizer_state(
             tensors |= found
             if not isinstance(value, torch.Tensor):
                 numbers[key] = without_tensors
-    groups = [{k: as_plain_values(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    groups = as_plain_values(optimizer.param_groups, leave_out={"params"})
     return tensors, {"groups": groups, "numbers": numbers, "parameters": parameter_groups(optimizer, names)}
 
 
@@ -99,38 +96,24 @@ def load_optimizer(
     models: Iterable[nn.Module],
     tensors: dict[str, torch.Tensor],
     saved: dict,
-    is_whole: bool = True,
 ) -> None:
     """Load what `optimizer_state` returned, on any number of processes. Collective if a model is sharded.
 
     Args:
-        names: as from `name_parameters`.
-        is_whole: whether the parameters are those of the whole model. Otherwise the state of others
-            is left out.
-
-    Raises:
-        ValueError: if there is state of a parameter that the optimizer does not have.
+        names: as from `name_parameters`. State of other parameters is left out.
     """
     state = state_by_parameter(tensors, saved["numbers"])
-    sharded = sharded_model_of(optimizer, models)
-    if sharded is not None and state:
-        options = full_state_options()
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-        # Without the options: with them, rank 0 alone would get the names of the parameters.
-        groups = get_optimizer_state_dict(sharded, optimizer)["param_groups"]
+    def restore_groups(groups):
         for group, values in zip(groups, saved["groups"], strict=True):
             restore_hyperparameters(group, values)
-        set_optimizer_state_dict(sharded, optimizer, {"state": state, "param_groups": groups}, options=options)
+
+    sharded = sharded_model_of(optimizer, models)
+    if sharded is not None and state:
+        fsdp().load_whole_optimizer(sharded, optimizer, state, restore_groups)
         return
-    own = {names[id(parameter)] for parameter in parameters_of(optimizer)}
-    if is_whole and not state.keys() <= own:
-        raise ValueError(
-            f"it has state of {', '.join(sorted(state.keys() - own)[:5])}, which the optimizer does not train"
-        )
     current = optimizer.state_dict()
-    for group, values in zip(current["param_groups"], saved["groups"], strict=True):
-        restore_hyperparameters(group, values)
+    restore_groups(current["param_groups"])
     # state_dict() has a number in the place of each parameter.
     numbers = [number for group in current["param_groups"] for number in group["params"]]
     numbered = {n: state.get(names[id(p)]) for n, p in zip(numbers, parameters_of(optimizer), strict=True)}

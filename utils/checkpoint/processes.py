@@ -83,29 +83,26 @@ def set_random_states(accelerator: Accelerator, states: dict[str, torch.Tensor])
         torch.cuda.set_rng_state(states["random_cuda"], accelerator.device)
 
 
-def split_by_rank(tensors: dict[str, torch.Tensor], num_processes: int) -> list[dict[str, torch.Tensor]]:
-    """Tensors named <rank>/<name>, as one dict for each rank."""
-    by_rank = [{} for _ in range(num_processes)]
-    for key, tensor in tensors.items():
-        rank, _, name = key.partition("/")
-        by_rank[int(rank)][name] = tensor
-    return by_rank
-
-
-def restore_process(accelerator: Accelerator, by_rank: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def restore_process(
+    accelerator: Accelerator, tensors: dict[str, torch.Tensor], num_processes: int
+) -> dict[str, torch.Tensor]:
     """Set the random states of this process, and return its metrics.
 
     On a different number of processes the random states, which belong to a process, stay as they
     are, and the first process takes the metrics of all.
 
     Args:
-        by_rank: random states and metrics of each process that saved.
+        tensors: random states and metrics of the processes that saved, as <rank>/<name>.
+        num_processes: how many these were.
     """
+    states, metrics = ([{} for _ in range(num_processes)] for _ in range(2))
+    for key, tensor in tensors.items():
+        saved_rank, _, name = key.partition("/")
+        kind = states if name.startswith("random_") else metrics
+        kind[int(saved_rank)][name] = tensor
     rank = accelerator.process_index
-    if len(by_rank) == accelerator.num_processes:
-        set_random_states(accelerator, by_rank[rank])
-    metrics = [{n: t for n, t in saved.items() if not n.startswith("random_")} for saved in by_rank]
-    if len(by_rank) == accelerator.num_processes:
+    if num_processes == accelerator.num_processes:
+        set_random_states(accelerator, states[rank])
         return metrics[rank]
     if rank == 0:
         names = sorted(set().union(*metrics))
