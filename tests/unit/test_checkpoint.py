@@ -774,7 +774,7 @@ def test_another_model_is_refused_by_what_differs(tmp_path, accelerator, capsys,
     assert all(torch.equal(before[key], tensor) for key, tensor in now.state_dict().items())
 
 
-def test_other_parts_are_refused(tmp_path, accelerator, capsys):
+def test_a_different_set_of_names_is_refused(tmp_path, accelerator, capsys):
     state = build(0, accelerator)
     saved(accelerator, tmp_path, state)
     refused(accelerator, tmp_path, {**state, "model_ema": AveragedModel(state["model"])})
@@ -790,12 +790,21 @@ def rewrite(path, change):
     (path / "manifest.json").write_bytes(manifest_bytes(manifest))
 
 
-def test_a_checkpoint_without_the_names_of_parameters_is_read(tmp_path, accelerator):
-    """As it was written before those were in it."""
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path, accelerator, prefix):
+    """It has no list of the parameters, and names of torch.compile if several processes saved it."""
     first, second = build(0, accelerator), build(1, accelerator)
     saved(accelerator, tmp_path, first)
     path = tmp_path / "checkpoints" / "step_00000002"
-    rewrite(path, lambda manifest: manifest["state"]["optimizer"].pop("parameters"))
+    content = safetensors.torch.load_file(path / "optimizer.safetensors")
+    content = {prefix + name: tensor for name, tensor in content.items()}
+    digest = disk.write_tensors(path / "optimizer.safetensors", content)
+
+    def change(manifest):
+        manifest["sha256"]["optimizer.safetensors"] = digest
+        del manifest["state"]["optimizer"]["parameters"]
+
+    rewrite(path, change)
     assert checkpoints(accelerator, tmp_path, second).load()[0] == 2
     assert_equal(first, second)
 

@@ -131,7 +131,8 @@ def state_by_parameter(tensors: dict[str, torch.Tensor], numbers: dict) -> dict[
     state = {}
     for key, value in entries.items():
         parameter, _, name = key.rpartition("/")
-        state.setdefault(parameter, {})[name] = value
+        # Earlier versions wrote names of torch.compile.
+        state.setdefault(plain_name(parameter), {})[name] = value
     return state
 
 
