@@ -33,7 +33,6 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder
 
 from utils import flags, launch
-from utils.checkpoint import load_pretrained
 from utils.console import plural, stop
 from utils.datasets.images_in_memory import BUNDLED_MNIST, LabelledImages, describe, load_images
 from utils.features.pipeline import (
@@ -46,6 +45,7 @@ from utils.features.pipeline import (
     stage_table,
     sum_over_copies,
 )
+from utils.features.pretrained import load_pretrained
 from utils.loader import GlobalLoader
 from utils.run import Run
 

@@ -25,7 +25,6 @@ from torchvision.models.resnet import Bottleneck
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
 
 from utils import flags, launch
-from utils.checkpoint import load_pretrained
 from utils.console import stop
 from utils.datasets.image_files import (
     CenterCrop,
@@ -41,6 +40,7 @@ from utils.features.batch_norm import BatchNorms
 from utils.features.curves import draw_images, plot_confusion, save_picture
 from utils.features.data_parallel import data_parallel, on_each_gpu
 from utils.features.fsdp import memory_format, moving_average, shard, supports_fused_step
+from utils.features.pretrained import load_pretrained
 from utils.loader import GlobalLoader
 from utils.metrics import classification_metrics, gather_samples
 from utils.run import Run

@@ -2,12 +2,10 @@
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +18,11 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
     A reader sees the old file or the new one, never half of one. The content is on the disk before
     the file gets its name, so that it is not empty after a power cut.
 
-    Raises: SystemExit, with one sentence, if the file cannot be written (the disk is full, ...).
+    Args:
+        save: writes the content to the path that it is given.
+
+    Raises:
+        SystemExit: if the file cannot be written (the disk is full, ...).
     """
     try:
         write_or_raise(path, save)
@@ -29,7 +31,11 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def write_or_raise(path: Path, save: Callable[[Path], object]) -> None:
-    """`write`, for files that a run can do without. Raises: OSError, and what `save` raises."""
+    """`write`, for files that a run can do without.
+
+    Raises:
+        OSError: if it cannot be written; and what `save` raises.
+    """
     part = path.with_name(f".part_{path.name}")
     try:
         save(part)
@@ -43,46 +49,30 @@ def write_or_raise(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write `content` as indented JSON. Raises: SystemExit, as `write` does."""
+    """Write `content` as indented JSON, as `write` does."""
     text = json.dumps(content, indent=2)
     # A list of numbers, such as a row of a confusion matrix, goes on one line.
     text = re.sub(r"\[[\d\s,]+\]", lambda row: " ".join(row[0].split()), text)
     write(path, lambda part: part.write_text(text + "\n"))
 
 
-def write_synced(path: Path, content: bytes) -> str:
-    """Write a file through to the disk, without a temporary name; returns its SHA-256 in hex.
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file through to the disk, without a temporary name.
 
-    Raises: OSError.
+    Raises:
+        OSError: if it cannot be written.
     """
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return hashlib.sha256(content).hexdigest()
-
-
-def read_regular(path: Path, limit: int) -> bytes:
-    """The content of a file that somebody else may have put there.
-
-    Raises: OSError; ValueError if it is no regular file, such as a pipe, which would wait for a
-    writer, or a device without an end, or if it has more than `limit` bytes.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
-        if status.st_size > limit:
-            raise ValueError(f"its {status.st_size:,} bytes do not fit into the memory")
-        return file.read()
 
 
 def read_entry(path: Path, name: str, kind: type):
     """What a JSON file has under `name`; None if there is no such file or entry."""
     try:
         entry = json.loads(path.read_text())[name]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return entry if isinstance(entry, kind) else None
 
@@ -90,7 +80,8 @@ def read_entry(path: Path, name: str, kind: type):
 def remove(path: Path) -> None:
     """Remove a folder with all in it, a file, or a link (not what it leads to), if it is there.
 
-    Raises: OSError.
+    Raises:
+        OSError: if it cannot be removed.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -99,7 +90,7 @@ def remove(path: Path) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Flush the content of a file that somebody else has written. Raises: OSError."""
+    """Flush the content of a file that somebody else has written."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,7 +99,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush the names in a folder: fsync of a file does not cover its name. Raises: OSError."""
+    """Flush the names in a folder: fsync of a file does not cover its name."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -21,10 +21,11 @@ from torch import nn
 from torchvision.models.resnet import Bottleneck
 
 from scripts import resnet50
-from utils.checkpoint import load_pretrained, read_checkpoint
+from utils.checkpoint import read_checkpoint
 from utils.datasets import image_files as images
 from utils.datasets.images_in_memory import load_splits
 from utils.features.batch_norm import BatchNorms
+from utils.features.pretrained import load_pretrained
 from utils.sampler import GlobalSampler
 
 # As run_many.py, after a change that one of the functions below makes.

@@ -1,5 +1,4 @@
 import errno
-import hashlib
 import json
 import os
 
@@ -86,11 +85,11 @@ def test_json_has_a_list_of_numbers_on_one_line_and_strings_unchanged(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_write_synced_returns_the_sha256(tmp_path):
-    content = os.urandom(1000)
-    digest = files.write_synced(tmp_path / "a", content)
-    assert (tmp_path / "a").read_bytes() == content
-    assert digest == hashlib.sha256(content).hexdigest()
+def test_write_synced_flushes_the_whole_content(tmp_path, monkeypatch):
+    path, content, found = tmp_path / "a", os.urandom(1000), []
+    monkeypatch.setattr(os, "fsync", lambda _: found.append(path.read_bytes()))
+    files.write_synced(path, content)
+    assert found == [content]
 
 
 def test_a_file_system_that_cannot_flush_folders_is_accepted(tmp_path, monkeypatch):

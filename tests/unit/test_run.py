@@ -169,7 +169,7 @@ def test_killed_between_the_last_test_and_the_end_nothing_counts_twice(start, tm
     flags = {"save_best": "score", "patience": 3, "checkpoint_every": checkpoint_every}
     assert start(Regression(RESULTS), "whole", **flags) is None
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "finish", lambda run: sys.exit(9))
+        patch.setattr(Run, "finish", lambda run: (run.checkpoints.wait(), sys.exit(9)))
         assert start(Regression(RESULTS), **flags) == 9
     assert start(Regression(RESULTS), resume=True, **flags) is None
     for split in ("train", "test"):

@@ -11,6 +11,7 @@
     fsdp                fsdp.yaml, or a script           sharded models
     data_parallel       a script                         nn.DataParallel, with the loss on each GPU
     batch_norm          a script                         statistics over all processes
+pretrained          a script                         start from weights of others (--pretrained)
     pipeline            a script                         a model cut over several devices
 
 The core imports none of them at the top of a file. It attaches them in two places: `attach_to_process`

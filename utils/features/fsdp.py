@@ -1,6 +1,5 @@
 """FSDP2: what other modules need to know of models whose parameters are sharded (fsdp.yaml)."""
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -10,20 +9,48 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP has cut the parameters.
+def whole_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a sharded model by plain names, on the main process alone. Collective."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    The parameters do not tell: after a forward pass without a backward pass, as in a test, those of
-    the outermost module are whole until its state_dict is asked for.
+    return get_model_state_dict(model, options=whole_tensors())
+
+
+def load_whole_model(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Load what `whole_model_state` returned. Collective."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    set_model_state_dict(model, state, options=whole_tensors())
+
+
+def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    """The state of each parameter of a sharded model by name, on the main process alone. Collective."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return get_optimizer_state_dict(model, optimizer, options=whole_tensors()).get("state", {})
+
+
+def load_whole_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, dict],
+    restore_groups: Callable[[list[dict]], None],
+) -> None:
+    """Load what `whole_optimizer_state` returned. Collective.
+
+    Args:
+        restore_groups: sets the hyperparameters of param_groups in place.
     """
-    # Importing the class takes a second, and who shards has done so.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    # Without the options: with them, rank 0 alone would get the names of the parameters.
+    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    restore_groups(groups)
+    set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=whole_tensors())
 
 
-def full_state_options():
-    """For torch's functions on state_dicts: whole tensors, on the main process."""
-    # Only FSDP needs it, and it takes a second to import.
+def whole_tensors():
+    """Options of torch's functions on state_dicts, which take a second to import."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(full_state_dict=True, cpu_offload=True)

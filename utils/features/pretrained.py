@@ -1,0 +1,34 @@
+"""Start from weights that somebody else has trained (--pretrained)."""
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from ..console import stop
+
+
+def load_pretrained(model: nn.Module, source: str, head: str) -> None:
+    """Copy weights from a file, or from the URL of one, into a model that is not yet prepared.
+
+    Args:
+        source: a .safetensors file, any other file of torch.save, or an https URL of one. Nothing in
+            it is executed.
+        head: name of the last layer, which keeps what it has if the weights are for a different
+            number of classes.
+
+    Raises:
+        SystemExit: if they are not there, or of a different model.
+    """
+    try:
+        if source.startswith("https://"):
+            state = torch.hub.load_state_dict_from_url(source, map_location="cpu", weights_only=True, check_hash=True)
+        elif source.endswith(".safetensors"):
+            state = safetensors.torch.load_file(source)
+        else:
+            state = torch.load(source, map_location="cpu", weights_only=True)
+        new_head = {f"{head}.{name}": tensor for name, tensor in model.get_submodule(head).state_dict().items()}
+        if any(state[name].shape != tensor.shape for name, tensor in new_head.items()):
+            state |= new_head
+        model.load_state_dict(state)
+    except Exception as error:  # no network, file, format, name: there are no such weights
+        stop(f"--pretrained {source} cannot be read, or is of another model: {str(error).splitlines()[0]}")
