@@ -41,6 +41,7 @@ from utils.features.curves import draw_images, plot_confusion, save_picture
 from utils.features.data_parallel import data_parallel, on_each_gpu
 from utils.features.fsdp import memory_format, moving_average, shard, supports_fused_step
 from utils.features.pretrained import load_pretrained
+from utils.features.sampling import Repeated
 from utils.loader import GlobalLoader
 from utils.metrics import classification_metrics, gather_samples
 from utils.run import Run
@@ -349,7 +350,7 @@ def main():
         collate_fn=train_data.collate,
         num_workers=num_workers,
         drop_last=True,  # a micro-batch of one image has no variance
-        repeats=args.repeats,
+        order=Repeated(args.repeats) if args.repeats > 1 else None,
     )
     test_loader = GlobalLoader(
         test_data,

@@ -3,9 +3,8 @@ accumulation steps."""
 
 import dataclasses
 import itertools
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -134,11 +133,12 @@ class GlobalLoader:
             accelerator's.
         accumulation: micro-batches of a step on each process; None: the accelerator's in training, 1
             in tests. Virtual processes decide it otherwise.
-        drop_last, repeats, sampling_weights: see GlobalSampler.
+        drop_last: see GlobalSampler.
+        order: of the training data, in place of a permutation: see features/sampling.py.
 
     Raises:
         SystemExit: if the dataset is not map-style, empty, or smaller than a dropped batch, or if the
-            sampling weights do not fit.
+            order does not fit.
         ValueError: if options contradict each other.
     """
 
@@ -157,15 +157,13 @@ class GlobalLoader:
         shard: tuple[int, int] | None = None,
         accumulation: int | None = None,
         drop_last: bool = False,
-        repeats: int = 1,
-        sampling_weights: Sequence[float] | torch.Tensor | None = None,
+        order=None,
     ):
         check_dataset(dataset)
         length = min(len(dataset), max_samples or len(dataset))
-        if sampling_weights is not None:
-            check_sampling_weights(sampling_weights, len(dataset), length)
-            sampling_weights = sampling_weights[:length]
-        check_options(batch_size, seed, sampling_weights, repeats, loss_weights, shard)
+        check_options(batch_size, seed, order, loss_weights, shard)
+        if order is not None:
+            order.fit(len(dataset), length, batch_size)
         self.dataset = dataset
         self.accelerator = accelerator
         self.loss_weights = loss_weights
@@ -180,8 +178,7 @@ class GlobalLoader:
             seed=seed,
             accumulation=accumulation,
             drop_last=drop_last,
-            repeats=repeats,
-            sampling_weights=sampling_weights,
+            order=order,
             virtual_processes=virtual_processes(accelerator),
         )
         if len(self) == 0:
@@ -313,9 +310,9 @@ class GlobalLoader:
         """What must not change between a run and its resume, besides the data."""
         sampler = self.sampler
         facts = {"batch_size": sampler.batch_size, "seed": sampler.seed, "steps_per_epoch": len(self)}
-        facts |= {"drop_last": sampler.drop_last, "repeats": sampler.repeats}
-        if sampler.cumulative_weights is not None:
-            facts["sampling_weights"] = digest(sampler.cumulative_weights)
+        facts |= {"drop_last": sampler.drop_last, "repeats": 1}
+        if sampler.order is not None:
+            facts |= sampler.order.resume_invariants()
         if sampler.virtual_processes:
             facts["virtual_processes"] = sampler.virtual_processes
         return facts
@@ -482,24 +479,11 @@ def check_dataset(dataset) -> None:
         stop(f"the dataset, a {kind}, has no items")
 
 
-def check_sampling_weights(sampling_weights, length: int, used: int) -> None:
-    """Raises: SystemExit, in one sentence, if they are not `length` numbers, or the first `used`
-    ones are no weights."""
-    weights = torch.as_tensor(sampling_weights, dtype=torch.float64)
-    fits = weights.shape == (length,)
-    if not fits or not bool((weights >= 0).all()) or not 0 < float(weights[:used].sum()) < math.inf:
-        stop(f"sampling_weights must be {length} finite numbers, one an item, not negative, and not all 0")
-
-
-def check_options(batch_size: int, seed, sampling_weights, repeats: int, loss_weights, shard) -> None:
-    """Raises: ValueError, in one sentence, if options of a GlobalLoader contradict each other."""
+def check_options(batch_size: int, seed, order, loss_weights, shard) -> None:
+    """Raises: ValueError, if options of a GlobalLoader contradict each other."""
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, and is {batch_size}")
-    if seed is None and (sampling_weights is not None or repeats > 1):
-        raise ValueError("sampling_weights and repeats need a seed: without one the order is that of the dataset")
-    if sampling_weights is not None and repeats > 1:
-        raise ValueError("sampling_weights and repeats cannot be combined: a weighted draw repeats items anyway")
-    if batch_size % repeats:
-        raise ValueError(f"repeats must divide batch_size {batch_size}, and is {repeats}")
+    if seed is None and order is not None:
+        raise ValueError("an order needs a seed: without one the order is that of the dataset")
     if loss_weights is not None and shard is not None:
-        raise ValueError("loss_weights cannot be combined with shard: samples would count once a process")
+        raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")

@@ -165,7 +165,9 @@ class Run:
         accelerator, args, parts = self.accelerator, self.args, self.state.values()
         models = [part for part in parts if isinstance(part, nn.Module)]
         self.watchdog = feature("hang_watchdog") if has("hang_watchdog") else None
-        self.early_stopping = self.trackers = self.profiler = None
+        self.early_stopping = self.trackers = self.profiler = self.same_weights = None
+        if has("same_weights") and accelerator.num_processes > 1 and self.model_copy is None:
+            self.same_weights = feature("same_weights")
         if getattr(accelerator, "virtual_processes", 0):
             virtual_processes = feature("virtual_processes", "--virtual_processes")
             virtual_processes.sum_gradients_by_tree(accelerator, models)
@@ -274,6 +276,8 @@ class Run:
 
     def _save(self) -> None:
         self.metrics.check()
+        if self.same_weights is not None:
+            self.same_weights.check(self.accelerator, self.checkpoints.models)
         # A run that is resumed at the end of an epoch begins with the test: a checkpoint that is
         # saved after that test must not have its result already.
         extra = self.before_test or self._extra()

@@ -1,7 +1,7 @@
 """Which items each process reads: the same samples in every step on any number of processes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -54,11 +54,7 @@ class GlobalSampler:
         length: items of the dataset.
         seed: None: in the order of the dataset.
         drop_last: leave out a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
-        repeats: an epoch takes 1/repeats of the items, each `repeats` times in one step. Source:
-            repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
-        sampling_weights: (N,), not negative. Draw N items with replacement in an epoch, each with a
-            probability in proportion to its weight, as torch's WeightedRandomSampler does, but the same
-            items on any topology.
+        order: a function of (sampler, epoch, positions) in place of a permutation: see features/sampling.py.
         virtual_processes: cut each step into so many micro-batches instead of accumulation x world_size;
             each process has consecutive ones, and not all have equally many. 0: off.
     """
@@ -73,8 +69,7 @@ class GlobalSampler:
         seed: int | None = None,
         accumulation: int = 1,
         drop_last: bool = False,
-        repeats: int = 1,
-        sampling_weights: Sequence[float] | torch.Tensor | None = None,
+        order: Callable | None = None,
         virtual_processes: int = 0,
     ):
         self.length = length
@@ -91,10 +86,7 @@ class GlobalSampler:
             self.slots = range(rank, self.num_slots, world_size)
         self.accumulation = len(self.slots)
         self.drop_last = drop_last
-        self.repeats = repeats
-        self.cumulative_weights = None
-        if sampling_weights is not None:
-            self.cumulative_weights = torch.as_tensor(sampling_weights, dtype=torch.float64).cumsum(0)
+        self.order = order
         self._permutation = (None, None)
 
     def __len__(self) -> int:
@@ -109,34 +101,20 @@ class GlobalSampler:
         positions = torch.arange(first, self.length if last is None else min(last, self.length))
         if self.seed is None:
             return positions, positions
-        key = combine(self.seed, epoch)
-        if self.cumulative_weights is not None:
-            # 53 random bits, as many as a float64 can hold.
-            bits = (combine(key, 1, positions) << 21) + (combine(key, 2, positions) >> 11)
-            levels = bits.to(torch.float64) / 2**53 * self.cumulative_weights[-1]
-            items = torch.searchsorted(self.cumulative_weights, levels, right=True)
-            # A level that was rounded up to the sum of the weights belongs to the last item with a
-            # weight.
-            last_item = int(torch.searchsorted(self.cumulative_weights, self.cumulative_weights[-1]))
-            return items.clamp_(max=last_item), positions
-        repetition = 0
-        if self.repeats > 1:
-            different = self.batch_size // self.repeats
-            step = positions // self.batch_size
-            within = positions % self.batch_size
-            repetition = within // different
-            positions = step * different + within % different
-        if self.length > MAX_PERMUTATION:
-            items = shuffle(positions, self.length, key)
-        else:
-            items = self._epoch_permutation(epoch, key)[positions]
-        return items, items + self.length * repetition
+        if self.order is not None:
+            return self.order(self, epoch, positions)
+        items = self.permutation(epoch, positions)
+        return items, items
 
-    def _epoch_permutation(self, epoch: int, key: int) -> torch.Tensor:
+    def permutation(self, epoch: int, positions: torch.Tensor) -> torch.Tensor:
+        """The items at these positions of an epoch's permutation; int64 (n,)."""
+        key = combine(self.seed, epoch)
+        if self.length > MAX_PERMUTATION:
+            return shuffle(positions, self.length, key)
         if self._permutation[0] != epoch:
             generator = torch.Generator().manual_seed(key)
             self._permutation = (epoch, torch.randperm(self.length, generator=generator))
-        return self._permutation[1]
+        return self._permutation[1][positions]
 
     def micro_batches(
         self, epoch: int = 0, first_step: int = 0, device: torch.device | None = None
@@ -148,8 +126,9 @@ class GlobalSampler:
             end = min(start + steps_per_chunk, len(self))
             items, random_ids = self.items(epoch, start * self.batch_size, end * self.batch_size)
             if device is not None:
+                same = random_ids is items
                 items = items.to(device)
-                random_ids = items if self.repeats == 1 and self.cumulative_weights is None else random_ids.to(device)
+                random_ids = items if same else random_ids.to(device)
             for first in range(0, len(items), self.batch_size):
                 step = items[first : first + self.batch_size]
                 step_random_ids = random_ids[first : first + self.batch_size]

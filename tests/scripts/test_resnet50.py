@@ -491,7 +491,7 @@ def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monke
     assert augment.policy is not None
     center = test_loader.dataset.transform
     assert (center.size, center.resize) == (24, 28)
-    assert (train_loader.sampler.repeats, train_loader.sampler.seed, total_steps) == (2, 7, 4)
+    assert (train_loader.sampler.order.times, train_loader.sampler.seed, total_steps) == (2, 7, 4)
     assert mixed == [(0.2, 0.9, 7, step) for step in range(4)]
     assert smoothed == {0.15}
     assert rates == {("step", 0.0, 3, 4)}

@@ -19,6 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from utils import sampler as sampler_module
+from utils.features import sampling
+from utils.features.sampling import Repeated, Weighted
 from utils.loader import GlobalLoader, UnreadableItem
 from utils.sampler import GlobalSampler
 
@@ -292,14 +294,14 @@ def test_max_samples_takes_the_first_ones(max_samples):
     assert each.num_samples == each.describe()["items"] == expected
     assert sorted(indices(each)) == list(range(expected))
     weights = [1.0] * 23
-    weighted = make(list(range(23)), max_samples=max_samples, sampling_weights=weights)
+    weighted = make(list(range(23)), max_samples=max_samples, order=Weighted(weights))
     assert max(indices(weighted)) < expected
 
 
 @pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
 def test_repeats_are_in_one_step_with_draws_of_their_own(processes, accumulation):
     data = Noisy(64)
-    options = {"dataset": data, "batch_size": 12, "repeats": 4}
+    options = {"dataset": data, "batch_size": 12, "order": Repeated(4)}
     steps = by_step(processes, accumulation, 1, **options)
     for parts in steps:
         counts = collections.Counter(indices(parts))
@@ -314,9 +316,15 @@ def test_repeats_are_in_one_step_with_draws_of_their_own(processes, accumulation
     assert len(set(itertools.chain(*map(indices, steps)))) == pytest.approx(64 / 4, abs=3)
 
 
+def weighted(weights):
+    order = Weighted(weights)
+    order.fit(len(weights), len(weights), 1)
+    return order
+
+
 def test_sampling_weights_are_frequencies():
     weights = torch.tensor([0.0, 1, 2, 0, 3, 4, 0]).repeat(1000)
-    sampler = GlobalSampler(7000, 70, seed=3, sampling_weights=weights)
+    sampler = GlobalSampler(7000, 70, seed=3, order=weighted(weights))
     drawn = torch.cat([sampler.items(epoch)[0] for epoch in range(10)])
     counts = torch.bincount(drawn % 7, minlength=7)
     assert counts[[0, 3, 6]].tolist() == [0, 0, 0]
@@ -326,7 +334,7 @@ def test_sampling_weights_are_frequencies():
 
 @pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
 def test_weighted_draws_are_the_same_on_any_topology(processes, accumulation):
-    options = {"dataset": Noisy(50), "batch_size": 12, "sampling_weights": [0.0, 1, 2, 0, 5] * 10}
+    options = {"dataset": Noisy(50), "batch_size": 12, "order": Weighted([0.0, 1, 2, 0, 5] * 10)}
     plain = by_step(1, 1, 1, **options)
     ours = by_step(processes, accumulation, 1, **options)
     assert list(map(indices, ours)) == list(map(indices, plain))
@@ -337,8 +345,8 @@ def test_weighted_draws_are_the_same_on_any_topology(processes, accumulation):
 
 
 def test_a_level_rounded_up_to_the_sum_draws_an_item_with_a_weight(monkeypatch):
-    monkeypatch.setattr(sampler_module, "combine", lambda *numbers: torch.full((5,), 2**32 - 1))
-    sampler = GlobalSampler(5, 5, seed=0, sampling_weights=[0.1, 0.2, 0.3, 0.0, 0.0])
+    monkeypatch.setattr(sampling, "combine", lambda *numbers: torch.full((5,), 2**32 - 1))
+    sampler = GlobalSampler(5, 5, seed=0, order=weighted([0.1, 0.2, 0.3, 0.0, 0.0]))
     assert sampler.items(0)[0].tolist() == [2] * 5
 
 
@@ -355,17 +363,15 @@ def test_a_level_rounded_up_to_the_sum_draws_an_item_with_a_weight(monkeypatch):
 )
 def test_bad_sampling_weights_are_one_sentence(capsys, weights, max_samples):
     with pytest.raises(SystemExit):
-        make(Squares(), sampling_weights=weights, max_samples=max_samples)
-    assert capsys.readouterr().err.startswith("error: sampling_weights must be 23 finite numbers")
+        make(Squares(), order=Weighted(weights), max_samples=max_samples)
+    assert capsys.readouterr().err.startswith("error: sampling weights must be 23 finite numbers")
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"seed": None, "repeats": 2}, "need a seed"),
-        ({"seed": None, "sampling_weights": [1.0] * 23}, "need a seed"),
-        ({"repeats": 2, "sampling_weights": [1.0] * 23}, "cannot be combined"),
-        ({"repeats": 3}, "repeats must divide batch_size 4"),
+        ({"seed": None, "order": Repeated(2)}, "needs a seed"),
+        ({"order": Repeated(3)}, "repeats of an item must divide batch_size 4"),
         ({"batch_size": 0}, "at least 1"),
         ({"shard": (0, 1), "loss_weights": len}, "cannot be combined with shard"),
     ],
@@ -876,8 +882,8 @@ def test_the_facts_that_a_resume_compares():
         {"seed": 6},
         {"batch_size": 6},
         {"drop_last": True},
-        {"repeats": 2},
-        {"sampling_weights": [1.0] * 23},
+        {"order": Repeated(2)},
+        {"order": Weighted([1.0] * 23)},
         {"max_samples": 9},
     ):
         assert make(Squares(), **options).resume_invariants() != facts

@@ -4,14 +4,17 @@
     virtual_processes   --virtual_processes              the same bits on any number of processes
     profiling           --profile                        a table and a trace of some steps
     early_stopping      --patience                       stop when the test no longer gets better
+    trackers            --log_with                       log to tensorboard and the like, too
     curves              its file                         curves.png at the end of a run
+    same_weights        its file, several processes      compare the weights before each checkpoint
     hang_watchdog       its file, several processes      name the rank that the others wait for
     lost_peers          its file, several processes      name the rank that is gone
     out_of_memory       its file, or a script            advice, and the largest batch that fits
     fsdp                fsdp.yaml, or a script           sharded models
     data_parallel       a script                         nn.DataParallel, with the loss on each GPU
     batch_norm          a script                         statistics over all processes
-pretrained          a script                         start from weights of others (--pretrained)
+    sampling            a script                         weighted draws, repeated augmentation
+    pretrained          a script                         start from weights of others (--pretrained)
     pipeline            a script                         a model cut over several devices
 
 The core imports none of them at the top of a file. It attaches them in two places: `attach_to_process`
