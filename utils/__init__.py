@@ -36,6 +36,7 @@ features/: each module can be left out, and its flag goes with it. `features/__i
     data_parallel      nn.DataParallel, with the loss on each GPU
     batch_norm         BatchNorm statistics over all processes
     pipeline           a model cut into stages over several devices
+    pipeline_timeline  when each stage computes, and how long it is idle
 
 datasets/: where items come from.
 

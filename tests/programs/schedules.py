@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.programs.regression import evaluate, make_points
 from utils import flags, launch
 from utils.loader import GlobalLoader
 from utils.run import Run
@@ -27,6 +27,23 @@ def parse_args():
     add("--gradient_accumulation_steps", type=int, default=1)
     parser.add_run_flags(log_every=1)
     return parser.parse_args()
+
+
+def make_points(count):
+    """Where a ball lands, by its speed and angle."""
+    speed, angle = torch.rand(2, count, generator=torch.Generator().manual_seed(count))
+    targets = 50 * torch.stack([speed * (6.28 * angle).cos(), speed * (6.28 * angle).sin()], dim=1)
+    return TensorDataset(torch.stack([speed, angle], dim=1), targets)
+
+
+@torch.no_grad()
+def evaluate(model, loader, run):
+    model.eval()
+    metrics = run.new_metrics()
+    for batch in run.test_batches(loader):
+        inputs, targets = batch.data
+        metrics.add(batch, loss=(model(inputs) - targets).norm(dim=1))
+    return metrics.reduce()
 
 
 class Warmup:
@@ -57,8 +74,8 @@ def main():
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     run = Run(accelerator, args)
 
-    train_loader = GlobalLoader(make_points(200, torch.float32), args.batch_size, accelerator, seed=args.seed)
-    test_loader = GlobalLoader(make_points(77, torch.float32), 25, accelerator)
+    train_loader = GlobalLoader(make_points(200), args.batch_size, accelerator, seed=args.seed)
+    test_loader = GlobalLoader(make_points(77), 25, accelerator)
     total_steps = args.num_epochs * len(train_loader)
 
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
@@ -95,7 +112,7 @@ def main():
             run.log_train(batch, loss=errors)
         result = evaluate(model, test_loader, run)
         if args.recipe == "plateau":
-            state["schedule"].step(result["error_px"])  # the same number on every process
+            state["schedule"].step(result["loss"])  # the same number on every process
         run.log_test(result)
     run.finish()
 
