@@ -52,6 +52,15 @@ def test_gpu_means_all_gpus_of_the_machine(monkeypatch):
     assert determine_local_world_size(options.nproc_per_node) == 3
 
 
+def test_gpu_ids_choose_the_gpus(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = str(ROOT / "accelerate_configs" / "ddp.yaml")
+    words = ["--config_file", config, "--gpu_ids", "1,2,3,4", "--main_process_port", str(free_port()), "script.py"]
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert prepare_multi_gpu_env(options)["CUDA_VISIBLE_DEVICES"] == "1,2,3,4"
+    assert options.nproc_per_node == "gpu"
+
+
 @pytest.mark.parametrize("name", ["cpu", "cpu_ddp"])
 def test_cpu_configs_want_the_cpu_also_beside_gpus(name, monkeypatch):
     config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))

@@ -1,4 +1,4 @@
-"""The programs of scripts/README.md that stand for the PyTorch tutorial's, in code that runs."""
+"""The programs of scripts/guides/torch_distributed.md that stand for the PyTorch tutorial's, in code that runs."""
 
 import datetime
 import re
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, free_port
 
-PAGE = (ROOT / "scripts" / "README.md").read_text()
+PAGE = (ROOT / "scripts" / "guides" / "torch_distributed.md").read_text()
 
 
 def programs(title):
-    text = re.search(rf"## {title}\n(.*?)\n## ", PAGE, re.S)[1]
+    text = re.search(rf"## {title}\n(.*?)(?:\n## |\Z)", PAGE, re.S)[1]
     return re.findall(r"```python\n(.*?)```", text, re.S)
 
 

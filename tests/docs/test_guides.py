@@ -1,0 +1,174 @@
+"""The code on the pages runs, and does what the page says."""
+
+import json
+import os
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, free_port
+from pages import README, blocks, guide, section
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def test_the_loop_on_the_first_screen_is_the_scripts():
+    loop = blocks(README, "python")[0]
+    assert textwrap.indent(loop, "    ") in (ROOT / "scripts" / "mnist_mlp.py").read_text()
+
+
+@pytest.mark.usefixtures("home")
+def test_the_three_snippets_train_a_model_of_your_own(tmp_path, monkeypatch):
+    from utils import launch
+    from utils.loader import GlobalLoader
+    from utils.run import Run
+
+    data, model, loss_and_metrics = blocks(section(README, "Your own model"), "python")
+    monkeypatch.setattr(sys, "argv", ["own.py"])
+    args = SimpleNamespace(batch_size=12, lr=0.01, seed=0, output_dir=tmp_path / "run", log_every=1)
+    accelerator = launch.make_accelerator(args, cpu_threads=1)
+    run = Run(accelerator, args)
+
+    class MyImages(torch.utils.data.Dataset):
+        def __init__(self, folder, augment):
+            self.augment = augment
+
+        def __len__(self):
+            return 30
+
+        def __getitem__(self, index):
+            return torch.full((4,), float(index)) + self.augment * torch.rand(4), torch.tensor([index, -index]) / 30.0
+
+    scope = {"GlobalLoader": GlobalLoader, "accelerator": accelerator, "args": args, "run": run, "torch": torch}
+    scope |= {"MyImages": MyImages, "MyModel": lambda: nn.Linear(4, 2), "total_steps": 3}
+    exec(data, scope)
+    exec(model, scope)
+    for epoch in run.epochs():
+        for batch in run.batches(scope["train_loader"], epoch):
+            scope["batch"], (scope["inputs"], scope["targets"]) = batch, batch.data
+            with accelerator.accumulate(scope["model"]):
+                exec(loss_and_metrics, scope)
+                scope["optimizer"].step()
+                scope["optimizer"].zero_grad()
+    run.finish()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["error_px"] ** 2 <= line["loss"] * 1.001 for line in lines)  # a mean, and a mean of squares
+
+
+def test_the_saved_model_is_loaded_as_it_says(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    from scripts.mnist_mlp import MLP, parse_args
+
+    monkeypatch.setattr(sys, "argv", ["mnist_mlp.py"])
+    model = MLP(784, parse_args().hidden, 10)
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    scope = {"images": torch.randint(256, (3, 1, 28, 28), dtype=torch.uint8)}
+    (block,) = blocks(guide("use_the_model"), "python")
+    exec(block, scope)
+    torch.testing.assert_close(scope["logits"], model(scope["images"]))
+
+
+def test_the_picture_is_drawn_from_three_runs(tmp_path, monkeypatch):
+    for processes in (1, 2, 3):
+        (tmp_path / "runs" / str(processes)).mkdir(parents=True)
+        lines = [{"split": "train", "step": step, "loss": 1 / step} for step in (1, 2)] + [{"split": "test"}]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (tmp_path / "runs" / str(processes) / "metrics.jsonl").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    (block,) = blocks(guide("same_numbers"), "python")
+    scope = {}
+    exec(block, scope)
+    assert [list(line.get_ydata()) for line in scope["axis"].lines] == [[1.0, 0.5]] * 3
+    assert (tmp_path / "same_curve.png").stat().st_size > 0
+
+
+def test_the_loss_in_the_replicas_is_the_loss_of_the_batch():
+    (block,) = blocks(guide("data_parallel"), "python")
+    model = nn.Linear(6, 4)
+    scope = {"nn": nn, "F": F, "model": model, "images": torch.randn(5, 6), "labels": torch.arange(5) % 4}
+    exec(block, scope)
+    torch.testing.assert_close(scope["loss"], F.cross_entropy(model(scope["images"]), scope["labels"]))
+
+
+def test_a_sampler_and_shuffle_exclude_each_other():
+    data = TensorDataset(torch.zeros(4))
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        DataLoader(data, shuffle=True, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+
+
+def test_what_backward_step_and_zero_grad_each_do():
+    model, x = nn.Linear(2, 1), torch.randn(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    start = model.weight.detach().clone()
+    loss = model(x).square().mean()
+    loss.backward()
+    once = model.weight.grad.clone()
+    assert torch.equal(model.weight, start)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    model(x).square().mean().backward()
+    torch.testing.assert_close(model.weight.grad, 2 * once)  # added
+    optimizer.step()
+    torch.testing.assert_close(model.weight, start - 0.2 * once)
+    torch.testing.assert_close(model.weight.grad, 2 * once)
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_one_loop_four_ways(monkeypatch):
+    """They end with the same weights: one batch has all the data, so the order does not matter."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+    from torch.nn.parallel import DistributedDataParallel
+
+    group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in {**group, **address}.items():
+        monkeypatch.setenv(name, str(value))
+    images = torch.randn(200, 6, generator=torch.Generator().manual_seed(1))
+    weights = []
+
+    def make_model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 3))
+
+    def flat(model):
+        return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()])
+
+    for block in blocks(section(guide("from_plain_pytorch"), "One loop, four ways"), "python"):
+        scope = {
+            "os": os,
+            "torch": torch,
+            "nn": nn,
+            "dist": torch.distributed,
+            "cross_entropy": F.cross_entropy,
+            "DistributedDataParallel": DistributedDataParallel,
+            "DataLoader": DataLoader,
+            "DistributedSampler": DistributedSampler,
+            "Accelerator": Accelerator,
+            "DataLoaderConfiguration": DataLoaderConfiguration,
+            "make_model": make_model,
+            "data": TensorDataset(images, torch.arange(200) % 3),
+        }
+        try:
+            exec(block, scope)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+                for name in group:  # Accelerate would start another group
+                    monkeypatch.delenv(name)
+        weights.append(flat(scope["model"]))
+    start = flat(make_model())
+    assert len(weights) == 4
+    for other in weights:
+        torch.testing.assert_close(other, weights[0], rtol=1e-4, atol=1e-5)
+        assert (other - start).abs().max() > 1e-3

@@ -1,0 +1,46 @@
+"""Every command on the pages parses: the launcher's flags, the script's, and the names of commands of utils."""
+
+import os
+import re
+import shlex
+
+import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from conftest import ROOT
+from pages import TEXTS, commands
+
+COMMANDS = [command for text in TEXTS.values() for command in commands(text)]
+
+
+def test_the_two_commands_install_and_train_and_install_and_test():
+    install = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/"
+    train = "accelerate launch --config_file accelerate_configs/cpu.yaml scripts/mnist_mlp.py"
+    assert COMMANDS[:2] == [install + train, install + "python -m pytest"]
+    assert 'python" -m pytest' in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_parses(command, monkeypatch):
+    argv = shlex.split(command.rpartition("&&")[2])
+    argv = [word for word in argv if not re.match(r"[A-Z_]+=", word)]
+    monkeypatch.chdir(ROOT)
+    if argv[1:2] == ["-m"]:
+        assert argv[2] == "pytest" or os.path.isfile(argv[2].replace(".", "/") + "/__main__.py")
+        return
+    if argv[0] == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        options = get_args_parser().parse_args(argv[1:])
+        script, flags = options.training_script, options.training_script_args
+    elif argv[0] == "sbatch":
+        assert os.path.isfile(next(word for word in argv[1:] if not word.startswith("-")))
+        script = next(word for word in argv if word.startswith("scripts/"))
+        flags = argv[argv.index(script) + 1 :]
+    else:
+        assert "accelerate" in argv[0]
+        options, _, _ = _validate_launch_command(launch_command_parser().parse_args(argv[2:]))
+        script, flags = options.training_script, options.training_script_args
+    module = __import__(script.removesuffix(".py").replace("/", "."), fromlist=["parse_args"])
+    monkeypatch.setattr("sys.argv", [script, *flags])
+    module.parse_args()
+    assert os.path.isfile(script)
