@@ -290,10 +290,10 @@ MLP = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--dtype", "float
 MLP += ["--dropout", 0.1, "--checkpoint_every", 2]
 
 
-def test_mnist_mlp_on_gpus_is_that_on_one_device(train, capsys):
-    one, _ = train("mnist_mlp", "one", *MLP)
+def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys):
+    one, _ = train("mlp", "one", *MLP)
     capsys.readouterr()
-    four, seen = train("mnist_mlp", "four", *MLP, gpus=GPUS)
+    four, seen = train("mlp", "four", *MLP, gpus=GPUS)
     assert f"(DataParallel over {GPUS} GPUs)" in capsys.readouterr().out
     assert_same_run(four, one)
     assert [63, 63, 63, 61] in seen.parts
@@ -305,14 +305,14 @@ def test_mnist_mlp_on_gpus_is_that_on_one_device(train, capsys):
 
 @pytest.mark.slow
 def test_checkpoints_have_plain_names_and_gpus_and_one_device_resume_each_other(train):
-    one, _ = train("mnist_mlp", "one", *MLP)
-    four, _ = train("mnist_mlp", "four", *MLP, gpus=GPUS)
+    one, _ = train("mlp", "one", *MLP)
+    four, _ = train("mlp", "four", *MLP, gpus=GPUS)
     for name, first, gpus in (("one to four", one, GPUS), ("four to one", four, 1)):
         checkpoint = sorted((first / "checkpoints").iterdir())[-1]
         names = read_checkpoint(checkpoint)[1]["model.safetensors"].keys()
         assert sorted(names) == ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"]
         resumed = run_many.back_to(first, 4, first.parent / name)
-        train("mnist_mlp", name, *MLP, "--resume", gpus=gpus)
+        train("mlp", name, *MLP, "--resume", gpus=gpus)
         assert_same_run(resumed, one)
 
 

@@ -61,7 +61,7 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
     resnet = ["--dataset", tiny_mnist, *RESNET]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert run_many.run("mnist_mlp", [*mlp, "--output_dir", "one"]) is None
+        assert run_many.run("mlp", [*mlp, "--output_dir", "one"]) is None
         assert run_many.run("gradient_accumulation", [*clipped, "--output_dir", "clipped_one"]) is None
         use_small_resnet(patch.setattr)
         two_parts = ["--gradient_accumulation_steps", 2, "--output_dir", "resnet_one"]
@@ -79,7 +79,7 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
     early = ["--num_epochs", 9, "--patience", 1, "--save_best", "max:loss"]
     early += ["--checkpoint_every", 1000]
     words = run_many.words(
-        "mnist_mlp",
+        "mlp",
         [*mlp, "--output_dir", "sharded"],
         resumed("sharded", 2, "sharded_again", *mlp),
         resumed("sharded", 2, "ddp", "--ddp", *mlp),
@@ -161,7 +161,7 @@ def test_a_checkpoint_goes_on_with_and_without_shards(runs, one, run, kinds):
 def test_one_process_goes_on_from_shards(runs, small_mnist, tmp_path):
     again = run_many.back_to(runs / "sharded", 2, tmp_path / "again")
     flags = ["--dataset", small_mnist, *MLP, "--resume", "--output_dir", again]
-    assert run_many.run("mnist_mlp", flags) is None
+    assert run_many.run("mlp", flags) is None
     assert_launches(again, SHARDED, ONE)
     assert_same(runs / "one", again)
 
@@ -169,7 +169,7 @@ def test_one_process_goes_on_from_shards(runs, small_mnist, tmp_path):
 @pytest.mark.slow
 def test_sgd_steps_on_shards(runs, small_mnist, tmp_path):
     flags = ["--dataset", small_mnist, *MLP, "--optimizer", "sgd", "--max_steps", 2]
-    assert run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "one"]) is None
+    assert run_many.run("mlp", [*flags, "--output_dir", tmp_path / "one"]) is None
     assert_same(tmp_path / "one", runs / "sgd")
 
 
@@ -204,7 +204,7 @@ def test_the_moving_average_is_that_of_torch():
 @pytest.mark.parametrize(
     ("script", "flags", "sentence"),
     [
-        ("mnist_mlp", ["--virtual_processes", 2], "--virtual_processes works with DDP, and FSDP"),
+        ("mlp", ["--virtual_processes", 2], "--virtual_processes works with DDP, and FSDP"),
         ("gradient_accumulation", ["--compare"], "--compare needs whole gradients in each process"),
         (
             "gradient_accumulation",

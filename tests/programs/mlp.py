@@ -13,7 +13,6 @@ from scripts.mnist_mlp import MEAN, STD
 from utils import launch
 from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
 from utils.features.data_parallel import data_parallel, on_each_gpu
-from utils.features.fsdp import supports_fused_step
 from utils.flags import ArgumentParser, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.run import Run
@@ -91,9 +90,8 @@ def main():
     num_inputs, num_classes = train_data.images[0].numel(), len(train_data.classes)
     model = MLP(num_inputs, args.hidden, num_classes, args.activation, args.dropout)
     model = data_parallel(model.to(getattr(torch, args.dtype)), accelerator)
-    optimizer = OPTIMIZERS[args.optimizer](
-        model.parameters(), args.lr, weight_decay=args.weight_decay, fused=supports_fused_step(accelerator)
-    )
+    fused = args.optimizer == "adamw"  # torch 2.15 has no fused SGD for sharded parameters
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr, weight_decay=args.weight_decay, fused=fused)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
