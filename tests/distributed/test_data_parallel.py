@@ -303,6 +303,18 @@ def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys):
     assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
 
 
+def test_mnist_mlp_gathers_logits_and_has_the_same_numbers(train):
+    flags = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--lr", 1e-3]
+    torch.set_default_dtype(torch.float64)
+    try:
+        one, _ = train("mnist_mlp", "one", *flags)
+        four, seen = train("mnist_mlp", "four", *flags, gpus=GPUS)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_run(four, one)
+    assert [63, 63, 63, 61] in seen.parts
+
+
 @pytest.mark.slow
 def test_checkpoints_have_plain_names_and_gpus_and_one_device_resume_each_other(train):
     one, _ = train("mlp", "one", *MLP)
