@@ -330,14 +330,10 @@ def test_checkpoints_have_plain_names_and_gpus_and_one_device_resume_each_other(
 
 @pytest.mark.parametrize("lengths", [[], pytest.param(["--variable_length"], marks=pytest.mark.slow)])
 def test_gradient_accumulation_on_gpus_is_the_whole_batch_on_one_device(train, lengths):
-    flags = ["--batch_size", 250, "--num_epochs", 1, "--dtype", "float64", *lengths]
+    flags = ["--batch_size", 250, "--num_epochs", 1, "--float64", *lengths]
     flags += ["--max_grad_norm", 0.2]
     one, _ = train("gradient_accumulation", "one", *flags)
-    accumulated = ["--gradient_accumulation_steps", 5, "--compare"]
-    four, seen = train("gradient_accumulation", "four", *flags, *accumulated, gpus=GPUS)
-    summary = json.loads((four / "summary.json").read_text())
-    assert summary["largest_gradient_difference"] < 1e-12
-    assert summary["micro_batches"] == 25
+    four, seen = train("gradient_accumulation", "four", *flags, "--gradient_accumulation_steps", 5, gpus=GPUS)
     assert_same_run(four, one)
     assert [13, 13, 13, 11] in seen.parts  # 50 images in a micro-batch
     assert_loss_inside(seen, GPUS, 1003 + 203)

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import count_all_reduces
 import pytest
 import run_many
 import safetensors.torch
@@ -91,7 +92,7 @@ def test_a_compiled_model_has_the_numbers_and_names_of_an_eager_one(launcher, sm
         ["--back_to", "eager", 2, "compiled", *flags, *two_parts, *again],
         ["--script", "gradient_accumulation", *counted, "--output_dir", "counted"],
     )
-    launcher(str(config), *words, script=run_many.FILE)
+    launcher(str(config), *words, script=count_all_reduces.FILE)
     assert_close(folder / "eager", folder / "compiled")
     assert_close(folder / "tree", folder / "compiled_tree")
     _, tensors = read_checkpoint(folder / "compiled" / "checkpoints" / "step_00000004")

@@ -65,9 +65,15 @@ def run(script: str, flags: list) -> int | None:
     """`main` of a script in this process; returns its exit code. Leaves no state of Accelerate, as
     if it had ended, and no curves.png, which would be half of the time of a short run.
 
-    script: as in `path_of`.
+    script: as in `path_of`. flags: of the script; with --float64 among them it makes its models in float64.
     """
+    import torch
+
     path = path_of(script)
+    dtype = torch.get_default_dtype()
+    if "--float64" in flags:
+        flags = [flag for flag in flags if flag != "--float64"]
+        torch.set_default_dtype(torch.float64)
     own_argv, sys.argv = sys.argv, [str(path), *map(str, flags)]
     module = load(script, path)
     gc.freeze()  # what was imported is not collected below, which takes half a second
@@ -79,6 +85,7 @@ def run(script: str, flags: list) -> int | None:
     except SystemExit as stopped:
         return stopped.code or None  # 0: the run was complete
     finally:
+        torch.set_default_dtype(dtype)
         sys.argv = own_argv
         gc.collect()  # the lock of the folder goes with the RunFolder
         gc.unfreeze()

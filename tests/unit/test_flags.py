@@ -138,7 +138,7 @@ FREE = {
 FREE_IN = {
     # virtual_processes is compared by what the loader says of itself.
     "mnist_mlp": {"virtual_processes"},
-    "gradient_accumulation": {"compare", "num_workers", "cpu_memory_gib", "micro_batch_size", "virtual_processes"},
+    "gradient_accumulation": {"cpu_memory_gib", "micro_batch_size", "virtual_processes"},
     # compile is how the model is computed, as a dynamo_config of the config file.
     "resnet50": {
         *{"compile", "max_test_samples", "num_workers", "preset", "skip_bad_images", "synthetic"},
