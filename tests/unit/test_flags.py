@@ -145,7 +145,7 @@ FREE_IN = {
         "virtual_processes",
     },
     "model_split": {
-        *{"balance", "cpu_threads", "image_size", "num_microbatches", "num_stages", "num_workers", "schedule"},
+        *{"balance", "cpu_threads", "image_size", "num_microbatches", "num_stages", "schedule"},
         *{"split", "synthetic"},
     },
 }

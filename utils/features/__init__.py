@@ -12,6 +12,7 @@
     data_parallel       a script                         nn.DataParallel, with the loss on each GPU
     batch_norm          a script                         statistics over all processes
     pipeline            a script                         a model cut over several devices
+    pipeline_timeline   pipeline                         a picture of when each stage computes
 
 The core imports none of them at the top of a file. It attaches them in two places: `attach_to_process`
 in launch.py, and `Run._attach_features` in run.py. To do without one, delete its file: its flag goes
