@@ -257,7 +257,6 @@ def test_a_split_is_a_tensor_dataset(tmp_path):
     image, label = train[4]
     assert torch.equal(image, train.images[4])
     assert label == train.labels[4]
-    assert data.describe("x", train, test) == {"dataset": "x", "train": 6, "test": 6, "shape": "1x4x4", "classes": 2}
 
 
 def test_a_damaged_copy_in_the_cache_is_named(small_mnist, tmp_path, capsys, monkeypatch):
