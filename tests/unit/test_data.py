@@ -253,7 +253,7 @@ def test_images_of_any_format_decode_alike(tmp_path):
 
 
 def test_a_split_is_a_tensor_dataset(tmp_path):
-    train, test = data.load_images(str(image_folder(tmp_path)))
+    train, _ = data.load_images(str(image_folder(tmp_path)))
     image, label = train[4]
     assert torch.equal(image, train.images[4])
     assert label == train.labels[4]
