@@ -17,6 +17,7 @@ D. Narayanan et al., https://arxiv.org/abs/2104.04473; ResNet-50, K. He et al.,
 https://arxiv.org/abs/1512.03385.
 """
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -396,12 +397,13 @@ def main():
     )
     accelerator.print(format_table(table), flush=True)
 
+    phase = run.profiler.phase if run.profiler else contextlib.nullcontext  # a row in the table of --profile
     loss_fn = make_loss_fn(run.log_train)
     for epoch in run.epochs():
         model.train()
         for micro_batches in run.steps(train_loader, epoch):
             with recorder.step(accelerator, pipeline.timeline):
-                with accelerator.autocast(), run.profiler.phase("forward, backward"):
+                with accelerator.autocast(), phase("forward, backward"):
                     for first in range(0, len(micro_batches), args.num_microbatches):
                         batches = micro_batches[first : first + args.num_microbatches]
                         images = [batch.data[0] for batch in batches]
@@ -413,7 +415,7 @@ def main():
         run.log_test(evaluate(model, pipeline, test_loader, run))
 
     title = f"{args.schedule}, {layout.num_stages} stages, {micro_batches} of {layout.micro_batch_size}"
-    measured = recorder.report(accelerator, pipeline.timeline, title, run.folder / "timeline.png")
+    measured = recorder.report(accelerator, pipeline.timeline, title, Path(args.output_dir) / "timeline.png")
     if measured:
         measured["idle_share_in_theory"] = idle_share_in_theory(args, layout, accelerator)
         accelerator.print("  ".join(f"{name} {value}" for name, value in measured.items()), flush=True)

@@ -419,8 +419,9 @@ def main():
     run.finish()
 
     if accelerator.is_main_process and not args.synthetic:
-        plot_confusion(result["confusion"], test_data.classes, run.folder / "confusion.png")
-        picture = run.folder / "worst_predictions.png"
+        folder = Path(args.output_dir)
+        plot_confusion(result["confusion"], test_data.classes, folder / "confusion.png")
+        picture = folder / "worst_predictions.png"
         save_picture(picture, lambda: draw_worst(worst, test_data, picture))
 
 
