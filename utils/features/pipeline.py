@@ -117,7 +117,8 @@ def balance_stages(
 ) -> list[list[str]]:
     """The names of the blocks of each stage, split to minimise the most expensive stage.
 
-    balance: "time", or "memory" for weights, gradients, optimizer state and activations.
+    Args:
+        balance: "time", or "memory" for weights, gradients, optimizer state and activations.
     """
     names = list(costs)
     costs = list(costs.values())
@@ -181,7 +182,7 @@ class OneProcess:
     """
 
     def __init__(self, stages: dict[int, nn.Module], places: list[tuple[int, torch.device]], schedule: str):
-        """places: for each stage, its row in the timeline and its device."""
+        """places: the row in the timeline and the device of each stage."""
         self.stages = stages
         self.places = places
         self.timeline = Timeline({device for _, device in places})
@@ -192,10 +193,11 @@ class OneProcess:
     def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
         """The forward pass of each micro-batch and, where gradients are enabled, the backward pass.
 
-        inputs: a tensor (n, ...) for each micro-batch; n may differ, and may be 0.
-        targets: anything, one for each micro-batch.
-        loss_fn: loss_fn(output, target) returns a scalar. The gradients of all micro-batches are
-        added up: divide by the number of samples of the whole step in it.
+        Args:
+            inputs: a tensor (n, ...) for each micro-batch; n may differ, and may be 0.
+            targets: anything, one for each micro-batch.
+            loss_fn: loss_fn(output, target) returns a scalar. The gradients of all micro-batches are added up: divide
+                by the number of samples of the whole step in it.
         """
         in_flight = deque()
         for number, (x, target) in enumerate(zip(inputs, targets, strict=True)):
@@ -260,9 +262,11 @@ class OverProcesses:
         device: torch.device,
         row: int,
     ):
-        """examples: the input of the first stage and the output of each, on the meta device.
-
-        group: the processes of this pipeline. row: that of this process in the timeline.
+        """
+        Args:
+            examples: the input of the first stage and the output of each, on the meta device.
+            group: the processes of this pipeline.
+            row: of this process in the timeline.
         """
         self.stages = stages
         self.examples = examples
@@ -340,8 +344,10 @@ class OverProcesses:
 def sum_over_copies(model: nn.Module, group) -> None:
     """Sum the gradients over the copies of this part of the model, and average BatchNorm's buffers.
 
-    Collective over the copies, in one all-reduce. group: their process group; None: there is only
-    one copy, and nothing to do.
+    Collective over the copies, in one all-reduce.
+
+    Args:
+        group: the process group of the copies. None: there is only one copy, and nothing to do.
 
     DDP cannot be used: it fails under GPipe and the interleaved schedule. The gradients are summed
     and not averaged, because each loss is already divided by the samples of the whole step.
