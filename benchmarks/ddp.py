@@ -59,7 +59,7 @@ def raw(model, optimizer, scheduler, batches, normalize=lambda images: images) -
 
 
 def raw_mnist(batch_size: int) -> float:
-    data, _ = mnist_mlp.load_images(BUNDLED_MNIST, 0)
+    data, _ = mnist_mlp.load_images(BUNDLED_MNIST)
     rank, processes = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
     model = mnist_mlp.MLP(784, 192, 10)

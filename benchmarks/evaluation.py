@@ -23,6 +23,7 @@ import torchvision
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
+from benchmarks.accelerate_share import mnist_losses, resnet50_losses
 from scripts import mnist_mlp, resnet50
 from utils.datasets.image_files import SyntheticImages
 from utils.datasets.images_in_memory import BUNDLED_MNIST
@@ -48,11 +49,10 @@ def images_per_s(images: int, work) -> float:
     return images / (time.perf_counter() - began)
 
 
-def forward(losses_and_predictions, model, batches) -> None:
+def forward(compute_losses, model, batches) -> None:
     model.train()
     for batch in batches:
-        images, labels = batch.data
-        losses, *_ = losses_and_predictions(model, images, labels)
+        losses = compute_losses(model, *batch.data)
     losses.sum().item()  # a GPU is done only now
 
 
@@ -84,8 +84,7 @@ def measure_mnist(accelerator, folder: Path, rounds: int) -> dict[str, list[floa
     from torchvision import datasets, transforms
 
     _, test_data = mnist_mlp.load_images(BUNDLED_MNIST)
-    num_classes = len(test_data.classes)
-    model = mnist_mlp.MLP(784, 192, num_classes).to(accelerator.device)
+    model = mnist_mlp.MLP(784, 192, len(test_data.classes)).to(accelerator.device)
     train_loader = GlobalLoader(test_data, 256, accelerator, seed=0)
     test_loader = GlobalLoader(test_data, mnist_mlp.TEST_BATCH_SIZE, accelerator)
     run = start_run(accelerator, folder / "mnist", train_loader, test_loader)
@@ -99,8 +98,8 @@ def measure_mnist(accelerator, folder: Path, rounds: int) -> dict[str, list[floa
     )
     plain.to(accelerator.device)
     works = {
-        "evaluate": lambda: mnist_mlp.evaluate(model, test_loader, run, num_classes),
-        "training's forward": lambda: forward(mnist_mlp.losses_and_predictions, model, train_loader),
+        "evaluate": lambda: mnist_mlp.evaluate(model, test_loader, run),
+        "training's forward": lambda: forward(mnist_losses, model, train_loader),
         "blog's test": lambda: blog(plain, blog_loader),
     }
     return take_turns(works, len(test_data), rounds)
@@ -117,7 +116,7 @@ def measure_resnet50(accelerator, folder: Path, rounds: int) -> dict[str, list[f
     run = start_run(accelerator, folder / "resnet50", train_loader, test_loader)
     works = {
         "evaluate": lambda: resnet50.evaluate(model, test_loader, run, num_classes),
-        "training's forward": lambda: forward(resnet50.losses_and_predictions, model, train_loader),
+        "training's forward": lambda: forward(resnet50_losses, model, train_loader),
     }
     return take_turns(works, len(data), rounds)
 

@@ -6,7 +6,7 @@
 P processes, the largest relative difference of the gradient to that of the whole batch at once: in
 the full steps of the epoch, and in the last one.
 
-- ours: scripts/gradient_accumulation.py, unchanged, with --compare
+- ours: scripts/gradient_accumulation.py, unchanged
 - naive: `loss = criterion(...) / k; backward(); if (i + 1) % k == 0 or last: step()` with a mean as
   criterion, a prepared DataLoader and DDP, unchanged
 
@@ -15,26 +15,30 @@ LayerNorm, on one process in float64, and memory: the peak of two steps of 16384
 the process had before them.
 """
 
+import contextlib
+import copy
 import math
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from scripts.gradient_accumulation import (
-    CellNet,
-    count_all_reduces,
-    count_ink_cells,
-    gradient_difference,
-    losses_and_predictions,
-)
+from scripts import gradient_accumulation as script
+from scripts.gradient_accumulation import CellNet, count_ink_cells, losses_and_predictions
 from utils.console import plural
 from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.memory import peak_memory_gib, reset_peak_memory
+from utils.run import Run
 from utils.sampler import GlobalSampler
 
 NUM_IMAGES, BATCH, MEMORY_BATCH = 1069, 128, 16384
@@ -53,9 +57,114 @@ def parse_args():
     return parser.parse_args()
 
 
+def count_all_reduces(model) -> Counter:
+    """A Counter whose "gradient_all_reduces" grows with each all-reduce of gradients.
+
+    DDP calls the hook for each bucket of gradients that it sends, in place of its own all-reduce.
+    """
+    counts = Counter()
+
+    def counting_hook(process_group, bucket):
+        counts["gradient_all_reduces"] += 1
+        return allreduce_hook(process_group, bucket)
+
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(None, counting_hook)
+    return counts
+
+
+def gradient_difference(model, norm, images, labels, max_grad_norm: float) -> float:
+    """The relative difference of `model`'s gradient to the gradient of the whole batch.
+
+    The whole batch is one micro-batch in one process, by plain autograd: without accumulation, DDP and Accelerate.
+
+    Args:
+        model: the bare model, with its gradient after clipping.
+        norm: the norm of that gradient before clipping.
+        images, labels: all samples of the step.
+
+    Returns:
+        The largest difference of an entry, over the largest entry; or the relative difference of
+        the norms before clipping, if that is larger: clipping would hide a wrong factor.
+    """
+    # A copy has no gradients, and leaves BatchNorm's statistics in the model as they are.
+    whole = copy.deepcopy(model)
+    losses, _ = losses_and_predictions(whole, images, labels)
+    weights = torch.ones_like(losses)
+    if whole.variable_length:
+        weights = count_ink_cells([images, labels])
+    ((losses * weights).sum() / weights.sum().clamp(min=1)).backward()
+    whole_norm = nn.utils.clip_grad_norm_(whole.parameters(), max_grad_norm)
+    ours = torch.cat([p.grad.flatten() for p in model.parameters()])
+    expected = torch.cat([p.grad.flatten() for p in whole.parameters()])
+    difference = float((ours - expected).abs().max() / expected.abs().max())
+    return max(difference, abs(float(norm / whole_norm) - 1))
+
+
+class Measured:
+    """What is measured around one run of the script, which stays as it is.
+
+    differences: of the gradient of each step to that of the whole batch, if `compare`, which takes the memory of that.
+    counts: all-reduces of gradients.
+    peak_gib, above_start_gib: peak memory of a process in training.
+    """
+
+    def __init__(self, compare: bool = False):
+        self.compare = compare
+        self.differences, self.counts, self.peak_gib, self.above_start_gib = [], Counter(), 0.0, 0.0
+
+    def run(self, *flags) -> dict:
+        """Run the script's main in this process; its summary.json. Collective."""
+        start, clip, evaluate = Run.start, Accelerator.clip_grad_norm_, script.evaluate
+
+        def start_and_look(run, train_loader, *args, checkpoint, **options):
+            start(run, train_loader, *args, checkpoint=checkpoint, **options)
+            self.step, self.loader, self.model = run.step, train_loader, checkpoint["model"]
+            self.counts = count_all_reduces(self.model)
+            reset_peak_memory(run.accelerator.device)
+            self.start_gib = peak_memory_gib(run.accelerator)
+
+        def clip_and_compare(accelerator, parameters, max_grad_norm):
+            norm = clip(accelerator, parameters, max_grad_norm)
+            if self.compare:
+                images, labels = samples_of_step(self.loader, self.step)
+                bare = accelerator.unwrap_model(self.model)
+                self.differences.append(gradient_difference(bare, norm, images, labels, max_grad_norm))
+            self.step += 1
+            return norm
+
+        def measure_and_evaluate(model, loader, run):
+            self.peak_gib = max(self.peak_gib, peak_memory_gib(run.accelerator))
+            self.above_start_gib = self.peak_gib - self.start_gib
+            return evaluate(model, loader, run)
+
+        with (
+            mock.patch.object(Run, "start", start_and_look),
+            mock.patch.object(Accelerator, "clip_grad_norm_", clip_and_compare),
+            mock.patch.object(script, "evaluate", measure_and_evaluate),
+        ):
+            summary, _ = common.run_script("gradient_accumulation", *flags)
+        return summary
+
+
+def samples_of_step(loader, step: int) -> list[torch.Tensor]:
+    """Images and labels of the step that follows on `step` steps, of all processes together."""
+    epoch, step = divmod(step, len(loader))
+    first = step * loader.sampler.batch_size
+    indices, _ = loader.sampler.items(epoch, first, first + loader.sampler.batch_size)
+    return [tensor[indices.to(tensor.device)] for tensor in loader.tensors]
+
+
+@contextlib.contextmanager
+def default_dtype(name: str):
+    """Make models in this type."""
+    torch.set_default_dtype(getattr(torch, name))
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def naive(data, variable_length: bool, dtype: str, k: int) -> tuple[list[float], int]:
     """The loop of blog posts: the differences of all steps, and the all-reduces."""
-    from accelerate import Accelerator
     from torch.utils.data import DataLoader, Subset
 
     accelerator = Accelerator(cpu=True)
@@ -65,7 +174,7 @@ def naive(data, variable_length: bool, dtype: str, k: int) -> tuple[list[float],
     loader = DataLoader(Subset(data, order.tolist()), BATCH // k // accelerator.num_processes)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    counts, differences = count_all_reduces(model, 0), []
+    counts, differences = count_all_reduces(model), []
     for i, (images, labels) in enumerate(loader):
         losses, _ = losses_and_predictions(model, images, labels)
         weights = torch.ones_like(losses)
@@ -84,32 +193,36 @@ def naive(data, variable_length: bool, dtype: str, k: int) -> tuple[list[float],
     return differences, counts["gradient_all_reduces"]
 
 
-def ours(*flags) -> tuple[list[float], int]:
+def ours(dtype: str, *flags) -> tuple[list[float], int]:
     """The same of one run of the script."""
-    summary, lines = common.run_script("gradient_accumulation", *flags)
-    differences = [line["gradient_difference"] for line in lines if line["split"] == "compare"]
-    return differences, summary.get("gradient_all_reduces", 0)
+    measured = Measured(compare=True)
+    with default_dtype(dtype):
+        measured.run(*flags)
+    return measured.differences, measured.counts["gradient_all_reduces"]
 
 
 def worker(args) -> None:
     """On the processes of this launch: one run with `flags`, or all runs that are compared."""
     if args.flags:
-        result, _ = common.run_script("gradient_accumulation", *args.flags.split())
+        measured = Measured()
+        result = measured.run(*args.flags.split())
+        result["train_peak_memory_gib"] = round(measured.peak_gib, 4)
+        result["above_start_gib"] = round(measured.above_start_gib, 4)  # activations, gradients, moments
     else:
         result, (data, _) = {"gradients": [], "norms": {}}, load_images(args.dataset)
-        flags = ["--dataset", args.dataset, "--batch_size", BATCH, "--num_epochs", 1, "--compare"]
+        flags = ["--dataset", args.dataset, "--batch_size", BATCH, "--num_epochs", 1]
         for variable_length in (False, True):
             for k in args.steps:
                 for dtype in DTYPES:
-                    extra = ["--gradient_accumulation_steps", k, "--dtype", dtype]
+                    extra = ["--gradient_accumulation_steps", k, *["--variable_length"] * variable_length]
                     row = {"variable_length": variable_length, "k": k, "dtype": dtype}
-                    row["ours"] = ours(*flags, *extra, *["--variable_length"] * variable_length)
+                    row["ours"] = ours(dtype, *flags, *extra)
                     row["naive"] = naive(data, variable_length, dtype, k)
                     result["gradients"].append(row)
         if not torch.distributed.is_initialized():
             for norm in ("batch", "layer"):
-                extra = ["--dtype", "float64", "--norm", norm, "--gradient_accumulation_steps"]
-                result["norms"][norm] = {k: max(ours(*flags, *extra, k)[0]) for k in (1, 4)}
+                extra = ["--norm", norm, "--gradient_accumulation_steps"]
+                result["norms"][norm] = {k: max(ours("float64", *flags, *extra, k)[0]) for k in (1, 4)}
     common.finish_worker(args.worker, result)
 
 

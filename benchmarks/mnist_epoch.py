@@ -2,9 +2,9 @@
 
     python benchmarks/mnist_epoch.py
 
-784-128-10, SGD with learning rate 1e-3, one process, one thread; the time of the training loop
-alone. The blog's loader decodes and normalises one image at a time, in Python, in every epoch; the
-script decodes all images once, and gathers a batch of bytes in one call.
+784-128-10 with SiLU and AdamW, one process, one thread; the time of the training loop alone. The blog's loader decodes
+and normalises one image at a time, in Python, in every epoch; the script decodes all images once, and gathers a batch
+of bytes in one call.
 
 - script: scripts/mnist_mlp.py, unchanged, with the checkpoint that ends its epoch; and without that
 - bare loop: normalised tensors in memory and a plain PyTorch loop, nothing else: the limit
@@ -32,8 +32,7 @@ from benchmarks import common
 from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
 
 BATCH, HIDDEN, LR = 64, 128, 1e-3
-FLAGS = f"--batch_size {BATCH} --hidden {HIDDEN} --activation relu"
-FLAGS += f" --lr {LR} --optimizer sgd --weight_decay 0"
+FLAGS = f"--batch_size {BATCH} --hidden {HIDDEN} --lr {LR} --weight_decay 0"
 GOAL = 1.15  # x the time of a bare loop
 
 
@@ -53,9 +52,9 @@ def script() -> list[float]:
 def build():
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(784, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, 10))
     model.to(common.device())
-    return model, torch.optim.SGD(model.parameters(), lr=LR)
+    return model, torch.optim.AdamW(model.parameters(), LR, weight_decay=0, fused=True)
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def worker(args) -> None:
         seconds = time_steps(accelerator, ways, data, m, args.rounds)
         _, pipeline = ways["split"]
         picture = Path(args.worker).parent / f"{m}.png"
-        idle = pipeline.timeline.report(accelerator, title, picture)
+        idle = pipeline.timeline.draw(accelerator, title, picture)
         rates = [BATCH / statistics.median(seconds[way][1:]) for way in ("unsplit", "split")]
         rows.append([m, *rates, idle])
     if accelerator.is_main_process:

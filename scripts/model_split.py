@@ -17,6 +17,7 @@ D. Narayanan et al., https://arxiv.org/abs/2104.04473; ResNet-50, K. He et al.,
 https://arxiv.org/abs/1512.03385.
 """
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -32,27 +33,28 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder
 
-from utils import flags, launch
+from utils import launch
 from utils.console import plural, stop
-from utils.datasets.images_in_memory import BUNDLED_MNIST, LabelledImages, describe, load_images
+from utils.datasets.images_in_memory import BUNDLED_MNIST, LabelledImages, load_images
 from utils.features.pipeline import (
     OneProcess,
     OverProcesses,
-    StepRecorder,
-    as_text,
     balance_stages,
+    format_table,
     measure_blocks,
     stage_table,
     sum_over_copies,
 )
+from utils.features.pipeline_timeline import StepRecorder
 from utils.features.pretrained import load_pretrained
+from utils.flags import ArgumentParser, at_least, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.run import Run
 
 # Of ImageNet, 0 to 255, for torchvision's weights: https://pytorch.org/vision/stable/models.html.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-# The model can be split between any two blocks. "stem" and "head" are our names for several modules
-# of torchvision's.
+# The model can be split between any two blocks. "stem" and "head" are names for several modules of
+# torchvision's.
 BLOCKS = ["stem"]
 for layer, count in (("layer1", 3), ("layer2", 4), ("layer3", 6), ("layer4", 3)):
     BLOCKS += [f"{layer}.{number}" for number in range(count)]
@@ -62,66 +64,44 @@ STAGES_PER_PROCESS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2}
 
 
 def parse_args():
-    parser = flags.ArgumentParser(__doc__)
-    count, size, real = flags.at_least(0), flags.at_least(1), flags.at_least(0.0, float)
+    parser = ArgumentParser(__doc__)
+
     add = parser.add_argument_group("data").add_argument
     add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--synthetic", action="store_true", help="random images in 1000 classes instead, to measure speed")
-    add("--image_size", type=flags.at_least(32), default=224, help="of --synthetic, in pixels")
-    add("--num_workers", type=count, default=0, help="threads that decode the images, once; 0: none")
+    add("--image_size", type=at_least(32), default=224, help="side of the --synthetic images, in pixels")
 
     # All of these may change when a run is resumed.
     add = parser.add_argument_group("pipeline").add_argument
-    add("--num_stages", type=count, default=0, help="processes, or devices of one process, in a pipeline; 0: all")
-    add("--num_microbatches", type=size, default=4, help="each time the pipeline is filled")
+    stages = "processes in a pipeline, or devices of one process; 0: all"
+    add("--num_stages", type=non_negative_int, default=0, help=stages)
+    add("--num_microbatches", type=positive_int, default=4, help="micro-batches each time the pipeline is filled")
     add("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="order of the forward and backward passes")
-    add(
-        "--split",
-        nargs="+",
-        default=["auto"],
-        metavar="BLOCK",
-        help="first block of each stage but the first (default: auto)",
-    )
+    first = "first block of each stage but the first (default: auto)"
+    add("--split", nargs="+", default=["auto"], metavar="BLOCK", help=first)
     add("--balance", choices=("time", "memory"), default="time", help="what --split auto balances")
-    add(
-        "--cpu_threads",
-        type=count,
-        default=0,
-        help="of each process; 0: the cores of the machine divided by its processes",
-    )
+    threads = "threads of each process; 0: the cores of the machine divided by its processes"
+    add("--cpu_threads", type=non_negative_int, default=0, help=threads)
 
-    # fixed: a resumed run must have the same values.
-    add = parser.add_argument_group("model", resume_invariant=True).add_argument
-    add(
-        "--norm",
-        choices=("batch", "group"),
-        default="batch",
-        help="group: numbers do not depend on the micro-batch size",
-    )
+    # resume_invariant: a resumed run must have the same values.
+    add = parser.add_argument_group("model and training", resume_invariant=True).add_argument
+    norm = "with group, the numbers do not depend on the micro-batch size"
+    add("--norm", choices=("batch", "group"), default="batch", help=norm)
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
-    add(
-        "--pretrained",
-        nargs="?",
-        const=url,
-        metavar="FILE|URL",
-        help="weights to begin with; without a name: torchvision's",
-    )
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
-    add(
-        "--batch_size",
-        type=size,
-        default=64,
-        help="of one optimizer step, over all micro-batches and copies of the pipeline",
-    )
-    add("--lr", type=real, default=1e-3, help="highest learning rate of the one-cycle schedule")
-    add("--weight_decay", type=real, default=0.05, help="of AdamW")
-    add("--seed", type=flags.at_least(0, below=2**31), default=0, help="of weights and data order")
+    weights = "weights to start from; without a value: torchvision's"
+    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=weights)
+    add("--dtype", choices=("float32", "float64"), default="float32", help="type of the parameters")
+    add("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all pipelines")
+    add("--lr", type=non_negative_float, default=1e-3, help="highest learning rate of the one-cycle schedule")
+    add("--weight_decay", type=non_negative_float, default=0.05, help="weight decay of AdamW")
+    add("--seed", type=non_negative_int, default=0, help="seed of the weights and of the data order")
 
     add = parser.add_argument_group("length and memory").add_argument
-    add("--num_epochs", type=size, default=1, help="passes over the training images, with --max_steps 0")
-    add("--max_steps", type=count, default=60, help="optimizer steps, instead of num_epochs; 0: off")
-    add("--gradient_accumulation_steps", type=size, default=1, help="how often the pipeline is filled in one step")
+    add("--num_epochs", type=positive_int, default=1, help="passes over the training images, with --max_steps 0")
+    add("--max_steps", type=non_negative_int, default=60, help="optimizer steps, instead of --num_epochs; 0: off")
+    fills = "how often the pipeline is filled in one step"
+    add("--gradient_accumulation_steps", type=positive_int, default=1, help=fills)
+
     parser.add_run_flags(virtual_processes=False, log_every=10)
     return parser.parse_args()
 
@@ -134,10 +114,7 @@ def make_resnet(num_classes: int, norm: str = "batch") -> nn.Module:
 
 
 class Stage(nn.Module):
-    """Some blocks of a ResNet, under the names that they have in the whole model.
-
-    So state dicts of stages and of the whole model fit together without a translation.
-    """
+    """Some blocks of a ResNet, under the names that they have in the whole model: the state dicts fit together."""
 
     def __init__(self, resnet: nn.Module, blocks: list[str]):
         super().__init__()
@@ -175,8 +152,8 @@ def to_input(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Layout(NamedTuple):
     """How the processes share the model and the batch."""
 
-    num_stages: int  # processes, or devices of one process, in a pipeline
-    num_virtual_stages: int  # parts of the model: an interleaved schedule has two a process
+    num_stages: int  # processes in a pipeline, or devices of one process
+    num_virtual_stages: int  # parts of the model: an interleaved schedule has two per process
     devices: list[torch.device]  # of this process
     copies: int  # of the pipeline
     copy: int  # the one of this process
@@ -185,63 +162,67 @@ class Layout(NamedTuple):
 
 
 def choose_layout(args, accelerator) -> Layout:
-    """Raises: SystemExit if the flags and the processes do not fit together."""
     processes = accelerator.num_processes
     devices = [accelerator.device]
     if processes == 1 and accelerator.device.type == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     num_stages = args.num_stages or max(processes, len(devices))
-    num_virtual_stages = num_stages * STAGES_PER_PROCESS[args.schedule]
     copies = 1 if processes == 1 else processes // num_stages
     accumulation = args.num_microbatches * args.gradient_accumulation_steps
+    return Layout(
+        num_stages=num_stages,
+        num_virtual_stages=num_stages * STAGES_PER_PROCESS[args.schedule],
+        devices=devices,
+        copies=copies,
+        copy=accelerator.process_index // num_stages,
+        accumulation=accumulation,
+        micro_batch_size=args.batch_size // max(accumulation * copies, 1),
+    )
+
+
+def check_layout(args, layout: Layout, accelerator) -> None:
+    """Check that the flags and the processes fit together.
+
+    Raises:
+        SystemExit: if not.
+    """
+    processes, num_stages = accelerator.num_processes, layout.num_stages
     if accelerator.distributed_type == DistributedType.FSDP or accelerator.scaler is not None:
         stop("a split model runs neither under FSDP nor in fp16: use ddp.yaml with mixed_precision no or bf16")
     if processes > 1 and processes % num_stages:
         stop(f"--num_stages {num_stages} does not divide the {processes} processes")
     if processes > 1 and num_stages == 1:
+        stop("--num_stages 1 on several processes does not split the model: use another value, or resnet50.py")
+    if layout.num_virtual_stages > len(BLOCKS):
         stop(
-            "--num_stages 1 on several processes does not split the model: use another value, or "
-            "resnet50.py for data parallelism alone"
-        )
-    if num_virtual_stages > len(BLOCKS):
-        stop(
-            f"{num_virtual_stages} stages are more than the {len(BLOCKS)} blocks of ResNet-50: "
+            f"{layout.num_virtual_stages} stages are more than the {len(BLOCKS)} blocks of ResNet-50: "
             "use a smaller --num_stages"
         )
-    micro_batches = accumulation * copies
-    if args.batch_size % micro_batches:
-        below = args.batch_size - args.batch_size % micro_batches
-        above = below + micro_batches
+    micro_batches = layout.accumulation * layout.copies
+    remainder = args.batch_size % micro_batches
+    if remainder:
+        below = args.batch_size - remainder
         stop(
-            f"--batch_size {args.batch_size} does not divide by {plural(copies, 'pipeline')} x "
+            f"--batch_size {args.batch_size} does not divide by {plural(layout.copies, 'pipeline')} x "
             f"{plural(args.num_microbatches, 'micro-batch')} x "
-            f"{plural(args.gradient_accumulation_steps, 'accumulation step')}: use "
-            + (f"{below} or {above}" if below else f"{above}")
+            f"{plural(args.gradient_accumulation_steps, 'accumulation step')}: "
+            f"use {f'{below} or ' if below else ''}{below + micro_batches}"
         )
     if args.split != ["auto"]:
         first_blocks = [BLOCKS.index(name) if name in BLOCKS else -1 for name in args.split]
         in_order = first_blocks == sorted(set(first_blocks)) and min(first_blocks) > 0
-        if len(first_blocks) != num_virtual_stages - 1 or not in_order:
+        if len(first_blocks) != layout.num_virtual_stages - 1 or not in_order:
             stop(
-                f"--split {' '.join(args.split)} must be {plural(num_virtual_stages - 1, 'block')} "
-                f"in order, for {plural(num_virtual_stages, 'stage')}; the blocks are "
-                f"{' '.join(BLOCKS[1:])}"
+                f"--split {' '.join(args.split)} must be {plural(layout.num_virtual_stages - 1, 'block')} "
+                f"in order, for {plural(layout.num_virtual_stages, 'stage')}; the blocks are {' '.join(BLOCKS[1:])}"
             )
-    return Layout(
-        num_stages=num_stages,
-        num_virtual_stages=num_virtual_stages,
-        devices=devices,
-        copies=copies,
-        copy=accelerator.process_index // num_stages,
-        accumulation=accumulation,
-        micro_batch_size=args.batch_size // micro_batches,
-    )
 
 
 def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
-    """BatchNorm needs more than one number of each channel: several images, or several pixels.
+    """BatchNorm needs more than one number per channel: several images, or several pixels.
 
-    Raises: SystemExit if a micro-batch has one image that is one pixel at the end of the model.
+    Raises:
+        SystemExit: if a micro-batch has one image that is one pixel at the end of the model.
     """
     if args.norm != "batch" or max(train_data.images.shape[2:]) > 32:
         return
@@ -262,7 +243,7 @@ def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
 def load_data(args) -> tuple[LabelledImages, LabelledImages]:
     if args.synthetic:
         return synthetic(512, args.image_size, args.seed), synthetic(64, args.image_size, args.seed)
-    return load_images(args.dataset, args.num_workers)
+    return load_images(args.dataset)
 
 
 def synthetic(count: int, image_size: int, seed: int) -> LabelledImages:
@@ -276,7 +257,8 @@ def synthetic(count: int, image_size: int, seed: int) -> LabelledImages:
 def split_model(args, layout, train_data, accelerator):
     """Make the model and split it. Collective.
 
-    Returns: as make_pipeline, and a table of the stages.
+    Returns:
+        As make_pipeline, and a table of the stages.
     """
     resnet = make_resnet(len(train_data.classes), args.norm).to(getattr(torch, args.dtype))
     if args.pretrained:
@@ -305,7 +287,7 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
         examples: a micro-batch as it goes into the first stage and as it comes out of each stage,
             on the meta device.
         num_stages: processes, or devices of one process, in a pipeline.
-        devices: those of this process.
+        devices: of this process.
 
     Returns:
         The part of the model that this process has; the pipeline to run it in; and the process
@@ -313,18 +295,17 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
     """
     rank = accelerator.process_index
     processes = accelerator.num_processes
-    if processes == 1:
-        own = range(len(blocks))
-    else:
-        own = range(rank % num_stages, len(blocks), num_stages)
+    numbers = range(len(blocks))  # of the stages of this process
+    if processes > 1:
+        numbers = range(rank % num_stages, len(blocks), num_stages)
     stages, places = {}, []
-    for index in own:
+    for index in numbers:
         row = index % num_stages  # in the timeline
         device = devices[row % len(devices)]
         stages[index] = Stage(resnet, blocks[index]).to(device)
         places.append((row, device))
     # The same modules once more in one object, for the optimizer and the checkpoints.
-    model = Stage(resnet, [block for index in own for block in blocks[index]])
+    model = Stage(resnet, [block for index in numbers for block in blocks[index]])
     if processes == 1:
         return model, OneProcess(stages, places, schedule), None
     copies = processes // num_stages
@@ -338,7 +319,8 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
 def make_loss_fn(count):
     """The function that the last stage calls with the logits and the Batch of a micro-batch.
 
-    count: gets the batch and its metrics.
+    Args:
+        count: gets the batch and its metrics: run.log_train, or add of a test's metrics.
     """
 
     def loss_fn(logits, batch):
@@ -357,7 +339,7 @@ def make_loss_fn(count):
 
 @torch.no_grad()
 def evaluate(model, pipeline, loader, run) -> dict:
-    """Loss and accuracy through the pipeline; each test sample counts once."""
+    """Loss and accuracy of all test samples, through the pipeline; each counts once."""
     model.eval()
     metrics = run.new_metrics()
     loss_fn = make_loss_fn(metrics.add)
@@ -368,36 +350,20 @@ def evaluate(model, pipeline, loader, run) -> dict:
     return metrics.reduce()
 
 
-def report(args, layout, recorder, pipeline, run) -> None:
-    """Peak memory and idle time of the recorded steps: timeline.png, summary.json. Collective."""
-    peaks_gib = recorder.peak_memory_gib()
-    if not peaks_gib:
-        return
-    accelerator = run.accelerator
-    # One CPU runs one stage at a time.
-    overlap = accelerator.num_processes > 1 or len(layout.devices) > 1
-    passes = 1
-    if overlap and args.schedule != "naive":
+def idle_share_in_theory(args, layout, accelerator) -> float:
+    """Fraction of a step in which a stage waits, with stages of equal cost: (p - 1) / (m + p - 1)."""
+    passes, waiting = 1, layout.num_stages - 1
+    overlaps = accelerator.num_processes > 1 or len(layout.devices) > 1  # one CPU runs one stage at a time
+    if overlaps and args.schedule != "naive":
         passes = args.num_microbatches * STAGES_PER_PROCESS[args.schedule]
-    idle = layout.num_stages - 1
-    title = (
-        f"{args.schedule}, {layout.num_stages} stages, {args.num_microbatches} micro-batches of "
-        f"{layout.micro_batch_size}"
-    )
-    numbers = {
-        "peak_memory_gib_above_start": peaks_gib,
-        "idle_share": pipeline.timeline.report(accelerator, title, run.folder / "timeline.png"),
-        "idle_share_in_theory": round(idle / (passes + idle), 4),
-    }
-    for name, value in numbers.items():
-        accelerator.print(name, value, flush=True)
-    run.add_to_summary(**numbers)
+    return round(waiting / (passes + waiting), 4)
 
 
 def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args, args.cpu_threads or None, split_batch=False)
     layout = choose_layout(args, accelerator)
+    check_layout(args, layout, accelerator)
     run = Run(accelerator, args)
 
     train_data, test_data = load_data(args)
@@ -416,27 +382,28 @@ def main():
     # Not the model: DDP would copy and reduce it.
     optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
 
-    batch_norm_sees = {"micro_batch_size": layout.micro_batch_size}
+    batch_norm_sees = {"micro_batch_size": layout.micro_batch_size} if args.norm == "batch" else None
+    micro_batches = plural(args.num_microbatches, "micro-batch")
     run.start(
         train_loader,
         test_loader,
         total_steps,
-        data=describe("synthetic" if args.synthetic else args.dataset, train_data, test_data),
-        resume_invariants=batch_norm_sees if args.norm == "batch" else None,
-        describe_batch=f"{layout.micro_batch_size} per micro-batch x "
-        f"{plural(args.num_microbatches, 'micro-batch')} x {plural(layout.copies, 'pipeline')}",
+        resume_invariants=batch_norm_sees,
+        describe_batch=f"{layout.micro_batch_size} per micro-batch x {micro_batches} x "
+        f"{plural(layout.copies, 'pipeline')}",
         launch_notes={"num_stages": layout.num_stages, "copies": layout.copies, "stages": table},
         model_copy=layout.copy,
         checkpoint={"model": model, "optimizer": optimizer, "scheduler": scheduler},
     )
-    accelerator.print(as_text(table), flush=True)
+    accelerator.print(format_table(table), flush=True)
 
+    phase = run.profiler.phase if run.profiler else contextlib.nullcontext  # a row in the table of --profile
     loss_fn = make_loss_fn(run.log_train)
     for epoch in run.epochs():
         model.train()
         for micro_batches in run.steps(train_loader, epoch):
             with recorder.step(accelerator, pipeline.timeline):
-                with accelerator.autocast(), run.profiler.phase("forward, backward"):
+                with accelerator.autocast(), phase("forward, backward"):
                     for first in range(0, len(micro_batches), args.num_microbatches):
                         batches = micro_batches[first : first + args.num_microbatches]
                         images = [batch.data[0] for batch in batches]
@@ -446,7 +413,13 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
         run.log_test(evaluate(model, pipeline, test_loader, run))
-    report(args, layout, recorder, pipeline, run)
+
+    title = f"{args.schedule}, {layout.num_stages} stages, {micro_batches} of {layout.micro_batch_size}"
+    measured = recorder.report(accelerator, pipeline.timeline, title, Path(args.output_dir) / "timeline.png")
+    if measured:
+        measured["idle_share_in_theory"] = idle_share_in_theory(args, layout, accelerator)
+        accelerator.print("  ".join(f"{name} {value}" for name, value in measured.items()), flush=True)
+        run.add_to_summary(**measured)
     run.finish()
 
 

@@ -24,7 +24,7 @@ from torchvision.models.resnet import Bottleneck
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
 
-from utils import flags, launch
+from utils import launch
 from utils.console import stop
 from utils.datasets.image_files import (
     CenterCrop,
@@ -42,8 +42,9 @@ from utils.features.data_parallel import data_parallel, on_each_gpu
 from utils.features.fsdp import memory_format, moving_average, shard, supports_fused_step
 from utils.features.pretrained import load_pretrained
 from utils.features.sampling import Repeated
+from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
-from utils.metrics import classification_metrics, gather_samples
+from utils.metrics import gather_samples
 from utils.run import Run
 from utils.topology import data_parallel_gpus
 
@@ -101,66 +102,63 @@ PRESETS = {
 
 
 def parse_args():
-    parser = flags.ArgumentParser(__doc__)
-    count, size, real = flags.at_least(0), flags.at_least(1), flags.at_least(0.0, float)
-    fraction = flags.at_least(0.0, float, below=1.0)
-    probability = flags.at_least(0.0, float, below=1.01)
-    switch = argparse.BooleanOptionalAction
-    recipe = "torchvision's recipe for ImageNet; flags beside it replace its values"
+    parser = ArgumentParser(__doc__)
+    recipe = "torchvision's recipe for ImageNet; other flags replace its values"
     parser.add_argument("--preset", choices=PRESETS, help=recipe)
+    switch = argparse.BooleanOptionalAction
+
     add = parser.add_argument_group("data").add_argument
-    folders = "Hub id, or folder of parquet files or of <split>/<class>/ images"
-    add("--dataset", default=BUNDLED_MNIST, help=folders)
+    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--synthetic", action="store_true", help="random images of 1000 classes, to measure speed")
-    bad = "read all images first, and leave out those that cannot be decoded"
-    add("--skip_bad_images", action="store_true", help=bad)
-    add("--num_workers", type=count, help="processes that decode (default: by the machine)")
-    add("--max_test_samples", type=count, default=0, help="test on the first N images; 0: all")
-    # fixed: a resumed run must have the same values.
+    add("--skip_bad_images", action="store_true", help="read all images first, leave out what cannot be decoded")
+    add("--num_workers", type=non_negative_int, help="processes that decode (default: by the machine)")
+    add("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
+
+    # resume_invariant: a resumed run must have the same values.
     add = parser.add_argument_group("image size", resume_invariant=True).add_argument
-    add("--image_size", type=size, default=32, help="pixels of a side in training")
-    add("--eval_size", type=count, default=0, help="pixels of a side in tests; 0: image_size")
-    add("--eval_resize", type=count, default=0, help="shorter side before the crop; 0: eval_size")
+    add("--image_size", type=positive_int, default=32, help="side of the images in training, in pixels")
+    add("--eval_size", type=non_negative_int, default=0, help="side of the images in tests; 0: image_size")
+    add("--eval_resize", type=non_negative_int, default=0, help="shorter side before the crop in tests; 0: eval_size")
+
     add = parser.add_argument_group("augmentation", resume_invariant=True).add_argument
-    area = flags.at_least(0.01, float, below=1.01)
+    area = at_least(0.01, float, below=1.01)
     add("--min_crop", type=area, default=0.85, help="smallest area of a crop, as a fraction")
+    probability = at_least(0.0, float, below=1.01)
     add("--flip", type=probability, default=0.0, help="probability of a horizontal flip")
-    operation = "one random operation at a random strength"
-    add("--trivial_augment", action=switch, default=False, help=operation)
+    add("--trivial_augment", action=switch, default=False, help="one random operation at a random strength")
     add("--erase", type=fraction, default=0.0, help="probability of an erased rectangle")
-    add("--mixup", type=real, default=0.0, help="alpha of the Beta distribution; 0: off")
-    add("--cutmix", type=real, default=0.0, help="as --mixup; with both: half of the steps each")
-    add("--repeats", type=size, default=1, help="augmented copies of a sample in one step")
+    add("--mixup", type=non_negative_float, default=0.0, help="alpha of the Beta distribution; 0: off")
+    add("--cutmix", type=non_negative_float, default=0.0, help="as --mixup; with both: half of the steps each")
+    add("--repeats", type=positive_int, default=1, help="augmented copies of a sample in one step")
+
     add = parser.add_argument_group("model", resume_invariant=True).add_argument
-    pretrained = "weights to start from; without a value: torchvision's"
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
-    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=pretrained)
-    residual = "start with residual blocks that are the identity, where the shape stays"
-    add("--zero_init", action=switch, default=True, help=residual)
+    weights = "weights to start from; without a value: torchvision's"
+    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=weights)
+    add("--zero_init", action=switch, default=True, help="residual blocks that keep the shape start as the identity")
     statistics = "BatchNorm; sync: statistics over all processes, on GPUs"
     add("--bn", choices=("local", "sync"), default="local", help=statistics)
+
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
-    step = "of one optimizer step, over all processes together"
-    add("--batch_size", type=size, default=64, help=step)
+    add("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all processes")
     rate = "highest learning rate for a batch of 256; scaled with the batch size"
-    add("--lr", type=real, default=0.1, help=rate)
-    stairs = "step: a tenth after every 30 epochs"
-    add("--schedule", choices=("cosine", "step"), default="cosine", help=stairs)
-    add("--warmup_epochs", type=real, default=0.02, help="epochs in which the learning rate rises")
-    add("--weight_decay", type=real, default=5e-5, help="of the convolutions and the last layer")
-    add("--norm_weight_decay", type=real, default=0.0, help="of BatchNorm and the biases")
+    add("--lr", type=non_negative_float, default=0.1, help=rate)
+    add("--schedule", choices=("cosine", "step"), default="cosine", help="step: a tenth after every 30 epochs")
+    add("--warmup_epochs", type=non_negative_float, default=0.02, help="epochs in which the learning rate rises")
+    add("--weight_decay", type=non_negative_float, default=5e-5, help="of the convolutions and the last layer")
+    add("--norm_weight_decay", type=non_negative_float, default=0.0, help="of BatchNorm and the biases")
     add("--nesterov", action=switch, default=True, help="Nesterov's form of momentum 0.9")
-    add("--label_smoothing", type=fraction, default=0.0, help="of the cross-entropy in training")
-    add("--ema_decay", type=fraction, default=0.0, help="of a moving average of the model; 0: none")
-    add("--ema_every", type=size, default=1, help="steps between two steps of that average")
-    seed = flags.at_least(0, below=2**31)
-    add("--seed", type=seed, default=0, help="of weights, data order and augmentation")
+    add("--label_smoothing", type=fraction, default=0.0, help="label smoothing in training")
+    add("--ema_decay", type=fraction, default=0.0, help="decay of a moving average of the model; 0: no average")
+    add("--ema_every", type=positive_int, default=1, help="steps between two steps of that average")
+    add("--seed", type=non_negative_int, default=0, help="seed of the weights, data order and augmentation")
+
     add = parser.add_argument_group("length, memory and speed").add_argument
-    add("--num_epochs", type=size, default=1, help="passes over the training images")
-    add("--max_steps", type=count, default=150, help="steps, instead of num_epochs; 0: off")
-    micro_batches = "micro-batches of a process in one step"
-    add("--gradient_accumulation_steps", type=size, default=1, help=micro_batches)
+    add("--num_epochs", type=positive_int, default=1, help="passes over the training images")
+    add("--max_steps", type=non_negative_int, default=150, help="optimizer steps, instead of --num_epochs; 0: off")
+    add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step, on each process")
     add("--compile", action="store_true", help="torch.compile the model")
+
     parser.add_run_flags(log_every=10)
     parser.set_defaults(**PRESETS.get(parser.parse_known_args()[0].preset, {}))
     args = parser.parse_args()
@@ -170,8 +168,11 @@ def parse_args():
 
 
 def check_args(args, accelerator):
-    """Raises: SystemExit if a micro-batch has a size that BatchNorm or mixup cannot work with, or
-    where --bn sync cannot be what it says."""
+    """Check that BatchNorm and mixup can work with the micro-batches, and that --bn sync is possible.
+
+    Raises:
+        SystemExit: if not.
+    """
     num_slots = accelerator.num_processes * args.gradient_accumulation_steps
     num_slots = args.virtual_processes or num_slots
     micro_batch = args.batch_size // num_slots
@@ -183,7 +184,7 @@ def check_args(args, accelerator):
             f"{args.repeats} must divide the batch"
         )
     if args.bn == "sync" and accelerator.device.type != "cuda":
-        stop("--bn sync works on GPUs only, PyTorch has it for no other device: leave it out here")
+        stop("--bn sync works on GPUs only, PyTorch has it for no other device: leave it out")
     if args.bn == "sync" and data_parallel_gpus(accelerator) > 1:
         # Each GPU would use its own statistics, and PyTorch would not say so.
         stop("--bn sync needs a process for each GPU, and DataParallel runs here: use ddp.yaml")
@@ -195,7 +196,7 @@ def check_args(args, accelerator):
 
 
 def load_data(args, accelerator):
-    """The training set, the test set, and what run.json says of them."""
+    """The training set, the test set, and what run.json says about them."""
     if args.synthetic:
         train_data = SyntheticImages(IMAGENET_SIZE, args.image_size, accelerator.device)
         test_data = SyntheticImages(128, args.eval_size, accelerator.device)
@@ -277,27 +278,29 @@ def normalize(images):
 
 
 @on_each_gpu  # dp.yaml: each GPU computes its own losses, and the first one gathers no logits
-def losses_and_predictions(model, images, labels, partners=None, own=1.0, label_smoothing=0.0):
-    """Losses, predictions, and the number of classes with a larger logit than the true one; (N,).
+def losses_and_predictions(model, images, labels, partners=None, kept=1.0, label_smoothing=0.0):
+    """Losses, predictions, and the number of classes with a larger logit than the true one; (N,) each.
 
-    partners: labels of the images that were mixed in, (N,); own: the fraction that was not.
+    Args:
+        partners: labels of the images that were mixed in, (N,).
+        kept: the fraction of each image that is not from its partner.
     """
     inputs = normalize(images)
     logits = model(inputs).to(inputs.dtype)
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
-    if own < 1:
+    if kept < 1:
         others = F.cross_entropy(logits, partners, reduction="none", label_smoothing=label_smoothing)
-        losses = own * losses + (1 - own) * others
+        losses = kept * losses + (1 - kept) * others
     num_larger = (logits > logits.gather(1, labels[:, None])).sum(1)
     return losses, logits.argmax(1), num_larger
 
 
 @torch.no_grad()
 def evaluate(model, loader, run, num_classes=None) -> dict:
-    """Loss, top-1 and top-5 accuracy; each test image counts once.
+    """Loss, top-1 and top-5 accuracy of all test images; each counts once.
 
-    With num_classes also F1, the confusion matrix, and "worst": (loss, index, prediction, label) of
-    the images with the largest losses.
+    With num_classes also macro F1, the confusion matrix [true][predicted], and "worst": (loss, index, prediction,
+    label) of the images with the largest losses.
     """
     model.eval()
     metrics, samples = run.new_metrics(), []
@@ -307,17 +310,18 @@ def evaluate(model, loader, run, num_classes=None) -> dict:
             losses, predicted, num_larger = losses_and_predictions(model, images, labels)
         correct = predicted == labels
         metrics.add(batch, loss=losses, accuracy=correct, top5_accuracy=num_larger < 5)
-        samples.append((losses, batch.indices, predicted, labels))
+        samples.append([batch.counted(each) for each in (losses, batch.indices, predicted, labels)])
     result = metrics.reduce()
     if num_classes is None:
         return result
-    losses, indices, predicted, labels = (list(column) for column in zip(*samples, strict=True))
-    result |= classification_metrics(run.accelerator, num_classes, predicted, labels)
-    columns = (losses, indices, predicted, labels)
-    columns = [gather_samples(run.accelerator, column) for column in columns]
-    worst = columns[0].argsort(descending=True, stable=True)[:WORST_SHOWN]
-    result["worst"] = list(zip(*(column[worst].tolist() for column in columns), strict=True))
-    return result
+    columns = [gather_samples(run.accelerator, list(column)) for column in zip(*samples, strict=True)]
+    losses, _, predicted, labels = columns
+    confusion = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+    confusion = confusion.view(num_classes, num_classes)
+    f1 = 2 * confusion.diag() / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
+    worst = losses.argsort(descending=True, stable=True)[:WORST_SHOWN]
+    worst = list(zip(*(column[worst].tolist() for column in columns), strict=True))
+    return result | {"f1_macro": f1.mean(), "confusion": confusion.tolist(), "worst": worst}
 
 
 def draw_worst(worst, test_data, picture):
@@ -337,11 +341,9 @@ def main():
 
     train_data, test_data, about_data = load_data(args, accelerator)
     num_classes = len(train_data.classes)
-    num_workers = args.num_workers
-    if num_workers is None:
-        num_workers = default_num_workers(accelerator)
+    num_workers = default_num_workers(accelerator) if args.num_workers is None else args.num_workers
     if args.synthetic:
-        num_workers = 0  # its images lie on the device
+        num_workers = 0  # the images are on the device
     train_loader = GlobalLoader(
         train_data,
         args.batch_size,
@@ -365,10 +367,9 @@ def main():
     warmup_steps = args.warmup_epochs * steps_per_epoch
 
     model = make_model(args, num_classes, accelerator)
-    ema = None
+    ema = None  # an exponential moving average of the weights
     if args.ema_decay:
-        average = moving_average(args.ema_decay)
-        ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+        ema = AveragedModel(model, multi_avg_fn=moving_average(args.ema_decay), use_buffers=True)
     optimizer = make_optimizer(args, model, accelerator)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, args.schedule, warmup_steps, steps_per_epoch, total_steps)
@@ -384,25 +385,25 @@ def main():
     model.forward_sync_buffers = False
     batch_norms = BatchNorms(model, accelerator)
 
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if ema is not None:
-        state["model_ema"] = ema
-    run.start(train_loader, test_loader, total_steps, data=about_data, checkpoint=state)  # resumes if asked
+        checkpoint["model_ema"] = ema
+    run.start(train_loader, test_loader, total_steps, data=about_data, checkpoint=checkpoint)
 
     for epoch in run.epochs():
         model.train()
         for batch in run.batches(train_loader, epoch):
             images, labels = batch.data
-            images, partners, own = mix(images, args.mixup, args.cutmix, args.seed, run.step)
+            images, partners, kept = mix(images, args.mixup, args.cutmix, args.seed, run.step)
             with accelerator.accumulate(model), batch_norms.averaged():
                 losses, predicted, _ = losses_and_predictions(
-                    model, images, labels, labels[partners], own, args.label_smoothing
+                    model, images, labels, labels[partners], kept, args.label_smoothing
                 )
                 accelerator.backward(batch.mean_loss(losses))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            run.log_train(batch, loss=losses, accuracy=predicted == labels)  # for the log
+            run.log_train(batch, loss=losses, accuracy=predicted == labels)
             if accelerator.sync_gradients:  # the last micro-batch of the step
                 step = run.step + 1  # steps done, with this one
                 if ema is not None and step % args.ema_every == 0:
@@ -419,8 +420,9 @@ def main():
     run.finish()
 
     if accelerator.is_main_process and not args.synthetic:
-        plot_confusion(result["confusion"], test_data.classes, run.folder / "confusion.png")
-        picture = run.folder / "worst_predictions.png"
+        folder = Path(args.output_dir)
+        plot_confusion(result["confusion"], test_data.classes, folder / "confusion.png")
+        picture = folder / "worst_predictions.png"
         save_picture(picture, lambda: draw_worst(worst, test_data, picture))
 
 

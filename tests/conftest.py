@@ -118,7 +118,8 @@ class Launcher:
         config = config if os.sep in str(config) else ROOT / "accelerate_configs" / f"{config}.yaml"
         words = ["-m", "accelerate.commands.launch", "--config_file", config]
         words += ["--main_process_port", free_port(), *launch_flags]
-        return self.start_python(*words, ROOT / "scripts" / f"{script}.py", *flags, **options)
+        script = Path(f"{script}.py") if os.sep in str(script) else run_many.path_of(script)
+        return self.start_python(*words, script, *flags, **options)
 
     def start_python(self, *words, cwd=None, stderr=subprocess.PIPE, cold=False) -> subprocess.Popen:
         variables = environment(self.home)
@@ -246,14 +247,14 @@ def tiny_mnist(small_mnist, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def train(small_mnist, tmp_path, monkeypatch, home):
-    """Runs mnist_mlp's main in this process and returns its exit code.
+    """Runs the main of programs/mlp.py in this process and returns its exit code.
 
     A process of its own would take seconds to import everything.
     """
-    from scripts import mnist_mlp
+    from tests.programs import mlp
     from utils.signals import StopSignal
 
-    monkeypatch.setattr(mnist_mlp, "TEST_BATCH_SIZE", 50)  # five calls of `agreed` in an evaluation
+    monkeypatch.setattr(mlp, "TEST_BATCH_SIZE", 50)  # five calls of `agreed` in an evaluation
 
     def train(folder, *flags, stop_at_call=None):
         words = ["--dataset", small_mnist, "--output_dir", tmp_path / folder]
@@ -268,6 +269,6 @@ def train(small_mnist, tmp_path, monkeypatch, home):
 
         with monkeypatch.context() as patch:
             patch.setattr(StopSignal, "agreed", agreed_or_at_call)
-            return run_many.run("mnist_mlp", words)
+            return run_many.run("mlp", words)
 
     return train

@@ -202,11 +202,16 @@ def is_loss(name: str) -> bool:
 
 
 def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Each process's (n, ...) tensors as one tensor (N, ...), n different between processes.
-    Collective.
+    """Each process's (n, ...) tensors as one tensor (N, ...) in the order of the ranks; n may differ. Collective.
 
-    In the order of the ranks. Accelerate's `gather_for_metrics` needs a loader that it prepared
-    itself, and then drops the last samples of the last batch whoever holds them.
+    For metrics that are neither means nor counts, such as those of the package evaluate:
+
+        metric.compute(predictions=gather_samples(accelerator, predictions), references=...)
+
+    A confusion matrix is a sum of counts and needs one `accelerator.reduce` only, as in scripts/mnist_mlp.py.
+
+    Accelerate's `gather_for_metrics` needs a loader that it prepared itself, and then drops the last samples of the
+    last batch whoever holds them.
     """
     mine = torch.cat(parts)
     counts = accelerator.gather(torch.tensor([len(mine)], device=mine.device)).tolist()
@@ -215,49 +220,3 @@ def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch
     padded[: len(mine)] = mine
     padded = accelerator.gather(padded)
     return torch.cat([part[:count] for part, count in zip(padded.chunk(len(counts)), counts, strict=True)])
-
-
-def classification_metrics(
-    accelerator: Accelerator, num_classes: int, predictions: list[torch.Tensor], labels: list[torch.Tensor]
-) -> dict:
-    """Macro F1 and confusion matrix [true][predicted] over all processes, by `evaluate`.
-    Collective.
-
-    predictions, labels: int64 (n,) of each batch, 0 to num_classes - 1.
-    """
-    metric = classification_metric(num_classes)
-    predictions = gather_samples(accelerator, predictions).cpu().numpy()
-    labels = gather_samples(accelerator, labels).cpu().numpy()
-    result = metric.compute(predictions=predictions, references=labels)
-    return {name: result[name] for name in ("f1_macro", "confusion")}
-
-
-def classification_metric(num_classes: int):
-    """An `evaluate.Metric` with accuracy, macro F1 and confusion matrix [true][predicted], defined
-    here.
-
-    `evaluate.load("accuracy")` fetches its definition from the Hub and fails where there is no
-    network. Macro F1: the mean over classes of 2 tp / (2 tp + fp + fn), 0 for a class that neither
-    occurs nor is predicted.
-    """
-    import datasets
-    import evaluate
-
-    class Classification(evaluate.Metric):
-        def _info(self):
-            features = datasets.Features(
-                {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
-            )
-            return evaluate.MetricInfo(description=classification_metric.__doc__, citation="", features=features)
-
-        def _compute(self, predictions, references):
-            pairs = np.asarray(references) * num_classes + np.asarray(predictions)
-            confusion = np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
-            hits, either = np.diag(confusion), confusion.sum(0) + confusion.sum(1)
-            return {
-                "accuracy": float(hits.sum() / confusion.sum()),
-                "f1_macro": float((2 * hits / np.maximum(either, 1)).mean()),
-                "confusion": confusion.tolist(),
-            }
-
-    return Classification()

@@ -20,7 +20,7 @@ def test_a_schedule_leaves_always_one_machine():
 
 
 def test_lost_and_returned_machines_change_no_bit(hosts, launcher, small_mnist, tmp_path):
-    flags = [*elastic.FLAGS, "--dataset", small_mnist, "--activation", "relu"]
+    flags = [*elastic.FLAGS, "--dataset", small_mnist]
     # More steps than any machine trains while another comes back: the others do not wait for it.
     flags += ["--virtual_processes", 4, "--max_steps", 1_000_000]
     agents = elastic.Agents(hosts, tmp_path, flags)

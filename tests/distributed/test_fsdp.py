@@ -29,7 +29,7 @@ MLP = ["--dtype", "float64", "--hidden", 193, "--dropout", 0.1, "--batch_size", 
 MLP += ["--num_epochs", 1, *CHECKPOINTS]
 # All parameters are sharded together. Most steps are clipped, and the last one has 3 images for
 # the 4 micro-batches of 2 processes.
-CLIPPED = ["--dtype", "float64", "--variable_length", "--max_grad_norm", 0.2]
+CLIPPED = ["--float64", "--variable_length", "--max_grad_norm", 0.2]
 CLIPPED += ["--batch_size", 250, "--num_epochs", 1, *CHECKPOINTS]
 # The third step ends an epoch: the average takes a step after a test.
 RESNET = ["--image_size", 16, "--batch_size", 16, "--max_steps", 4, "--max_test_samples", 4]
@@ -58,11 +58,13 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
     """The folder with the runs of one process, of two that shard, and of those that change."""
     folder = shared_launcher.folder
     mlp, clipped = (["--dataset", small_mnist, *flags] for flags in (MLP, CLIPPED))
+    face = ["--dataset", small_mnist, "--batch_size", 250, "--lr", 1e-3, "--num_epochs", 1, "--log_every", 1]
     resnet = ["--dataset", tiny_mnist, *RESNET]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert run_many.run("mnist_mlp", [*mlp, "--output_dir", "one"]) is None
+        assert run_many.run("mlp", [*mlp, "--output_dir", "one"]) is None
         assert run_many.run("gradient_accumulation", [*clipped, "--output_dir", "clipped_one"]) is None
+        assert run_many.run("mnist_mlp", [*face, "--output_dir", "face_one"]) is None
         use_small_resnet(patch.setattr)
         two_parts = ["--gradient_accumulation_steps", 2, "--output_dir", "resnet_one"]
         try:
@@ -79,7 +81,7 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
     early = ["--num_epochs", 9, "--patience", 1, "--save_best", "max:loss"]
     early += ["--checkpoint_every", 1000]
     words = run_many.words(
-        "mnist_mlp",
+        "mlp",
         [*mlp, "--output_dir", "sharded"],
         resumed("sharded", 2, "sharded_again", *mlp),
         resumed("sharded", 2, "ddp", "--ddp", *mlp),
@@ -88,6 +90,7 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
         [*mlp, *two_parts, *early, "--output_dir", "early"],
         ["--script", "gradient_accumulation", *clipped, *two_parts, "--output_dir", "clipped"],
         resumed("clipped", 2, "clipped_again", *clipped, *two_parts),
+        ["--script", "mnist_mlp", *face, "--output_dir", "face"],
         ["--script", "resnet50", *resnet, "--output_dir", "resnet"],
         resumed("resnet_one", 2, "resnet_one_to_sharded", *resnet),
     )
@@ -161,15 +164,22 @@ def test_a_checkpoint_goes_on_with_and_without_shards(runs, one, run, kinds):
 def test_one_process_goes_on_from_shards(runs, small_mnist, tmp_path):
     again = run_many.back_to(runs / "sharded", 2, tmp_path / "again")
     flags = ["--dataset", small_mnist, *MLP, "--resume", "--output_dir", again]
-    assert run_many.run("mnist_mlp", flags) is None
+    assert run_many.run("mlp", flags) is None
     assert_launches(again, SHARDED, ONE)
     assert_same(runs / "one", again)
 
 
 @pytest.mark.slow
+def test_the_fused_adamw_of_mnist_mlp_steps_on_shards(runs):
+    assert_launches(runs / "face", SHARDED)
+    for one, two in zip(lines(runs / "face_one"), lines(runs / "face"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_sgd_steps_on_shards(runs, small_mnist, tmp_path):
     flags = ["--dataset", small_mnist, *MLP, "--optimizer", "sgd", "--max_steps", 2]
-    assert run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "one"]) is None
+    assert run_many.run("mlp", [*flags, "--output_dir", tmp_path / "one"]) is None
     assert_same(tmp_path / "one", runs / "sgd")
 
 
@@ -204,8 +214,7 @@ def test_the_moving_average_is_that_of_torch():
 @pytest.mark.parametrize(
     ("script", "flags", "sentence"),
     [
-        ("mnist_mlp", ["--virtual_processes", 2], "--virtual_processes works with DDP, and FSDP"),
-        ("gradient_accumulation", ["--compare"], "--compare needs whole gradients in each process"),
+        ("mlp", ["--virtual_processes", 2], "--virtual_processes works with DDP, and FSDP"),
         (
             "gradient_accumulation",
             ["--micro_batch_size", "auto"],

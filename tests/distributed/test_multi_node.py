@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, free_port
 from hosts import ADDRESSES, NAMES
 
-FLAGS = ["--num_epochs", 3, "--batch_size", 64, "--log_every", 1, "--dropout", 0.2]
+FLAGS = ["--num_epochs", 3, "--batch_size", 64, "--lr", 1e-3, "--log_every", 1]
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def runs(shared_launcher, small_mnist) -> Path:
             four = ["--back_to", "float64-2x1", 30, "four", *resumable, "--resume"]
             flags.append([*four, "--output_dir", "four"])
         config, launch_flags = ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
-        words = run_many.words("mnist_mlp", *flags)
+        words = run_many.words("mlp", *flags)
         shared_launcher(config, *words, script=run_many.FILE, launch_flags=launch_flags, timeout=300)
     return shared_launcher.folder
 
@@ -88,10 +88,10 @@ def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, 
     """
     flags = ["--dataset", small_mnist, *FLAGS, "--dtype", "float64", *CHECKPOINTS, "--resume"]
     run_many.back_to(runs / "float64-2x1", 50, tmp_path / "one")
-    run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "one"])
+    run_many.run("mlp", [*flags, "--output_dir", tmp_path / "one"])
     run_many.back_to(runs / "four", 60, tmp_path / "accumulated")
     accumulated = ["--gradient_accumulation_steps", 4, "--output_dir", tmp_path / "accumulated"]
-    run_many.run("mnist_mlp", [*flags, *accumulated])
+    run_many.run("mlp", [*flags, *accumulated])
     for run, went_on in (
         (tmp_path / "one", [(2, 0), (1, 50)]),
         (runs / "four", [(2, 0), (4, 30)]),

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import count_all_reduces
 import pytest
 import run_many
 import safetensors.torch
@@ -47,7 +48,7 @@ def test_bf16_by_the_config_file_trains_and_resumes_bit_by_bit(launcher, small_m
     flags = ["--dataset", small_mnist, *FLAGS]
     whole, again, exact = (launcher.folder / name for name in ("whole", "again", "exact"))
     words = run_many.words(
-        "mnist_mlp",
+        "mlp",
         [*flags, "--output_dir", whole],
         ["--back_to", whole, 4, again, *flags, "--resume", "--output_dir", again],
     )
@@ -57,7 +58,7 @@ def test_bf16_by_the_config_file_trains_and_resumes_bit_by_bit(launcher, small_m
         assert launch["mixed_precision"] == "bf16"
     assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     # The numbers are of bf16: those of float32 are near, and others. The weights stay float32.
-    assert run_many.run("mnist_mlp", [*flags, "--output_dir", exact]) is None
+    assert run_many.run("mlp", [*flags, "--output_dir", exact]) is None
     assert losses(whole) == pytest.approx(losses(exact), rel=0.02)
     assert losses(whole) != pytest.approx(losses(exact), rel=1e-5)
     assert losses(whole)[-1] < 0.6 * losses(whole)[0]
@@ -65,7 +66,7 @@ def test_bf16_by_the_config_file_trains_and_resumes_bit_by_bit(launcher, small_m
 
     capsys.readouterr()
     other = run_many.back_to(whole, 4, launcher.folder / "other")
-    assert run_many.run("mnist_mlp", [*flags, "--resume", "--output_dir", other]) == 2
+    assert run_many.run("mlp", [*flags, "--resume", "--output_dir", other]) == 2
     error = capsys.readouterr().err
     assert "precision was 'bf16' and is 'no'" in error
     assert len(error.splitlines()) == 1
@@ -79,19 +80,19 @@ def test_a_compiled_model_has_the_numbers_and_names_of_an_eager_one(launcher, sm
     config.write_text(COMPILED)
     flags = ["--dataset", small_mnist, *FLOAT64]
     folder = launcher.folder
-    assert run_many.run("mnist_mlp", [*flags, "--output_dir", folder / "eager"]) is None
+    assert run_many.run("mlp", [*flags, "--output_dir", folder / "eager"]) is None
     virtual = ["--virtual_processes", 4]
-    assert run_many.run("mnist_mlp", [*flags, *virtual, "--output_dir", folder / "tree"]) is None
+    assert run_many.run("mlp", [*flags, *virtual, "--output_dir", folder / "tree"]) is None
     two_parts = ["--gradient_accumulation_steps", 2]
     counted = ["--dataset", small_mnist, *two_parts, "--max_steps", 1]
     again = ["--resume", "--output_dir", "compiled"]
     words = run_many.words(
-        "mnist_mlp",
+        "mlp",
         [*flags, *virtual, "--output_dir", "compiled_tree"],
         ["--back_to", "eager", 2, "compiled", *flags, *two_parts, *again],
         ["--script", "gradient_accumulation", *counted, "--output_dir", "counted"],
     )
-    launcher(str(config), *words, script=run_many.FILE)
+    launcher(str(config), *words, script=count_all_reduces.FILE)
     assert_close(folder / "eager", folder / "compiled")
     assert_close(folder / "tree", folder / "compiled_tree")
     _, tensors = read_checkpoint(folder / "compiled" / "checkpoints" / "step_00000004")
@@ -100,7 +101,7 @@ def test_a_compiled_model_has_the_numbers_and_names_of_an_eager_one(launcher, sm
     moments = {name.rpartition("/")[0] for name in tensors["optimizer.safetensors"]}
     assert moments == names
     later = run_many.back_to(folder / "compiled", 4, folder / "later")
-    assert run_many.run("mnist_mlp", [*flags, "--resume", "--output_dir", later]) is None
+    assert run_many.run("mlp", [*flags, "--resume", "--output_dir", later]) is None
     assert_close(folder / "eager", later)
     assert json.loads((folder / "counted" / "summary.json").read_text())["gradient_all_reduces"] == 1
 

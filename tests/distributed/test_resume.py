@@ -12,7 +12,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from scripts import mnist_mlp
+from tests.programs import mlp
 from utils.checkpoint import Checkpoints
 from utils.checkpoint import folder as disk
 from utils.signals import EXIT_REQUEUE
@@ -56,7 +56,7 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(train, whole, tmp_path, ca
 def test_stopped_twice_in_one_epoch(train, whole, tmp_path):
     assert train("run", stop_at_call=2) == EXIT_REQUEUE
     assert train("run", "--resume", stop_at_call=1) == EXIT_REQUEUE
-    assert train("run", "--resume", "--checkpoint_every", 1, "--num_workers", 3, "--log_every", 3) is None
+    assert train("run", "--resume", "--checkpoint_every", 1, "--log_every", 3) is None
     assert contents(tmp_path / "run") == whole[1]
 
 
@@ -75,7 +75,7 @@ def test_resume_without_a_checkpoint_starts_from_scratch(train, whole, tmp_path)
 def test_the_best_accuracy_is_not_forgotten(train, tmp_path, monkeypatch):
     accuracies = iter([0.9, 0.5])
     result = {"loss": 1.0, "samples": 203}
-    monkeypatch.setattr(mnist_mlp, "evaluate", lambda *_: {**result, "accuracy": next(accuracies)})
+    monkeypatch.setattr(mlp, "evaluate", lambda *_: {**result, "accuracy": next(accuracies)})
     assert train("run", stop_at_call=6) == EXIT_REQUEUE
     assert train("run", "--resume") is None
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

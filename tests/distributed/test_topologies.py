@@ -154,8 +154,8 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path) -> dict[str, list]
     plain, runs = topology.precision == "no", {}
     is_reference = topology == topology.reference()
     mlp = ["--dataset", mnist, *FLAGS]
-    mnist_mlp, small = ["--script", "mnist_mlp"], ["--script", Path(__file__)]
-    runs["float32"] = [*mnist_mlp, *mlp]
+    script, small = ["--script", "mlp"], ["--script", Path(__file__)]
+    runs["float32"] = [*script, *mlp]
     if plain:
         runs["float64"] = [*mlp, "--dtype", "float64"]
     runs["resumed"] = ["--back_to", "float32", CUT, "resumed", *mlp, "--resume"]
@@ -170,7 +170,7 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path) -> dict[str, list]
 
     steps, log_every = (1200, 50) if topology.gpus else (30, 5)
     speed = ["--batch_size", 1024, "--max_steps", steps, "--log_every", log_every]
-    runs["mnist_speed"] = [*mnist_mlp, *speed]
+    runs["mnist_speed"] = ["--script", "mnist_mlp", *speed]
     # On GPUs the real one. As many images for each device.
     resnet50 = ["--script", "resnet50"] if topology.gpus else [*small, "resnet50", "float32"]
     image_size, batch, steps = (224, 64, 30) if topology.gpus else (32, 8, 6)
@@ -189,9 +189,9 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path) -> dict[str, list]
         runs["batch_norm"] = [*small, "resnet50", "float64", *tiny_images, *norm]
     virtual = [*mlp, "--virtual_processes", max(4, gpus)]
     if is_reference or topology.is_ddp():
-        runs["virtual"] = [*mnist_mlp, *virtual]
+        runs["virtual"] = [*script, *virtual]
     if is_reference:
-        runs |= resumed_runs(topology, mlp, virtual, mnist_mlp)
+        runs |= resumed_runs(topology, mlp, virtual, script)
     return runs
 
 
@@ -237,7 +237,7 @@ class Launches:
         try:
             done = self.launcher(
                 topology.config,
-                *run_many.words("mnist_mlp", *runs),
+                *run_many.words("mlp", *runs),
                 script=stand_in["script"],
                 launch_flags=["--mixed_precision", topology.precision, *stand_in["launch_flags"]],
                 timeout=TIMEOUT_S,

@@ -183,7 +183,7 @@ run_many.main()
 """
 COMMON = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 1]
 SCRIPTS = {
-    "mnist_mlp": [
+    "mlp": [
         *("--virtual_processes", 8, "--activation", "relu", "--dropout", 0.1, "--hidden", 32),
         *("--batch_size", 475, "--max_steps", 4),  # 3 steps an epoch, the last of 53 images
     ],
@@ -227,7 +227,7 @@ def runs(shared_launcher, small_mnist):
             config, launch_flags = ("cpu_ddp", ["--num_processes", processes])
         shared_launcher(
             config,
-            *run_many.words("mnist_mlp", *words),
+            *run_many.words("mlp", *words),
             script=start.with_suffix(""),
             launch_flags=launch_flags,
             timeout=300,
@@ -264,23 +264,23 @@ def test_model_optimizer_and_log_are_the_same_bits(runs, name, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 0])
 def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
-    run = json.loads((runs / "mnist_mlp" / "1" / "run.json").read_text())
+    run = json.loads((runs / "mlp" / "1" / "run.json").read_text())
     assert run["launches"][0]["virtual_processes"] == 8
-    run_many.back_to(runs / "mnist_mlp" / "1", 3, tmp_path / "run")
-    flags = [*SCRIPTS["mnist_mlp"], *COMMON, "--resume", "--output_dir", tmp_path / "run"]
+    run_many.back_to(runs / "mlp" / "1", 3, tmp_path / "run")
+    flags = [*SCRIPTS["mlp"], *COMMON, "--resume", "--output_dir", tmp_path / "run"]
     flags += ["--dataset", run["arguments"]["dataset"], "--virtual_processes", number]
-    assert run_many.run("mnist_mlp", flags) == 2
+    assert run_many.run("mlp", flags) == 2
     assert "virtual_processes was 8 and is " in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_resume_on_another_kind_of_machine_warns(runs, tmp_path, capsys):
-    folder = run_many.back_to(runs / "mnist_mlp" / "1", 3, tmp_path / "run")
-    flags = [*SCRIPTS["mnist_mlp"], *COMMON, "--resume", "--output_dir", folder]
+    folder = run_many.back_to(runs / "mlp" / "1", 3, tmp_path / "run")
+    flags = [*SCRIPTS["mlp"], *COMMON, "--resume", "--output_dir", folder]
     run = json.loads((folder / "run.json").read_text())
     flags += ["--dataset", run["arguments"]["dataset"]]
     run["launches"][0]["processes"][0]["cpu"] = "Another CPU"
     (folder / "run.json").write_text(json.dumps(run))
-    assert run_many.run("mnist_mlp", flags) is None
+    assert run_many.run("mlp", flags) is None
     said = capsys.readouterr()
     assert "warning: this run has been on Another CPU with 1 thread, torch " in said.out + said.err

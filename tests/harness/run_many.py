@@ -29,6 +29,14 @@ sys.path.insert(0, str(ROOT))
 FILE = Path(__file__).with_suffix("")  # as `launcher(script=...)` takes it
 
 
+def path_of(script: str) -> Path:
+    """The file of a script: a name in scripts/ or in tests/programs/, or the path of any other."""
+    if script.endswith(".py"):
+        return Path(script)
+    path = ROOT / "scripts" / f"{script}.py"
+    return path if path.exists() else ROOT / "tests" / "programs" / f"{script}.py"
+
+
 def words(script: str, *runs: list) -> list[str]:
     """What the launcher hands to this file; runs: the flags of each."""
     return [script, *(shlex.join(map(str, flags)) for flags in runs)]
@@ -43,8 +51,8 @@ def reset_accelerate() -> None:
 
 def load(script: str, path: Path):
     """The module of a script; one that lies elsewhere finds what lies beside it."""
-    if path.parent == ROOT / "scripts":
-        return importlib.import_module(f"scripts.{script}")
+    if path.is_relative_to(ROOT) and path.parent.name in ("scripts", "programs"):
+        return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -57,9 +65,15 @@ def run(script: str, flags: list) -> int | None:
     """`main` of a script in this process; returns its exit code. Leaves no state of Accelerate, as
     if it had ended, and no curves.png, which would be half of the time of a short run.
 
-    script: the name of one of ours, or the path of any other.
+    script: as in `path_of`. flags: of the script; with --float64 among them it makes its models in float64.
     """
-    path = Path(script) if script.endswith(".py") else ROOT / "scripts" / f"{script}.py"
+    import torch
+
+    path = path_of(script)
+    dtype = torch.get_default_dtype()
+    if "--float64" in flags:
+        flags = [flag for flag in flags if flag != "--float64"]
+        torch.set_default_dtype(torch.float64)
     own_argv, sys.argv = sys.argv, [str(path), *map(str, flags)]
     module = load(script, path)
     gc.freeze()  # what was imported is not collected below, which takes half a second
@@ -71,6 +85,7 @@ def run(script: str, flags: list) -> int | None:
     except SystemExit as stopped:
         return stopped.code or None  # 0: the run was complete
     finally:
+        torch.set_default_dtype(dtype)
         sys.argv = own_argv
         gc.collect()  # the lock of the folder goes with the RunFolder
         gc.unfreeze()

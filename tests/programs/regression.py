@@ -3,6 +3,9 @@
 import sys
 from pathlib import Path
 
+import datasets
+import evaluate
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -12,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import flags, launch
 from utils.features.data_parallel import data_parallel
 from utils.loader import GlobalLoader
+from utils.metrics import gather_samples
 from utils.run import Run
 
 
@@ -38,16 +42,33 @@ def make_points(count, dtype):
     return TensorDataset(speed_and_angle.to(dtype), targets.to(dtype))
 
 
+class Correlation(evaluate.Metric):
+    """Pearson's r: not a mean over samples, so that no average of processes or batches gives it."""
+
+    def _info(self):
+        number = datasets.Value("float64")
+        features = datasets.Features({"predictions": number, "references": number})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"correlation": float(np.corrcoef(predictions, references)[0, 1])}
+
+
 @torch.no_grad()
-def evaluate(model, loader, run):
+def run_test(model, loader, run):
     model.eval()
-    metrics = run.new_metrics()
+    metrics, predicted, expected = run.new_metrics(), [], []
     for batch in run.test_batches(loader):
         inputs, targets = batch.data
-        difference = model(inputs) - targets
+        outputs = model(inputs)
+        predicted.append(batch.counted(outputs[:, 0]))
+        expected.append(batch.counted(targets[:, 0]))
+        difference = outputs - targets
         errors = difference.norm(dim=1)
         metrics.add(batch, loss=errors.square(), error_px=errors, bias_x=difference[:, 0])
-    return metrics.reduce()
+    columns = {"predictions": predicted, "references": expected}
+    columns = {name: gather_samples(run.accelerator, parts).tolist() for name, parts in columns.items()}
+    return metrics.reduce() | Correlation().compute(**columns)
 
 
 def main():
@@ -76,7 +97,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             run.log_train(batch, loss=errors.square(), error_px=errors)
-        run.log_test(evaluate(model, test_loader, run))
+        run.log_test(run_test(model, test_loader, run))
     run.finish()
 
 

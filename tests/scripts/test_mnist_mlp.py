@@ -14,6 +14,7 @@ from conftest import ROOT
 from PIL import Image
 
 from scripts import mnist_mlp
+from tests.programs import mlp
 from utils.datasets.images_in_memory import load_images
 from utils.randomness import combine, random_uniform
 from utils.sampler import GlobalSampler
@@ -25,9 +26,9 @@ def lines(folder, split=None):
 
 
 @pytest.mark.slow
-def test_one_and_two_processes_train_the_same_model(launcher, small_mnist, capsys):
+def test_one_and_two_processes_train_the_same_model(launcher, small_mnist):
     """203 test samples over 2 processes: each counts once. The last step is smaller."""
-    flags = ["--dataset", small_mnist, "--num_epochs", 3, "--batch_size", 64, "--log_every", 1, "--dropout", 0.2]
+    flags = ["--dataset", small_mnist, "--num_epochs", 3, "--batch_size", 64, "--lr", 1e-3, "--log_every", 1]
     one, two = launcher.folder / "one", launcher.folder / "two"
     assert run_many.run("mnist_mlp", [*flags, "--output_dir", one]) is None
     done = launcher("cpu_ddp", *flags, "--output_dir", two)
@@ -51,16 +52,12 @@ def test_one_and_two_processes_train_the_same_model(launcher, small_mnist, capsy
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
 
-    # The saved model in the bare class gives the accuracy that the run reported, and names images.
+    # The saved model in the bare class gives the accuracy that the run reported.
     model = mnist_mlp.MLP(784, len(weights[1]["fc1.bias"]), 10)
     model.load_state_dict(weights[1], strict=True)
     test = load_images(str(small_mnist))[1]
     accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()
     assert accuracy == pytest.approx(summaries[1]["test_accuracy"], abs=1e-9)
-    Image.fromarray(test.images[0, 0].numpy()).save(launcher.folder / "digit.png")
-    capsys.readouterr()
-    assert run_many.run("mnist_mlp", ["--output_dir", two, "--predict", launcher.folder / "digit.png"]) is None
-    assert f"digit.png: {int(model(test.images[:1]).argmax())} (" in capsys.readouterr().out
 
 
 PLAIN = {"seed": 0, "lr": 6e-3, "weight_decay": 0.1, "optimizer": "adamw", "dropout": 0}
@@ -73,18 +70,18 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_is_the_plain_loop(train, small_mnist, tmp_path, monkeypatch, recipe):
-    """Weights and learning rates of a PyTorch loop on whole batches, in float64."""
+def test_its_loop_trains_as_a_plain_one(train, small_mnist, tmp_path, monkeypatch, recipe):
+    """Weights and learning rates of a PyTorch loop on whole batches, in float64; programs/mlp.py has the same loop."""
     values = {**PLAIN, **RECIPES[recipe]}
     flags = [word for name, value in values.items() for word in (f"--{name}", value)]
     modes = set()
-    losses_and_predictions = mnist_mlp.losses_and_predictions
+    losses_and_hits = mlp.losses_and_hits
 
     def watched(model, *rest):
         modes.add((model.training, torch.is_grad_enabled()))
-        return losses_and_predictions(model, *rest)
+        return losses_and_hits(model, *rest)
 
-    monkeypatch.setattr(mnist_mlp, "losses_and_predictions", watched)
+    monkeypatch.setattr(mlp, "losses_and_hits", watched)
     assert train("run", "--dtype", "float64", "--log_every", 1, *flags) is None
     assert modes == {(True, True), (False, False)}
 
@@ -121,6 +118,33 @@ def test_it_is_the_plain_loop(train, small_mnist, tmp_path, monkeypatch, recipe)
     assert lines(tmp_path / "run", "test")[-1]["loss"] == pytest.approx(loss.item(), rel=1e-10)
 
 
+def test_the_program_that_tests_use_has_its_numbers(small_mnist, tmp_path, home):
+    flags = ["--dataset", small_mnist, "--max_steps", 5, "--gradient_accumulation_steps", 2, "--log_every", 1]
+    for script in ("mnist_mlp", "mlp"):
+        assert run_many.run(script, [*flags, "--output_dir", tmp_path / script]) is None
+    ours, theirs = tmp_path / "mnist_mlp", tmp_path / "mlp"
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    names = ("split", "step", "loss", "accuracy", "lr")
+    each = [[[line.get(name) for name in names] for line in lines(folder)] for folder in (ours, theirs)]
+    assert each[0] == each[1]
+
+
+def test_macro_f1_and_the_confusion_matrix_are_of_the_saved_model(small_mnist, tmp_path, home):
+    flags = ["--dataset", small_mnist, "--max_steps", 3, "--hidden", 16, "--output_dir", tmp_path / "run"]
+    assert run_many.run("mnist_mlp", flags) is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    model = mnist_mlp.MLP(784, 16, 10)
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "run" / "model.safetensors"))
+    test = load_images(str(small_mnist))[1]
+    predicted = model(test.images).argmax(1)
+    pairs = list(zip(test.labels.tolist(), predicted.tolist(), strict=True))
+    assert summary["test_confusion"] == [[pairs.count((true, said)) for said in range(10)] for true in range(10)]
+    hits = [pairs.count((name, name)) for name in range(10)]
+    either = [sum((name == true) + (name == said) for true, said in pairs) for name in range(10)]
+    f1 = sum(2 * hit / max(count, 1) for hit, count in zip(hits, either, strict=True)) / 10
+    assert summary["test_f1_macro"] == pytest.approx(f1, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -131,9 +155,8 @@ def test_it_is_the_plain_loop(train, small_mnist, tmp_path, monkeypatch, recipe)
         ),
         (["--output_dir", "/proc/run"], "--output_dir /proc/run cannot be written to"),
         (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
-        (["--lr", "-1"], "argument --lr: -1 is not a number from 0.0 up"),
+        (["--lr", "-1"], "argument --lr: must be at least 0.0, got -1"),
         (["--log_with", "nonesuch"], "nonesuch"),
-        (["--predict", "x.png"], "--predict needs the --output_dir of a finished run"),
     ],
 )
 def test_bad_input_is_one_sentence_before_any_training(tmp_path, monkeypatch, capsys, flags, sentence):
@@ -148,49 +171,6 @@ def test_bad_input_is_one_sentence_before_any_training(tmp_path, monkeypatch, ca
     assert sentence in error
     assert "train" not in out
     assert not list(tmp_path.rglob("metrics.jsonl"))
-
-
-def test_predict_takes_the_activation_that_the_model_was_trained_with(train, tmp_path, monkeypatch, capsys):
-    """And not the default: with silu in the place of relu it would guess worse, and not say so."""
-    train("run", "--activation", "relu", "--max_steps", 1)
-    image = tmp_path / "noise.png"
-    pixels = np.random.default_rng(0).integers(256, size=(28, 28), dtype=np.uint8)
-    Image.fromarray(pixels).save(image)
-    capsys.readouterr()
-    words = ["mnist_mlp.py", "--output_dir", str(tmp_path / "run"), "--predict", str(image)]
-    monkeypatch.setattr(sys, "argv", words)
-    mnist_mlp.main()
-    weights = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
-    said = {}
-    for activation in ("relu", "silu"):
-        model = mnist_mlp.MLP(784, 16, 10, activation)
-        model.load_state_dict(weights)
-        probabilities = model(torch.from_numpy(pixels)[None, None]).softmax(1)[0]
-        best = int(probabilities.argmax())
-        said[activation] = f"{image}: {best} ({probabilities[best]:.1%})\n"
-    assert said["relu"] != said["silu"]
-    assert capsys.readouterr().out == said["relu"]
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"not a model", "is damaged, or no model: "),
-        (
-            safetensors.torch.save({"conv.weight": torch.zeros(1)}),
-            "is of another model: it has conv.weight and so on, and no fc1.weight",
-        ),
-    ],
-)
-def test_predict_with_a_damaged_or_foreign_model_is_one_sentence(tmp_path, monkeypatch, capsys, content, sentence):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    words = ["mnist_mlp.py", "--output_dir", str(tmp_path), "--predict", "x.png"]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit):
-        mnist_mlp.main()
-    error = capsys.readouterr().err
-    assert f"error: {tmp_path}/model.safetensors {sentence}" in error
-    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -233,7 +213,7 @@ def test_a_folder_of_images_trains(tmp_path, home):
             for i in range(count):
                 pixels = rng.integers(0, 90, (6, 5, 3)) + (150 if name == "light" else 0)
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
-    flags = ["--dataset", tmp_path / "data", "--num_epochs", 25, "--batch_size", 4, "--num_workers", 2]
+    flags = ["--dataset", tmp_path / "data", "--num_epochs", 25, "--batch_size", 4]
     assert run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "run"]) is None
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test_accuracy"] == 1.0

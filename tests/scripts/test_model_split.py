@@ -29,14 +29,12 @@ from utils.datasets.images_in_memory import BUNDLED_MNIST, LabelledImages, load_
 from utils.features.pipeline import (
     BlockCost,
     OneProcess,
-    StepRecorder,
-    Timeline,
     balance_stages,
     balanced_boundaries,
-    idle_fractions,
     measure_blocks,
     sum_over_copies,
 )
+from utils.features.pipeline_timeline import StepRecorder, Timeline, idle_fractions
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.sampler import GlobalSampler

@@ -9,7 +9,7 @@ from conftest import ROOT
 FLAGS = {
     "mnist_mlp": ["--max_steps", 2, "--batch_size", 64],
     "resnet50": ["--max_steps", 1, "--batch_size", 4],
-    "gradient_accumulation": ["--max_steps", 1, "--batch_size", 64, "--compare"],
+    "gradient_accumulation": ["--max_steps", 1, "--batch_size", 64, "--gradient_accumulation_steps", 2],
     "model_split": ["--max_steps", 1, "--batch_size", 8, "--norm", "group"],
     "from_scratch/ddp": ["--num_epochs", 1, "--algorithm", "ring"],
     "from_scratch/data_parallel": ["--num_steps", 2, "--batch_size", 12],

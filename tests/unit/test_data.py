@@ -57,7 +57,7 @@ def test_pgm_fast_path_equals_pil(small_mnist):
     contents = split.data.column("image").combine_chunks().field("bytes").to_pylist()
     # The second one begins inside of a buffer.
     chunks = [pa.array(contents[:5]), pa.array(contents)[5:]]
-    slow = data.decode_any(contents, [None] * len(contents), "x", 2)
+    slow = data.decode_any(contents, [None] * len(contents), "x")
     assert np.array_equal(data.decode_pgm(chunks), slow)
     # PIL decides about files of several sizes, other headers, and files that are missing.
     first = contents[0]
@@ -68,7 +68,7 @@ def test_pgm_fast_path_equals_pil(small_mnist):
 
 @pytest.mark.parametrize(("color", "channels"), [("L", 1), ("RGB", 3)])
 def test_folder_of_images_by_class(tmp_path, color, channels):
-    train, test = data.load_images(str(image_folder(tmp_path, (5, 4), color)), num_workers=2)
+    train, test = data.load_images(str(image_folder(tmp_path, (5, 4), color)))
     assert train.images.shape == (6, channels, 4, 5)
     assert train.classes == ["cat", "dog"]
     for label, image in zip(test.labels, test.images, strict=True):
@@ -211,8 +211,7 @@ def test_16_bits_are_scaled_and_not_clipped(tmp_path):
     deep = tmp_path / "deep.png"
     Image.fromarray(grey.astype(np.uint16) * 257).save(deep)
     contents = [deep.read_bytes()] * 2
-    assert (data.decode_any(contents, [None] * 2, "x", 0) == grey).all()
-    assert (data.load_grey_image(deep, 4).numpy() == grey).all()
+    assert (data.decode_any(contents, [None] * 2, "x") == grey).all()
 
 
 def test_a_grey_image_before_coloured_ones_keeps_their_colours(tmp_path):
@@ -222,7 +221,7 @@ def test_a_grey_image_before_coloured_ones_keeps_their_colours(tmp_path):
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "PNG")
         contents.append(buffer.getvalue())
-    decoded = data.decode_any(contents, [None] * 2, "x", 2)
+    decoded = data.decode_any(contents, [None] * 2, "x")
     assert (decoded[0] == colour[:, :, 0]).all()
     assert (decoded[1] == colour.transpose(2, 0, 1)).all()
 
@@ -242,13 +241,6 @@ def test_classes_that_only_the_test_has_are_named(tmp_path, capsys):
     assert "warning: test has classes that train has no image of: zebra\n" in said
 
 
-def test_predict_reads_one_grey_image(tmp_path):
-    Image.new("RGB", (50, 40), (255, 255, 255)).save(tmp_path / "white.png")
-    assert data.load_grey_image(tmp_path / "white.png", 28).tolist() == torch.full((1, 1, 28, 28), 255).tolist()
-    with pytest.raises(SystemExit):
-        data.load_grey_image(tmp_path / "none.png", 28)
-
-
 def test_images_of_any_format_decode_alike(tmp_path):
     pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
     contents = []
@@ -256,16 +248,15 @@ def test_images_of_any_format_decode_alike(tmp_path):
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, kind)
         contents.append(buffer.getvalue())
-    decoded = data.decode_any(contents, [None] * 3, "x", 0)
+    decoded = data.decode_any(contents, [None] * 3, "x")
     assert (decoded == pixels).all()
 
 
 def test_a_split_is_a_tensor_dataset(tmp_path):
-    train, test = data.load_images(str(image_folder(tmp_path)))
+    train, _ = data.load_images(str(image_folder(tmp_path)))
     image, label = train[4]
     assert torch.equal(image, train.images[4])
     assert label == train.labels[4]
-    assert data.describe("x", train, test) == {"dataset": "x", "train": 6, "test": 6, "shape": "1x4x4", "classes": 2}
 
 
 def test_a_damaged_copy_in_the_cache_is_named(small_mnist, tmp_path, capsys, monkeypatch):

@@ -133,7 +133,6 @@ FREE = {
     "log_with",
     "max_steps",
     "num_epochs",
-    "num_workers",
     "output_dir",
     "patience",
     "profile",
@@ -142,10 +141,13 @@ FREE = {
 }
 FREE_IN = {
     # virtual_processes is compared by what the loader says of itself.
-    "mnist_mlp": {"predict", "virtual_processes"},
-    "gradient_accumulation": {"compare", "cpu_memory_gib", "micro_batch_size", "virtual_processes"},
+    "mnist_mlp": {"virtual_processes"},
+    "gradient_accumulation": {"cpu_memory_gib", "micro_batch_size", "virtual_processes"},
     # compile is how the model is computed, as a dynamo_config of the config file.
-    "resnet50": {*{"compile", "max_test_samples", "preset", "skip_bad_images", "synthetic"}, "virtual_processes"},
+    "resnet50": {
+        *{"compile", "max_test_samples", "num_workers", "preset", "skip_bad_images", "synthetic"},
+        "virtual_processes",
+    },
     "model_split": {
         *{"balance", "cpu_threads", "image_size", "num_microbatches", "num_stages", "schedule"},
         *{"split", "synthetic"},

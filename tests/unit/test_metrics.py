@@ -1,7 +1,6 @@
 """Means over all samples of all processes, in which each sample counts once."""
 
 import math
-import socket
 from types import SimpleNamespace
 
 import numpy as np
@@ -211,26 +210,12 @@ def test_the_order_of_the_sums_is_the_same_whatever_a_rank_has_restored(accelera
     assert backwards._sums() == Metrics(accelerator, state)._sums()
 
 
-def test_classification_metric_needs_no_network(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("tried to reach the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    metric = metrics.classification_metric(3)
-    for predictions, references in (([0, 0, 1], [0, 1, 1]), ([1], [1])):
-        metric.add_batch(predictions=predictions, references=references)
-    result = metric.compute()
-    assert result["accuracy"] == 0.75
-    assert result["confusion"] == [[1, 0, 0], [1, 2, 0], [0, 0, 0]]
-    assert result["f1_macro"] == pytest.approx((2 / 3 + 4 / 5 + 0) / 3)  # class 2 never occurs: 0
-
-
 GATHER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from accelerate import Accelerator
-from utils.metrics import Metrics, classification_metrics, gather_samples
+from utils.metrics import Metrics, gather_samples
 
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
@@ -244,11 +229,6 @@ assert together.shape == (6, 3) and together.dtype == torch.float64
 assert torch.equal(together[:, 2], torch.tensor([-1, 2, -3, -4, 5, 0], dtype=torch.float64) / 7)
 assert gather_samples(accelerator, [part > 0 for part in own]).tolist() == [0, 1, 0, 0, 1, 0]
 assert gather_samples(accelerator, [torch.zeros(0)]).shape == (0,)
-
-labels = [part.abs() % 2 for part in own]
-predictions = [torch.ones_like(part) for part in own]
-result = classification_metrics(accelerator, 2, predictions, labels)
-assert result["confusion"] == [[0, 3], [0, 3]], result
 
 stats = Metrics(accelerator)
 for part in own:

@@ -127,7 +127,7 @@ class ImageFiles(Dataset):
     channels_last.
 
     Args:
-        split: a `data.Split`.
+        split: a Split of images_in_memory.
         transform: makes a uint8 tensor (H, W, 3) of a PIL image. It may draw from the global
             generators of torch, Python and NumPy, which GlobalLoader seeds for each item. A
             transform that draws nothing says so with an attribute `deterministic = True`.
@@ -144,14 +144,22 @@ class ImageFiles(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """Raises: UnreadableItem, naming the file, if the image cannot be decoded."""
+        """The image and its label.
+
+        Raises:
+            UnreadableItem: with the name of the file, if the image cannot be decoded.
+        """
         try:
             return self.read(index), int(self.labels[index])
         except ValueError as error:
             raise UnreadableItem(f"--dataset {self.split.dataset}: {error}; --skip_bad_images leaves it out") from error
 
     def read(self, index: int) -> torch.Tensor:
-        """The image alone. Raises: ValueError, naming the file, if it cannot be decoded."""
+        """The image alone.
+
+        Raises:
+            ValueError: with the name of the file, if it cannot be decoded.
+        """
         cell = self.split.rows[int(index)][self.split.image_column]
         try:
             with open_upright(cell) as image:
@@ -302,8 +310,8 @@ def mix(images: torch.Tensor, mixup: float, cutmix: float, seed: int, step: int)
         mixup, cutmix: alpha of the Beta distribution; 0: off. With both, half of the steps each.
 
     Returns:
-        The mixed images, float32 after mixup and else uint8, 0 to 255; int64 (N,), which sample
-        each one is mixed with; the fraction of each image that is its own.
+        The mixed images, float32 after mixup and else uint8, 0 to 255; which sample each one is mixed with, int64 (N,);
+        the fraction of each image that is kept.
     """
     partners = torch.arange(len(images), device=images.device)
     if not mixup and not cutmix:
@@ -311,8 +319,8 @@ def mix(images: torch.Tensor, mixup: float, cutmix: float, seed: int, step: int)
     partners = partners ^ 1
     rng = np.random.default_rng([seed, step])
     if mixup and (not cutmix or rng.random() < 0.5):
-        own = rng.beta(mixup, mixup)
-        return torch.lerp(images[partners].float(), images.float(), own), partners, own
+        kept = rng.beta(mixup, mixup)
+        return torch.lerp(images[partners].float(), images.float(), kept), partners, kept
     height, width = images.shape[2:]
     y, x = rng.random(2)
     half = 0.5 * np.sqrt(1 - rng.beta(cutmix, cutmix))

@@ -1,6 +1,7 @@
 """Images for the scripts: data sets from a folder or the Hub, decoded into memory once."""
 
 import io
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +20,13 @@ TEST_SPLITS = ("test", "validation", "val")
 
 
 class LabelledImages(TensorDataset):
-    """A split in memory, for GlobalLoader. tensors: images, uint8 (N, C, H, W), 0 to 255, C 1 or 3;
-    labels, int64 (N,)."""
+    """A split in memory, for GlobalLoader.
+
+    Args:
+        images: uint8 (N, C, H, W), 0 to 255; C is 1 or 3.
+        labels: int64 (N,).
+        classes: their names.
+    """
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, classes: list[str]):
         super().__init__(images, labels)
@@ -28,24 +34,24 @@ class LabelledImages(TensorDataset):
 
 
 class Split(NamedTuple):
-    """A split on the disk. rows: a `datasets.Dataset` whose images come as files; labels: int64
-    (N,)."""
+    """A split on the disk."""
 
     dataset: str  # as given on the command line, for messages
-    rows: object  # datasets.Dataset
+    rows: object  # a datasets.Dataset whose images come as files
     image_column: str
-    labels: torch.Tensor
+    labels: torch.Tensor  # int64 (N,)
     classes: list[str]
 
 
 def load_splits(dataset: str) -> tuple[Split, Split]:
-    """The train and test split of `dataset`, nothing decoded.
+    """The train and test split of a dataset, through `datasets.load_dataset`; nothing is decoded.
 
-    `dataset`: a folder of parquet files or of images as train/<class>/*.png and test/<class>/*.png,
-    or else a Hub id; all three through `datasets.load_dataset`.
+    Args:
+        dataset: a folder of parquet files, a folder of images as train/<class>/*.png and test/<class>/*.png, or a
+            Hub id.
 
-    Raises: SystemExit, in one sentence, if it is not there, or has no train or test split, no image
-    or label column.
+    Raises:
+        SystemExit: if it is not there, or has no train or test split, no image or label column.
     """
     # here and not above: a wrong flag need not wait for it
     import datasets
@@ -74,7 +80,7 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
                 f"--dataset {dataset} is a folder without a data set, or with a damaged one: "
                 f"{reason}; if its files are whole, remove their copies in the cache {cache}"
             )
-        stop(f"--dataset {dataset} is no folder here and cannot be loaded from the Hub either: {reason}")
+        stop(f"--dataset {dataset} is not a folder and cannot be loaded from the Hub either: {reason}")
     test = next((name for name in TEST_SPLITS if name in splits), None)
     if "train" not in splits or test is None:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}; needed are train and one of {TEST_SPLITS}")
@@ -90,9 +96,12 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
 
 
 def check_class_names(dataset: str) -> None:
-    """`datasets` reads the labels of all files as those of the first one, whatever they mean there.
+    """Check that all parquet files in the folder number their classes alike.
 
-    Raises: SystemExit if two parquet files in the folder number their classes differently.
+    `datasets` reads the labels of all files with the class names of the first one.
+
+    Raises:
+        SystemExit: if two files differ.
     """
     import datasets
     import pyarrow.parquet
@@ -146,36 +155,38 @@ def find_columns(rows, dataset: str) -> Split:
     return Split(dataset, rows.cast_column(image_column, datasets.Image(decode=False)), image_column, labels, classes)
 
 
-def load_images(dataset: str, num_workers: int = 0) -> tuple[LabelledImages, LabelledImages]:
-    """Both splits of `load_splits` in memory. All images must be of one size. `num_workers`:
-    threads that decode.
+def load_images(dataset: str) -> tuple[LabelledImages, LabelledImages]:
+    """Both splits of `load_splits`, decoded into memory. All images must be of one size.
 
-    Raises: SystemExit, in one sentence, as `load_splits`, and if an image cannot be decoded or has
-    another size.
+    Raises:
+        SystemExit: as `load_splits`, and if an image cannot be decoded or has a different size.
     """
-    train_data, test_data = (decode_split(split, num_workers) for split in load_splits(dataset))
+    train_data, test_data = map(decode_split, load_splits(dataset))
     shapes = tuple(train_data.images.shape[1:]), tuple(test_data.images.shape[1:])
     if shapes[0] != shapes[1]:
         stop(f"--dataset {dataset} has train images of {shapes[0]} and test images of {shapes[1]} (C, H, W)")
     return train_data, test_data
 
 
-def decode_split(split: Split, num_workers: int) -> LabelledImages:
+def decode_split(split: Split) -> LabelledImages:
     cells = split.rows.data.column(split.image_column)
     pixels = decode_pgm([chunk.field("bytes") for chunk in cells.chunks if len(chunk)])
     if pixels is None:
         cells = cells.combine_chunks()
         contents, paths = cells.field("bytes").to_pylist(), cells.field("path").to_pylist()
-        pixels = decode_any(contents, paths, split.dataset, num_workers)
+        pixels = decode_any(contents, paths, split.dataset)
     return LabelledImages(torch.from_numpy(pixels), split.labels, split.classes)
 
 
 def decode_pgm(chunks: list) -> np.ndarray | None:
-    """Binary 8-bit PGM files of one size to uint8 (N, 1, H, W), in one copy; None if they are not
-    that.
+    """Decode binary 8-bit PGM files of one size in one copy.
 
-    chunks: arrays (pyarrow.BinaryArray) with a file in each element, none empty. The bytes of an
-    array lie one file after the other: files of one length are the rows of a matrix.
+    Args:
+        chunks: arrays (pyarrow.BinaryArray) with a file in each element, none empty. The bytes of an array lie one
+            file after the other: files of one length are the rows of a matrix.
+
+    Returns:
+        uint8 (N, 1, H, W), or None if the files are of a different kind.
     """
     header = re.match(rb"P5\s(\d+)\s(\d+)\s255\s", chunks[0][0].as_py() or b"")
     if not header:
@@ -228,9 +239,12 @@ def to_grey(image):
     return image if image.mode == "L" else to_rgb(image).convert("L")
 
 
-def decode_any(contents: list[bytes | None], paths: list[str | None], dataset: str, num_workers: int) -> np.ndarray:
-    """Image files of one size in any format PIL reads to uint8 (N, C, H, W); C is 1 if all of them
-    are grey, else 3."""
+def decode_any(contents: list[bytes | None], paths: list[str | None], dataset: str) -> np.ndarray:
+    """Decode image files of one size, in any format that PIL reads, with a thread per core.
+
+    Returns:
+        uint8 (N, C, H, W); C is 1 if all of them are grey, else 3.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     from PIL import Image
@@ -264,7 +278,7 @@ def decode_any(contents: list[bytes | None], paths: list[str | None], dataset: s
 
     rows = range(len(contents))
     try:
-        with ThreadPoolExecutor(max(1, num_workers)) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             all_grey = all(pool.map(lambda row: read(row, is_grey), rows))
             first = decode(0)
             pixels = np.empty((len(contents), *first.shape), np.uint8)
@@ -273,25 +287,3 @@ def decode_any(contents: list[bytes | None], paths: list[str | None], dataset: s
     except ValueError as error:
         stop(f"--dataset {dataset}: {error}")
     return pixels[:, None] if all_grey else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
-
-
-def load_grey_image(path: str, side: int) -> torch.Tensor:
-    """One image file as uint8 (1, 1, side, side). Raises: SystemExit if it cannot be read."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return torch.from_numpy(np.array(to_grey(image).resize((side, side))))[None, None]
-    except Exception as error:  # as above
-        stop(f"{path} cannot be read as an image: {error}")
-
-
-def describe(dataset: str, train: LabelledImages, test: LabelledImages) -> dict:
-    """What run.json and the banner say of the data, besides what the loaders know."""
-    return {
-        "dataset": dataset,
-        "train": len(train),
-        "test": len(test),
-        "shape": "x".join(map(str, train.images.shape[1:])),
-        "classes": len(train.classes),
-    }

@@ -16,6 +16,7 @@
     sampling            a script                         weighted draws, repeated augmentation
     pretrained          a script                         start from weights of others (--pretrained)
     pipeline            a script                         a model cut over several devices
+    pipeline_timeline   pipeline                         a picture of when each stage computes
 
 The core imports none of them at the top of a file. It attaches them in two places: `attach_to_process`
 in launch.py, and `Run._attach_features` in run.py. To do without one, delete its file: its flag goes

@@ -45,7 +45,7 @@ class BatchNorms:
 
     @contextlib.contextmanager
     def averaged(self):
-        """Around each micro-batch, in `accelerator.accumulate`. Collective in a step's last."""
+        """Around each micro-batch, in `accelerator.accumulate`. Collective in the last micro-batch of a step."""
         layers = [layer for layer in self.momentum if layer.training]
         if not layers:
             yield

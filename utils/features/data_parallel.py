@@ -19,7 +19,8 @@ def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     Call it before `accelerator.prepare`, which replaces `model.forward` by a method of the object
     that it is given: replicas of a prepared model would all call the first one.
 
-    Raises: SystemExit with several GPUs and --virtual_processes.
+    Raises:
+        SystemExit: with several GPUs and --virtual_processes.
     """
     if data_parallel_gpus(accelerator) < 2:
         return model
@@ -36,7 +37,7 @@ def on_each_gpu(function):
 
     nn.DataParallel gathers what the model's forward returns, the logits, on the first GPU, and the
     loss is computed there. With this decorator a function computes the losses where the logits are,
-    and the first GPU gathers one number a sample:
+    and the first GPU gathers one number per sample:
 
         @on_each_gpu
         def losses_and_hits(model, images, labels):
@@ -48,7 +49,7 @@ def on_each_gpu(function):
     results are gathered in the order of the batch. With any other model the function is called as
     it stands.
 
-    The function must return a tensor with one entry a sample, or a tuple, list or dict of such
+    The function must return a tensor with one entry per sample, or a tuple, list or dict of such
     tensors. In the function `model` is a replica: the module inside nn.DataParallel.
     """
 

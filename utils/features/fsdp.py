@@ -67,7 +67,7 @@ def memory_format(accelerator: Accelerator) -> torch.memory_format:
 
 
 def supports_fused_step(accelerator: Accelerator) -> bool:
-    """Whether SGD has a fused step here: torch 2.15 has none of it for sharded parameters."""
+    """Whether SGD has a fused step: not for sharded parameters in torch 2.15 (AdamW has)."""
     return accelerator.distributed_type != DistributedType.FSDP
 
 
@@ -90,11 +90,11 @@ def moving_average(decay: float) -> Callable:
 
     def average_shards(averaged, current, num_averaged):
         # Not as DTensors: a model has plain buffers beside them, and torch takes no mixed lists.
-        average([own(tensor) for tensor in averaged], [own(tensor) for tensor in current], None)
+        average(list(map(local_shard, averaged)), list(map(local_shard, current)), None)
 
     return average_shards
 
 
-def own(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a DTensor, in the same memory; any other tensor as it is."""
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of a DTensor, in the same memory; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,27 +1,20 @@
-"""Pipeline parallelism: split a sequence of blocks into stages of equal cost, and run them.
+"""Pipeline parallelism: split a sequence of blocks into stages of equal cost, and run them."""
 
-Also records a timeline of what each stage does, and the peak memory of a step.
-"""
-
-import contextlib
 import copy
 import itertools
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from ..memory import own_peak_memory_gib, reset_peak_memory
-from .curves import plot_timeline
+from .pipeline_timeline import Timeline, synchronize
 
 
 class BlockCost(NamedTuple):
@@ -124,7 +117,8 @@ def balance_stages(
 ) -> list[list[str]]:
     """The names of the blocks of each stage, split to minimise the most expensive stage.
 
-    balance: "time", or "memory" for weights, gradients, optimizer state and activations.
+    Args:
+        balance: "time", or "memory" for weights, gradients, optimizer state and activations.
     """
     names = list(costs)
     costs = list(costs.values())
@@ -168,7 +162,7 @@ def stage_table(stages: list[list[str]], costs: dict[str, BlockCost]) -> list[di
     return rows
 
 
-def as_text(rows: list[dict]) -> str:
+def format_table(rows: list[dict]) -> str:
     """A table with aligned columns."""
     lines = [list(rows[0])]
     for row in rows:
@@ -188,7 +182,7 @@ class OneProcess:
     """
 
     def __init__(self, stages: dict[int, nn.Module], places: list[tuple[int, torch.device]], schedule: str):
-        """places: for each stage, its row in the timeline and its device."""
+        """places: the row in the timeline and the device of each stage."""
         self.stages = stages
         self.places = places
         self.timeline = Timeline({device for _, device in places})
@@ -199,10 +193,11 @@ class OneProcess:
     def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
         """The forward pass of each micro-batch and, where gradients are enabled, the backward pass.
 
-        inputs: a tensor (n, ...) for each micro-batch; n may differ, and may be 0.
-        targets: anything, one for each micro-batch.
-        loss_fn: loss_fn(output, target) returns a scalar. The gradients of all micro-batches are
-        added up: divide by the number of samples of the whole step in it.
+        Args:
+            inputs: a tensor (n, ...) for each micro-batch; n may differ, and may be 0.
+            targets: anything, one for each micro-batch.
+            loss_fn: loss_fn(output, target) returns a scalar. The gradients of all micro-batches are added up: divide
+                by the number of samples of the whole step in it.
         """
         in_flight = deque()
         for number, (x, target) in enumerate(zip(inputs, targets, strict=True)):
@@ -267,9 +262,11 @@ class OverProcesses:
         device: torch.device,
         row: int,
     ):
-        """examples: the input of the first stage and the output of each, on the meta device.
-
-        group: the processes of this pipeline. row: that of this process in the timeline.
+        """
+        Args:
+            examples: the input of the first stage and the output of each, on the meta device.
+            group: the processes of this pipeline.
+            row: of this process in the timeline.
         """
         self.stages = stages
         self.examples = examples
@@ -347,8 +344,10 @@ class OverProcesses:
 def sum_over_copies(model: nn.Module, group) -> None:
     """Sum the gradients over the copies of this part of the model, and average BatchNorm's buffers.
 
-    Collective over the copies, in one all-reduce. group: their process group; None: there is only
-    one copy, and nothing to do.
+    Collective over the copies, in one all-reduce.
+
+    Args:
+        group: the process group of the copies. None: there is only one copy, and nothing to do.
 
     DDP cannot be used: it fails under GPipe and the interleaved schedule. The gradients are summed
     and not averaged, because each loss is already divided by the samples of the whole step.
@@ -368,140 +367,3 @@ def sum_over_copies(model: nn.Module, group) -> None:
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class Timeline:
-    """When each stage of this process ran forward and backward, in the recorded steps.
-
-    GPUs are timed by events in their streams, which delay nothing, a CPU by its clock. The times
-    count from `begin`. The caller makes all processes call it at the same moment, because the
-    clocks of two machines cannot be compared.
-
-    steps: for each recorded step, a list of (row, stage, "forward" or "backward", micro-batch,
-    began_s, ended_s).
-    """
-
-    def __init__(self, devices: set[torch.device]):
-        self.devices = devices
-        self.recording = False
-        self.spans = []
-        self.steps = []
-
-    def begin(self) -> None:
-        """Begin to record a step."""
-        for device in self.devices:
-            synchronize(device)
-        self.zero = {device: self._mark(device) for device in self.devices}
-        self.spans = []
-        self.recording = True
-
-    def end(self) -> None:
-        """End the recording, and add the step to `steps`."""
-        for device in self.devices:
-            synchronize(device)
-        step = []
-        for device, *what, began, ended in self.spans:
-            step.append((*what, self._seconds(device, began), self._seconds(device, ended)))
-        self.steps.append(step)
-        self.recording = False
-
-    @contextlib.contextmanager
-    def span(self, row: int, stage: int, kind: str, micro_batch: int, device: torch.device):
-        """Record what is done inside. row: the process or device; kind: "forward" or "backward"."""
-        if not self.recording:
-            yield
-            return
-        began = self._mark(device)
-        yield
-        self.spans.append((device, row, stage, kind, micro_batch, began, self._mark(device)))
-
-    def report(self, accelerator: Accelerator, title: str, picture: Path) -> list[float]:
-        """The median fraction of a step in which each row was idle. Collective.
-
-        Also draws the step in the middle of the recording.
-        """
-        steps = []
-        for own_parts in zip(*gather_object([self.steps]), strict=True):
-            steps.append(list(itertools.chain(*own_parts)))
-        idle = [idle_fractions(spans) for spans in steps]
-        middle = len(steps) // 2
-        if accelerator.is_main_process:
-            plot_timeline(steps[middle], idle[middle], title, picture)
-        rows = sorted(set().union(*idle))
-        medians = []
-        for row in rows:
-            # In a step of few samples, a row may have had nothing to do.
-            fractions = [fractions_by_row.get(row, 1.0) for fractions_by_row in idle]
-            medians.append(round(statistics.median(fractions), 4))
-        return medians
-
-    def _mark(self, device):
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    def _seconds(self, device, mark) -> float:
-        zero = self.zero[device]
-        return mark - zero if device.type != "cuda" else zero.elapsed_time(mark) / 1000
-
-
-def idle_fractions(spans: list[tuple]) -> dict[int, float]:
-    """For each row, the fraction of a step in which it did nothing.
-
-    spans: as in Timeline.updates, of all processes. The step lasts from the first begin to the
-    last end.
-    """
-    length = max(span[5] for span in spans) - min(span[4] for span in spans)
-    busy = {}
-    for row, _, _, _, began, ended in spans:
-        busy[row] = busy.get(row, 0.0) + ended - began
-    return {row: 1 - busy[row] / length for row in sorted(busy)}
-
-
-class StepRecorder:
-    """Records timeline and peak memory of the first steps of a launch.
-
-    Make it before the model: peak memory is reported above what the process has at that moment.
-    devices: those of this process. num_steps: how many to record, after one for warm-up.
-    """
-
-    def __init__(self, devices: list[torch.device], num_steps: int = 10):
-        self.devices = devices
-        self.num_steps = num_steps
-        self.steps_seen = 0
-        self.peaks_gib = []  # by step, for each device
-        for device in devices:
-            reset_peak_memory(device)
-        self.start_gib = [own_peak_memory_gib(device) for device in devices]
-
-    @contextlib.contextmanager
-    def step(self, accelerator: Accelerator, timeline: Timeline) -> Iterator[None]:
-        """Around one step. Collective."""
-        recording = 1 <= self.steps_seen <= self.num_steps
-        self.steps_seen += 1
-        if not recording:
-            yield
-            return
-        for device in self.devices:
-            reset_peak_memory(device)
-        accelerator.wait_for_everyone()  # a common zero for the timelines of all processes
-        timeline.begin()
-        yield
-        timeline.end()
-        self.peaks_gib.append([own_peak_memory_gib(device) for device in self.devices])
-
-    def peak_memory_gib(self) -> list[float]:
-        """Peak memory above the start in GiB, by rank and device; [] if none. Collective."""
-        if not self.peaks_gib:
-            return []
-        peaks = []
-        for start, *column in zip(self.start_gib, *self.peaks_gib, strict=True):
-            peaks.append(max(column) - start)
-        return [round(gib, 3) for gib in gather_object(peaks)]
