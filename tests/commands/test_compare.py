@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from utils import compare, flags
+from utils.compare import differences
 from utils.features import curves as plots
 
 
@@ -146,7 +147,7 @@ def test_train_lines_that_are_means_over_other_steps_are_not_compared(train, tmp
     ],
 )
 def test_relative_difference(first, second, difference):
-    assert compare.relative_difference(first, second) == difference
+    assert compare.number_difference(first, second) == difference
 
 
 def test_the_first_step_beyond_the_tolerance_and_the_largest_difference(tmp_path):
@@ -198,7 +199,7 @@ def test_another_damaged_line_is_an_error_with_its_number(tmp_path, command):
     make_run(tmp_path / "b", tail='{"split": "tr\n{"split": "train", "step": 3}\n')
     code, text = command("a", "b")
     assert code == 2
-    assert "b/metrics.jsonl is damaged: line 4 is no JSON object" in text
+    assert "b/metrics.jsonl is damaged: line 4 is not a JSON object" in text
 
 
 def test_a_small_difference_is_the_same_within_the_tolerance(tmp_path, command):
@@ -319,7 +320,7 @@ def test_differences_are_relative_to_the_largest_entry(tmp_path, command):
     ],
 )
 def test_special_entries(tmp_path, monkeypatch, first, second, difference, bitwise):
-    monkeypatch.setattr(compare, "CHUNK", 1)
+    monkeypatch.setattr(differences, "CHUNK", 1)
     for name, values in (("a", first), ("b", second)):
         add_checkpoint(make_run(tmp_path / name), 1, {"model": {"w": torch.tensor(values)}})
     (entry,) = compare.compare_tensors(tmp_path / "a", tmp_path / "b")["tensors"]
@@ -335,8 +336,8 @@ def test_what_is_missing_or_of_another_form_is_named(tmp_path, command):
     code, text = command("a", "b")
     assert code == 1
     for sentence in (
-        "model: x has the shape (2,) and (3,)",
-        "model: y is float32 and float16",
+        "model: x is float32 (2,) and float32 (3,)",
+        "model: y is float32 (2,) and float16 (2,)",
         "model: mine is only in a",
         "model: yours is only in b",
         "ema.safetensors is only in a",
@@ -410,11 +411,11 @@ def test_several_runs_and_a_picture_elsewhere(tmp_path, command):
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(None, "b is no run: it has no run.json"), ("{", "b/run.json is damaged"), ("[]", "b/run.json is damaged")],
+    [(None, "b is not a run: it has no run.json"), ("{", "b/run.json is damaged"), ("[]", "b/run.json is damaged")],
 )
 def test_a_folder_without_a_run_is_one_sentence(tmp_path, command, content, sentence):
     make_run(tmp_path / "a")
-    assert "b is no run: there is no such folder" in command("a", "b")[1]
+    assert "b is not a run: there is no such folder" in command("a", "b")[1]
     (tmp_path / "b").mkdir()
     if content is not None:
         (tmp_path / "b" / "run.json").write_text(content)

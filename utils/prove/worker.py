@@ -100,37 +100,17 @@ class DigestingCollate:
 class RecordingLoader(loader.GlobalLoader):
     settings: Settings
 
-    def __init__(
-        self,
-        dataset,
-        batch_size,
-        accelerator,
-        *,
-        seed=None,
-        collate_fn=None,
-        num_workers=0,
-        loss_weights=None,
-        **options,
-    ):
-        settings = self.settings
+    def __init__(self, dataset, batch_size, accelerator, **options):
+        settings, collate_fn, weigh = self.settings, options.get("collate_fn"), options.get("loss_weights")
+        options["max_samples"] = settings.test_items if options.get("seed") is None else settings.train_items
+        if settings.num_workers is not None:
+            options["num_workers"] = settings.num_workers
         # A TensorDataset without a collate_fn is indexed on the device: that is not changed.
         self.has_digests = collate_fn is not None or not loader.gives_its_tensors(dataset)
         if self.has_digests:
-            collate_fn = DigestingCollate(collate_fn or default_collate)
-        weigh = loss_weights
-        if self.has_digests and weigh is not None:
-            loss_weights = lambda data: weigh(data[0])  # noqa: E731
-        options["max_samples"] = settings.test_items if seed is None else settings.train_items
-        super().__init__(
-            dataset,
-            settings.batch_size,
-            accelerator,
-            seed=seed,
-            collate_fn=collate_fn,
-            num_workers=num_workers if settings.num_workers is None else settings.num_workers,
-            loss_weights=loss_weights,
-            **options,
-        )
+            options["collate_fn"] = DigestingCollate(collate_fn or default_collate)
+            options["loss_weights"] = weigh and (lambda data: weigh(data[0]))
+        super().__init__(dataset, settings.batch_size, accelerator, **options)
 
     def epoch(self, epoch: int = 0, first_step: int = 0) -> Iterator[RecordedBatch]:
         for batch in super().epoch(epoch, first_step):
