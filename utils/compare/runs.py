@@ -50,12 +50,16 @@ def read_record(folder: Path) -> dict:
             record[name] = {dict: {}, list: []}.get(kind)
         elif not isinstance(record[name], kind):
             stop(f"{path} is damaged: its {name} is not of the type {kind.__name__}")
-    for launch in record["launches"]:
-        processes = launch.get("processes") if isinstance(launch, dict) else 0
-        are_objects = isinstance(processes or [], list) and all(isinstance(each, dict) for each in processes or [])
-        if not are_objects or not is_number(launch.get("from_step", 0)):
-            stop(f"{path} is damaged: its launches are not objects with a from_step and a list of processes")
+    if not all(map(is_launch, record["launches"])):
+        stop(f"{path} is damaged: its launches are not objects with a from_step and a list of processes")
     return record
+
+
+def is_launch(launch) -> bool:
+    if not isinstance(launch, dict) or not is_number(launch.get("from_step", 0)):
+        return False
+    processes = launch.get("processes") or []
+    return isinstance(processes, list) and all(isinstance(process, dict) for process in processes)
 
 
 def read_metrics(folder: Path) -> list[dict]:

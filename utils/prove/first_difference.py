@@ -65,12 +65,6 @@ class Samples:
         said += [f"items {', '.join(map(str, missing[:5]))} are missing"] if missing else []
         return " and ".join(said)
 
-    def other_content(self, reference: "Samples") -> str:
-        for item, digests in self.digests.items():
-            if digests != reference.digests.get(item):
-                return f"item {item} has another content"
-        return ""
-
     def other_value(self, reference: "Samples", tolerance: float) -> str:
         """The value that differs most beyond the tolerance, relative to the metric's largest, as text."""
         for metric, values in self.values.items():
@@ -115,10 +109,11 @@ class Comparison:
         return next(self._findings(), None)
 
     def _findings(self) -> Iterator[Finding]:
-        steps = self._numbers("steps", self.ranks[0])
-        expected = self._numbers("steps", self.reference[0])
+        expected, steps, *others = (
+            [step["step"] for step in record["steps"]] for record in (self.reference[0], *self.ranks)
+        )
         for rank, record in enumerate(self.ranks[1:], 1):
-            if self._numbers("steps", record) != steps:
+            if others[rank - 1] != steps:
                 what = f"rank {rank} made {len(record['steps'])} steps, and rank 0 {len(steps)}"
                 yield Finding(None, "steps", what, cause("other_course"))
         for place, number in enumerate(steps):
@@ -131,25 +126,15 @@ class Comparison:
             what = f"{len(steps)} steps were made instead of {len(expected)}"
             yield Finding(steps[-1] if steps else None, "steps", what, cause("other_course"))
 
-    def _numbers(self, kind: str, record: dict) -> list[int]:
-        return [each["step"] for each in record[kind]]
-
     def _step(self, expected: list[dict], found: list[dict]) -> Iterator[Finding]:
         step = found[0]["step"]
         samples, base = (Samples([part for rank in ranks for part in rank["samples"]]) for ranks in (found, expected))
-        if samples.count != base.count:
-            yield Finding(step, "samples", samples.other_items(base), cause("samples"))
-        if what := samples.other_content(base):
-            yield Finding(step, "items", what, cause("items"))
         for rank in found:
             if rank["optimizer_calls"] != expected[0]["optimizer_calls"]:
                 what = f"{rank['optimizer_calls']} instead of {expected[0]['optimizer_calls']}"
                 yield Finding(step, "calls of optimizer.step", what, cause("optimizer_calls"))
-        for metric in sorted(samples.values.keys() ^ base.values.keys()):
-            yield Finding(step, "values", f"{metric} is counted in one of the runs only", cause("other_course"))
         why, must_differ = self._why_values(samples.other_inputs(base))
-        if what := samples.other_value(base, self.tolerance):
-            yield Finding(step, "values", what, why, must_differ)
+        yield from self._samples(step, "", samples, base, cause("samples"), why, must_differ)
         for kind, stage in (("gradients", "gradients"), ("at_step", "gradients at the step")):
             ranks = [rank[kind] for rank in found]
             yield from self._gradients(expected[0], ranks, stage, found[0]["step_samples"], why, must_differ)
@@ -157,6 +142,19 @@ class Comparison:
         for kind in ("weights", "optimizer"):
             for rank, record in enumerate(found):
                 yield from self._tensors(expected[0], record, kind, rank)
+
+    def _samples(self, step, test, samples, base, why_samples, why_values, must_differ=False) -> Iterator[Finding]:
+        """test: "test " for samples of a test, else ""."""
+        if samples.count != base.count:
+            yield Finding(step, f"{test}samples", samples.other_items(base), why_samples)
+        for item, digests in samples.digests.items():
+            if digests != base.digests.get(item):
+                yield Finding(step, f"{test}items", f"item {item} has another content", cause("items"))
+        for metric in sorted(samples.values.keys() ^ base.values.keys()):
+            what = f"{metric} is counted in one of the runs only"
+            yield Finding(step, f"{test}values", what, cause("other_course"))
+        if what := samples.other_value(base, self.tolerance):
+            yield Finding(step, f"{test}values", what, why_values, must_differ)
 
     def _why_values(self, other_inputs: bool) -> tuple[str, bool]:
         """Why values or gradients differ while samples, items and weights are the same, and whether they must."""
@@ -223,12 +221,8 @@ class Comparison:
                 rate = record["learning_rates"].get(name, math.nan)
                 if not abs(rate - wanted) <= 1e-9 * abs(wanted):
                     what = f"{name} is {rate:.6g} on rank {rank} instead of {wanted:.6g}"
-                    yield Finding(
-                        base["step"],
-                        "learning rate",
-                        what,
-                        cause("schedule_not_saved" if self.resumed else "schedule"),
-                    )
+                    why = cause("schedule_not_saved" if self.resumed else "schedule")
+                    yield Finding(base["step"], "learning rate", what, why)
 
     def _tensors(self, base: dict, found: dict, kind: str, rank: int) -> Iterator[Finding]:
         """Weights or optimizer state; entries whose gradient is zero up to rounding do not count."""
@@ -260,34 +254,21 @@ class Comparison:
                 what = f"rank {rank} has {plural(len(tests), 'test')} instead of {len(expected)} after step {step}"
                 yield Finding(None, "tests", what, cause("other_course"))
         for number, test in enumerate(expected):
-            for place in range(len(test["passes"])):
-                base = Samples(test["passes"][place])
-                yield from self._test_pass(
-                    Samples([part for tests in found for part in tests[number]["passes"][place]]), base
-                )
+            for place, of_reference in enumerate(test["passes"]):  # one for each model, if several are tested
+                samples = Samples([part for tests in found for part in tests[number]["passes"][place]])
+                for item, times in samples.count.items():
+                    if times != 1:
+                        what = f"test item {item} counts {times} times"
+                        yield Finding(None, "test samples", what, cause("test_samples"))
+                causes = (cause("test_samples"), cause("test_values"))
+                yield from self._samples(None, "test ", samples, Samples(of_reference), *causes)
             for rank, tests in enumerate(found):
-                result = tests[number]["result"]
                 for metric, wanted in test["result"].items():
-                    got = result.get(metric, math.nan)
+                    got = tests[number]["result"].get(metric, math.nan)
                     is_same = math.isnan(wanted) if math.isnan(got) else got == wanted
-                    if not is_same and not abs(got - wanted) <= max(self.tolerance, 1e-12) * max(abs(wanted), 1e-6):
+                    if not is_same and not abs(got - wanted) <= self.tolerance * max(abs(wanted), 1e-6):
                         what = f"{metric} is {got:.6g} on rank {rank} instead of {wanted:.6g}"
                         yield Finding(None, "test result", what, cause("mean_of_means"))
-
-    def _test_pass(self, samples: Samples, base: Samples) -> Iterator[Finding]:
-        """One pass over the test set: of one model, if several are tested."""
-        for item, times in samples.count.items():
-            if times != 1:
-                what = f"test item {item} counts {times} times"
-                yield Finding(None, "test samples", what, cause("test_samples"))
-        if samples.count != base.count:
-            yield Finding(None, "test samples", samples.other_items(base), cause("test_samples"))
-        if what := samples.other_content(base):
-            yield Finding(None, "test items", what, cause("items"))
-        for metric in sorted(samples.values.keys() ^ base.values.keys()):
-            yield Finding(None, "test values", f"{metric} is counted in one of the runs only", cause("other_course"))
-        if what := samples.other_value(base, self.tolerance):
-            yield Finding(None, "test values", what, cause("test_values"))
 
 
 def largest_norm(gradients: dict) -> float:
