@@ -237,7 +237,7 @@ def test_a_prediction_that_rounding_flips_is_within_the_tolerance_and_several_ar
     assert "train accuracy: at most 1 sample of a line" in text
     for other in ("two", "tests", "no_count"):
         assert command("a", other)[0] == 1
-    assert command("a", "flipped", "--tolerance", "0")[0] == 1
+    assert command("a", "flipped", "--tolerance=0")[0] == 1
 
 
 # Facts

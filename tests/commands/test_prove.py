@@ -59,11 +59,11 @@ MISTAKES = {
         *("2 processes", 1, "items", "item ", "items"),
     ),
     "the mean of the micro-batch": Planted(
-        [(BACKWARD, "accelerator.backward(losses.mean())")], *("3 processes", 4, "gradients", "0.6667 times", "tail")
+        [(BACKWARD, "accelerator.backward(losses.mean())")], *("3 processes", 4, "gradients", "not a multiple", "tail")
     ),
     "the sum over the samples that are here": Planted(
         [(BACKWARD, "accelerator.backward(losses.sum() / max(len(batch), 1))")],
-        *("3 processes", 4, "gradients", "0.6667 times", "tail"),
+        *("3 processes", 4, "gradients", "not a multiple", "tail"),
     ),
     "divided by the accumulation steps twice": Planted(
         [(BACKWARD, BACKWARD[:-1] + " / accelerator.gradient_accumulation_steps)")],
@@ -643,6 +643,15 @@ def test_what_is_missing_twice_or_of_another_content_is_found(records, verdict, 
     found = verdict(records)
     assert found.code == 1, found.text
     assert f", {stage}: " in found.lines[prove.THREE.name], found.text
+
+
+def test_a_test_that_counts_each_sample_twice_everywhere_is_found(records, verdict):
+    for ranks in records.values():
+        for record in ranks:
+            record["tests"][0]["passes"][0] *= 2
+    found = verdict(records)
+    assert found.code == 1
+    assert "DIFFERENT in test, test samples: test item 0 counts 2 times" in found.lines[prove.TWO.name]
 
 
 @pytest.mark.parametrize("variant", [prove.REFERENCE, prove.WORKERS])

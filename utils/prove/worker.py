@@ -149,7 +149,7 @@ class RecordingRun(run.Run):
 
     def log_train(self, batch, *, weights=None, **values) -> None:
         super().log_train(batch, weights=weights, **values)
-        self.recorder.step["samples"][batch.micro_step]["values"] |= recorded_values(values)
+        self.recorder.step["samples"][batch.micro_step]["values"] |= recorded_values(batch, values)
 
     def new_metrics(self):
         metrics = super().new_metrics()
@@ -158,7 +158,7 @@ class RecordingRun(run.Run):
         def recording_add(batch, **options):
             add(batch, **options)
             values = {name: value for name, value in options.items() if name not in ("weights", "step")}
-            samples.append(recorded_batch(batch) | {"values": recorded_values(values)})
+            samples.append(recorded_batch(batch) | {"values": recorded_values(batch, values)})
 
         metrics.add = recording_add
         return metrics
@@ -169,11 +169,13 @@ class RecordingRun(run.Run):
 
 
 def recorded_batch(batch: RecordedBatch) -> dict:
-    return {"indices": batch.indices.cpu(), "digests": batch.digests, "values": {}}
+    """Without what a stand-in has, which counts nothing."""
+    return {"indices": batch.counted(batch.indices).cpu(), "digests": batch.digests, "values": {}}
 
 
-def recorded_values(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().cpu().double() for name, value in values.items()}
+def recorded_values(batch: RecordedBatch, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without scalars: the mean of a micro-batch is another one for other micro-batches."""
+    return {name: batch.counted(value.detach()).cpu().double() for name, value in values.items() if value.ndim}
 
 
 class Recorder:
