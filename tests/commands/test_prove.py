@@ -581,6 +581,8 @@ def test_a_number_that_differs_in_one_place_is_found(records, verdict, place, va
     assert found.code == 1, found.text
     assert f", {stage}: " in found.lines[variant.name]
     assert sum("DIFFERENT" in line for line in found.lines.values()) == 1
+    if rank and "gradient" in place:
+        assert f"differs between ranks 0 and {rank}" in found.lines[variant.name]
 
 
 @pytest.mark.parametrize("place", ["a gradient", "a small gradient", "a weight", "optimizer state", "a test result"])
@@ -596,6 +598,13 @@ def test_workers_and_a_resume_must_agree_bit_for_bit_and_processes_up_to_roundin
     is_exact = variant is not prove.TWO
     assert found.code == is_exact, found.text
     assert ("DIFFERENT" in found.lines[variant.name]) == is_exact
+    assert verdict(records, exact=True).code == 1
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if "value" not in place and "rate" not in place])
+def test_bit_for_bit_is_meant_on_every_rank(records, verdict, place):
+    entries, name = PLACES[place][1](records[prove.THREE.name][2])
+    add(entries, name, 1e-7)
     assert verdict(records, exact=True).code == 1
 
 

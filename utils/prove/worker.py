@@ -128,7 +128,7 @@ class RecordingRun(run.Run):
     def start(self, train_loader, test_loader, total_steps, *, checkpoint, **options) -> None:
         total_steps = min(total_steps, self.settings.steps)
         super().start(train_loader, test_loader, total_steps, checkpoint=checkpoint, **options)
-        self.recorder = Recorder(self.accelerator, checkpoint, self.settings)
+        self.recorder = Recorder(self.accelerator, self.checkpoints, checkpoint, self.settings)
 
     def batches(self, train_loader, epoch):
         for batch in super().batches(train_loader, epoch):
@@ -182,20 +182,14 @@ class Recorder:
     """Records one process's run, in record_rank<r>.pt.
 
     Args:
+        checkpoints: the run's: knows the models, the optimizers, and the names of the parameters.
         checkpoint: by name, the models, optimizers and all else that `run.start` got.
     """
 
-    def __init__(self, accelerator, checkpoint: dict, settings: Settings):
-        self.accelerator, self.settings = accelerator, settings
-        self.models, self.optimizers, self.others = {}, {}, {}
-        for name, part in checkpoint.items():
-            if isinstance(part, nn.Module):
-                self.models[name] = accelerator.unwrap_model(part, keep_torch_compile=False)
-            elif isinstance(getattr(part, "optimizer", part), torch.optim.Optimizer) and hasattr(part, "param_groups"):
-                self.optimizers[name] = getattr(part, "optimizer", part)
-            else:
-                self.others[name] = part
-        self.names = self._parameter_names()
+    def __init__(self, accelerator, checkpoints, checkpoint: dict, settings: Settings):
+        self.accelerator, self.settings, self.checkpoint = accelerator, settings, checkpoint
+        self.models, self.optimizers = checkpoints.models, checkpoints.optimizers
+        self.names = checkpoints.parameter_names
         self.steps, self.tests, self.passes = [], [], []
         self.step = None  # the record of the step under way
         self.has_ended = False
@@ -204,20 +198,6 @@ class Recorder:
         for model in self.models.values():
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         accelerator.around_backward.append(self._record_gradients)
-
-    def _parameter_names(self) -> dict[int, str]:
-        """A name for each parameter, by id, as in checkpoints: plain if an optimizer trains one model only, else with
-        the model's name before it; without a model, its number in the optimizer."""
-        trained = {id(p) for optimizer in self.optimizers.values() for p in parameters_of(optimizer)}
-        owners = {k: model for k, model in self.models.items() if any(id(p) in trained for p in model.parameters())}
-        names = {}
-        for owner, model in owners.items():
-            for name, parameter in model.named_parameters():
-                names.setdefault(id(parameter), name if len(owners) == 1 else f"{owner}.{name}")
-        for owner, optimizer in self.optimizers.items():
-            for place, parameter in enumerate(parameters_of(optimizer)):
-                names.setdefault(id(parameter), f"{owner}.{place}")
-        return names
 
     def begin_step(self, batch, steps_done: int) -> None:
         if self.settings.weights_of is not None and steps_done:
@@ -321,13 +301,12 @@ class Recorder:
 
     def _unsaved_parameters(self) -> list[str]:
         """Names of the parameters that an optimizer trains and that no checkpoint has."""
-        saved = {id(parameter) for model in self.models.values() for parameter in model.parameters()}
-        memory = {tensor.data_ptr() for part in self.others.values() for tensor in tensors_in(part.state_dict())}
+        saved = {tensor.data_ptr() for part in self.checkpoint.values() for tensor in tensors_in(part.state_dict())}
         return [
             self.names[id(parameter)]
             for optimizer in self.optimizers.values()
             for parameter in parameters_of(optimizer)
-            if id(parameter) not in saved and parameter.data_ptr() not in memory
+            if parameter.data_ptr() not in saved
         ]
 
 
