@@ -16,7 +16,7 @@ SENTENCES = {
     "accumulation steps or of samples; use batch.mean_loss",
     "tail": "the last, smaller step of an epoch is divided by the wrong number, or is a mean of means; use "
     "batch.mean_loss",
-    "nan": "the mean over an empty micro-batch: a process may have no sample of the last step; use batch.mean_loss",
+    "nan": "the mean over no sample, or the loss of a stand-in, which counts nothing: use batch.mean_loss",
     "gradients": "a gradient is changed before it is complete (clipped or scaled in each micro-batch), or the loss "
     "depends on the parts of the batch",
     "at_step": "the gradient is clipped or scaled by a number of this process or micro-batch",
