@@ -654,13 +654,16 @@ def test_what_is_missing_twice_or_of_another_content_is_found(records, verdict, 
     assert f", {stage}: " in found.lines[prove.THREE.name], found.text
 
 
-def test_a_run_that_ends_a_step_earlier_on_all_ranks_is_found(records, verdict):
-    ranks = records[prove.TWO.name]
+@pytest.mark.parametrize(
+    ("variant", "wanted"), [(prove.TWO, "5 steps were made instead of 6"), (prove.RESUMED, "3 steps")]
+)
+def test_a_run_that_ends_a_step_earlier_on_all_ranks_is_found(records, verdict, variant, wanted):
+    ranks = records[variant.name]
     for record in ranks:
         record["steps"].pop()
         record["tests"].pop()
     ranks[0]["files"] = {file.replace("6", "5"): held for file, held in ranks[0]["files"].items()}
-    assert ", steps: 5 steps were made instead of 6" in verdict(records).lines[prove.TWO.name]
+    assert f", steps: {wanted}" in verdict(records).lines[variant.name]
 
 
 def test_a_test_that_counts_each_sample_twice_everywhere_is_found(records, verdict):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from ..console import show, stop
 from ..flags import non_negative_float, positive_int
 from .causes import cause
-from .first_difference import NUMBERS, Comparison, Finding, differs_in_files, largest_difference
+from .first_difference import NUMBERS, RESUMED_AFTER, Comparison, Finding, differs_in_files, largest_difference
 
 BATCH_SIZE = 12  # divides by 1, 2 and 3 processes, and by 2 accumulation steps on each
 TIMEOUT_S = 600
@@ -296,10 +296,10 @@ class Launches:
         return self.folder / name.replace(" ", "_").replace(",", "")
 
     def _copy_as_killed(self, whole: Path, run: Path) -> None:
-        """The folder of a run as a kill in the middle of its second epoch would have left it."""
+        """The folder of a run as a kill in the middle of its first epoch would have left it."""
         shutil.copytree(whole, run, ignore=shutil.ignore_patterns("summary.json", "record_*"))
         for checkpoint in (run / "checkpoints").glob("step_*"):
-            if int(checkpoint.name[5:]) > 2:
+            if int(checkpoint.name[5:]) > RESUMED_AFTER:
                 shutil.rmtree(checkpoint)
 
 
