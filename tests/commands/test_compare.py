@@ -60,8 +60,15 @@ def finish(run, step, **more):
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
+def pictures():
+    """For tests that look at compare.png, which takes most of the time of a comparison."""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys, request):
     """Runs the command on folders in tmp_path; returns its exit code and what it printed."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(plots, "plot_comparison", lambda *arguments: None)
 
     def command(*words):
         words = [tmp_path / word if not str(word).startswith("-") else word for word in words]
@@ -79,7 +86,7 @@ def command(tmp_path, monkeypatch, capsys):
 # Real runs
 
 
-def test_runs_of_the_same_seed_are_equal_bit_for_bit(train, tmp_path, command):
+def test_runs_of_the_same_seed_are_equal_bit_for_bit(train, tmp_path, command, pictures):
     assert train("a") is None
     assert train("b") is None
     code, text = command("a", "b")
@@ -436,7 +443,7 @@ def test_a_damaged_file_of_tensors_is_an_error(tmp_path, command):
 # The command
 
 
-def test_several_runs_and_a_picture_elsewhere(tmp_path, command):
+def test_several_runs_and_a_picture_elsewhere(tmp_path, command, pictures):
     make_run(tmp_path / "x" / "run")
     make_run(tmp_path / "y" / "run")
     make_run(tmp_path / "z", [line(1, loss=7.0)])
