@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from utils import compare, flags
+from utils.compare import differences
 from utils.features import curves as plots
 
 
@@ -58,8 +60,15 @@ def finish(run, step, **more):
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
+def pictures():
+    """For tests that look at compare.png, which takes most of the time of a comparison."""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys, request):
     """Runs the command on folders in tmp_path; returns its exit code and what it printed."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(plots, "plot_comparison", lambda *arguments: None)
 
     def command(*words):
         words = [tmp_path / word if not str(word).startswith("-") else word for word in words]
@@ -77,7 +86,7 @@ def command(tmp_path, monkeypatch, capsys):
 # Real runs
 
 
-def test_runs_of_the_same_seed_are_equal_bit_for_bit(train, tmp_path, command):
+def test_runs_of_the_same_seed_are_equal_bit_for_bit(train, tmp_path, command, pictures):
     assert train("a") is None
     assert train("b") is None
     code, text = command("a", "b")
@@ -146,7 +155,7 @@ def test_train_lines_that_are_means_over_other_steps_are_not_compared(train, tmp
     ],
 )
 def test_relative_difference(first, second, difference):
-    assert compare.relative_difference(first, second) == difference
+    assert compare.number_difference(first, second) == difference
 
 
 def test_the_first_step_beyond_the_tolerance_and_the_largest_difference(tmp_path):
@@ -198,7 +207,7 @@ def test_another_damaged_line_is_an_error_with_its_number(tmp_path, command):
     make_run(tmp_path / "b", tail='{"split": "tr\n{"split": "train", "step": 3}\n')
     code, text = command("a", "b")
     assert code == 2
-    assert "b/metrics.jsonl is damaged: line 4 is no JSON object" in text
+    assert "b/metrics.jsonl is damaged: line 4 is not a JSON object" in text
 
 
 def test_a_small_difference_is_the_same_within_the_tolerance(tmp_path, command):
@@ -217,7 +226,49 @@ def test_a_small_difference_is_the_same_within_the_tolerance(tmp_path, command):
     assert "2.000000001" in text  # with the digits that show the difference
 
 
+def accuracies(of_train, of_test):
+    return [line(4, accuracy=of_train), line(4, "test", accuracy=of_test, samples=10_000)]
+
+
+def test_a_prediction_that_rounding_flips_is_within_the_tolerance_and_several_are_not(tmp_path, command):
+    # 4 steps of 30, of 100 items: the fourth has 10.
+    record = {"arguments": {"batch_size": 30}, "data": {"train": 100}}
+    make_run(tmp_path / "a", accuracies(50 / 100, 0.9), record)
+    make_run(tmp_path / "flipped", accuracies(51 / 100, 0.9001), record)
+    make_run(tmp_path / "two", accuracies(52 / 100, 0.9), record)
+    make_run(tmp_path / "tests", accuracies(50 / 100, 0.9002), record)
+    make_run(tmp_path / "no_count", accuracies(0.5003, 0.9), record)
+    code, text = command("a", "flipped")
+    assert code == 0, text
+    assert "flipped: the same within the tolerance (largest difference 2.0e-02 in train accuracy at step 4)" in text
+    assert "train accuracy: at most 1 sample of a line" in text
+    for other in ("two", "tests", "no_count"):
+        assert command("a", other)[0] == 1
+    assert command("a", "flipped", "--tolerance=0")[0] == 1
+
+
 # Facts
+
+
+def test_with_the_same_virtual_processes_the_number_of_processes_explains_nothing(tmp_path, command):
+    def launch(count, device="cpu"):
+        processes = [{"host": "h", "device": device, "cpu_threads": 1}] * count
+        return {"from_step": 0, "num_processes": count, "backend": "gloo" * (count > 1), "processes": processes}
+
+    for name, virtual, launches in (
+        ("a", 6, [launch(1)]),
+        ("b", 6, [launch(3)]),
+        ("c", 6, [launch(3, "cuda")]),
+        ("d", 0, [launch(3)]),
+    ):
+        lines = LINES if name == "a" else [line(1, loss=3.0)]
+        make_run(tmp_path / name, lines, {"arguments": {"virtual_processes": virtual}, "launches": launches})
+    last = {name: command("a", name)[1].splitlines()[-1] for name in "bcd"}
+    assert last["b"].endswith("; nothing that is recorded explains it")
+    assert last["c"].endswith("; what can explain it: topology (devices)")
+    assert last["d"].endswith(
+        "; what can explain it: arguments (virtual_processes), topology (num_processes, backend, devices)"
+    )
 
 
 def test_what_differs_is_found_and_paths_are_no_difference(tmp_path):
@@ -319,7 +370,7 @@ def test_differences_are_relative_to_the_largest_entry(tmp_path, command):
     ],
 )
 def test_special_entries(tmp_path, monkeypatch, first, second, difference, bitwise):
-    monkeypatch.setattr(compare, "CHUNK", 1)
+    monkeypatch.setattr(differences, "CHUNK", 1)
     for name, values in (("a", first), ("b", second)):
         add_checkpoint(make_run(tmp_path / name), 1, {"model": {"w": torch.tensor(values)}})
     (entry,) = compare.compare_tensors(tmp_path / "a", tmp_path / "b")["tensors"]
@@ -335,8 +386,8 @@ def test_what_is_missing_or_of_another_form_is_named(tmp_path, command):
     code, text = command("a", "b")
     assert code == 1
     for sentence in (
-        "model: x has the shape (2,) and (3,)",
-        "model: y is float32 and float16",
+        "model: x is float32 (2,) and float32 (3,)",
+        "model: y is float32 (2,) and float16 (2,)",
         "model: mine is only in a",
         "model: yours is only in b",
         "ema.safetensors is only in a",
@@ -392,7 +443,7 @@ def test_a_damaged_file_of_tensors_is_an_error(tmp_path, command):
 # The command
 
 
-def test_several_runs_and_a_picture_elsewhere(tmp_path, command):
+def test_several_runs_and_a_picture_elsewhere(tmp_path, command, pictures):
     make_run(tmp_path / "x" / "run")
     make_run(tmp_path / "y" / "run")
     make_run(tmp_path / "z", [line(1, loss=7.0)])
@@ -410,11 +461,11 @@ def test_several_runs_and_a_picture_elsewhere(tmp_path, command):
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(None, "b is no run: it has no run.json"), ("{", "b/run.json is damaged"), ("[]", "b/run.json is damaged")],
+    [(None, "b is not a run: it has no run.json"), ("{", "b/run.json is damaged"), ("[]", "b/run.json is damaged")],
 )
 def test_a_folder_without_a_run_is_one_sentence(tmp_path, command, content, sentence):
     make_run(tmp_path / "a")
-    assert "b is no run: there is no such folder" in command("a", "b")[1]
+    assert "b is not a run: there is no such folder" in command("a", "b")[1]
     (tmp_path / "b").mkdir()
     if content is not None:
         (tmp_path / "b" / "run.json").write_text(content)
@@ -422,6 +473,96 @@ def test_a_folder_without_a_run_is_one_sentence(tmp_path, command, content, sent
     assert code == 2
     assert sentence in text
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "run.json", "summary.json", "checkpoints/step_00000001/model.safetensors"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_and_a_device_are_errors_and_not_waited_for(tmp_path, command, name, kind):
+    for run in ("a", "b"):
+        add_checkpoint(make_run(tmp_path / run), 1, {"model": {"w": torch.ones(1)}})
+    path = tmp_path / "b" / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    code, text = command("a", "b")
+    assert code == 2
+    assert "is not a regular file" in text
+
+
+ODD = [
+    *[{name: odd} for name in ("arguments", "data", "versions") for odd in (3, [], "x", True)],
+    *[{"launches": odd} for odd in ({}, 3, "x", [3], [[]], [None], [{"processes": 3}], [{"processes": [3]}])],
+    *[{"launches": [{"from_step": odd}]} for odd in ("x", None, [], True)],
+    *[{"git_commit": 3}, {"git_commit": []}, {"total_steps": "x"}, {"command": "x"}, {"command": 3}],
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=json.dumps)
+def test_a_record_of_odd_form_is_an_error(tmp_path, command, odd):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", record=odd)
+    for runs in (("a", "b"), ("b", "a")):
+        code, text = command(*runs)
+        assert code == 2
+        assert "b/run.json is damaged" in text
+        assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"launches": [{"processes": [{"host": [], "device": {}, "cpu_threads": []}]}]},
+        {"launches": [{"from_step": 1e400, "x": [1]}, {"x": {}}]},
+        {"command": [[]]},
+        {"arguments": {"batch_size": 0, "x\ny": [[]]}, "data": {"train": "x"}},
+        {"total_steps": 10**400},
+    ],
+    ids=json.dumps,
+)
+def test_what_is_odd_and_can_be_compared_is_no_error(tmp_path, command, odd):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", record=odd)
+    assert command("a", "b")[0] == 0
+    assert command("b", "a")[0] == 0
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"step": "x"}', "9" * 5000, "\x00"])
+def test_a_summary_of_odd_form_is_an_error(tmp_path, command, content):
+    make_run(tmp_path / "a")
+    (make_run(tmp_path / "b") / "summary.json").write_text(content)
+    code, text = command("a", "b")
+    assert code == 2
+    assert "b/summary.json is damaged" in text
+
+
+@pytest.mark.parametrize("value", ["1" * 400, "[" * 100_000])
+def test_a_number_that_is_none_is_a_damaged_line(tmp_path, command, value):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", tail=f'{{"split": "train", "step": 3, "x": {value}}}\n')
+    code, text = command("a", "b")
+    assert code == 2
+    assert "line 4" in text
+
+
+def test_control_characters_are_shown_as_their_escapes(tmp_path, command):
+    make_run(tmp_path / "a")
+    record = {"arguments": {"lr": "\x1b[31mred", "\x1b]0;title": "\x07"}, "versions": {"torch\x9b": "\x1b[2J"}}
+    make_run(tmp_path / "b", [line(1, "\x1b[1m", loss=1.0), line(1, **{"x\x1b": 2.0})], record)
+    _, text = command("a", "b")
+    assert "\\x1b[31mred" in text
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)
+
+
+def test_an_error_that_nobody_thought_of_does_not_mean_different(tmp_path, command, monkeypatch):
+    make_run(tmp_path / "a")
+    monkeypatch.setattr(compare, "judge", lambda *arguments, **options: 1 / 0)
+    code, text = command("a", "a")
+    assert code == 2
+    assert "ZeroDivisionError" in text
 
 
 def test_without_anything_in_common_the_exit_code_is_2(tmp_path, command):

@@ -13,12 +13,12 @@ and so are those after it.
 import gc
 import importlib
 import importlib.util
-import os
+import json
 import shlex
 import shutil
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -117,18 +117,20 @@ def main():
     for flags in map(shlex.split, runs):
         if flags[0] == "--script":
             script, flags = flags[1], flags[2:]
+        recording = nullcontext()
         if flags[:1] == ["--record"]:
-            from utils.prove import record
+            from utils.prove import worker
 
-            os.environ["TRAIN_RECORD"], flags = flags[1], flags[2:]
-            record.settings.cache_clear()
+            recording = worker.recording(worker.Settings(**json.loads(flags[1])))
+            flags = flags[2:]
         if flags[:1] == ["--back_to"]:
             (_, folder, step, copied), flags = flags[:4], flags[4:]
             # The other ranks wait for it in `make_accelerator`.
             if not dist.is_initialized() or dist.get_rank() == 0:
                 back_to(Path(folder), int(step), Path(copied))
-        code = run(script, flags)
-        if code and "TRAIN_RECORD" not in os.environ:  # a record of a run that fails is missing
+        with recording:
+            code = run(script, flags)
+        if code and isinstance(recording, nullcontext):  # a record of a run that fails is missing
             sys.exit(code)
     if dist.is_initialized():
         end_group()
