@@ -118,7 +118,7 @@ class Launcher:
         config = config if os.sep in str(config) else ROOT / "accelerate_configs" / f"{config}.yaml"
         words = ["-m", "accelerate.commands.launch", "--config_file", config]
         words += ["--main_process_port", free_port(), *launch_flags]
-        script = Path(f"{script}.py") if os.sep in str(script) else run_many.path_of(script)
+        script = Path(f"{script}.py") if Path(script).is_absolute() else run_many.path_of(script)
         return self.start_python(*words, script, *flags, **options)
 
     def start_python(self, *words, cwd=None, stderr=subprocess.PIPE, cold=False) -> subprocess.Popen:

@@ -31,6 +31,8 @@ features/: each module can be left out, and its flag goes with it. `features/__i
     hang_watchdog      names the rank that the others wait for, and its line of code
     lost_peers         names the rank that is gone
     out_of_memory      advice, and the largest batch that fits
+    same_weights       stops where the processes' weights drift apart
+    sampling           weighted draws, repeated augmentation
     pretrained         start from weights that somebody else has trained
     fsdp               models whose parameters are sharded
     data_parallel      nn.DataParallel, with the loss on each GPU

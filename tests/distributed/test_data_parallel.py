@@ -336,7 +336,7 @@ def test_gradient_accumulation_on_gpus_is_the_whole_batch_on_one_device(train, l
     four, seen = train("gradient_accumulation", "four", *flags, "--gradient_accumulation_steps", 5, gpus=GPUS)
     assert_same_run(four, one)
     assert [13, 13, 13, 11] in seen.parts  # 50 images in a micro-batch
-    assert_loss_inside(seen, GPUS, 1003 + 203)
+    assert_loss_inside(seen, GPUS, 1003 + 203 + 2)  # 2 of 5 micro-batches of the last step, of 3 images, are stand-ins
 
 
 @pytest.mark.slow

