@@ -33,6 +33,8 @@ features/: each module can be left out, and its flag goes with it. `features/__i
     out_of_memory      advice, and the largest batch that fits
     same_weights       stops where the processes' weights drift apart
     sampling           weighted draws, repeated augmentation
+    restarts           what the launcher restarts continues the run
+    gather_samples     every sample's value on every process
     pretrained         start from weights that somebody else has trained
     fsdp               models whose parameters are sharded
     data_parallel      nn.DataParallel, with the loss on each GPU

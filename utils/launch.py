@@ -18,7 +18,6 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
-    gather_object,
     set_seed,
 )
 
@@ -87,7 +86,10 @@ def make_accelerator(
     """
     errors = prepare_process()
     new_folder = None if getattr(args, "output_dir", None) else new_output_dir()
-    check_restarts(new_folder is not None)
+    restarts = None
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        restarts = feature("restarts", "--max_restarts")
+        restarts.check_that_it_can_continue(new_folder is not None)
     lost_peers = attach_to_process(errors, can_resume=getattr(args, "resume", None) is not None)
     accelerator = create_accelerator(
         args, errors, new_folder or args.output_dir, log_with, find_unused_parameters, kwargs_handlers
@@ -95,7 +97,7 @@ def make_accelerator(
     # From here on, the processes can talk to each other.
     check_topology(accelerator)
     attach_to_group(lost_peers, getattr(args, "timeout_s", 600))
-    if was_restarted():
+    if restarts and restarts.was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, **vars(args)})
     virtual_processes = getattr(args, "virtual_processes", 0)
@@ -213,34 +215,6 @@ def create_accelerator(
             raise
         reason = " ".join(str(error).split())
         stop(f"Accelerate cannot start with this config file and these flags: {reason}")
-
-
-def check_restarts(is_new_folder: bool) -> None:
-    """Check that processes which the launcher restarts after a failure can continue.
-
-    Raises:
-        SystemExit: if --max_restarts is used without an output folder, or in a way in which
-            restarted processes do not find each other.
-    """
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        return
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # pytorch/pytorch#135712
-        stop(
-            "--max_restarts needs --rdzv_backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: "
-            "otherwise restarted processes find the addresses of the old ones in the launcher's "
-            "store"
-        )
-    if is_new_folder:
-        stop("--max_restarts needs an --output_dir, to continue from the checkpoints in it")
-
-
-def was_restarted() -> bool:
-    """Whether the launcher restarted any process. Collective.
-
-    On a machine where no process failed the launcher's count stays 0.
-    """
-    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    return any(gather_object([count]))
 
 
 def check_batch_size(batch_size: int, micro_batches: int) -> None:

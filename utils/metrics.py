@@ -3,12 +3,12 @@
 import math
 import zlib
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from .console import stop
+from .features import feature
 from .sampler import virtual_processes
 
 # What a line of metrics.jsonl has beside the metrics.
@@ -107,8 +107,13 @@ class Metrics:
         if not self.all_ranks_add:
             names = sorted(set(gather_object(names)))
         self._check_names(names)
-        exact = virtual_processes(self.accelerator)
-        sums = self._exact_sums(names) if exact else self._quick_sums(names)
+        if virtual_processes(self.accelerator):
+            columns = [
+                torch.cat(parts) for parts in [*(self.values[name] for name in names), self._known_weights()] if parts
+            ]
+            sums = feature("virtual_processes").exact_sums(self.accelerator, columns, len(names))
+        else:
+            sums = self._quick_sums(names)
         for name, total in zip(names, sums, strict=False):
             if is_loss(name) and not math.isfinite(total):
                 self._stop_at_first_bad(name)
@@ -141,18 +146,6 @@ class Metrics:
             mine[-2] = samples if weights is None else weights.sum()
             mine[-1] = samples
         return self.accelerator.reduce(mine, "sum").tolist()
-
-    def _exact_sums(self, names: list[str]) -> list[float]:
-        """The sums of the real numbers, rounded once: the same in any order."""
-        rows = torch.zeros(0, len(names) + 1, dtype=torch.float64)
-        if self.indices:
-            columns = [torch.cat(self.values[name]) for name in names]
-            columns.append(torch.cat(self._known_weights()))
-            rows = torch.stack([column.cpu().to(torch.float64) for column in columns], 1)
-        rows = gather_samples(self.accelerator, [rows.to(self.accelerator.device)]).cpu().numpy()
-        rows[:, :-1] *= rows[:, -1:]
-        sums = [math.fsum(column) if np.isfinite(column).all() else math.nan for column in rows.T]
-        return [*sums, len(rows)]
 
     def _known_weights(self) -> list[torch.Tensor]:
         return [
@@ -199,24 +192,3 @@ def check_shape(what: str, values: torch.Tensor, batch) -> None:
 def is_loss(name: str) -> bool:
     """Whether a metric is a loss: it must be finite, and less of it is better."""
     return name == "loss" or name.endswith("_loss")
-
-
-def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Each process's (n, ...) tensors as one tensor (N, ...) in the order of the ranks; n may differ. Collective.
-
-    For metrics that are neither means nor counts, such as those of the package evaluate:
-
-        metric.compute(predictions=gather_samples(accelerator, predictions), references=...)
-
-    A confusion matrix is a sum of counts and needs one `accelerator.reduce` only, as in scripts/mnist_mlp.py.
-
-    Accelerate's `gather_for_metrics` needs a loader that it prepared itself, and then drops the last samples of the
-    last batch whoever holds them.
-    """
-    mine = torch.cat(parts)
-    counts = accelerator.gather(torch.tensor([len(mine)], device=mine.device)).tolist()
-    # Not by `pad_across_processes`, which makes integers of bools on those ranks that it pads.
-    padded = mine.new_zeros((max(counts), *mine.shape[1:]))
-    padded[: len(mine)] = mine
-    padded = accelerator.gather(padded)
-    return torch.cat([part[:count] for part, count in zip(padded.chunk(len(counts)), counts, strict=True)])

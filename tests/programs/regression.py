@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
 from utils.features.data_parallel import data_parallel
+from utils.features.gather_samples import gather_samples
 from utils.loader import GlobalLoader
-from utils.metrics import gather_samples
 from utils.run import Run
 
 

@@ -246,6 +246,7 @@ def test_virtual_processes_set_the_threads_and_the_micro_batches():
 
 
 def test_a_run_that_the_launcher_restarted_resumes(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     args = run_flags(resume=False)
     make_accelerator(args)

@@ -215,7 +215,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from accelerate import Accelerator
-from utils.metrics import Metrics, gather_samples
+from utils.features.gather_samples import gather_samples
+from utils.metrics import Metrics
 
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index

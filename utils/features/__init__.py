@@ -10,10 +10,12 @@
     hang_watchdog       its file, several processes      name the rank that the others wait for
     lost_peers          its file, several processes      name the rank that is gone
     out_of_memory       its file, or a script            advice, and the largest batch that fits
+    restarts            --max_restarts of the launcher   continue after a failure without being asked
     fsdp                fsdp.yaml, or a script           sharded models
     data_parallel       a script                         nn.DataParallel, with the loss on each GPU
     batch_norm          a script                         statistics over all processes
     sampling            a script                         weighted draws, repeated augmentation
+    gather_samples      a script                         every sample's value on every process
     pretrained          a script                         start from weights of others (--pretrained)
     pipeline            a script                         a model cut over several devices
     pipeline_timeline   pipeline                         a picture of when each stage computes

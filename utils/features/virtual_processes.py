@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..atomic_files import read_entry
 from ..console import plural, show, stop
 from ..sampler import logical_ranks, virtual_processes
+from .gather_samples import gather_samples
 
 
 def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
@@ -392,3 +394,20 @@ def decides_rounding(topology: dict) -> list[str]:
         threads = plural(process["cpu_threads"], "thread")
         kinds.add(f"{process['device_name'] or process['cpu']} with {threads}")
     return [*sorted(kinds), f"torch {topology['torch']}"]
+
+
+def exact_sums(accelerator: Accelerator, columns: list[torch.Tensor], num_values: int) -> list[float]:
+    """The weighted sum of each value, of the weights, and the number of samples, over all processes. Collective.
+
+    These are sums of the real numbers, rounded once: the same in any order.
+
+    Args:
+        columns: (n,) each: `num_values` values, then the weights; none where a process has no sample.
+    """
+    rows = torch.zeros(0, num_values + 1, dtype=torch.float64)
+    if columns:
+        rows = torch.stack([column.cpu().to(torch.float64) for column in columns], 1)
+    rows = gather_samples(accelerator, [rows.to(accelerator.device)]).cpu().numpy()
+    rows[:, :-1] *= rows[:, -1:]
+    sums = [math.fsum(column) if np.isfinite(column).all() else math.nan for column in rows.T]
+    return [*sums, len(rows)]
