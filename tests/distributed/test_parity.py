@@ -107,7 +107,7 @@ def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, 
 def test_several_runs_in_one_launch_are_as_many_launches(runs, launcher, small_mnist):
     """Bit by bit: what the tests above prove holds for separate launches."""
     flags = ["--dataset", small_mnist, *FLAGS, "--gradient_accumulation_steps", 2]
-    launcher("cpu_ddp", *flags, "--output_dir", "run")
+    launcher("cpu_ddp", *flags, "--output_dir", "run", script="mlp")
     lines, weights = result(launcher.folder / "run")
     other_lines, other_weights = result(runs / "float32-2x2")  # the second of the launch
     timeless = ("split", "step", "epoch", "loss", "accuracy", "lr")

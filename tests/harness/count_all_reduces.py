@@ -22,7 +22,8 @@ def main() -> None:
 
         for model in checkpoint.values():
             model = getattr(model, "_orig_mod", model)  # with a dynamo_config in the config file
-            if isinstance(model, DistributedDataParallel):
+            # Virtual processes have a hook of their own.
+            if isinstance(model, DistributedDataParallel) and not run.accelerator.virtual_processes:
                 model.register_comm_hook(None, count)
 
     def finish_and_tell(run):
