@@ -255,3 +255,17 @@ def test_a_run_imports_nothing_that_it_does_not_need(launcher, small_mnist, monk
     assert done.stdout.endswith("imported []\nfrozen True\n"), done.stdout + done.stderr
     assert done.stderr == ""  # nor does anything complain when the process ends
     assert (run / "curves.png").exists()
+
+
+def test_the_confusion_matrix_counts_each_test_image_once_also_beside_stand_ins(small_mnist, tmp_path, monkeypatch):
+    """The last test batch has 3 of 203 images for 8 virtual processes."""
+    monkeypatch.setattr(mnist_mlp, "TEST_BATCH_SIZE", 50)
+    flags = ["--dataset", small_mnist, "--output_dir", tmp_path / "run", "--hidden", 16, "--max_steps", 20]
+    assert run_many.run("mnist_mlp", [*flags, "--virtual_processes", 8]) is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    confusion = torch.tensor(summary["test_confusion"])
+    _, test_data = load_images(str(small_mnist))
+    assert confusion.sum(1).tolist() == torch.bincount(test_data.labels, minlength=10).tolist()
+    assert confusion.trace() / 203 == pytest.approx(summary["test_accuracy"])
+    f1 = 2 * confusion.diag() / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
+    assert float(f1.mean()) == pytest.approx(summary["test_f1_macro"])
