@@ -121,8 +121,8 @@ class Metrics:
 
     def _check_names(self, names: list[str]) -> None:
         """Raises: SystemExit on every rank, if ranks have metrics of different names: their sums would be mixed up."""
-        number = zlib.crc32(",".join(names).encode()) % 2**12
-        numbers = torch.tensor([1.0, number, number**2], device=self.accelerator.device)
+        number = zlib.crc32(",".join(names).encode()) % 2**20
+        numbers = torch.tensor([1, number, number**2], device=self.accelerator.device)
         ranks, total, total_of_squares = self.accelerator.reduce(numbers, "sum").tolist()
         if ranks * total_of_squares != total**2:  # equal only if all numbers are
             found = " | ".join(dict.fromkeys(gather_object([", ".join(names) or "none"])))
