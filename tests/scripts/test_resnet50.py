@@ -485,7 +485,7 @@ def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monke
     flags += ["--ema_decay", 0.9, "--ema_every", 2, "--warmup_epochs", 0, "--max_steps", 4]
     assert run_4_blocks("run", *flags) is None
 
-    ((train_loader, total_steps, test_loader),) = started
+    ((train_loader, test_loader, total_steps),) = started
     augment = train_loader.dataset.transform
     assert (augment.size, augment.min_area, augment.flip, augment.eraser.p) == (20, 0.3, 0.25, 0.125)
     assert augment.policy is not None
