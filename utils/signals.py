@@ -60,11 +60,18 @@ def is_orphan() -> bool:
         return is_init
 
 
-def launchers_patience_s() -> float:
-    """Seconds from a signal to torchrun until it kills its processes."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return math.inf
-    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+def warn_if_killed_sooner(save_time_s: float) -> bool:
+    """Whether torchrun kills its processes sooner than `save_time_s` after a signal; if so, say it."""
+    patience_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    if "TORCHELASTIC_RUN_ID" not in os.environ or save_time_s < patience_s:
+        return False
+    show(
+        f"warning: a save may take {save_time_s:.0f} s, and {patience_s:.0f} s after a Ctrl-C or SIGTERM the launcher "
+        "kills its processes, saved or not: start it with "
+        f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * math.ceil(save_time_s)} in the environment",
+        "yellow",
+    )
+    return True
 
 
 class StopSignal:

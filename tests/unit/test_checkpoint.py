@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import random
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,15 +15,14 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.checkpoint import Checkpoints, read_checkpoint, save_model
 from utils.checkpoint import folder as disk
-from utils.checkpoint.folder import PROCESSES, complete_steps
-from utils.checkpoint.manifest import manifest_bytes, read_manifest
+from utils.checkpoint.folder import PROCESSES, complete_steps, manifest_bytes, read_manifest
 from utils.checkpoint.processes import restore_process
-from utils.signals import launchers_patience_s
 
 
 @pytest.fixture
@@ -230,7 +228,7 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_named(tmp_path, accelerator
     next(iter(state["optimizer"].optimizer.state.values()))["seen"] = {1, 2}
     with pytest.raises(SystemExit):
         saver.save(1, {}, {})
-    assert "error: the optimizer AdamW cannot be saved: 0.weight/seen is a set" in capsys.readouterr().err
+    assert "0.weight/seen cannot be saved: it is a set" in capsys.readouterr().err
 
 
 def test_moments_come_back_in_the_layout_of_their_weights(tmp_path, accelerator):
@@ -373,9 +371,9 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(tmp_path, a
         if step == 1:
             saver.save(1, {}, {})
     files = len(state) + 2  # processes.safetensors and manifest.json
-    calls = ["write_tensors"] * (files - 1) + ["write_synced"] + ["fsync_folder"] * 2
+    calls = ["fsync_folder"] + ["write_tensors"] * (files - 1) + ["write_synced"] + ["fsync_folder"] * 2
     for allowed in range(len(calls) + 1):
-        left = [allowed]
+        saver, left = checkpoints(accelerator, tmp_path, state, keep=1), [allowed]
 
         def die_after(name, left=left):
             function = getattr(disk, name)
@@ -398,8 +396,8 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(tmp_path, a
                 saver.save(2, {}, {})
         loaded = build_two(7, accelerator)
         step = checkpoints(accelerator, tmp_path, loaded).load()[0]
-        # The folder has its name after the last file and the first flush of a folder.
-        assert step == (2 if allowed > files else 1)
+        # The folder has its name after all but the last of these calls.
+        assert step == (2 if allowed >= len(calls) - 1 else 1)
         found = {name: part.state_dict() for name, part in loaded.items()}
         assert as_text(found) == expected[step]
         assert not list((tmp_path / "checkpoints").glob(".part_*"))
@@ -487,7 +485,7 @@ def test_a_failure_while_training_goes_on_is_told_when_it_is_asked_for(tmp_path,
     saver.save(2, {}, {})
     while not saver.failed():
         time.sleep(0.01)
-    sentence = "the checkpoint of step 2 cannot be written"
+    sentence = "step_00000002 cannot be written"
     assert sentence in capsys.readouterr().err
     with pytest.raises(SystemExit):
         saver.save(3, {}, {})
@@ -545,10 +543,9 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, acc
     flushed = record_flushes(monkeypatch, tmp_path / "checkpoints" / "step_00000001")
     saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
     saver.save(1, {}, {}, lambda: flushed.append(("what extra speaks of", False)))
-    assert sorted(flushed[1:-4]) == [(f"{n}.safetensors", False) for n in ("model", "optimizer", "processes")]
-    assert flushed[0] == (tmp_path.name, False)
-    assert flushed[-4:] == [
-        ("what extra speaks of", False),
+    assert flushed[:2] == [("what extra speaks of", False), (tmp_path.name, False)]
+    assert sorted(flushed[2:-3]) == [(f"{n}.safetensors", False) for n in ("model", "optimizer", "processes")]
+    assert flushed[-3:] == [
         ("manifest.json", False),
         (".part_step_00000001", False),
         ("checkpoints", True),
@@ -631,11 +628,11 @@ def test_an_object_of_your_own_comes_back(tmp_path, accelerator):
 @pytest.mark.parametrize(
     ("part", "sentence"),
     [
-        (object(), "x, a object, cannot be saved: it has no state_dict and load_state_dict"),
-        (Queue({"a": {"b": {1, 2}}}), "x, a Queue, cannot be saved: a/b is a set"),
-        (Queue({"a": {(1, 2): 3}}), "x, a Queue, cannot be saved: a is a dict with the key (1, 2)"),
-        (Queue({1: 2, "1": 3}), "x, a Queue, cannot be saved: its state is a dict with the key"),
-        (Queue({True: 2}), "x, a Queue, cannot be saved: its state is a dict with the key True"),
+        (object(), "x cannot be saved: a object has no state_dict and load_state_dict"),
+        (Queue({"a": {"b": {1, 2}}}), "x/a/b cannot be saved: it is a set"),
+        (Queue({"a": {(1, 2): 3}}), "x/a cannot be saved: it is a dict with the key (1, 2)"),
+        (Queue({1: 2, "1": 3}), "x cannot be saved: it is a dict with the key"),
+        (Queue({True: 2}), "x cannot be saved: it is a dict with the key True"),
     ],
 )
 def test_what_cannot_be_saved_is_named_at_the_start(tmp_path, accelerator, capsys, part, sentence):
@@ -738,27 +735,27 @@ MODELS = {
     "dtype": (
         lambda: nn.Linear(4, 2),
         lambda: nn.Linear(4, 2).bfloat16(),
-        "model.weight was bfloat16 (2, 4) and is float32 (2, 4)",
+        "model.weight was 'bfloat16 (2, 4)' and is 'float32 (2, 4)'",
     ),
     "shape": (
         lambda: nn.Linear(4, 2),
         lambda: nn.Linear(4, 3),
-        "model.weight was float32 (3, 4) and is float32 (2, 4)",
+        "model.weight was 'float32 (3, 4)' and is 'float32 (2, 4)'",
     ),
     "parameter added": (
         lambda: nn.Linear(4, 2),
         lambda: nn.Linear(4, 2, bias=False),
-        "model.bias was absent and is float32 (2,)",
+        "model.bias was None and is 'float32 (2,)'",
     ),
     "parameter missing": (
         lambda: nn.Linear(4, 2, bias=False),
         lambda: nn.Linear(4, 2),
-        "model.bias was float32 (2,) and is absent",
+        "model.bias was 'float32 (2,)' and is None",
     ),
     "buffer added": (
         lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2, affine=False)),
         lambda: nn.Sequential(nn.Linear(4, 2), nn.Identity()),
-        "model.1.running_mean was absent and is float32 (2,)",
+        "model.1.running_mean was None and is 'float32 (2,)'",
     ),
 }
 
@@ -778,9 +775,7 @@ def test_a_different_set_of_names_is_refused(tmp_path, accelerator, capsys):
     state = build(0, accelerator)
     saved(accelerator, tmp_path, state)
     refused(accelerator, tmp_path, {**state, "model_ema": AveragedModel(state["model"])})
-    assert "the checkpoint has model, optimizer, scheduler, and the run model, model_ema, opt" in (
-        capsys.readouterr().err
-    )
+    assert "checkpoint was 'model, optimizer, scheduler' and is 'model, model_ema, opt" in (capsys.readouterr().err)
 
 
 def rewrite(path, change):
@@ -822,7 +817,7 @@ def test_a_trained_parameter_without_an_entry_is_refused(tmp_path, accelerator, 
 def test_a_sharded_model_without_its_feature_is_one_sentence(tmp_path, accelerator, capsys, monkeypatch):
     model = nn.Linear(2, 2)
     saver = checkpoints(accelerator, tmp_path, {"model": model})
-    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace(FSDPModule=nn.Linear))
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
     monkeypatch.setattr("utils.features.has", lambda name: False)
     with pytest.raises(SystemExit):
         saver.save(1, {}, {})
@@ -853,9 +848,7 @@ def test_a_folder_that_was_moved_away_is_not_made_again(tmp_path, accelerator, c
     run.rename(tmp_path / "moved")
     with pytest.raises(SystemExit):
         saver.save(2, {}, {})
-    said = capsys.readouterr().err
-    assert "the checkpoint of step 2 cannot be written to" in said
-    assert "the folder of the run was moved or removed" in said
+    assert "step_00000002 cannot be written" in capsys.readouterr().err
     assert names(tmp_path / "moved") == ["step_00000001"]
     assert not run.exists()
 
@@ -924,11 +917,8 @@ def test_a_save_that_takes_as_long_as_the_launcher_waits_is_told_once(tmp_path, 
     for step in (2, 3):
         saver.save(step, {}, {})
     said = capsys.readouterr().out
-    assert said.startswith("warning: a checkpoint takes 0 s, and 0 s after a Ctrl-C or SIGTERM")
-    assert said.endswith("start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=4 in the environment\n")
-    assert said.count("\n") == 1
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    assert launchers_patience_s() == 30
+    assert said.startswith("warning: ")
+    assert said.count("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=2") == said.count("\n") == 1
 
 
 # --- what was damaged ---------------------------------------------------------------------------
@@ -984,7 +974,7 @@ def test_what_cannot_be_read_for_the_moment_stays(tmp_path, accelerator, capsys,
         patch.setattr(Path, "read_bytes", refuse)
         refused(accelerator, tmp_path, state)
     said = capsys.readouterr().err
-    assert f"model.safetensors cannot be read ({os.strerror(number)}): nothing was changed" in said
+    assert f"model.safetensors: {os.strerror(number)}" in said
     assert saver.load()[0] == 2
 
 

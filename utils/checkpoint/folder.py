@@ -3,9 +3,9 @@
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import safetensors.torch
@@ -13,11 +13,13 @@ import torch
 
 from ..atomic_files import fsync_file, fsync_folder, remove, write_synced
 from ..console import show, stop
-from .manifest import manifest_bytes, read_manifest
 
+FORMAT = 2
 PROCESSES = "processes.safetensors"
 # The file is lost. Other errors, such as missing rights, may be over at the next start.
 LOST = {errno.ENOENT, errno.EIO}
+
+Tensors = dict[str, dict[str, torch.Tensor]]  # by file and name
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -33,35 +35,25 @@ def complete_steps(folder: Path) -> list[int]:
 # --- write ------------------------------------------------------------------------------------
 
 
-def write_checkpoint(
-    folder: Path,
-    manifest: dict,
-    tensors: dict[str, dict[str, torch.Tensor]],
-    sync: Callable[[], None] | None = None,
-) -> None:
+def write_checkpoint(folder: Path, manifest: dict, tensors: Tensors) -> None:
     """Write a checkpoint; the manifest goes last, and the folder gets its name when all in it is on the disk.
 
     Args:
         manifest: without its checksums.
-        tensors: by file, in contiguous memory of their own.
-        sync: called before the manifest is written, to flush what that speaks of.
+        tensors: as from `copy_to_cpu`.
 
     Raises:
         SystemExit: if it cannot be written.
     """
-    step = manifest["step"]
-    final = checkpoint_path(folder, step)
+    final = checkpoint_path(folder, manifest["step"])
     part = folder / f".part_{final.name}"
     try:
         # Not its parents: a run whose folder was moved or removed must not go on in half of a new one.
-        if not folder.is_dir():
-            folder.mkdir()
-            fsync_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
         remove(part)
         part.mkdir()
         digests = {name: write_tensors(part / name, content) for name, content in tensors.items()}
-        if sync is not None:
-            sync()
         write_synced(part / "manifest.json", manifest_bytes({**manifest, "sha256": digests}))
         fsync_folder(part)
         part.rename(final)
@@ -69,20 +61,11 @@ def write_checkpoint(
     except OSError as error:
         with contextlib.suppress(OSError):
             remove(part)
-        left = complete_steps(folder)
-        way_on = "there is none yet"
-        if left:
-            way_on = f"the one of step {left[0]} is whole, --resume goes on from it"
-        if not folder.parent.is_dir():
-            way_on = "the folder of the run was moved or removed"
-        stop(f"the checkpoint of step {step} cannot be written to {folder} ({error.strerror}); {way_on}")
+        stop(f"{final} cannot be written ({error.strerror}): --resume goes on from the checkpoint before it, if any")
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     """Write a file of safetensors through to the disk, without a copy in memory; returns its SHA-256 in hex.
-
-    Args:
-        tensors: contiguous, no two of them in the same memory.
 
     Raises:
         OSError: if it cannot be written.
@@ -101,10 +84,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def copy_to_cpu(
-    tensors: dict[str, torch.Tensor], copies: dict[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
-    """Contiguous copies on the CPU, no two in the same memory, as `write_tensors` needs them.
+def copy_to_cpu(tensors: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous copies on the CPU, no two in the same memory, as safetensors needs them.
 
     Args:
         copies: earlier copies, whose memory is used where it fits: new memory takes three times as
@@ -112,18 +93,27 @@ def copy_to_cpu(
     """
     result = {}
     for name, tensor in tensors.items():
-        copy = (copies or {}).get(name)
+        copy = copies.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         result[name] = copy.copy_(tensor.detach())
     return result
 
 
+def manifest_bytes(manifest: dict) -> bytes:
+    """The content of manifest.json: `manifest`, and its checksum."""
+    return json.dumps({**manifest, "checksum": checksum(manifest)}, indent=1).encode()
+
+
+def checksum(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def remove_old(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; one that cannot be removed costs disk space only."""
     for step in complete_steps(folder)[keep:]:
         path = checkpoint_path(folder, step)
-        part = path.with_name(f".part_{path.name}")
+        part = folder / f".part_{path.name}"
         try:
             # First its name, so that a kill in the middle leaves no half of a checkpoint.
             remove(part)
@@ -136,24 +126,17 @@ def remove_old(folder: Path, keep: int) -> None:
 # --- read -------------------------------------------------------------------------------------
 
 
-def read_checkpoint(
-    path: Path, check: Callable[[dict], None] | None = None
-) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
-    """The manifest of a checkpoint, and the tensors of each file.
-
-    Args:
-        check: called with the manifest before the tensors are read.
+def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
+    """The manifest and the tensors of a checkpoint, each file compared with its SHA-256.
 
     Raises:
         ValueError: naming the file that is missing or damaged.
         OSError: if a file cannot be read for another reason: it may be whole.
-        SystemExit: if it is of another version, or does not pass `check`.
+        SystemExit: if it is of another version.
     """
     name = "manifest.json"
     try:
         manifest = read_manifest(path)
-        if check is not None:
-            check(manifest)
         tensors = {}
         for name, digest in manifest["sha256"].items():
             content = (path / name).read_bytes()
@@ -169,33 +152,43 @@ def read_checkpoint(
     return manifest, tensors
 
 
-def read_newest(folder: Path, check: Callable[[dict], None]) -> tuple[dict, dict[str, dict[str, torch.Tensor]]] | None:
+def read_manifest(path: Path) -> dict:
+    """The manifest of the checkpoint in the folder `path`; raises as `read_checkpoint` does."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    if manifest.pop("checksum", None) != checksum(manifest):
+        raise ValueError("its checksum differs")
+    if manifest["format"] != FORMAT:
+        stop(
+            f"{path} was written by another version of this code (format {manifest['format']}, this one reads "
+            f"{FORMAT}): end that run with its own version, or start anew with another --output_dir"
+        )
+    return manifest
+
+
+def read_newest(folder: Path) -> tuple[dict, Tensors] | None:
     """`read_checkpoint` of the newest whole checkpoint in a folder; None if there is none at all.
 
     Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*.
 
     Raises:
-        SystemExit: if none is whole though there are some, or if the newest cannot be read now.
+        OSError: if the newest cannot be read now: nothing was changed.
+        SystemExit: if none is whole though there are some.
     """
     for part in folder.glob(".part_*"):  # what a kill in the middle of a save left
         with contextlib.suppress(OSError):
             remove(part)
-    steps, damaged = complete_steps(folder), []
-    for step in steps:
-        path = checkpoint_path(folder, step)
+    paths = [checkpoint_path(folder, step) for step in complete_steps(folder)]
+    for number, path in enumerate(paths):
         try:
-            manifest, tensors = read_checkpoint(path, check)
-        except OSError as error:
-            reason = f"{error.filename or path} cannot be read ({error.strerror})"
-            stop(f"{reason}: nothing was changed, start again when it can")
+            manifest, tensors = read_checkpoint(path)
         except ValueError as error:
             show(f"warning: {path} is skipped: {error}", "yellow")
-            damaged.append(path)
             continue
-        for other in damaged:  # its name will be needed again
-            remove(other.with_name(f"damaged_{other.name}"))
-            other.rename(other.with_name(f"damaged_{other.name}"))
+        for damaged in paths[:number]:  # its name will be needed again
+            aside = folder / f"damaged_{damaged.name}"
+            remove(aside)
+            damaged.rename(aside)
         return manifest, tensors
-    if steps:
-        stop(f"none of the {len(steps)} checkpoints in {folder} is whole: start anew with another --output_dir")
+    if paths:
+        stop(f"none of the {len(paths)} checkpoints in {folder} is whole: start anew with another --output_dir")
     return None

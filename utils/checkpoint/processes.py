@@ -22,39 +22,18 @@ def on_main(accelerator: Accelerator, work: Callable):
     if accelerator.is_main_process:
         try:
             result = work()
-        except OSError as error:
-            problem = f"{error.filename or 'a file'}: {error.strerror or error}"
-        except SystemExit as error:  # work() already said why
+        except (OSError, SystemExit) as error:
             problem = error
     result, problem = broadcast_object_list([result, problem])
-    if isinstance(problem, SystemExit):
+    if isinstance(problem, OSError):
+        stop(f"{problem.filename or 'a file'}: {problem.strerror or problem}")
+    if problem is not None:  # work() already said why
         raise problem
-    if problem:
-        stop(problem)
     return result
 
 
-def gather_first_copy(accelerator: Accelerator, model_copy: int | None, entries: dict) -> dict:
-    """On the main process, the entries of all processes that share copy 0 of the model. Collective.
-
-    Args:
-        model_copy: which copy of the model this process has parameters of; None: the entries are
-            those of a whole model and are returned as they are.
-        entries: by parameter name, tensors or JSON.
-    """
-    if model_copy is None or accelerator.num_processes == 1:
-        return entries
-    gathered = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    mine = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
-    torch.distributed.gather_object(mine if model_copy == 0 else {}, gathered)
-    for others in gathered or []:
-        entries = entries | others
-    return entries
-
-
 def random_states(accelerator: Accelerator) -> dict[str, torch.Tensor]:
-    """The states of the global generators of torch, Python and NumPy, so that what a training loop
-    draws from them goes on."""
+    """The states of the global generators of torch, Python and NumPy."""
     _, python, python_gauss = random.getstate()
     python_gauss = math.nan if python_gauss is None else python_gauss
     _, numpy, position, has_gauss, numpy_gauss = np.random.get_state()
@@ -88,24 +67,21 @@ def restore_process(
 ) -> dict[str, torch.Tensor]:
     """Set the random states of this process, and return its metrics.
 
-    On a different number of processes the random states, which belong to a process, stay as they
-    are, and the first process takes the metrics of all.
+    On a different number of processes the random states stay as they are, because they belong to a
+    process, and the first process takes the metrics of all.
 
     Args:
-        tensors: random states and metrics of the processes that saved, as <rank>/<name>.
-        num_processes: how many these were.
+        tensors: as <rank>/<name>, random states and metrics of the `num_processes` that saved.
     """
     states, metrics = ([{} for _ in range(num_processes)] for _ in range(2))
     for key, tensor in tensors.items():
         saved_rank, _, name = key.partition("/")
-        kind = states if name.startswith("random_") else metrics
-        kind[int(saved_rank)][name] = tensor
+        (states if name.startswith("random_") else metrics)[int(saved_rank)][name] = tensor
     rank = accelerator.process_index
     if num_processes == accelerator.num_processes:
         set_random_states(accelerator, states[rank])
         return metrics[rank]
-    if rank == 0:
-        names = sorted(set().union(*metrics))
-        return {name: torch.cat([saved[name] for saved in metrics if name in saved]) for name in names}
-    # No samples, under the same names: `Metrics.reduce` needs the same ones on all processes.
-    return {name: tensor[:0] for name, tensor in metrics[0].items()}
+    names = sorted(set().union(*metrics))
+    joined = {name: torch.cat([saved[name] for saved in metrics if name in saved]) for name in names}
+    # Elsewhere no samples, under the same names: `Metrics.reduce` needs the same ones on all processes.
+    return joined if rank == 0 else {name: tensor[:0] for name, tensor in joined.items()}

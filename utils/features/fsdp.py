@@ -1,6 +1,6 @@
 """FSDP2: what other modules need to know of models whose parameters are sharded (fsdp.yaml)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from accelerate import Accelerator
@@ -23,30 +23,29 @@ def load_whole_model(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     set_model_state_dict(model, state, options=whole_tensors())
 
 
-def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+def whole_optimizer_state(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, dict]:
     """The state of each parameter of a sharded model by name, on the main process alone. Collective."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    return get_optimizer_state_dict(model, optimizer, options=whole_tensors()).get("state", {})
+    return get_optimizer_state_dict(model_of(optimizer, models), optimizer, options=whole_tensors()).get("state", {})
 
 
-def load_whole_optimizer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, dict],
-    restore_groups: Callable[[list[dict]], None],
-) -> None:
-    """Load what `whole_optimizer_state` returned. Collective.
-
-    Args:
-        restore_groups: sets the hyperparameters of param_groups in place.
-    """
+def load_whole_optimizer(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Load what `whole_optimizer_state` returned. Collective."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+    if not state:  # SGD without momentum
+        return
+    model = model_of(optimizer, models)
     # Without the options: with them, rank 0 alone would get the names of the parameters.
     groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-    restore_groups(groups)
     set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=whole_tensors())
+
+
+def model_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> nn.Module:
+    """The model that the optimizer has parameters of."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return next(model for model in models if any(id(parameter) in trained for parameter in model.parameters()))
 
 
 def whole_tensors():

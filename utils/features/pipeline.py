@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -367,3 +368,18 @@ def sum_over_copies(model: nn.Module, group) -> None:
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def join_parts(accelerator: Accelerator, entries: dict, model_copy: int) -> dict:
+    """On the main process, the entries of all processes that share copy 0 of the model. Collective.
+
+    Args:
+        entries: by parameter name, tensors or JSON.
+        model_copy: the number of the copy of the model that this process has a part of.
+    """
+    gathered = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    mine = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
+    torch.distributed.gather_object(mine if model_copy == 0 else {}, gathered)
+    for others in gathered or []:
+        entries = entries | others
+    return entries
