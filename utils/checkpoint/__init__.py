@@ -63,23 +63,19 @@ __all__ = ["Checkpoints", "read_checkpoint", "save_model"]
 
 
 class Checkpoints:
-    """The checkpoints of one run. `save`, `wait` and `load` are collective, and the main process alone
-    touches the disk.
+    """The checkpoints of one run. The main process alone touches the disk.
 
     Args:
-        folder: where they are; made by the first one.
         state: by name, whatever has a state_dict: models and optimizers as `prepare` returned them,
-            schedules, scalers, moving averages, objects of your own. All of it is saved in one step:
-            no object is ever newer than another.
+            schedules, moving averages, objects of your own.
         resume_invariants: what else decides the numbers (flags, data, total steps), as JSON. A
             checkpoint in which one of them differs is refused, and so is one with other classes or
-            hyperparameters of optimizer and schedule, other parameters or another precision: going
-            on from it would be neither the old run nor a new one.
+            hyperparameters of optimizer and schedule, other parameters or another precision.
         keep: how many of the newest ones stay; 0: all of them.
         model_copy: for a model in parts on several processes; see features/pipeline.py.
 
     Raises:
-        SystemExit: naming it, if something in `state` cannot be saved.
+        SystemExit: if something in `state` cannot be saved.
     """
 
     def __init__(
@@ -204,7 +200,7 @@ class Checkpoints:
         self.is_slow = self.is_slow or warn_if_killed_sooner(2 * (time.perf_counter() - began))
 
     def _check_finite(self, step: int) -> None:
-        """Raises: SystemExit: if a parameter is not finite. Buffers may well be infinite, as masks are."""
+        """Stop if a parameter is not finite. Buffers may well be infinite, as masks are."""
         for model_name, model in self.models.items():
             buffers = {plain_name(name) for name, _ in model.named_buffers()}
             for name, tensor in self.copies[f"{model_name}.safetensors"].items():
@@ -236,8 +232,7 @@ class Checkpoints:
             Its step, its extra, and this process's metrics; (0, {}, {}) where there is none.
 
         Raises:
-            SystemExit: on every rank, if none is whole though there are some, if it is of another
-                version, or if it does not fit this run.
+            SystemExit: on every rank, if none is whole though there are some, or if it does not fit.
         """
         found = on_main(self.accelerator, lambda: read_newest(self.folder))
         if found is None:
@@ -247,8 +242,13 @@ class Checkpoints:
         for name, model in self.models.items():
             load_model(self.accelerator, model, tensors[f"{name}.safetensors"])
         for name in (*self.optimizers, *self.objects):
+            saved, found = manifest["state"][name], tensors.get(f"{name}.safetensors", {})
             try:
-                self._load_one(name, manifest["state"][name], tensors.get(f"{name}.safetensors", {}))
+                if name in self.objects:
+                    load_object(self.objects[name], put_back_tensors(saved, found))
+                else:
+                    optimizer, models = self.optimizers[name], self.models.values()
+                    load_optimizer(self.accelerator, optimizer, self.parameter_names, models, found, saved)
             except Exception as error:  # in another version of torch or of a class of the user's
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 stop(
@@ -259,19 +259,8 @@ class Checkpoints:
         metrics = restore_process(self.accelerator, tensors[PROCESSES], manifest["num_processes"])
         return manifest["step"], manifest["extra"], metrics
 
-    def _load_one(self, name: str, state, tensors: dict[str, torch.Tensor]) -> None:
-        if name in self.objects:
-            load_object(self.objects[name], put_back_tensors(state, tensors))
-        else:
-            optimizer, models = self.optimizers[name], self.models.values()
-            load_optimizer(self.accelerator, optimizer, self.parameter_names, models, tensors, state)
-
     def _check_fits(self, manifest: dict, tensors: Tensors) -> None:
-        """Compare what must match; what was said by the script goes before what follows from it.
-
-        Raises:
-            SystemExit: naming what differs.
-        """
+        """Stop at the first difference; what the script said goes before what follows from it."""
         names = {*self.models, *self.optimizers, *self.objects}
         saved_names = {file.removesuffix(".safetensors") for file in tensors.keys() - {PROCESSES}}
         saved_names |= manifest["state"].keys()
@@ -291,7 +280,6 @@ class Checkpoints:
         self._refuse(differences(saved, current))
 
     def _refuse(self, reasons: list[str]) -> None:
-        """Raises: SystemExit: if there are reasons."""
         if reasons:
             shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
             stop(f"the run in {self.folder.parent} cannot be resumed with other arguments: {shown}")

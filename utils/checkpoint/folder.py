@@ -39,11 +39,7 @@ def write_checkpoint(folder: Path, manifest: dict, tensors: Tensors) -> None:
     """Write a checkpoint; the manifest goes last, and the folder gets its name when all in it is on the disk.
 
     Args:
-        manifest: without its checksums.
         tensors: as from `copy_to_cpu`.
-
-    Raises:
-        SystemExit: if it cannot be written.
     """
     final = checkpoint_path(folder, manifest["step"])
     part = folder / f".part_{final.name}"
@@ -65,11 +61,7 @@ def write_checkpoint(folder: Path, manifest: dict, tensors: Tensors) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> str:
-    """Write a file of safetensors through to the disk, without a copy in memory; returns its SHA-256 in hex.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Write a file of safetensors through to the disk, without a copy in memory; returns its SHA-256 in hex."""
     try:
         safetensors.torch.save_file(tensors, path)
     except safetensors.SafetensorError as error:
@@ -169,10 +161,6 @@ def read_newest(folder: Path) -> tuple[dict, Tensors] | None:
     """`read_checkpoint` of the newest whole checkpoint in a folder; None if there is none at all.
 
     Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*.
-
-    Raises:
-        OSError: if the newest cannot be read now: nothing was changed.
-        SystemExit: if none is whole though there are some.
     """
     for part in folder.glob(".part_*"):  # what a kill in the middle of a save left
         with contextlib.suppress(OSError):

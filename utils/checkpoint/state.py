@@ -25,10 +25,7 @@ def take_out_tensors(state, tensors: dict[str, torch.Tensor], path: str):
     """A state_dict, or a part of it, as JSON. Each tensor goes to `tensors`, and {"tensor": its name} takes its place.
 
     Args:
-        path: the name of a tensor is its place in the state_dict, such as queue/items/3.
-
-    Raises:
-        SystemExit: naming what is neither a tensor nor JSON.
+        path: the name of a tensor is its place, such as queue/items/3.
     """
     if isinstance(state, torch.Tensor):
         tensors[path] = state
@@ -75,12 +72,7 @@ def plain_values(state, leave_out: set[str]):
 
 
 def load_object(instance, state: dict) -> None:
-    """`instance.load_state_dict(state)`.
-
-    Raises:
-        ValueError: if it is a schedule with other entries, as in another version of torch: those that
-            are missing would silently stay at their first values.
-    """
+    # A schedule of another version of torch: entries that are missing would stay at their first values.
     if isinstance(instance, LRScheduler) and state.keys() != instance.state_dict().keys():
         raise ValueError(f"it has {', '.join(state)}")
     instance.load_state_dict(state)
@@ -127,9 +119,8 @@ def join_parts(accelerator: Accelerator, entries: dict, model_copy: int | None) 
 def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[int, str]:
     """A name for each parameter, by id, so that the state of an optimizer does not depend on their order.
 
-    Plain if there is one model, else with the model's name before it. A model that no optimizer has
-    parameters of, such as a moving average, does not count. A parameter of no model has the name of
-    its optimizer and its position there.
+    With the model's name before it if several models are trained. A parameter of no model has the
+    name of its optimizer and its position there.
     """
     trained = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
     trained_models = {n: m for n, m in models.items() if any(id(p) in trained for p in m.parameters())}
@@ -162,9 +153,8 @@ def optimizer_state(
 ) -> tuple[dict[str, torch.Tensor], dict]:
     """The tensors as <parameter name>/<state name>, and as JSON the rest. Complete on the main process. Collective.
 
-    Returns:
-        The tensors, and a dict with "groups": the hyperparameters, "numbers": by <parameter name>/<state name>
-        what is not a tensor, such as LBFGS's lists, and "parameters": by name the group of each.
+    The JSON has "groups": the hyperparameters, "numbers": what is not a tensor, such as LBFGS's
+    lists, and "parameters": the group of each.
     """
     if fsdp := sharding(accelerator):
         state = fsdp.whole_optimizer_state(models, optimizer)
