@@ -409,6 +409,9 @@ def test_the_main_process_alone_touches_the_disk(tmp_path, accelerator, monkeypa
     saver.save(2, {}, {})
     save_model(accelerator, state["model"], tmp_path / "model.safetensors")
     assert saver.load() == (0, {}, {})  # nobody broadcasts
+    for thread in threading.enumerate():
+        if thread.name.startswith("checkpoint"):
+            thread.join()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
