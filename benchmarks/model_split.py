@@ -5,11 +5,11 @@
 
 Two processes with one thread each, compared with the whole model on one thread:
 
-- speed: images/s of 1F1B for m micro-batches, and of the unsplit model with the same micro-batches
-  one after another. They take turns, one step each, so that both see the same machine. The ideal
-  speed-up of a pipeline of p equal stages is p m / (m + p - 1).
-- split: the split that --split auto finds, the one of --balance memory, and one by hand (after
-  layer2), with the times and the memory of the stages.
+- speed: images/s of 1F1B for m micro-batches, and of the unsplit model with the same micro-batches one after another.
+  They take turns, one step each, so that both see the same machine. The ideal speed-up of a pipeline of p equal stages
+  is p m / (m + p - 1).
+- split: the split that --split auto finds, the one of --balance memory, and one by hand (after layer2), with the times
+  and the memory of the stages.
 """
 
 import copy
@@ -35,15 +35,14 @@ BATCH, STAGES = 64, 2
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=5)
+    parser = common.make_parser(__doc__, rounds=5, worker=True)
     parts = ["speed", "split"]
     add = parser.add_argument
     add("parts", nargs="*", default=parts, help=", ".join(parts))
     add("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     add("--steps", type=int, default=7, help="steps of `split`")
-    add("--worker", help="for the processes that it launches: where to write")
     args = parser.parse_args()
-    common.refuse_unknown(parser, "part", args.parts, parts)
+    common.check_names(parser, "part", args.parts, parts)
     return args
 
 
