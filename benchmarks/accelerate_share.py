@@ -2,12 +2,11 @@
 
     python benchmarks/accelerate_share.py
 
-The step of the scripts, in one process: with Accelerate's wrappers, then without them
-(`loss.backward()`, the optimizer and the scheduler inside, no `accumulate`), in turns of 50 steps
-(ResNet-50: of 1), on the same model. A wrapper's own time is that of its call minus that of the
-call inside it. The share is the sum of these over the median time of a step. The last two columns
-check it in another way, which is less exact where the speed of the machine drifts. The forward pass
-has no wrapper in float32. On a GPU these are times of the process that starts its kernels.
+The step of the scripts, in one process: with Accelerate's wrappers, then without them (`loss.backward()`, the optimizer
+and the scheduler inside, no `accumulate`), in turns of 50 steps (ResNet-50: of 1), on the same model. A wrapper's own
+time is the time of its call minus the time of the call inside it. The share is the sum of these over the median time of
+a step. The last two columns check it in a second way, which is less exact where the speed of the machine drifts. The
+forward pass has no wrapper in float32. On a GPU these are times of the process that starts its kernels.
 """
 
 import argparse
@@ -34,7 +33,9 @@ PARTS = ("accumulate", "backward", "optimizer.step", "scheduler.step", "optimize
 
 
 def parse_args():
-    return common.make_parser(__doc__, rounds=12).parse_args()
+    parser = common.make_parser(__doc__, rounds=12)
+    parser.add_argument("--steps", type=common.positive_int, default=50, help="of MNIST in a turn (%(default)s)")
+    return parser.parse_args()
 
 
 class Clock:
@@ -62,7 +63,8 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Seconds of each step, and of each wrapper in it.
 
-    compute_losses(model, images, labels): one loss a sample, (N,).
+    Args:
+        compute_losses: called as (model, images, labels), returns one loss per sample, (N,).
     """
     images, labels = batch
     scale = 1 / len(labels)
@@ -136,16 +138,14 @@ def resnet50_losses(model, images, labels):
 
 def measure(args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        accelerator = launch.make_accelerator(argparse.Namespace(output_dir=folder))
-    threads, device, measured = torch.get_num_threads(), accelerator.device, {}
-    for name, batch_size, steps in (("MNIST", 64, 50), ("MNIST", 256, 50), ("ResNet-50", 32, 1)):
+        accelerator = launch.make_accelerator(argparse.Namespace(output_dir=folder), cpu_threads=1)
+    device, measured = accelerator.device, {}
+    for name, batch_size, steps in (("MNIST", 64, args.steps), ("MNIST", 256, args.steps), ("ResNet-50", 32, 1)):
         if name == "MNIST":
-            torch.set_num_threads(1)
             compute_losses = mnist_losses
             model, shape, classes = mnist_mlp.MLP(784, 192, 10), (batch_size, 28, 28, 1), 10
             optimizer = torch.optim.AdamW(model.parameters(), 6e-3, weight_decay=0.1, fused=True)
         else:
-            torch.set_num_threads(threads)
             compute_losses = resnet50_losses
             model, shape, classes = torchvision.models.resnet50(), (batch_size, 64, 64, 3), 1000
             model = model.to(memory_format=torch.channels_last)
@@ -163,16 +163,14 @@ def measure(args) -> dict:
 
 
 def report(measured) -> common.Report:
-    first = next(iter(measured.values()))
-    names = [part for part in PARTS if part in first]
-    columns = {"run": "{}"} | {f"{part}, us": "{:.0f}" for part in names}
+    columns = {"run": "{}"} | {f"{part}, us": "{:.0f}" for part in PARTS}
     columns |= {"together, us": "{:.0f}", "step, us": "{:,.0f}", "share": "{:.2%}"}
     columns |= {"bare step, us": "{:,.0f}", "step / bare step": "{:.3f}"}
     rows, shares = [], {}
     for run, parts in measured.items():
-        own = [parts[part] for part in names]
+        own = [parts[part] for part in PARTS]
         step, bare = parts["step"], parts["bare step"]
-        shares[run] = {part: 100 * parts[part] / step for part in names}
+        shares[run] = {part: 100 * parts[part] / step for part in PARTS}
         times = [1e6 * seconds for seconds in (*own, sum(own), step)]
         rows.append([run, *times, sum(own) / step, 1e6 * bare, step / bare])
     bars = common.Bars("Accelerate's share of a step, %", shares, ours=len(shares))

@@ -1,8 +1,7 @@
-"""What the benchmarks share: ways that take turns, runs of the scripts, tables, the command line.
+"""What the benchmarks share: ways that take turns, runs of the scripts, tables and the command line.
 
-A benchmark has `parse_args()`; `measure(args)`, which returns what it measured as JSON; and
-`report(measured)`, which makes a `Report` from that and nothing else. Its docstring is its text in
-RESULTS.md. Nothing large is imported at the top: startup.py times the imports.
+A benchmark has `parse_args()`; `measure(args)`, which returns JSON; and `report(measured)`, which makes a `Report` from
+nothing else. Its docstring is its text in RESULTS.md. Nothing large is imported at the top: startup.py times imports.
 """
 
 import argparse
@@ -13,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -27,14 +27,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Bars(NamedTuple):
-    """A group of bars for the picture. A value is a number, or the parts it is made of, by name."""
+    """A group of bars in results.png. A value is a number, or the parts it is made of, by name."""
 
     title: str
     values: dict[str, float | dict[str, float]]
     format: str = "{:.2f}"
     goal: float | None = None
-    at_least: bool = False  # else the goal is an upper limit
-    ours: int = 1  # how many of them, from the first on
+    at_least: bool = False  # otherwise the goal is an upper limit
+    ours: int = 1  # how many of the bars are ours, from the first on
 
     def is_stacked(self) -> bool:
         return isinstance(next(iter(self.values.values())), dict)
@@ -45,7 +45,7 @@ class Goal(NamedTuple):
     measured: float
     limit: float
     format: str = "{:.2f}"
-    at_least: bool = False  # else the limit is an upper one
+    at_least: bool = False  # otherwise the limit is an upper one
 
     def is_met(self) -> bool:
         return self.measured >= self.limit if self.at_least else self.measured <= self.limit
@@ -57,30 +57,37 @@ class Report(NamedTuple):
     goals: list[Goal]
 
 
-def make_parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
+def positive_int(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def make_parser(
+    doc: str, rounds: int | None = None, dataset: bool = False, worker: bool = False
+) -> argparse.ArgumentParser:
+    """A parser with --json and what is asked for: --rounds, --dataset, and --worker for what a benchmark launches."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
-        help = f"turns of each way (default: {rounds})"
-        parser.add_argument("--rounds", type=positive, default=rounds, help=help)
-    help = "write what was measured to this file as well"
-    parser.add_argument("--json", type=Path, metavar="FILE", help=help)
+        parser.add_argument("--rounds", type=positive_int, default=rounds, help="turns of each way (%(default)s)")
+    if dataset:
+        default = str(ROOT / "data" / "mnist")
+        parser.add_argument("--dataset", default=default, help="as in mnist_mlp.py (the bundled MNIST)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
+    if worker:
+        parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
 
-def refuse_unknown(parser: argparse.ArgumentParser, kind: str, names: list[str], known) -> None:
-    """argparse's `choices` do not go with nargs="*" and a default of several."""
+def check_names(parser: argparse.ArgumentParser, kind: str, names: list[str], known) -> None:
+    """argparse's `choices` do not work with nargs="*" and a default of several."""
     unknown = sorted(set(names) - set(known))
     if unknown:
         parser.error(f"there is no {kind} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 1 up")
-    return int(text)
-
-
 def main(args: argparse.Namespace, measure: Callable, report: Callable) -> None:
+    """Measure and print the tables."""
     measured = json.loads(json.dumps(measure(args)))  # as it will be read back
     if args.json:
         args.json.write_text(json.dumps(measured))
@@ -90,8 +97,8 @@ def main(args: argparse.Namespace, measure: Callable, report: Callable) -> None:
 def take_turns(ways: dict[str, Callable], rounds: int) -> dict[str, list]:
     """What each way returns in each round.
 
-    The speed of a shared machine drifts by more than the ways differ, so they take turns, in every
-    second round in reverse order.
+    The speed of a shared machine drifts by more than the ways differ, so they take turns, in reverse order in every
+    second round.
     """
     results = {way: [] for way in ways}
     for round in range(rounds):
@@ -102,7 +109,12 @@ def take_turns(ways: dict[str, Callable], rounds: int) -> dict[str, list]:
 
 
 def table(columns: dict[str, str], rows: list) -> str:
-    """Markdown. columns: the name of each, and the format of its cells; None is an empty cell."""
+    """A Markdown table.
+
+    Args:
+        columns: the format of the cells of each column, by the column's name.
+        rows: the cells; None is an empty one.
+    """
     lines = [columns, ["---"] * len(columns)]
     for row in rows:
         cells = zip(columns.values(), row, strict=True)
@@ -110,16 +122,17 @@ def table(columns: dict[str, str], rows: list) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def medians(values: dict[str, list[float]]) -> dict[str, float]:
+    return {way: statistics.median(each) for way, each in values.items()}
+
+
 def compare(values: dict[str, list[float]], unit: str, base: str, format: str, **more: Callable) -> str:
-    """A table of the ways: median, range and ratio to `base`; more: columns made of the median."""
-    columns = {"way": "{}", f"median {unit}": format, "min": format, "max": format}
-    columns[f"/ {base}"] = "{:.2f}"
-    medians = {way: statistics.median(each) for way, each in values.items()}
-    rows = []
+    """A table of the ways: median, range and ratio to `base`; more: columns computed from the median."""
+    columns = {"way": "{}", f"median {unit}": format, "min": format, "max": format, f"/ {base}": "{:.2f}"}
+    middles, rows = medians(values), []
     for way, each in values.items():
-        middle = medians[way]
-        others = [column(middle) for column in more.values()]
-        rows.append([way, middle, min(each), max(each), middle / medians[base], *others])
+        others = [column(middles[way]) for column in more.values()]
+        rows.append([way, middles[way], min(each), max(each), middles[way] / middles[base], *others])
     return table(columns | dict.fromkeys(more, "{:,.0f}"), rows)
 
 
@@ -130,12 +143,31 @@ def device():
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
-    """`main` of a script in this process: summary.json and the lines of metrics.jsonl.
+@contextlib.contextmanager
+def threads(count: int):
+    """Let torch compute with this many threads, whatever a script asks for."""
+    from unittest import mock
 
-    Both are empty where it is not the main process. Without the seconds that a process takes to
-    start, many short runs can take turns with what they are compared with. Under the launcher it
-    runs on all processes, and its process group stays for the next run.
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        with mock.patch.object(torch, "set_num_threads"):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
+    """Run `main` of a script in this process. Collective.
+
+    Without the seconds that a process takes to start, many short runs can take turns with what they are compared with.
+    Under the launcher, the process group stays for the next run. Uses nothing but the script's command line and the
+    files of a run: before.py runs the scripts of earlier commits with it.
+
+    Returns:
+        summary.json and the lines of metrics.jsonl; both are empty on other processes than the main one.
     """
     from unittest import mock
 
@@ -145,13 +177,12 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
 
     script = importlib.import_module(f"scripts.{name}")
     if hasattr(script, "load_images") and not hasattr(script.load_images, "cache_info"):
-        # Each run reads the same ones, before its loop.
-        script.load_images = functools.cache(script.load_images)
+        script.load_images = functools.cache(script.load_images)  # each run reads the same images, before its loop
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        words = [f"{name}.py", *map(str, flags), "--output_dir", str(folder)]
-        stack.enter_context(mock.patch.object(sys, "argv", words))
+        argv = [f"{name}.py", *map(str, flags), "--output_dir", str(folder)]
+        stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(mock.patch.object(Accelerator, "end_training"))
         stack.enter_context(contextlib.redirect_stdout(printed))
         try:
@@ -169,36 +200,26 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
         return json.loads((folder / "summary.json").read_text()), lines
 
 
+def training_s(summary: dict) -> float:
+    """Seconds of a run's training loop without its checkpoints; 0 on other processes than the main one."""
+    return summary["train_time_s"] - summary["checkpoint_time_s"] if summary else 0.0
+
+
 def launch(config: str, script: Path | str, *flags, launch_flags=(), timeout_s: float = 600) -> None:
-    """`accelerate launch` of a script, as a user types it; its output only if it fails."""
+    """`accelerate launch` of a script, as a user types it; prints its output only if it fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config_file = ROOT / "accelerate_configs" / f"{config}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file]
     command += ["--main_process_port", port, *launch_flags]
-    words = [str(word) for word in (*command, script, *flags)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
+    command = [str(word) for word in (*command, script, *flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
 
 
-def largest_difference(run: Path, reference: Path, without: tuple[str, ...] = ()) -> float:
-    """Of a weight of two runs, relative to the largest one of its tensor in `reference`.
-
-    without: how the names of weights end that are not compared.
-    """
-    import safetensors.torch
-
-    weights, expected = (safetensors.torch.load_file(folder / "model.safetensors") for folder in (run, reference))
-    return max(
-        float((weights[name] - tensor).abs().max() / tensor.abs().max())
-        for name, tensor in expected.items()
-        if not name.endswith(without)
-    )
-
-
-def launch_workers(config: str, file: str, *flags, **options):
+def launch_workers(config: str, file: Path | str, *flags, **options):
     """Launch `file` with --worker OUT and `flags`; returns what its main process wrote to OUT."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -217,17 +238,32 @@ def finish_worker(out: str, measured) -> None:
         distributed.destroy_process_group()
 
 
-def write_idx(folder: Path) -> None:
-    """The bundled MNIST in the files that torchvision reads."""
+def largest_difference(run: Path, reference: Path, without: tuple[str, ...] = ()) -> float:
+    """The largest difference of a weight of two runs, relative to the largest weight of its tensor in `reference`.
+
+    Args:
+        run, reference: folders of the runs.
+        without: how the names of tensors end that are not compared.
+    """
+    from safetensors.torch import load_file
+
+    from utils.compare.differences import tensor_difference
+
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (run, reference))
+    return max(tensor_difference(expected[name], weights[name]) for name in expected if not name.endswith(without))
+
+
+def write_idx(folder: Path, dataset: str) -> None:
+    """Write MNIST as the files that torchvision reads."""
     import gzip
 
     import torch
 
-    from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+    from utils.datasets.images_in_memory import load_images
 
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for prefix, split in zip(("train", "t10k"), load_images(BUNDLED_MNIST), strict=True):
+    for prefix, split in zip(("train", "t10k"), load_images(dataset), strict=True):
         count = len(split.labels)
         for name, kind, sizes, tensor in (
             ("images-idx3-ubyte", 3, (count, 28, 28), split.images),
@@ -239,6 +275,12 @@ def write_idx(folder: Path) -> None:
             (raw / f"{prefix}-{name}.gz").write_bytes(gzip.compress(content, 0))
 
 
+def processor_time_s() -> float:
+    """Seconds of all child processes that have ended, in user and kernel mode."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def machine() -> dict[str, str]:
     """What the numbers depend on, in words."""
     import platform
@@ -248,14 +290,12 @@ def machine() -> dict[str, str]:
 
     from utils.topology import cpu_name
 
-    cpu = cpu_name() or platform.machine()
     gpus, kind = "no GPU", device().type
     if kind != "cpu":
-        name = torch.get_device_module(kind).get_device_name()
-        gpus = f"{torch.accelerator.device_count()} x {name}"
+        gpus = f"{torch.accelerator.device_count()} x {torch.get_device_module(kind).get_device_name()}"
     versions = [f"{name} {version(name)}" for name in ("torch", "torchvision", "accelerate")]
     return {
-        "device": f"{os.cpu_count()} cores of {cpu}, {gpus}",
+        "device": f"{os.cpu_count()} cores of {cpu_name() or platform.machine()}, {gpus}",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -5,11 +5,11 @@
 
 Two processes with one thread each, compared with the whole model on one thread:
 
-- speed: images/s of 1F1B for m micro-batches, and of the unsplit model with the same micro-batches
-  one after another. They take turns, one step each, so that both see the same machine. The ideal
-  speed-up of a pipeline of p equal stages is p m / (m + p - 1).
-- split: the split that --split auto finds, the one of --balance memory, and one by hand (after
-  layer2), with the times and the memory of the stages.
+- speed: images/s of 1F1B for m micro-batches, and of the unsplit model with the same micro-batches one after another.
+  They take turns, one step each, so that both see the same machine. The ideal speed-up of a pipeline of p equal stages
+  is p m / (m + p - 1).
+- split: the split that --split auto finds, the one of --balance memory, and one by hand (after layer2), with the times
+  and the memory of the stages.
 """
 
 import copy
@@ -31,19 +31,19 @@ from utils.features.pipeline import OneProcess, balance_stages, measure_blocks
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 
-BATCH, STAGES = 64, 2
+STAGES = 2
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=5)
+    parser = common.make_parser(__doc__, rounds=5, worker=True)
     parts = ["speed", "split"]
     add = parser.add_argument
     add("parts", nargs="*", default=parts, help=", ".join(parts))
+    add("--batch_size", type=common.positive_int, default=64, help="%(default)s")
     add("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     add("--steps", type=int, default=7, help="steps of `split`")
-    add("--worker", help="for the processes that it launches: where to write")
     args = parser.parse_args()
-    common.refuse_unknown(parser, "part", args.parts, parts)
+    common.check_names(parser, "part", args.parts, parts)
     return args
 
 
@@ -57,20 +57,20 @@ def run(folder: Path, config: str, *flags, processes: int | None = None) -> Path
 
 
 def speed(args) -> list[list]:
-    flags = ["--rounds", args.rounds, "--microbatches", *args.microbatches]
+    flags = ["--rounds", args.rounds, "--batch_size", args.batch_size, "--microbatches", *args.microbatches]
     return common.launch_workers("cpu_ddp", __file__, *flags, timeout_s=1800)
 
 
 def worker(args) -> None:
     """What each of the two processes does for `speed`.
 
-    The first one alone runs a step of the whole model, then both run one of the pipeline, and so
-    on. Writes, for each number of micro-batches: that number, images/s unsplit and split, and the
-    fraction of a step in which each stage is idle.
+    The first one alone runs a step of the whole model, then both run one of the pipeline, and so on. Writes, for each
+    number of micro-batches: that number, images/s unsplit and split, and the fraction of a step in which each stage is
+    idle.
     """
     accelerator = Accelerator(cpu=True)
     torch.set_num_threads(1)
-    data = model_split.synthetic(BATCH, 64, seed=0)
+    data = model_split.synthetic(args.batch_size, 64, seed=0)
     rows = []
     for m in args.microbatches:
         title = f"1f1b, {STAGES} stages, {m} micro-batches"
@@ -79,7 +79,7 @@ def worker(args) -> None:
         _, pipeline = ways["split"]
         picture = Path(args.worker).parent / f"{m}.png"
         idle = pipeline.timeline.draw(accelerator, title, picture)
-        rates = [BATCH / statistics.median(seconds[way][1:]) for way in ("unsplit", "split")]
+        rates = [args.batch_size / statistics.median(seconds[way][1:]) for way in ("unsplit", "split")]
         rows.append([m, *rates, idle])
     if accelerator.is_main_process:
         Path(args.worker).write_text(json.dumps(rows))
@@ -91,7 +91,7 @@ def make_ways(accelerator, data, m: int) -> dict[str, tuple]:
     cpu = torch.device("cpu")
     resnet = model_split.make_resnet(1000)
     blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
-    costs = measure_blocks(blocks, data.images[: BATCH // m])
+    costs = measure_blocks(blocks, data.images[: len(data) // m])
     stages = balance_stages(costs, STAGES, "time", "1f1b", m)
     examples = [data.images[:1].to("meta"), *(costs[names[-1]].output for names in stages)]
     whole = model_split.Stage(copy.deepcopy(resnet), model_split.BLOCKS)
@@ -104,7 +104,7 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
     optimizers = {}
     for way, (model, _) in ways.items():
         optimizers[way] = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    loader = GlobalLoader(data, BATCH, accelerator, seed=0, shard=(0, 1), accumulation=m)
+    loader = GlobalLoader(data, len(data), accelerator, seed=0, shard=(0, 1), accumulation=m)
     batches = list(loader)
     images = [batch.data[0] for batch in batches]
     metrics = Metrics(accelerator, all_ranks_add=False)
@@ -130,7 +130,7 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
 
 def split(args) -> list[list]:
     """For each split: its name, its images/s, what the script says of each stage, peak memory."""
-    flags = ["--synthetic", "--image_size", 64, "--batch_size", BATCH, "--cpu_threads", 1]
+    flags = ["--synthetic", "--image_size", 64, "--batch_size", args.batch_size, "--cpu_threads", 1]
     flags += ["--log_every", 1, "--num_microbatches", 8, "--max_steps", args.steps]
     ways = {
         "unsplit": ("cpu", []),
@@ -165,7 +165,7 @@ def report(measured) -> common.Report:
         bars.append(common.Bars(title, speed_ups, ours=len(speed_ups)))
     if "split" in measured:
         table = split_table(measured["split"])
-        tables.append(f"Splits, 8 micro-batches of 8 images:\n\n{table}")
+        tables.append(f"Splits, 8 micro-batches:\n\n{table}")
     return common.Report(tables, bars, [])
 
 

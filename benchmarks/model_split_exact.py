@@ -2,10 +2,10 @@
 
     python benchmarks/model_split_exact.py
 
-The largest difference of a weight to the unsplit model's after 20 steps of 16 images, relative to
-the largest weight of its tensor: for each schedule, on 2 and 4 stages, and as two copies of a
-pipeline of 2. In float64 with GroupNorm, where the unsplit model gets the whole batch at once; with
-`--kinds "float32, batch"` in float32 with BatchNorm, where it gets the same micro-batches.
+The largest difference of a weight to the unsplit model's after 20 steps of 16 images, relative to the largest weight of
+its tensor: for each schedule, on 2 and 4 stages, and as two copies of a pipeline of 2. In float64 with GroupNorm, where
+the unsplit model gets the whole batch at once; with `--kinds "float32, batch"` in float32 with BatchNorm, where it gets
+the same micro-batches.
 """
 
 import sys
@@ -28,6 +28,7 @@ LAYOUTS = {"2 stages": (2, 2, 4), "4 stages": (4, 4, 4), "2 x 2": (4, 2, 2)}
 def parse_args():
     parser = common.make_parser(__doc__)
     add = parser.add_argument
+    add("--steps", type=common.positive_int, default=20, help="of each run (%(default)s)")
     add("--kinds", nargs="+", choices=KINDS, default=["float64, group"])
     add("--schedules", nargs="+", choices=STAGES_PER_PROCESS, default=list(STAGES_PER_PROCESS))
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
@@ -41,7 +42,7 @@ def measure(args) -> list[list]:
         work = Path(folder)
         data = work / "data"
         write_small_mnist(data)
-        flags = ["--dataset", data, "--batch_size", 16, "--max_steps", 20]
+        flags = ["--dataset", data, "--batch_size", 16, "--max_steps", args.steps]
         for kind in args.kinds:
             m = 1 if "group" in kind else 4
             how = [*KINDS[kind], "--num_microbatches", m, "--cpu_threads", 1]

@@ -4,7 +4,9 @@
     python benchmarks/run.py mnist_epoch ddp     # these; the others keep the numbers that they have
     python benchmarks/run.py --draw              # measure nothing: draw results.json again
 
-Each is a script of its own too, with its flags in --help, and prints its tables.
+The results are those of one machine and its versions: on any other, the ones that are there are dropped. So are those
+of a command that has changed. Each benchmark is a script of its own too, with its flags in --help, and prints its
+tables. before.py, which compares with an earlier commit, is not among them.
 """
 
 import argparse
@@ -22,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 
-# In the order in which they stand in RESULTS.md, with flags that make each of them fit into about
-# two minutes; model_split_exact launches 13 runs, and takes longer.
+# In the order in which they stand in RESULTS.md, with flags that make each of them fit into about two minutes;
+# model_split_exact launches 13 runs, and takes longer.
 BENCHMARKS = {
     "mnist_epoch": "",
-    "startup": "--before 0ef1864 --rounds 5",
+    "startup": "--rounds 5",
     "accelerate_share": "",
     "ddp": "",
     "topologies": "--rounds 2",
@@ -43,15 +45,16 @@ BENCHMARKS = {
 INTRODUCTION = """\
 # Results
 
-Written by `python benchmarks/run.py`, with the picture, from [results.json](results.json); run it
-on your machine. The ways that are compared took turns, and a ratio is that of their medians: the
-speed of a shared machine drifts by more than they differ.
+Written by `python benchmarks/run.py`, with the picture, from [results.json](results.json); run it on your machine. The
+ways that are compared took turns, and a ratio is that of their medians: the speed of a shared machine drifts by more
+than they differ.
 
 ![each way beside the others, and the goals](results.png)"""
 HERE = Path(__file__).parent
-BLUE, GREY, RED = ("#0072B2", "#9A9A9A", "#D55E00")  # of Okabe and Ito's colours, which the colour-blind tell apart
+# Okabe and Ito's colours, which the colour-blind tell apart.
+BLUE, GREY, RED = ("#0072B2", "#9A9A9A", "#D55E00")
+PARTS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#004D6E", "#9A9A9A", "#D55E00")
 BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
-PARTS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#004D6E")
 
 
 def parse_args():
@@ -59,23 +62,39 @@ def parse_args():
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; none: all")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    common.refuse_unknown(parser, "benchmark", args.names, BENCHMARKS)
+    common.check_names(parser, "benchmark", args.names, BENCHMARKS)
     return args
 
 
+def command(name: str) -> str:
+    return f"python benchmarks/{name}.py {BENCHMARKS[name]}".strip()
+
+
 def measure(name: str) -> dict:
-    """What results.json says of a benchmark."""
-    command = f"python benchmarks/{name}.py {BENCHMARKS[name]}".strip()
+    """The entry of a benchmark in results.json."""
     with tempfile.TemporaryDirectory() as folder:
         out, began = Path(folder) / "out.json", time.perf_counter()
-        if subprocess.run([sys.executable, *command.split()[1:], "--json", out], cwd=common.ROOT).returncode:
-            sys.exit(f"error: {command} failed; results of others are kept")
+        if subprocess.run([sys.executable, *command(name).split()[1:], "--json", out], cwd=common.ROOT).returncode:
+            sys.exit(f"error: {command(name)} failed; results of others are kept")
         seconds, measured = round(time.perf_counter() - began), json.loads(out.read_text())
-    return {"command": command, **common.machine(), "seconds": seconds, "measured": measured}
+    return {"command": command(name), **common.machine(), "seconds": seconds, "measured": measured}
 
 
-def report(name: str, result: dict) -> common.Report:
-    return importlib.import_module(f"benchmarks.{name}").report(result["measured"])
+def merge(old: dict, name: str, new: dict) -> dict:
+    """`old` with a new entry, in the order of BENCHMARKS and without the entries that do not belong beside it."""
+    kept = {
+        other: entry
+        for other, entry in old.items()
+        if other in BENCHMARKS
+        and entry["command"] == command(other)
+        and all(entry[fact] == new[fact] for fact in ("device", "versions"))
+    }
+    kept[name] = new
+    return {other: kept[other] for other in BENCHMARKS if other in kept}
+
+
+def report(name: str, entry: dict) -> common.Report:
+    return importlib.import_module(f"benchmarks.{name}").report(entry["measured"])
 
 
 def goals(results: dict) -> str:
@@ -87,26 +106,30 @@ def goals(results: dict) -> str:
             goal.format.format(goal.measured),
             "yes" if goal.is_met() else "**no**",
         ]
-        for name, result in results.items()
-        for goal in report(name, result).goals
+        for name, entry in results.items()
+        for goal in report(name, entry).goals
     ]
     return common.table(columns, rows)
 
 
 def render(results: dict) -> str:
-    """RESULTS.md."""
-    text = [INTRODUCTION, "## Goals", goals(results)]
-    for name, result in results.items():
-        doc = importlib.import_module(f"benchmarks.{name}").__doc__
-        heading, _, body = doc.partition("\n\n")
-        body = re.sub(r"^(    .*\n)+", f"    {result['command']}\n", body, count=1, flags=re.M).strip("\n")
-        facts = f"{result['device']}; {result['versions']}; {result['date']}, {result['seconds']} s."
-        text += [f"## {heading.rstrip('.')}", body, facts, *report(name, result).tables]
+    """RESULTS.md. It has a heading for each benchmark, also without results, so that links keep working."""
+    newest = max(results.values(), key=lambda entry: entry["date"])
+    text = [INTRODUCTION, f"All on {newest['device']}; {newest['versions']}.", "## Goals", goals(results)]
+    for name in BENCHMARKS:
+        heading, _, body = importlib.import_module(f"benchmarks.{name}").__doc__.partition("\n\n")
+        body = re.sub(r"^(    .*\n)+", f"    {command(name)}\n", body, count=1, flags=re.M).strip("\n")
+        text += [f"## {heading.rstrip('.')}", body]
+        if name in results:
+            entry = results[name]
+            text += [f"{entry['date']}, in {entry['seconds']} s.", *report(name, entry).tables]
+        else:
+            text.append("Not measured on this machine yet.")
     return "\n\n".join(text) + "\n"
 
 
 def digest(results: dict) -> str:
-    """Says in the picture of which results it is."""
+    """Says in the picture which results it shows."""
     return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
 
 
@@ -118,15 +141,15 @@ def draw(results: dict, picture: Path) -> None:
         return sum(len(bars.values) + (4 if bars.is_stacked() else 2) for bars in column)
 
     columns = [[], []]
-    for name, result in results.items():
-        for bars in report(name, result).bars:
+    for name, entry in results.items():
+        for bars in report(name, entry).bars:
             min(columns, key=height).append(bars)
-    figure = Figure(figsize=(12, 0.32 * max(map(height, columns))), layout="constrained")
+    columns = [column for column in columns if column]
+    figure = Figure(figsize=(12, 1 + 0.32 * max(map(height, columns))), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.08)
-    figure.suptitle(
-        "Blue: the scripts here. Grey: what you would write instead. Colours: where the time goes.", fontsize=10
-    )
-    for subfigure, column in zip(figure.subfigures(1, 2), filter(None, columns), strict=False):
+    title = "Blue: the scripts here. Grey: what you would write instead. Colours: where the time goes."
+    figure.suptitle(title, fontsize=10)
+    for subfigure, column in zip(figure.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
         heights = [height([bars]) for bars in column]
         rows = subfigure.subplots(len(column), 1, height_ratios=heights, squeeze=False)
         for axes, bars in zip(rows[:, 0], column, strict=True):
@@ -138,7 +161,8 @@ def draw_bars(axes, bars: common.Bars) -> None:
     values, rows = list(bars.values.values()), range(len(bars.values))
     wholes = [0.0] * len(values)
     if bars.is_stacked():
-        for part, color in zip(values[0], PARTS, strict=False):
+        parts = list(dict.fromkeys(part for value in values for part in value))
+        for part, color in zip(parts, PARTS[: len(parts)], strict=True):
             lengths = [value.get(part, 0.0) for value in values]
             axes.barh(rows, lengths, left=wholes, color=color, height=0.7, label=part)
             wholes = [whole + length for whole, length in zip(wholes, lengths, strict=True)]
@@ -173,8 +197,8 @@ def main():
     results = json.loads(file.read_text()) if file.exists() else {}
     for name in [] if args.draw else args.names or BENCHMARKS:
         print(f"{name} ...", flush=True)
-        results[name] = measure(name)
-        write({name: results[name] for name in BENCHMARKS if name in results})  # at once: the next one may fail
+        results = merge(results, name, measure(name))
+        write(results)  # at once: the next one may fail
     if args.draw:
         write(results)
 

@@ -1,27 +1,71 @@
-"""The benchmarks run, and what is written of them is what they measured."""
+"""Every benchmark runs with the code of today, and what is written about them is what they measured.
 
-import argparse
+This file alone of the tests imports benchmarks, and no benchmark imports a test.
+"""
+
 import importlib
 import json
+import math
+import subprocess
 import time
 
 import pytest
-import run_many
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
 from PIL import Image
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks import common, run, topologies
+from benchmarks import common, run
 
-RESULTS = json.loads((ROOT / "benchmarks" / "results.json").read_text())
+FOLDER = ROOT / "benchmarks"
+# The flags that make a benchmark as small as it gets; DATA is a small MNIST.
+SMALLEST = {
+    "accelerate_share": "--rounds 1 --steps 1",
+    "before": "HEAD --rounds 1 --runs 1 --steps 4 --dataset DATA --only start mnist_epoch virtual_processes files",
+    "checkpoint": "--rounds 1 --sizes 32x4",
+    "ddp": "--rounds 1 --steps 1 --batches 256 --resnet50_batch 4 --dataset DATA",
+    "elastic": "--machines 2 --events 1 --steps_between 100 --dataset DATA --picture OUT.png",
+    "evaluation": "--rounds 1 --images 8 --dataset DATA",
+    "gradient_accumulation": "--steps 2 --memory_steps",
+    "memory": "--num_epochs 3 --dataset DATA",
+    "mnist_epoch": "--rounds 1 --fast 1 --dataset DATA",
+    "model_split": "--rounds 1 --microbatches 2 --steps 2 --batch_size 16",
+    "model_split_exact": "--schedules 1f1b --layouts 2\\ stages --steps 1",
+    "resnet50": "--rounds 1 --sizes 32 --steps 4 --images 4 --photos 2",
+    "startup": "--rounds 1 --num_epochs 1 --dataset DATA",
+    "topologies": "--rounds 1 --num_epochs 1 --dataset DATA",
+    "virtual_processes": "--rounds 1 --steps 1 --numbers 2 --resnet50_batch 4 --dataset DATA",
+}
+RESULTS = json.loads((FOLDER / "results.json").read_text())
 
 
-@pytest.mark.parametrize("name", run.BENCHMARKS)
-def test_help_and_the_flags_of_the_command(name, monkeypatch, capsys):
+def test_no_benchmark_is_forgotten():
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"common", "run"}
+    assert set(SMALLEST) == files
+    assert set(run.BENCHMARKS) == files - {"before"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_every_benchmark_runs_at_its_smallest(name, launcher, small_mnist, tmp_path):
+    out = tmp_path / "out.json"
+    flags = SMALLEST[name].replace("DATA", str(small_mnist)).replace("OUT", str(tmp_path / "out"))
+    flags = [flag.replace("\0", " ") for flag in flags.replace("\\ ", "\0").split()]
+    printed = launcher.python(FOLDER / f"{name}.py", *flags, "--json", out, timeout=600).stdout
+    report = importlib.import_module(f"benchmarks.{name}").report(json.loads(out.read_text()))
+    assert "\n\n".join(report.tables) in printed
+    assert report.tables
+    for bars in report.bars:
+        for value in bars.values.values():
+            parts = value.values() if bars.is_stacked() else [value]
+            assert all(math.isfinite(part) for part in parts)
+    assert all(math.isfinite(goal.measured) for goal in report.goals)
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_help_and_the_flags_of_the_recorded_command(name, monkeypatch, capsys):
     module = importlib.import_module(f"benchmarks.{name}")
-    monkeypatch.setattr("sys.argv", [name, *run.BENCHMARKS[name].split()])
+    monkeypatch.setattr("sys.argv", [name, *run.BENCHMARKS.get(name, "HEAD").split()])
     module.parse_args()
     monkeypatch.setattr("sys.argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
@@ -31,49 +75,56 @@ def test_help_and_the_flags_of_the_command(name, monkeypatch, capsys):
     assert f"    python benchmarks/{name}.py" in module.__doc__
 
 
-def test_results_are_of_the_commands_that_run_py_runs():
-    assert list(RESULTS) == list(run.BENCHMARKS)
-    for name, result in RESULTS.items():
-        assert result["command"] == f"python benchmarks/{name}.py {run.BENCHMARKS[name]}".strip()
+def test_results_are_of_one_machine_and_of_the_commands_that_run_py_runs():
+    assert list(RESULTS) == [name for name in run.BENCHMARKS if name in RESULTS]
+    assert len({(entry["device"], entry["versions"]) for entry in RESULTS.values()}) == 1
+    assert all(entry["command"] == run.command(name) for name, entry in RESULTS.items())
 
 
 def test_page_and_picture_are_made_of_the_results():
-    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == run.render(RESULTS)
-    with Image.open(ROOT / "benchmarks" / "results.png") as picture:
+    assert (FOLDER / "RESULTS.md").read_text() == run.render(RESULTS)
+    with Image.open(FOLDER / "results.png") as picture:
         assert picture.text["Description"] == run.digest(RESULTS)
-        assert picture.width == 1200
 
 
-def test_subset_keeps_the_others(tmp_path, monkeypatch):
-    old = {"memory": RESULTS["memory"], "ddp": {"old": 1}}
-    (tmp_path / "results.json").write_text(json.dumps(old))
-    monkeypatch.setattr(run, "HERE", tmp_path)
-    monkeypatch.setattr(run, "measure", lambda name: RESULTS[name])
-    monkeypatch.setattr("sys.argv", ["run.py", "ddp", "mnist_epoch"])
-    run.main()
-    merged = json.loads((tmp_path / "results.json").read_text())
-    assert list(merged) == ["mnist_epoch", "ddp", "memory"]
-    assert all(merged[name] == RESULTS[name] for name in merged)
-    assert (tmp_path / "RESULTS.md").read_text() == run.render(merged)
-    with Image.open(tmp_path / "results.png") as picture:
-        assert picture.text["Description"] == run.digest(merged)
+@pytest.mark.parametrize(
+    ("new", "kept"),
+    [
+        ({}, ["ddp", "memory", "elastic"]),
+        ({"device": "a faster one"}, ["memory"]),
+        ({"versions": "torch 9"}, ["memory"]),
+    ],
+)
+def test_a_new_result_stays_with_the_others_of_its_machine_alone(new, kept):
+    names = {"ddp": run.command("ddp"), "elastic": run.command("elastic"), "mnist_epoch": "an earlier command"}
+    facts = {"device": "this one", "versions": "torch 2"}
+    old = {name: {"command": command, **facts} for name, command in names.items()} | {"gone": facts}
+    assert list(run.merge(old, "memory", {"command": run.command("memory"), **facts, **new})) == kept
 
 
-def test_missed_goal_says_so():
-    slow = json.loads(json.dumps(RESULTS["mnist_epoch"]))
-    slow["measured"]["script"] = [[1000.0, 0.0]]
-    rows = run.goals({"mnist_epoch": slow}).splitlines()[2:]
-    assert len(rows) == 3
-    assert all(row.endswith("| **no** |") for row in rows)
-    slow["measured"]["script"] = [[0.001, 0.0]]
-    assert "**no**" not in run.goals({"mnist_epoch": slow})
+def test_a_picture_shows_every_part_of_a_bar():
+    from matplotlib.figure import Figure
+
+    parts = {f"part {number}": 1.0 for number in range(9)}
+    axes = Figure().subplots()
+    run.draw_bars(axes, common.Bars("", {"one": {"part 0": 1.0}, "all": parts}))
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(parts)
+    assert len({patch.get_facecolor() for patch in axes.patches}) == 9
+
+
+def test_missed_goal_says_so(monkeypatch):
+    report = common.Report([], [], [common.Goal("speed", 2.0, 1.0), common.Goal("rate", 2.0, 1.0, at_least=True)])
+    monkeypatch.setattr(run, "report", lambda name, entry: report)
+    missed, met = run.goals({"ddp": {}}).splitlines()[2:]
+    assert missed.endswith("| **no** |")
+    assert met.endswith("| yes |")
 
 
 def test_unknown_name(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["run.py", "mnist"])
     with pytest.raises(SystemExit):
         run.parse_args()
-    assert "there is no benchmark mnist; there are mnist_epoch, " in capsys.readouterr().err
+    assert "mnist_epoch" in capsys.readouterr().err
 
 
 def test_ways_take_turns_in_both_orders():
@@ -83,78 +134,41 @@ def test_ways_take_turns_in_both_orders():
     assert "".join(called) == "abbaab"
 
 
-def test_epoch_of_each_way(small_mnist, monkeypatch):
-    """A tiny one: 1003 images, of which each way must train on all."""
-    import utils.datasets.images_in_memory
-    from benchmarks import mnist_epoch
-    from scripts import mnist_mlp
+def test_a_schedule_leaves_always_one_machine():
+    from benchmarks import elastic
 
-    monkeypatch.setattr(utils.datasets.images_in_memory, "BUNDLED_MNIST", str(small_mnist))
-    monkeypatch.setattr(mnist_epoch, "BUNDLED_MNIST", str(small_mnist))
-    monkeypatch.setattr(mnist_epoch, "FLAGS", f"{mnist_epoch.FLAGS} --dataset {small_mnist}")
-    # run_script replaces it for good.
-    monkeypatch.setattr(mnist_mlp, "load_images", mnist_mlp.load_images)
-    steps, threads = [], torch.get_num_threads()
-    mnist_epoch.normalised.cache_clear()
-
-    hook = register_optimizer_step_post_hook(lambda *_: steps.append(None))
-    try:
-        measured = mnist_epoch.measure(argparse.Namespace(rounds=1, fast=1))
-    finally:
-        hook.remove()
-        torch.set_num_threads(threads)
-        mnist_epoch.normalised.cache_clear()
-    assert len(steps) == 16 * 6  # a warm-up and five ways
-    assert [len(seconds) for seconds in measured.values()] == [1] * 5
-    report = mnist_epoch.report(measured)
-    assert len(report.tables[0].splitlines()) == 2 + 6
-    seconds, checkpoint = measured["script"][0]
-    assert 0 < checkpoint < seconds
-    assert report.goals[0].measured == seconds / measured["bare loop"][0]
+    for seed in range(50):
+        here = {0, 1, 2}
+        for kind, machine in elastic.schedule(3, 12, seed):
+            assert (machine in here) == (kind == "lost")
+            here ^= {machine}
+            assert here
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The configs that benchmarks launch, with their flags; the script runs in this process, with
-    another learning rate under cpu_ddp.yaml."""
-    found = []
+def test_an_earlier_commit_is_checked_out_with_the_benchmarks_of_today(tmp_path):
+    from benchmarks import before
 
-    def launch(config, script, *flags, launch_flags=()):
-        found.append((config, *launch_flags))
-        assert script == ROOT / "scripts" / "mnist_mlp.py"
-        rate = [] if config == "cpu" else ["--lr", 1e-4]
-        assert run_many.run("mnist_mlp", [*flags, "--hidden", 16, *rate]) is None
-
-    monkeypatch.setattr(common, "launch", launch)
-    return found
+    tree = before.check_out("HEAD", tmp_path / "before")
+    assert (tree / "benchmarks" / "before.py").read_bytes() == (FOLDER / "before.py").read_bytes()
+    command = ["git", "show", "HEAD:utils/launch.py"]
+    expected = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+    assert (tree / "utils" / "launch.py").read_bytes() == expected
 
 
-def test_topologies_take_turns_and_a_model_that_is_not_the_same_is_shown(launched, small_mnist):
-    args = argparse.Namespace(rounds=2, num_epochs=1, dataset=str(small_mnist))
-    measured = json.loads(json.dumps(topologies.measure(args)))
-    two, four = (("cpu_ddp", "--num_processes", processes) for processes in (2, 4))
-    ways = [("cpu",), two, four]
-    if not torch.accelerator.is_available():
-        assert launched == [*ways, *ways[::-1]]
-    report = topologies.report(measured)
-    _, _, *rows = report.tables[0].splitlines()
-    assert len(rows) == len(launched) / 2
-    assert rows[0].endswith("| 0.0e+00 |")
-    assert not any(row.endswith("| 0.0e+00 |") for row in rows[1:])
-    assert report.goals[0].measured > 1e-3
-    assert not report.goals[0].is_met()
-    runs = measured["runs"]["cpu"]
-    for each in runs:
-        assert each["images"] == 1003
-        assert 0 < each["loop_s"] < each["seconds"]
-    epoch = sum(each["loop_s"] for each in runs) / 2
-    assert f" {1003 / epoch:,.0f} | {epoch:.2f} |" in rows[0]
-    measured["runs"] = {"cpu": runs}
-    assert topologies.report(measured).goals[0].is_met()
+def test_a_model_that_is_not_the_same_is_shown():
+    from benchmarks import topologies
+
+    run = {"processes": 1, "device": "cpu", "replicas": 1, "images": 1000, "loop_s": 2.0, "seconds": 3.0}
+    rows = {"cpu": [run | {"accuracy": 0.9, "difference": 0.0}], "two": [run | {"accuracy": 0.9, "difference": 1e-3}]}
+    assert not topologies.report({"epochs": 1, "runs": rows}).goals[0].is_met()
+    rows.pop("two")
+    assert topologies.report({"epochs": 1, "runs": rows}).goals[0].is_met()
 
 
 @pytest.mark.parametrize(("gpus", "more"), [(0, []), (1, ["single_gpu"]), (2, ["single_gpu", "dp", "ddp", "fsdp"])])
 def test_topologies_of_a_machine(monkeypatch, gpus, more):
+    from benchmarks import topologies
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
     assert list(topologies.ways()) == ["cpu", "cpu_ddp x 2", "cpu_ddp x 4", *more]
@@ -185,25 +199,3 @@ def test_time_inside_a_wrapper_is_not_its_own():
     assert min(seconds["step"]) >= 0.1
     assert min(seconds["bare step"]) >= 0.05
     assert len(seconds["step"]) == len(seconds["bare step"]) == 2
-
-
-@pytest.mark.slow
-def test_startup_and_memory_as_commands(launcher, tmp_path):
-    flags = {
-        "startup": ["--rounds", "1", "--flags=--max_steps 3 --hidden 16", "--before", "HEAD"],
-        "memory": ["--num_epochs", "3", "--flags=--batch_size 30000 --hidden 16"],
-    }
-    for name, words in flags.items():
-        words = [ROOT / "benchmarks" / f"{name}.py", *words, "--json", tmp_path / name]
-        launcher.python(*words, timeout=300)
-    from benchmarks.startup import PHASES
-
-    ours, before, plain = json.loads((tmp_path / "startup").read_text()).values()
-    for [phases, accuracy, used_s] in (*ours, *before):
-        assert list(phases) == PHASES
-        assert all(seconds >= 0 for seconds in phases.values())
-        assert accuracy > 0.1
-        assert used_s > 0
-    others = ("Accelerator", "model, summary, curves")
-    assert list(plain[0][0]) == [phase for phase in PHASES if phase not in others]
-    assert plain[0][1] > 0.97
