@@ -81,6 +81,15 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"report of the topologies: {file}")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _signals_as_from_a_terminal():
+    """nohup has SIGHUP ignored, and a shell the SIGINT of what it runs in the background, and a process
+    inherits that. Any handler is not inherited, and keeps these tests alive as well."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_accelerate():
     """Remove the state of an Accelerator, which Accelerate keeps until the process ends."""
