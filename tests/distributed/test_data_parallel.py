@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import virtual_gpus
 from accelerate import Accelerator
-from test_topology import fake_accelerator
+from fakes import fake_accelerator
 from torch import nn
 
 from scripts import resnet50
@@ -222,7 +222,7 @@ def test_a_gather_in_another_order_is_noticed(model, monkeypatch):
 )
 def test_data_parallel_is_one_process_with_several_gpus(monkeypatch, model, visible, processes, device, gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    accelerator = fake_accelerator(processes, device)
+    accelerator = fake_accelerator(processes, device=device)
     assert data_parallel_gpus(accelerator) == gpus
     if gpus == 1:
         assert data_parallel(model, accelerator) is model

@@ -1,7 +1,6 @@
 """bf16, and torch.compile, by the config file; and what --compile and --bn sync of resnet50 do."""
 
 import json
-from types import SimpleNamespace
 
 import count_all_reduces
 import pytest
@@ -9,6 +8,7 @@ import run_many
 import safetensors.torch
 import test_resnet50
 import torch
+from fakes import fake_accelerator
 from torch import nn
 
 from scripts import resnet50
@@ -150,7 +150,7 @@ def test_bn_sync_is_refused_where_it_would_be_something_else(
     monkeypatch, capsys, device, gpus, virtual_processes, sentence
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    accelerator = SimpleNamespace(num_processes=1, device=torch.device(device))
+    accelerator = fake_accelerator(device=device)
     monkeypatch.setattr("sys.argv", ["resnet50.py", "--bn", "sync"])
     args = resnet50.parse_args()
     args.virtual_processes = virtual_processes

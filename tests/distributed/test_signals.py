@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from conftest import ROOT
+from fakes import fake_accelerator
 
 from utils import signals
 from utils.errors import explain_errors
@@ -196,14 +197,14 @@ def test_nohup_keeps_a_run_alive_unless_torchrun_ends_it(monkeypatch, nohup, tor
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    stop_signal = signals.StopSignal(fake_accelerator())
     os.kill(os.getpid(), signal.SIGHUP)
     assert stop_signal.agreed() == stops
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_a_signal_asks_for_a_stop(name):
-    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    stop_signal = signals.StopSignal(fake_accelerator())
     assert not stop_signal.agreed()
     os.kill(os.getpid(), getattr(signal, name))
     assert stop_signal.agreed()
@@ -211,15 +212,8 @@ def test_a_signal_asks_for_a_stop(name):
 
 def test_the_launcher_is_told_why_the_processes_ended(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    accelerator = SimpleNamespace(
-        is_main_process=False,
-        num_processes=1,
-        wait_for_everyone=lambda: None,
-        end_training=lambda: None,
-        project_dir="run",
-    )
     with pytest.raises(SystemExit) as ended:
-        signals.StopSignal(accelerator).leave(step=7)
+        signals.StopSignal(fake_accelerator(rank=1)).leave(step=7)
     assert ended.value.code == signals.EXIT_REQUEUE
     report = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert report.startswith("stopped by a signal; step 7 is saved; to continue: ")
@@ -230,7 +224,7 @@ def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
     ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
     monkeypatch.setattr(signals, "resume_command", lambda folder: "COMMAND --resume")
-    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1, project_dir="run"))
+    stop_signal = signals.StopSignal(fake_accelerator())
     stop_signal.pid = -1  # as in a process that it forked
     os.kill(os.getpid(), signal.SIGINT)
     assert not stop_signal.agreed()

@@ -15,6 +15,7 @@ import run_many
 import safetensors.torch
 import torch
 from conftest import ROOT
+from fakes import fake_accelerator
 
 # What each is run with, the tolerance of its numbers, the size of its test set, and its models.
 PROGRAMS = {
@@ -145,8 +146,6 @@ def test_the_copy_has_no_other_file_of_ours(runs, name):
 def test_weights_of_a_mean_are_those_of_the_words(small_mnist):
     """The text program's loss over a step is the mean over its tokens, however they are spread
     over processes."""
-    from types import SimpleNamespace
-
     from tests.programs import text
     from utils.loader import GlobalLoader
 
@@ -157,11 +156,14 @@ def test_weights_of_a_mean_are_those_of_the_words(small_mnist):
     expected = (losses * text.count_targets(tokens)).sum() / text.count_targets(tokens).sum()
     total = 0.0
     for accumulation in (1, 3):
-        one = SimpleNamespace(
-            device=torch.device("cpu"), num_processes=1, process_index=0, reduce=lambda tensor, kind: tensor
-        )
         loader = GlobalLoader(
-            lines, 11, one, seed=0, accumulation=accumulation, collate_fn=text.pad, loss_weights=text.count_targets
+            lines,
+            11,
+            fake_accelerator(),
+            seed=0,
+            accumulation=accumulation,
+            collate_fn=text.pad,
+            loss_weights=text.count_targets,
         )
         parts = [batch.mean_loss(text.losses_and_accuracies(model, batch.data)[0]) for batch in loader.epoch()]
         total = sum(parts) / accumulation  # as accelerator.backward divides

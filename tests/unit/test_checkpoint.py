@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
+from fakes import fake_accelerator
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -1000,7 +1001,7 @@ def test_state_of_another_version_that_cannot_be_loaded_is_one_sentence(tmp_path
 
 
 def test_another_number_of_processes_takes_all_metrics():
-    accelerator = SimpleNamespace(num_processes=3, process_index=0)
+    accelerator = fake_accelerator(3)
     tensors = {"0/indices": torch.tensor([1, 2]), "1/indices": torch.tensor([3])}
     tensors |= {f"{rank}/random_cpu": torch.zeros(1) for rank in range(2)}
     assert restore_process(accelerator, tensors, 2)["indices"].tolist() == [1, 2, 3]

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from fakes import fake_accelerator
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
@@ -27,22 +27,11 @@ from utils.sampler import GlobalSampler
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
 
 
-def fake_accelerator(processes=1, rank=0, accumulation=1, virtual_processes=0):
-    return SimpleNamespace(
-        device=torch.device("cpu"),
-        num_processes=processes,
-        process_index=rank,
-        gradient_accumulation_steps=accumulation,
-        virtual_processes=virtual_processes,
-        reduce=lambda tensor, kind: tensor,
-    )
-
-
 MADE = []
 
 
 def make(dataset, batch_size=4, processes=1, rank=0, accumulation=1, seed=5, virtual=0, **options):
-    accelerator = fake_accelerator(processes, rank, accumulation, virtual)
+    accelerator = fake_accelerator(processes, rank, gradient_accumulation_steps=accumulation, virtual_processes=virtual)
     MADE.append(GlobalLoader(dataset, batch_size, accelerator, seed=seed, **options))
     return MADE[-1]
 

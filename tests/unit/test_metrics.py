@@ -1,12 +1,12 @@
 """Means over all samples of all processes, in which each sample counts once."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, free_port
+from fakes import fake_accelerator
 
 from utils import metrics
 from utils.loader import Batch
@@ -15,7 +15,7 @@ from utils.metrics import Metrics
 
 @pytest.fixture
 def accelerator():
-    return SimpleNamespace(device=torch.device("cpu"), reduce=lambda tensor, kind: tensor, gather=lambda tensor: tensor)
+    return fake_accelerator()
 
 
 def batch_of(indices, weights=None):
