@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import run_reader
 from conftest import ROOT
 from fakes import fake_accelerator
 
@@ -78,18 +79,18 @@ def test_a_signal_saves_and_ends_every_process(launcher, small_mnist, config):
         assert not alive, stop
         process.communicate(timeout=30)
         assert process.returncode != 0, stop
-        launch = json.loads((run / "run.json").read_text())["launches"][-1]
+        launch = run_reader.launches(run)[-1]
         assert launch["from_step"] == saved, stop
         saved = max(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
         assert launch["from_step"] < shown <= saved < 60 * 63, stop
         assert not (run / "summary.json").exists()
         before = lines
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = run_reader.lines(run, timings=True)
         assert lines[: len(before)] == before, stop
     done = launcher(config, *flags, "--resume", timeout=200)
     assert "done: " in done.stdout
-    assert json.loads((run / "run.json").read_text())["launches"][-1]["from_step"] == saved
-    after = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert run_reader.launches(run)[-1]["from_step"] == saved
+    after = run_reader.lines(run, timings=True)
     assert after[: len(lines)] == lines
     steps = [line["step"] for line in after if line["split"] == "train"]
     assert steps == sorted(set(steps))  # none twice
@@ -138,30 +139,11 @@ def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, smal
     assert not (launcher.folder / "run").exists()
 
 
-STUCK = """
-import os, sys, time
-from accelerate import Accelerator
-from utils.loader import GlobalLoader
-
-class Stuck:
-    fingerprint = "stuck"
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        print(os.getpid(), flush=True)
-        time.sleep(1000)
-
-next(iter(GlobalLoader(Stuck(), 4, Accelerator(cpu=True), seed=0, num_workers=1)))
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_a_worker_that_is_stuck_ends_with_its_process(launcher):
     """As a read of a network disk is that does not answer. A second Ctrl-C ends by os._exit."""
-    words = [sys.executable, "-c", STUCK]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    words = [sys.executable, ROOT / "tests" / "programs" / "stuck_worker.py"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     launcher.processes.append(process)
     worker = psutil.Process(int(process.stdout.readline()))
     assert worker.ppid() == process.pid
