@@ -1,7 +1,6 @@
 """Expectations are computed from the sources: they hold for future scripts and modules too."""
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import run_many
+import run_reader
 from conftest import ROOT
 
 from utils import take
@@ -103,7 +103,7 @@ def test_a_copy_without_options_trains_and_resumes_without_the_project(bare, lau
     run_many.back_to(bare / "run", 2, bare / "resumed")
     launcher.python(*launch, bare / "resumed", "--resume", cwd=bare, cold=True)
     for name in ("run", "resumed"):
-        assert json.loads((bare / name / "summary.json").read_text())["step"] == 4
+        assert run_reader.summary(bare / name)["step"] == 4
     assert (bare / "resumed" / "model.safetensors").read_bytes() == (bare / "run" / "model.safetensors").read_bytes()
     code = (
         f"import sys; sys.path.insert(0, {str(script.parent)!r}); import mnist_mlp; "

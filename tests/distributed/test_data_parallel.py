@@ -1,12 +1,12 @@
 """nn.DataParallel on virtual GPUs: the numbers of one device, with the loss in each replica."""
 
 import copy
-import json
 import threading
 from types import SimpleNamespace
 
 import pytest
 import run_many
+import run_reader
 import safetensors.torch
 import test_resnet50
 import torch
@@ -261,7 +261,7 @@ def train(small_mnist, tmp_path, monkeypatch, home):
 
 def lines(folder):
     """Those of the training and of the tests."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = run_reader.lines(folder, timings=True)
     return [line for line in found if line["split"] in ("train", "test")]
 
 
@@ -299,7 +299,7 @@ def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys):
     assert [63, 63, 63, 61] in seen.parts
     assert [1, 1, 1] in seen.parts  # the last step of the epoch has 3 of 1003 images
     assert_loss_inside(seen, GPUS, 1003 + 203)
-    (launch,) = json.loads((four / "run.json").read_text())["launches"]
+    (launch,) = run_reader.launches(four)
     assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
 
 

@@ -1,8 +1,7 @@
 """Machines are lost and come back while training goes on: the model has the bits of one process."""
 
-import json
-
 import pytest
+import run_reader
 from conftest import ROOT
 
 from benchmarks import elastic
@@ -28,7 +27,7 @@ def test_lost_and_returned_machines_change_no_bit(hosts, launcher, small_mnist, 
     measured = elastic.disturb(agents, [("lost", 0), ("back", 0), ("lost", 1)], 150)
     assert [row[3] for row in measured["rows"]] == [1, 2, 1]
     assert all(row[-1] <= 60 for row in measured["rows"])  # --checkpoint_every 50, --log_every 10
-    launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
+    launches = run_reader.launches(tmp_path / "run")
     assert [each["num_processes"] for each in launches] == [2, 1, 2, 1]
     assert {each["virtual_processes"] for each in launches} == {4}
 

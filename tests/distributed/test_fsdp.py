@@ -4,11 +4,10 @@ This file is also the script that its tests launch: fsdp_on_cpu.py, but with the
 float64 of test_resnet50.py.
 """
 
-import json
-
 import fsdp_on_cpu
 import pytest
 import run_many
+import run_reader
 import safetensors.torch
 import test_resnet50
 import torch
@@ -122,7 +121,7 @@ def assert_same(expected, run, step=None):
 
 
 def assert_launches(run, *kinds):
-    launches = json.loads((run / "run.json").read_text())["launches"]
+    launches = run_reader.launches(run)
     assert [(each["distributed_type"], each["num_processes"]) for each in launches] == [*kinds]
 
 
@@ -190,7 +189,7 @@ def test_a_checkpoint_after_a_test_is_complete(runs):
     _, tensors = read_checkpoint(checkpoint)
     names = {name.rpartition("/")[0] for name in tensors["optimizer.safetensors"]}
     assert names == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
-    final = safetensors.torch.load_file(runs / "early" / "model.safetensors")
+    final = run_reader.weights(runs / "early")
     for name, tensor in tensors["model.safetensors"].items():
         assert torch.equal(tensor, final[name])
 

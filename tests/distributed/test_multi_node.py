@@ -1,11 +1,10 @@
 """Two machines with two processes each, as real as one machine can make them: see hosts.py."""
 
-import json
 import sys
 
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
 from conftest import ROOT, free_port
 from hosts import ADDRESSES, NAMES
@@ -20,15 +19,11 @@ def one_process(tmp_path, small_mnist, home):
     return run
 
 
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def compare(one, two):
-    for a, b in zip(metrics(one), metrics(two), strict=True):
+    for a, b in zip(run_reader.lines(one), run_reader.lines(two), strict=True):
         assert (b["split"], b["step"], b["accuracy"]) == (a["split"], a["step"], a["accuracy"])
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-    weights = [safetensors.torch.load_file(run / "model.safetensors") for run in (one, two)]
+    weights = [run_reader.weights(run) for run in (one, two)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
 
@@ -48,7 +43,7 @@ def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_m
     assert not list(folders[1].iterdir())
     run = folders[0] / "run"
     compare(one_process, run)
-    (launch,) = json.loads((run / "run.json").read_text())["launches"]
+    (launch,) = run_reader.launches(run)
     assert (launch["num_processes"], launch["backend"]) == (4, "gloo")
     assert [(each["rank"], each["local_rank"], each["host"]) for each in launch["processes"]] == [
         (0, 0, "alpha"),

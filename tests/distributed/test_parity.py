@@ -3,12 +3,11 @@
 pytest tests/distributed/test_parity.py -n 0 -rP -m "slow or not slow"    # the table
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -21,8 +20,8 @@ CHECKPOINTS = ["--checkpoint_every", 10, "--keep_checkpoints", 0]
 
 
 def result(run: Path):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return lines, safetensors.torch.load_file(run / "model.safetensors")
+    lines = run_reader.lines(run)
+    return lines, run_reader.weights(run)
 
 
 def compare(reference, other, steps: int = UPDATES) -> tuple[float, float]:
@@ -72,7 +71,7 @@ def runs(shared_launcher, small_mnist) -> Path:
 def test_processes_and_accumulation_change_nothing(runs, dtype, processes):
     for accumulation in (1, 2, 4):
         name = f"{dtype}-{processes}x{accumulation}"
-        (launch,) = json.loads((runs / name / "run.json").read_text())["launches"]
+        (launch,) = run_reader.launches(runs / name)
         assert (launch["num_processes"], launch["gradient_accumulation_steps"]) == (processes, accumulation)
         losses, weights = compare(result(runs / f"{dtype}-1x1"), result(runs / name))
         print(f"{dtype} {processes} processes x {accumulation} accumulation: loss {losses:.1e}, weights {weights:.1e}")
@@ -97,7 +96,7 @@ def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, 
         (runs / "four", [(2, 0), (4, 30)]),
         (tmp_path / "accumulated", [(2, 0), (4, 30), (1, 60)]),
     ):
-        launches = json.loads((run / "run.json").read_text())["launches"]
+        launches = run_reader.launches(run)
         assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == went_on
         losses, weights = compare(result(runs / "float64-1x1"), result(run))
         assert max(losses, weights) <= TOLERANCE["float64"]

@@ -1,6 +1,5 @@
 """--virtual_processes: the same bits on any number of processes."""
 
-import hashlib
 import itertools
 import json
 import threading
@@ -8,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import run_many
+import run_reader
 import torch
 import torch.distributed as dist
 from conftest import ROOT
@@ -237,18 +237,13 @@ def runs(shared_launcher, small_mnist):
 
 def bits(folder) -> dict:
     """SHA-256 of models and of the last checkpoint's optimizers; the logged numbers."""
-    last = max((folder / "checkpoints").glob("step_*"))
-    files = [*folder.glob("*.safetensors"), *last.glob("*.safetensors")]
+    files = [*folder.glob("*.safetensors"), *run_reader.last_checkpoint(folder).glob("*.safetensors")]
     found = {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        str(file.relative_to(folder)): run_reader.sha256(file)
         for file in files
         if file.name != "processes.safetensors"  # the random states of each process
     }
-    timings = {"samples_per_s", "data_wait_pct"}
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        numbers = {name: value for name, value in line.items() if name not in timings}
-        found[f"{line['split']} {line['step']}"] = numbers
-    return found
+    return found | {f"{line['split']} {line['step']}": line for line in run_reader.lines(folder)}
 
 
 @pytest.mark.slow
@@ -264,7 +259,7 @@ def test_model_optimizer_and_log_are_the_same_bits(runs, name, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 0])
 def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
-    run = json.loads((runs / "mlp" / "1" / "run.json").read_text())
+    run = run_reader.record(runs / "mlp" / "1")
     assert run["launches"][0]["virtual_processes"] == 8
     run_many.back_to(runs / "mlp" / "1", 3, tmp_path / "run")
     flags = [*SCRIPTS["mlp"], *COMMON, "--resume", "--output_dir", tmp_path / "run"]
@@ -277,7 +272,7 @@ def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
 def test_a_resume_on_another_kind_of_machine_warns(runs, tmp_path, capsys):
     folder = run_many.back_to(runs / "mlp" / "1", 3, tmp_path / "run")
     flags = [*SCRIPTS["mlp"], *COMMON, "--resume", "--output_dir", folder]
-    run = json.loads((folder / "run.json").read_text())
+    run = run_reader.record(folder)
     flags += ["--dataset", run["arguments"]["dataset"]]
     run["launches"][0]["processes"][0]["cpu"] = "Another CPU"
     (folder / "run.json").write_text(json.dumps(run))

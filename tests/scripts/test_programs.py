@@ -6,13 +6,12 @@ topology, a resume bit by bit, and every test sample once.
 """
 
 import difflib
-import json
 import subprocess
 import sys
 
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
 from conftest import ROOT
 from fakes import fake_accelerator
@@ -26,7 +25,6 @@ PROGRAMS = {
     "hub_images": (["--dataset"], 1e-6, 203, ["model"]),
 }
 CHECKPOINTS = ["--checkpoint_every", 5, "--keep_checkpoints", 0]
-TIMINGS = {"samples_per_s", "data_wait_pct"}
 
 
 def take(script, folder, package):
@@ -70,17 +68,11 @@ def runs(shared_launcher, small_mnist):
     return top
 
 
-def lines(run):
-    """metrics.jsonl without its timings."""
-    every = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMINGS} for line in every]
-
-
 def weights(run, name):
     return {
         f"{model}.{key}": tensor
         for model in PROGRAMS[name][3]
-        for key, tensor in safetensors.torch.load_file(run / f"{model}.safetensors").items()
+        for key, tensor in run_reader.weights(run, model).items()
     }
 
 
@@ -89,7 +81,7 @@ def weights(run, name):
 @pytest.mark.parametrize("other", ["accumulated", "two", "three"])
 def test_processes_and_accumulation_change_no_number(runs, name, other):
     tolerance = PROGRAMS[name][1]
-    one, compared = lines(runs / name / "one"), lines(runs / name / other)
+    one, compared = run_reader.lines(runs / name / "one"), run_reader.lines(runs / name / other)
     assert [(line["split"], line["step"]) for line in compared] == [(line["split"], line["step"]) for line in one]
     largest = 0.0
     for line, expected in zip(compared, one, strict=True):
@@ -110,9 +102,9 @@ def test_processes_and_accumulation_change_no_number(runs, name, other):
 @pytest.mark.parametrize("run", ["one", "two"])
 def test_a_resume_in_the_middle_of_an_epoch_is_bit_by_bit_the_same(runs, name, run):
     whole, resumed = runs / name / run, runs / name / f"{run}_resumed"
-    (launch,) = json.loads((resumed / "run.json").read_text())["launches"][1:]
+    (launch,) = run_reader.launches(resumed)[1:]
     assert launch["from_step"] == 5
-    assert lines(resumed) == lines(whole)
+    assert run_reader.lines(resumed) == run_reader.lines(whole)
     for model in PROGRAMS[name][3]:
         file = f"{model}.safetensors"
         assert (resumed / file).read_bytes() == (whole / file).read_bytes()
@@ -122,7 +114,7 @@ def test_a_resume_in_the_middle_of_an_epoch_is_bit_by_bit_the_same(runs, name, r
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_test_sample_counts_once(runs, name):
     for run in ("one", "accumulated", "two", "three"):
-        summary = json.loads((runs / name / run / "summary.json").read_text())
+        summary = run_reader.summary(runs / name / run)
         assert summary["test_samples"] == PROGRAMS[name][2]
 
 

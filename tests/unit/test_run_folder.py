@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 import pytest
+import run_reader
 from conftest import ROOT
 from fakes import fake_accelerator
 from filelock import FileLock
@@ -51,9 +52,9 @@ def test_metrics_go_on_where_the_checkpoint_was(make, tmp_path):
     saved = killed_after_a_checkpoint(make)
     folder = started(make(resume=True), 5, saved)
     log(folder, 6, 0.4)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = run_reader.lines(tmp_path / "run")
     assert [line["step"] for line in lines] == [5, 6]  # none twice, none missing
-    launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
+    launches = run_reader.launches(tmp_path / "run")
     assert [launch["from_step"] for launch in launches] == [0, 5]
 
 
