@@ -98,13 +98,13 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, w
     for step, name, fault, lost in (
         (100, "worker killed", lambda: hosts.kill(1, LOCAL_RANK=0), "rank 0 on alpha lost rank 1 on beta at "),
         (200, "host killed", lambda: hosts.kill(1), "rank 0 on alpha lost rank 1 on beta at "),
-        (300, "link cut", lambda: hosts.plug("down"), "rank 0 on alpha lost rank 1 on beta at "),
+        (300, "link cut", lambda: hosts.network.plug("down"), "rank 0 on alpha lost rank 1 on beta at "),
     ):
         running = hosts.launch(*flags, "--resume")
         hosts.wait_for(f"step {step}/")
         fault()
         codes, seconds = hosts.ends(running, TIMEOUT_S + 45)  # the launchers look every 0.1 s, and wait for SIGTERM
-        hosts.plug("up")
+        hosts.network.plug("up")
         shown(name, hosts, codes, seconds)
         assert codes[0] == 1
         assert codes[1] != 0

@@ -7,7 +7,7 @@ import run_many
 import run_reader
 import torch
 from conftest import ROOT, free_port
-from hosts import ADDRESSES, NAMES
+from network import ADDRESSES, NAMES
 
 FLAGS = ["--num_epochs", 3, "--batch_size", 64, "--lr", 1e-3, "--log_every", 1]
 
@@ -33,7 +33,7 @@ def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_m
     """Each machine in a folder of its own: only the main process writes."""
     # On a stock Debian a host's name is 127.0.1.1 to itself. gloo takes that address, if nobody
     # tells it another.
-    hosts.write_etc_hosts(("127.0.1.1", "127.0.1.1"))
+    hosts.network.write_etc_hosts(("127.0.1.1", "127.0.1.1"))
     folders = [tmp_path / "on" / name for name in NAMES]
     for folder in folders:
         folder.mkdir(parents=True)

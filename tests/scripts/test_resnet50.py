@@ -591,7 +591,7 @@ def test_the_default_run_reads_digits(launcher):
     table = pyarrow.parquet.read_table(MNIST / test).slice(0, 200)
     pyarrow.parquet.write_table(table, data / test)
     flags = ["--dataset", data, "--max_steps", 36, "--output_dir", "run"]
-    done = launcher("cpu", *flags, script="resnet50", timeout=600, cold=True)
+    done = launcher("cpu", *flags, script="resnet50", timeout=600, fresh_interpreter=True)
     assert "leaked" not in done.stderr  # triton's word for what it finds frozen at the end
     run = launcher.folder / "run"
     losses = [line["loss"] for line in lines(run) if line["split"] == "train"]

@@ -12,10 +12,10 @@ from conftest import ROOT
 @pytest.mark.slow
 def test_a_fork_finds_what_a_new_interpreter_does(launcher, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    programs = ROOT / "tests" / "programs"
     for words in (["-u", "look_around.py"], ["-m", "look_around"]):
+        options = {"cwd": ROOT / "tests" / "programs", "check": False}
         ended = [
-            launcher.python(*words, "a b", "parent", cwd=programs, cold=cold, check=False) for cold in (False, True)
+            launcher.python(*words, "a b", "parent", fresh_interpreter=fresh, **options) for fresh in (False, True)
         ]
         assert [done.stdout.splitlines()[1:] for done in ended] == [["by C"]] * 2
         forked, new = (json.loads(done.stdout.splitlines()[0]) for done in ended)
