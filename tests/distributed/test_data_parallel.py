@@ -8,7 +8,7 @@ import pytest
 import run_many
 import run_reader
 import safetensors.torch
-import test_resnet50
+import small_resnets
 import torch
 import torch.nn.functional as F
 import virtual_gpus
@@ -342,7 +342,7 @@ def test_gradient_accumulation_on_gpus_is_the_whole_batch_on_one_device(train, l
 @pytest.mark.slow
 def test_resnet50_on_gpus_is_accumulation_and_batch_norm_keeps_the_first_gpus_statistics(train, monkeypatch):
     """Each GPU normalises its part of the batch, as each micro-batch is with accumulation."""
-    test_resnet50.use_4_blocks(monkeypatch.setattr)
+    small_resnets.use_4_blocks(monkeypatch.setattr)
     monkeypatch.setattr(resnet50, "TEST_BATCH_SIZE", 64)
     monkeypatch.setattr(resnet50, "mean_and_std", resnet50.mean_and_std.__wrapped__)
     flags = ["--batch_size", 16, "--image_size", 16, "--max_steps", 2, "--max_test_samples", 23]

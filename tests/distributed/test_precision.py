@@ -4,7 +4,7 @@ import count_all_reduces
 import pytest
 import run_many
 import run_reader
-import test_resnet50
+import small_resnets
 import torch
 from fakes import fake_accelerator
 from run_reader import losses, weights
@@ -105,7 +105,7 @@ def test_compile_of_resnet50_changes_no_numbers_and_may_change_on_a_resume(tiny_
         compiled.append(module)
         compile_module(module, backend="eager")
 
-    test_resnet50.use_float64(monkeypatch.setattr)
+    small_resnets.use_float64(monkeypatch.setattr)
     monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
     flags = ["--dataset", tiny_mnist, "--image_size", 16, "--batch_size", 16, "--max_steps", 2]
     flags += ["--max_test_samples", 9, "--num_workers", 0, "--log_every", 1]

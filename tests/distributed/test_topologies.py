@@ -24,9 +24,8 @@ import torchvision
 import yaml
 from conftest import ROOT
 from run_reader import lines
-from test_model_split import NarrowResNet
-from test_parity import TOLERANCE, compare, result
-from test_resnet50 import use_4_blocks
+from same_numbers import TOLERANCE, differences
+from small_resnets import use_4_blocks, use_narrow
 
 from utils.checkpoint import read_checkpoint
 from utils.console import plural
@@ -35,7 +34,7 @@ from utils.console import plural
 # FSDP shards a layer on its own from 100,000 parameters on: the first one has 125,440.
 FLAGS = ["--num_epochs", 2, "--batch_size", 50, "--lr", 1e-3, "--hidden", 160, "--dropout", 0.1]
 FLAGS += ["--log_every", 1, "--checkpoint_every", 30, "--keep_checkpoints", 0]
-UPDATES, CUT = 42, 30  # of a run; the one after which it is cut back: in the middle of an epoch
+STEPS, CUT = 42, 30  # of a run; the one after which it is cut back: in the middle of an epoch
 # Of a loss with bf16 to that with float32. bf16 has 8 bits: each number of a pass is rounded by up
 # to 2^-9 of it. The losses of an epoch average that out: 4e-4 on a CPU. FSDP also rounds the sums
 # of gradients, so four roundings are allowed.
@@ -139,7 +138,7 @@ def main():
             if script == "resnet50":
                 use_4_blocks(patch.setattr)
             else:
-                patch.setattr(torchvision.models, "resnet50", NarrowResNet)
+                use_narrow(patch.setattr)
             run_many.load(script, ROOT / "scripts" / f"{script}.py").main()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -320,7 +319,7 @@ def different_bits(run: Path, other: Path) -> int:
     assert ours.keys() == theirs.keys()
     assert any("optimizer" in name for name in ours)
     count = sum(bits(tensor) != bits(theirs[name]) for name, tensor in ours.items())
-    assert len(lines(run)) == len(lines(other)) > UPDATES
+    assert len(lines(run)) == len(lines(other)) > STEPS
     return count + sum(a != b for a, b in zip(lines(run), lines(other), strict=True))
 
 
@@ -342,7 +341,7 @@ def largest(run: Path, other: Path) -> dict[str, float]:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_numbers_are_those_of_one_process(topology, dtype, launches, at_most):
     one, run = (launches.run(each, dtype) for each in (topology.reference(), topology))
-    losses, weights = compare(result(one), result(run), UPDATES)
+    losses, weights = differences(one, run, STEPS)
     at_most({"loss": losses, "weights": weights}, dict.fromkeys(("loss", "weights"), TOLERANCE[dtype]))
 
 
@@ -416,7 +415,7 @@ def test_a_run_goes_on_with_one_process(topology, launches, at_most):
         (topology.processes(), 0),
         (1, CUT),
     ]
-    losses, weights = compare(result(one), result(resumed), UPDATES)
+    losses, weights = differences(one, resumed, STEPS)
     limits = dict.fromkeys(("loss", "weights"), TOLERANCE["float64"])
     at_most({"loss": losses, "weights": weights}, limits)
 

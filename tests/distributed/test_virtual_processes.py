@@ -171,16 +171,7 @@ def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
         gradients.collect()
 
 
-# As run_many.py, with a small ResNet-50 and without its pictures.
-SMALL_RESNET = """
-import sys
-sys.path.insert(0, {tests!r})
-import run_many
-import test_resnet50
-test_resnet50.use_4_blocks(setattr)
-test_resnet50.draw_nothing(setattr)
-run_many.main()
-"""
+SMALL_RESNET = ROOT / "tests" / "programs" / "small_resnet"
 COMMON = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 1]
 SCRIPTS = {
     "mlp": [
@@ -204,8 +195,6 @@ def runs(shared_launcher, small_mnist):
     """A folder for each script: on 1 to 4 processes; and chain_P, which goes on from what fewer
     processes did."""
     top = shared_launcher.folder
-    start = top / "small_resnet.py"
-    start.write_text(SMALL_RESNET.format(tests=str(ROOT / "tests")))
     for processes in (1, 2, 3, 4):
         words = []
         for name, flags in SCRIPTS.items():
@@ -228,7 +217,7 @@ def runs(shared_launcher, small_mnist):
         shared_launcher(
             config,
             *run_many.words("mlp", *words),
-            script=start.with_suffix(""),
+            script=SMALL_RESNET,
             launch_flags=launch_flags,
             timeout=300,
         )

@@ -21,7 +21,8 @@ import torch
 import torchvision
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from torchvision.models.resnet import Bottleneck, ResNet, resnet50
+from small_resnets import use_narrow
+from torchvision.models.resnet import resnet50
 
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
@@ -47,27 +48,12 @@ MICRO_BATCHES = 6
 FILE = Path(__file__).with_suffix("")
 
 
-class ThinBlock(Bottleneck):
-    expansion = 1
-
-
-class NarrowResNet(ResNet):
-    """A ResNet-50 of 32 to 128 channels instead of 256 to 2048, to be faster."""
-
-    def __init__(self, num_classes=1000, norm_layer=None):
-        super().__init__(ThinBlock, [3, 4, 6, 3], num_classes, norm_layer=norm_layer)
-        self.fc = torch.nn.Linear(self.inplanes, num_classes)
-
-    def _make_layer(self, block, planes, *more, **options):
-        return super()._make_layer(block, max(32, planes // 4), *more, **options)
-
-
 @pytest.fixture(autouse=True)
 def _narrow_on_one_thread(monkeypatch):
     """Other tests run at the same time: a second thread would make this one slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(torchvision.models, "resnet50", NarrowResNet)
+    use_narrow(monkeypatch.setattr)
     yield
     torch.set_num_threads(threads)
 
@@ -569,7 +555,7 @@ def print_differences(*numbers_of_stages: int):
 
 def main():
     """As run_many.py, but with the narrow model; the first "run" may be `differences 4 2`."""
-    torchvision.models.resnet50 = NarrowResNet
+    use_narrow(setattr)
     if sys.argv[2].startswith("differences"):
         print_differences(*map(int, sys.argv.pop(2).split()[1:]))
     run_many.main()

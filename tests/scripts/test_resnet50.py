@@ -17,8 +17,9 @@ import torchvision
 from accelerate import Accelerator
 from conftest import MNIST, ROOT
 from PIL import Image
+from run_reader import lines
+from small_resnets import use_4_blocks, use_float64
 from torch import nn
-from torchvision.models.resnet import Bottleneck
 
 from scripts import resnet50
 from utils.checkpoint import read_checkpoint
@@ -28,54 +29,9 @@ from utils.features.batch_norm import BatchNorms
 from utils.features.pretrained import load_pretrained
 from utils.sampler import GlobalSampler
 
-# As run_many.py, after a change that one of the functions below makes.
-CHANGED = """
-import sys
-sys.path.insert(0, {tests!r})
-import run_many
-import test_resnet50
-test_resnet50.{change}
-run_many.main()
-"""
+FLOAT64 = ROOT / "tests" / "programs" / "float64_resnet"
 RECIPE = ["--mixup", 0.2, "--cutmix", 1, "--trivial_augment", "--erase", 0.2, "--flip", 0.5]
 RECIPE += ["--label_smoothing", 0.1, "--ema_decay", 0.9, "--repeats", 2]
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def changed(launcher, change):
-    """The path of a script, as the launcher takes it."""
-    path = launcher.folder / "changed"
-    path.with_suffix(".py").write_text(CHANGED.format(tests=str(ROOT / "tests"), change=change))
-    return path
-
-
-def use_4_blocks(setattr):
-    """4 blocks instead of 16, and half or less of the channels."""
-    init = torchvision.models.ResNet.__init__
-
-    def init_with_4_blocks(self, block, _, *more, **options):
-        options["width_per_group"] = 16
-        init(self, block, [1] * 4, *more, **options)
-
-    setattr(torchvision.models.ResNet, "__init__", init_with_4_blocks)
-    setattr(Bottleneck, "expansion", 2)
-
-
-def draw_nothing(setattr):
-    """The pictures take longer than a short training."""
-    for draw in ("plot_confusion", "save_picture"):
-        setattr(resnet50, draw, lambda *_: None)
-
-
-def use_float64(setattr, blocks=4):
-    """There "equal" and "close" differ."""
-    if blocks == 4:
-        use_4_blocks(setattr)
-    setattr(resnet50, "TEST_BATCH_SIZE", 64)
-    torch.set_default_dtype(torch.float64)
 
 
 @pytest.fixture
@@ -106,8 +62,7 @@ def test_two_processes_are_one_with_two_accumulation_steps_and_resume_bitwise(la
     one, two, resumed = (launcher.folder / name for name in ("one", "two", "resumed"))
     again = ["--back_to", two, 2, resumed, *flags, "--resume", "--output_dir", resumed]
     words = run_many.words("resnet50", [*flags, "--output_dir", two], again)
-    script = changed(launcher, "use_float64(setattr)")
-    launcher("cpu_ddp", *words, script=script, timeout=300)
+    launcher("cpu_ddp", 4, *words, script=FLOAT64, timeout=300)
     accumulated = ["--gradient_accumulation_steps", 2, "--output_dir", one]
     assert run_many.run("resnet50", [*flags, *accumulated]) is None
     assert [line["split"] for line in lines(two)] == ["train"] * 3 + ["test", "train", "test"]
@@ -519,8 +474,7 @@ def test_the_default_model_has_the_same_losses_on_2_x_2_as_on_1_x_4(launcher, ti
     one, two = launcher.folder / "one", launcher.folder / "two"
     own = ["--gradient_accumulation_steps", 2, "--output_dir", two]
     words = run_many.words("resnet50", [*flags, *own])
-    script = changed(launcher, "use_float64(setattr, 16)")
-    launcher("cpu_ddp", *words, script=script, timeout=300)
+    launcher("cpu_ddp", 16, *words, script=FLOAT64, timeout=300)
     own = ["--gradient_accumulation_steps", 4, "--output_dir", one]
     try:
         assert run_many.run("resnet50", [*flags, *own]) is None
