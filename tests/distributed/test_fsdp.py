@@ -102,7 +102,7 @@ def assert_same(expected, run, step=None):
     average."""
     for before, now in zip(run_reader.lines(expected), run_reader.lines(run), strict=True):
         assert now.keys() == before.keys()
-        for name in before.keys() - {"split", "samples_per_s", "data_wait_pct"}:
+        for name in before.keys() - {"split"}:
             assert now[name] == pytest.approx(before[name], rel=1e-9)
     step = f"checkpoints/step_{run_reader.lines(expected)[-1]['step']:08d}"
     (_, before), (_, now) = read_checkpoint(expected / step), read_checkpoint(run / step)
