@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import run_many
-import warm
 from filelock import FileLock
+from forkserver import Forkserver, Popen
 from hosts import environment, free_port
 
 # Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they
@@ -81,6 +81,15 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"report of the topologies: {file}")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _signals_as_from_a_terminal():
+    """nohup has SIGHUP ignored, and a shell the SIGINT of what it runs in the background, and a process
+    inherits that. Any handler is not inherited, and keeps these tests alive as well."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_accelerate():
     """Remove the state of an Accelerator, which Accelerate keeps until the process ends."""
@@ -106,10 +115,10 @@ class Launcher:
     """`launcher(config, *flags)` runs `accelerate launch` and waits for its end.
 
     `launcher.start(...)` returns the process. `launcher.python(*words)` and `start_python` run any
-    other program. cold: with a new interpreter, and not by a fork (warm.py).
+    other program. fresh_interpreter: not by a fork, as in forkserver.py.
     """
 
-    nursery: warm.Nursery | None = None  # one for all launches of this process
+    forkserver: Forkserver | None = None  # one for all launches of this process
 
     def __init__(self, folder: Path, home: Path):
         self.folder, self.home, self.processes = folder, home, []
@@ -121,13 +130,13 @@ class Launcher:
         script = Path(f"{script}.py") if Path(script).is_absolute() else run_many.path_of(script)
         return self.start_python(*words, script, *flags, **options)
 
-    def start_python(self, *words, cwd=None, stderr=subprocess.PIPE, cold=False) -> subprocess.Popen:
+    def start_python(self, *words, cwd=None, stderr=subprocess.PIPE, fresh_interpreter=False) -> subprocess.Popen:
         variables = environment(self.home)
-        if Launcher.nursery is None and not cold:
-            Launcher.nursery = warm.Nursery.start(environment(self.home, VARIABLES))
-        process = warm.Popen(
+        if Launcher.forkserver is None and not fresh_interpreter:
+            Launcher.forkserver = Forkserver.start(environment(self.home, VARIABLES))
+        process = Popen(
             [sys.executable, *map(str, words)],
-            nursery=None if cold else Launcher.nursery,
+            forkserver=None if fresh_interpreter else Launcher.forkserver,
             cwd=cwd or self.folder,
             env=variables,
             stdin=subprocess.DEVNULL,

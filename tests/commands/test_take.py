@@ -1,7 +1,6 @@
 """Expectations are computed from the sources: they hold for future scripts and modules too."""
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import run_many
+import run_reader
 from conftest import ROOT
 
 from utils import take
@@ -99,18 +99,18 @@ def test_a_copy_without_options_trains_and_resumes_without_the_project(bare, lau
     script, config = bare / SCRIPTS["mnist_mlp"], bare / "accelerate_configs" / "cpu.yaml"
     launch = ["-m", "accelerate.commands.launch", "--config_file", config, script, "--dataset", small_mnist]
     launch += ["--max_steps", 4, "--checkpoint_every", 2, "--keep_checkpoints", 0, "--output_dir"]
-    launcher.python(*launch, bare / "run", cwd=bare, cold=True)
+    launcher.python(*launch, bare / "run", cwd=bare, fresh_interpreter=True)
     run_many.back_to(bare / "run", 2, bare / "resumed")
-    launcher.python(*launch, bare / "resumed", "--resume", cwd=bare, cold=True)
+    launcher.python(*launch, bare / "resumed", "--resume", cwd=bare, fresh_interpreter=True)
     for name in ("run", "resumed"):
-        assert json.loads((bare / name / "summary.json").read_text())["step"] == 4
+        assert run_reader.summary(bare / name)["step"] == 4
     assert (bare / "resumed" / "model.safetensors").read_bytes() == (bare / "run" / "model.safetensors").read_bytes()
     code = (
         f"import sys; sys.path.insert(0, {str(script.parent)!r}); import mnist_mlp; "
         "paths = [m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)]; "
         f"assert not [p for p in paths if p.startswith({str(ROOT / 'utils')!r})]; mnist_mlp.parse_args()"
     )
-    said = launcher.python("-c", code, "--help", cwd=bare, cold=True).stdout
+    said = launcher.python("-c", code, "--help", cwd=bare, fresh_interpreter=True).stdout
     assert not (bare / "run" / "curves.png").exists()
     assert "--resume" in said
     assert "--profile" not in said

@@ -1,19 +1,19 @@
 """nn.DataParallel on virtual GPUs: the numbers of one device, with the loss in each replica."""
 
 import copy
-import json
 import threading
 from types import SimpleNamespace
 
 import pytest
 import run_many
+import run_reader
 import safetensors.torch
-import test_resnet50
+import small_resnets
 import torch
 import torch.nn.functional as F
 import virtual_gpus
 from accelerate import Accelerator
-from test_topology import fake_accelerator
+from fakes import fake_accelerator
 from torch import nn
 
 from scripts import resnet50
@@ -222,7 +222,7 @@ def test_a_gather_in_another_order_is_noticed(model, monkeypatch):
 )
 def test_data_parallel_is_one_process_with_several_gpus(monkeypatch, model, visible, processes, device, gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    accelerator = fake_accelerator(processes, device)
+    accelerator = fake_accelerator(processes, device=device)
     assert data_parallel_gpus(accelerator) == gpus
     if gpus == 1:
         assert data_parallel(model, accelerator) is model
@@ -261,7 +261,7 @@ def train(small_mnist, tmp_path, monkeypatch, home):
 
 def lines(folder):
     """Those of the training and of the tests."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = run_reader.lines(folder, timings=True)
     return [line for line in found if line["split"] in ("train", "test")]
 
 
@@ -299,7 +299,7 @@ def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys):
     assert [63, 63, 63, 61] in seen.parts
     assert [1, 1, 1] in seen.parts  # the last step of the epoch has 3 of 1003 images
     assert_loss_inside(seen, GPUS, 1003 + 203)
-    (launch,) = json.loads((four / "run.json").read_text())["launches"]
+    (launch,) = run_reader.launches(four)
     assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
 
 
@@ -342,7 +342,7 @@ def test_gradient_accumulation_on_gpus_is_the_whole_batch_on_one_device(train, l
 @pytest.mark.slow
 def test_resnet50_on_gpus_is_accumulation_and_batch_norm_keeps_the_first_gpus_statistics(train, monkeypatch):
     """Each GPU normalises its part of the batch, as each micro-batch is with accumulation."""
-    test_resnet50.use_4_blocks(monkeypatch.setattr)
+    small_resnets.use_4_blocks(monkeypatch.setattr)
     monkeypatch.setattr(resnet50, "TEST_BATCH_SIZE", 64)
     monkeypatch.setattr(resnet50, "mean_and_std", resnet50.mean_and_std.__wrapped__)
     flags = ["--batch_size", 16, "--image_size", 16, "--max_steps", 2, "--max_test_samples", 23]

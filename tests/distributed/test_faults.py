@@ -4,11 +4,11 @@
 Two machines as in hosts.py, with one process each where that is enough.
 """
 
-import json
 import sys
 import time
 
 import pytest
+import run_reader
 from conftest import free_port
 
 pytestmark = pytest.mark.slow
@@ -98,13 +98,13 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, w
     for step, name, fault, lost in (
         (100, "worker killed", lambda: hosts.kill(1, LOCAL_RANK=0), "rank 0 on alpha lost rank 1 on beta at "),
         (200, "host killed", lambda: hosts.kill(1), "rank 0 on alpha lost rank 1 on beta at "),
-        (300, "link cut", lambda: hosts.plug("down"), "rank 0 on alpha lost rank 1 on beta at "),
+        (300, "link cut", lambda: hosts.network.plug("down"), "rank 0 on alpha lost rank 1 on beta at "),
     ):
         running = hosts.launch(*flags, "--resume")
         hosts.wait_for(f"step {step}/")
         fault()
         codes, seconds = hosts.ends(running, TIMEOUT_S + 45)  # the launchers look every 0.1 s, and wait for SIGTERM
-        hosts.plug("up")
+        hosts.network.plug("up")
         shown(name, hosts, codes, seconds)
         assert codes[0] == 1
         assert codes[1] != 0
@@ -118,15 +118,14 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, w
             assert "Timed out waiting" in hosts.errors(1)[0]
     running = hosts.launch(*flags, "--resume", "--timeout_s", 60)
     assert hosts.ends(running)[0] == [0, 0], hosts.log(0) + hosts.log(1)
-    launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
+    launches = run_reader.launches(tmp_path / "run")
     resumed_from = [launch["from_step"] for launch in launches[1:]]
     assert all(at <= step < 500 for at, step in zip([50, 150, 250], resumed_from, strict=True))
     same_run(whole, tmp_path / "run")
 
 
 def losses(run) -> list[tuple[int, float]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["loss"]) for line in lines]
+    return [(line["step"], line["loss"]) for line in run_reader.lines(run)]
 
 
 def same_run(whole, resumed):
@@ -142,7 +141,7 @@ def test_a_killed_worker_is_restarted_without_a_person(hosts, flags, whole, tmp_
     hosts.wait_for("step 60/")
     hosts.kill(0, RANK=0)
     assert hosts.ends(running)[0] == [0, 0], hosts.log(0)[-5000:] + hosts.log(1)[-5000:]
-    restart = json.loads((tmp_path / "run" / "run.json").read_text())["launches"][1]
+    restart = run_reader.launches(tmp_path / "run")[1]
     assert restart["from_step"] >= 50
     same_run(whole, tmp_path / "run")
 

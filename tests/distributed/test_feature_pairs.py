@@ -1,10 +1,10 @@
 """Every two optional features of a training script together: the weights are those of the ones that matter alone."""
 
-import hashlib
 import itertools
 
 import pytest
 import run_many
+import run_reader
 from conftest import ROOT
 
 from utils.signals import EXIT_REQUEUE
@@ -38,7 +38,7 @@ def train(names, folder) -> dict[str, str]:
         assert run_many.run(PROGRAM, [*flags, "--stop_at", STOPPED_AT]) == EXIT_REQUEUE
         flags.append("--resume")
     assert run_many.run(PROGRAM, flags) is None
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
+    return {file.name: run_reader.sha256(file) for file in folder.glob("*.safetensors")}
 
 
 @pytest.fixture(scope="module")

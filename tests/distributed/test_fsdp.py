@@ -1,21 +1,19 @@
 """Sharded models, by Accelerate's FSDP2 and fsdp.yaml, on 2 processes of the CPU.
 
 This file is also the script that its tests launch: fsdp_on_cpu.py, but with the small ResNet in
-float64 of test_resnet50.py.
+float64 of small_resnets.py.
 """
-
-import json
 
 import fsdp_on_cpu
 import pytest
 import run_many
+import run_reader
 import safetensors.torch
-import test_resnet50
+import small_resnets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from conftest import ROOT
-from test_resnet50 import lines
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -37,8 +35,8 @@ RESNET += ["--ema_decay", 0.9, "--warmup_epochs", 0, "--num_workers", 0, *CHECKP
 
 
 def use_small_resnet(setattr):
-    test_resnet50.use_float64(setattr)
-    test_resnet50.draw_nothing(setattr)
+    small_resnets.use_float64(setattr)
+    small_resnets.draw_nothing(setattr)
 
 
 def main():
@@ -102,11 +100,11 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
 def assert_same(expected, run, step=None):
     """Losses, metrics and learning rates; each tensor of the model, the optimizer and the moving
     average."""
-    for before, now in zip(lines(expected), lines(run), strict=True):
+    for before, now in zip(run_reader.lines(expected), run_reader.lines(run), strict=True):
         assert now.keys() == before.keys()
-        for name in before.keys() - {"split", "samples_per_s", "data_wait_pct"}:
+        for name in before.keys() - {"split"}:
             assert now[name] == pytest.approx(before[name], rel=1e-9)
-    step = f"checkpoints/step_{lines(expected)[-1]['step']:08d}"
+    step = f"checkpoints/step_{run_reader.lines(expected)[-1]['step']:08d}"
     (_, before), (_, now) = read_checkpoint(expected / step), read_checkpoint(run / step)
     del before["processes.safetensors"], now["processes.safetensors"]
     assert before.keys() == now.keys()
@@ -122,7 +120,7 @@ def assert_same(expected, run, step=None):
 
 
 def assert_launches(run, *kinds):
-    launches = json.loads((run / "run.json").read_text())["launches"]
+    launches = run_reader.launches(run)
     assert [(each["distributed_type"], each["num_processes"]) for each in launches] == [*kinds]
 
 
@@ -172,7 +170,7 @@ def test_one_process_goes_on_from_shards(runs, small_mnist, tmp_path):
 @pytest.mark.slow
 def test_the_fused_adamw_of_mnist_mlp_steps_on_shards(runs):
     assert_launches(runs / "face", SHARDED)
-    for one, two in zip(lines(runs / "face_one"), lines(runs / "face"), strict=True):
+    for one, two in zip(run_reader.lines(runs / "face_one"), run_reader.lines(runs / "face"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
@@ -190,7 +188,7 @@ def test_a_checkpoint_after_a_test_is_complete(runs):
     _, tensors = read_checkpoint(checkpoint)
     names = {name.rpartition("/")[0] for name in tensors["optimizer.safetensors"]}
     assert names == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
-    final = safetensors.torch.load_file(runs / "early" / "model.safetensors")
+    final = run_reader.weights(runs / "early")
     for name, tensor in tensors["model.safetensors"].items():
         assert torch.equal(tensor, final[name])
 

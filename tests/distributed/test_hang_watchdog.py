@@ -14,46 +14,12 @@ from conftest import ROOT
 
 from utils.features.hang_watchdog import UNKNOWN, place_of, sentence_about
 
-PROGRAM = """
-import argparse, os, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import torch
-from utils import launch
-from utils.features import hang_watchdog as watchdog
-
-accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=12, output_dir="run"))
-rank, ones = accelerator.process_index, torch.ones(2)
-
-def until(name):
-    while not Path(name).exists():
-        time.sleep(0.01)                    # loop without an end
-
-watchdog.reached(7)
-if rank == 1:
-    until("first")
-torch.distributed.all_reduce(ones)          # first
-print(f"rank {rank} goes on", flush=True)
-
-watchdog.reached(8)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-if rank == 0:
-    Path("pid").write_text(str(os.getpid()))
-    time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP)  # second
-model(ones).sum().backward()                # backward
-print(f"rank {rank} goes on", flush=True)
-
-watchdog.reached(9)
-time.sleep(1)                               # slow, but not late
-if rank == 0:
-    torch.distributed.all_reduce(ones)      # third
-else:
-    accelerator.wait_for_everyone()         # other
-"""
+PROGRAM = ROOT / "tests" / "programs" / "hangs.py"
 
 
 def line_with(text: str) -> int:
-    return PROGRAM[: PROGRAM.index(text)].count("\n") + 1
+    text_before = PROGRAM.read_text().partition(text)[0]
+    return text_before.count("\n") + 1
 
 
 class Lines(threading.Thread):
@@ -79,16 +45,15 @@ class Lines(threading.Thread):
 @pytest.mark.slow
 def test_a_loop_a_stopped_process_and_another_collective_are_named(launcher):
     folder = launcher.folder
-    (folder / "program.py").write_text(PROGRAM)
-    process = launcher.start("cpu_ddp", ROOT, script=folder / "program", stderr=subprocess.STDOUT)
+    process = launcher.start("cpu_ddp", script=PROGRAM.with_suffix(""), stderr=subprocess.STDOUT)
     lines = Lines(process)
     host = r"on \S+"
-    at = r"at program.py:{} in step {}"
+    at = r"at \S*hangs.py:{} in step {}"
     waits = rf"rank {{}} {host} waits in {{}} {at} since \d+ s for rank {{}} {host}, "
     lines.wait_for(
         "warning: "
         + waits.format(0, "all_reduce", line_with("# first"), 7, 1)
-        + r"which is at program.py:\d+ in step 7 since \d+ s\n"
+        + r"which is at \S*hangs.py:\d+ in step 7 since \d+ s\n"
     )
     (folder / "first").touch()
     lines.wait_for("rank 1 goes on")

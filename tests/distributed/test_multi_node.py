@@ -1,14 +1,13 @@
 """Two machines with two processes each, as real as one machine can make them: see hosts.py."""
 
-import json
 import sys
 
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
 from conftest import ROOT, free_port
-from hosts import ADDRESSES, NAMES
+from network import ADDRESSES, NAMES
 
 FLAGS = ["--num_epochs", 3, "--batch_size", 64, "--lr", 1e-3, "--log_every", 1]
 
@@ -20,15 +19,11 @@ def one_process(tmp_path, small_mnist, home):
     return run
 
 
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def compare(one, two):
-    for a, b in zip(metrics(one), metrics(two), strict=True):
+    for a, b in zip(run_reader.lines(one), run_reader.lines(two), strict=True):
         assert (b["split"], b["step"], b["accuracy"]) == (a["split"], a["step"], a["accuracy"])
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-    weights = [safetensors.torch.load_file(run / "model.safetensors") for run in (one, two)]
+    weights = [run_reader.weights(run) for run in (one, two)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
 
@@ -38,7 +33,7 @@ def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_m
     """Each machine in a folder of its own: only the main process writes."""
     # On a stock Debian a host's name is 127.0.1.1 to itself. gloo takes that address, if nobody
     # tells it another.
-    hosts.write_etc_hosts(("127.0.1.1", "127.0.1.1"))
+    hosts.network.write_etc_hosts(("127.0.1.1", "127.0.1.1"))
     folders = [tmp_path / "on" / name for name in NAMES]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -48,7 +43,7 @@ def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_m
     assert not list(folders[1].iterdir())
     run = folders[0] / "run"
     compare(one_process, run)
-    (launch,) = json.loads((run / "run.json").read_text())["launches"]
+    (launch,) = run_reader.launches(run)
     assert (launch["num_processes"], launch["backend"]) == (4, "gloo")
     assert [(each["rank"], each["local_rank"], each["host"]) for each in launch["processes"]] == [
         (0, 0, "alpha"),

@@ -3,41 +3,20 @@
 pytest tests/distributed/test_parity.py -n 0 -rP -m "slow or not slow"    # the table
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
+from same_numbers import TOLERANCE, differences
 
-TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 # 4 x 16 steps, the last of each epoch smaller. The learning rate is the default one, scaled to
 # the batch.
-UPDATES = 4 * 16
+STEPS = 4 * 16
 FLAGS = ["--num_epochs", 4, "--batch_size", 64, "--lr", 1e-3, "--hidden", 64, "--dropout", 0.1]
 FLAGS += ["--log_every", 1, "--checkpoint_every", 1000]  # no checkpoint but the last
 CHECKPOINTS = ["--checkpoint_every", 10, "--keep_checkpoints", 0]
-
-
-def result(run: Path):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return lines, safetensors.torch.load_file(run / "model.safetensors")
-
-
-def compare(reference, other, steps: int = UPDATES) -> tuple[float, float]:
-    """The largest relative difference of a loss, and of a weight; all else must be equal.
-
-    That of a weight is relative to the largest one of its tensor. steps: of each run, all logged.
-    """
-    (lines, weights), (other_lines, other_weights) = reference, other
-    assert len([line for line in lines if line["split"] == "train"]) == steps
-    exact = ("split", "step", "epoch", "lr", "accuracy")
-    assert [[line.get(n) for n in exact] for line in other_lines] == [[line.get(n) for n in exact] for line in lines]
-    losses = max(abs(b["loss"] / a["loss"] - 1) for a, b in zip(lines, other_lines, strict=True))
-    assert weights.keys() == other_weights.keys()
-    largest = max(float((other_weights[name] - w).abs().max() / w.abs().max()) for name, w in weights.items())
-    return losses, largest
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +51,9 @@ def runs(shared_launcher, small_mnist) -> Path:
 def test_processes_and_accumulation_change_nothing(runs, dtype, processes):
     for accumulation in (1, 2, 4):
         name = f"{dtype}-{processes}x{accumulation}"
-        (launch,) = json.loads((runs / name / "run.json").read_text())["launches"]
+        (launch,) = run_reader.launches(runs / name)
         assert (launch["num_processes"], launch["gradient_accumulation_steps"]) == (processes, accumulation)
-        losses, weights = compare(result(runs / f"{dtype}-1x1"), result(runs / name))
+        losses, weights = differences(runs / f"{dtype}-1x1", runs / name, STEPS)
         print(f"{dtype} {processes} processes x {accumulation} accumulation: loss {losses:.1e}, weights {weights:.1e}")
         assert losses <= TOLERANCE[dtype]
         assert weights <= TOLERANCE[dtype]
@@ -97,9 +76,9 @@ def test_a_run_goes_on_with_other_processes_and_accumulation(runs, small_mnist, 
         (runs / "four", [(2, 0), (4, 30)]),
         (tmp_path / "accumulated", [(2, 0), (4, 30), (1, 60)]),
     ):
-        launches = json.loads((run / "run.json").read_text())["launches"]
+        launches = run_reader.launches(run)
         assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == went_on
-        losses, weights = compare(result(runs / "float64-1x1"), result(run))
+        losses, weights = differences(runs / "float64-1x1", run, STEPS)
         assert max(losses, weights) <= TOLERANCE["float64"]
 
 
@@ -108,10 +87,7 @@ def test_several_runs_in_one_launch_are_as_many_launches(runs, launcher, small_m
     """Bit by bit: what the tests above prove holds for separate launches."""
     flags = ["--dataset", small_mnist, *FLAGS, "--gradient_accumulation_steps", 2]
     launcher("cpu_ddp", *flags, "--output_dir", "run", script="mlp")
-    lines, weights = result(launcher.folder / "run")
-    other_lines, other_weights = result(runs / "float32-2x2")  # the second of the launch
-    timeless = ("split", "step", "epoch", "loss", "accuracy", "lr")
-    assert [[line.get(n) for n in timeless] for line in other_lines] == [
-        [line.get(n) for n in timeless] for line in lines
-    ]
-    assert all(torch.equal(other_weights[name], tensor) for name, tensor in weights.items())
+    run, other = launcher.folder / "run", runs / "float32-2x2"  # the second of the launch
+    assert run_reader.lines(other) == run_reader.lines(run)
+    other_weights = run_reader.weights(other)
+    assert all(torch.equal(other_weights[name], tensor) for name, tensor in run_reader.weights(run).items())

@@ -1,14 +1,13 @@
 """bf16, and torch.compile, by the config file; and what --compile and --bn sync of resnet50 do."""
 
-import json
-from types import SimpleNamespace
-
 import count_all_reduces
 import pytest
 import run_many
-import safetensors.torch
-import test_resnet50
+import run_reader
+import small_resnets
 import torch
+from fakes import fake_accelerator
+from run_reader import losses, weights
 from torch import nn
 
 from scripts import resnet50
@@ -21,15 +20,6 @@ BF16 = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\nmixed_precision
 # torch.compile, without the compiler: what it puts around the model is the same.
 COMPILED = 'distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: "-1,-1"\n'
 COMPILED += "dynamo_config:\n  dynamo_backend: EAGER\n"
-
-
-def losses(run, split="train"):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["split"] == split]
-
-
-def weights(run):
-    return safetensors.torch.load_file(run / "model.safetensors")
 
 
 def assert_close(run, other):
@@ -54,7 +44,7 @@ def test_bf16_by_the_config_file_trains_and_resumes_bit_by_bit(launcher, small_m
     )
     done = launcher(str(config), *words, script=run_many.FILE)
     assert "each cpu with 1 thread, precision bf16" in done.stdout
-    for launch in json.loads((again / "run.json").read_text())["launches"]:
+    for launch in run_reader.launches(again):
         assert launch["mixed_precision"] == "bf16"
     assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     # The numbers are of bf16: those of float32 are near, and others. The weights stay float32.
@@ -103,7 +93,7 @@ def test_a_compiled_model_has_the_numbers_and_names_of_an_eager_one(launcher, sm
     later = run_many.back_to(folder / "compiled", 4, folder / "later")
     assert run_many.run("mlp", [*flags, "--resume", "--output_dir", later]) is None
     assert_close(folder / "eager", later)
-    assert json.loads((folder / "counted" / "summary.json").read_text())["gradient_all_reduces"] == 1
+    assert run_reader.summary(folder / "counted")["gradient_all_reduces"] == 1
 
 
 @pytest.mark.slow
@@ -115,7 +105,7 @@ def test_compile_of_resnet50_changes_no_numbers_and_may_change_on_a_resume(tiny_
         compiled.append(module)
         compile_module(module, backend="eager")
 
-    test_resnet50.use_float64(monkeypatch.setattr)
+    small_resnets.use_float64(monkeypatch.setattr)
     monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
     flags = ["--dataset", tiny_mnist, "--image_size", 16, "--batch_size", 16, "--max_steps", 2]
     flags += ["--max_test_samples", 9, "--num_workers", 0, "--log_every", 1]
@@ -132,8 +122,8 @@ def test_compile_of_resnet50_changes_no_numbers_and_may_change_on_a_resume(tiny_
         torch.set_default_dtype(torch.float32)
     assert len(compiled) == 1
     assert_close(eager, now)
-    average = safetensors.torch.load_file(eager / "model_ema.safetensors")
-    found = safetensors.torch.load_file(now / "model_ema.safetensors")
+    average = weights(eager, "model_ema")
+    found = weights(now, "model_ema")
     for name, tensor in average.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
 
@@ -150,7 +140,7 @@ def test_bn_sync_is_refused_where_it_would_be_something_else(
     monkeypatch, capsys, device, gpus, virtual_processes, sentence
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    accelerator = SimpleNamespace(num_processes=1, device=torch.device(device))
+    accelerator = fake_accelerator(device=device)
     monkeypatch.setattr("sys.argv", ["resnet50.py", "--bn", "sync"])
     args = resnet50.parse_args()
     args.virtual_processes = virtual_processes

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import run_reader
 from conftest import ROOT
 
 from tests.programs import mlp
@@ -22,12 +23,10 @@ TIMELESS = ("split", "step", "epoch", "loss", "accuracy", "lr")
 
 def contents(run):
     """What must be equal bit by bit: model, optimizer, and the metrics but for their times."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    newest = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
     return (
         (run / "model.safetensors").read_bytes(),
-        (newest / "optimizer.safetensors").read_bytes(),
-        [{name: line.get(name) for name in TIMELESS} for line in lines],
+        (run_reader.last_checkpoint(run) / "optimizer.safetensors").read_bytes(),
+        [{name: line.get(name) for name in TIMELESS} for line in run_reader.lines(run)],
     )
 
 
@@ -78,7 +77,7 @@ def test_the_best_accuracy_is_not_forgotten(train, tmp_path, monkeypatch):
     monkeypatch.setattr(mlp, "evaluate", lambda *_: {**result, "accuracy": next(accuracies)})
     assert train("run", stop_at_call=6) == EXIT_REQUEUE
     assert train("run", "--resume") is None
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = run_reader.summary(tmp_path / "run")
     assert (summary["test_accuracy"], summary["best_accuracy"]) == (0.5, 0.9)
 
 

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import run_reader
 from conftest import ROOT
+from fakes import fake_accelerator
 
 from utils import signals
 from utils.errors import explain_errors
@@ -77,18 +79,18 @@ def test_a_signal_saves_and_ends_every_process(launcher, small_mnist, config):
         assert not alive, stop
         process.communicate(timeout=30)
         assert process.returncode != 0, stop
-        launch = json.loads((run / "run.json").read_text())["launches"][-1]
+        launch = run_reader.launches(run)[-1]
         assert launch["from_step"] == saved, stop
         saved = max(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
         assert launch["from_step"] < shown <= saved < 60 * 63, stop
         assert not (run / "summary.json").exists()
         before = lines
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = run_reader.lines(run, timings=True)
         assert lines[: len(before)] == before, stop
     done = launcher(config, *flags, "--resume", timeout=200)
     assert "done: " in done.stdout
-    assert json.loads((run / "run.json").read_text())["launches"][-1]["from_step"] == saved
-    after = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert run_reader.launches(run)[-1]["from_step"] == saved
+    after = run_reader.lines(run, timings=True)
     assert after[: len(lines)] == lines
     steps = [line["step"] for line in after if line["split"] == "train"]
     assert steps == sorted(set(steps))  # none twice
@@ -137,30 +139,11 @@ def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, smal
     assert not (launcher.folder / "run").exists()
 
 
-STUCK = """
-import os, sys, time
-from accelerate import Accelerator
-from utils.loader import GlobalLoader
-
-class Stuck:
-    fingerprint = "stuck"
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        print(os.getpid(), flush=True)
-        time.sleep(1000)
-
-next(iter(GlobalLoader(Stuck(), 4, Accelerator(cpu=True), seed=0, num_workers=1)))
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_a_worker_that_is_stuck_ends_with_its_process(launcher):
     """As a read of a network disk is that does not answer. A second Ctrl-C ends by os._exit."""
-    words = [sys.executable, "-c", STUCK]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    words = [sys.executable, ROOT / "tests" / "programs" / "stuck_worker.py"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     launcher.processes.append(process)
     worker = psutil.Process(int(process.stdout.readline()))
     assert worker.ppid() == process.pid
@@ -196,14 +179,14 @@ def test_nohup_keeps_a_run_alive_unless_torchrun_ends_it(monkeypatch, nohup, tor
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    stop_signal = signals.StopSignal(fake_accelerator())
     os.kill(os.getpid(), signal.SIGHUP)
     assert stop_signal.agreed() == stops
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_a_signal_asks_for_a_stop(name):
-    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1))
+    stop_signal = signals.StopSignal(fake_accelerator())
     assert not stop_signal.agreed()
     os.kill(os.getpid(), getattr(signal, name))
     assert stop_signal.agreed()
@@ -211,15 +194,8 @@ def test_a_signal_asks_for_a_stop(name):
 
 def test_the_launcher_is_told_why_the_processes_ended(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    accelerator = SimpleNamespace(
-        is_main_process=False,
-        num_processes=1,
-        wait_for_everyone=lambda: None,
-        end_training=lambda: None,
-        project_dir="run",
-    )
     with pytest.raises(SystemExit) as ended:
-        signals.StopSignal(accelerator).leave(step=7)
+        signals.StopSignal(fake_accelerator(rank=1)).leave(step=7)
     assert ended.value.code == signals.EXIT_REQUEUE
     report = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert report.startswith("stopped by a signal; step 7 is saved; to continue: ")
@@ -230,7 +206,7 @@ def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
     ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
     monkeypatch.setattr(signals, "resume_command", lambda folder: "COMMAND --resume")
-    stop_signal = signals.StopSignal(SimpleNamespace(is_main_process=True, num_processes=1, project_dir="run"))
+    stop_signal = signals.StopSignal(fake_accelerator())
     stop_signal.pid = -1  # as in a process that it forked
     os.kill(os.getpid(), signal.SIGINT)
     assert not stop_signal.agreed()

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from hosts import ADDRESSES, NAMES, Hosts
+from hosts import Hosts
+from network import ADDRESSES, NAMES
 
 pytestmark = pytest.mark.slow
 

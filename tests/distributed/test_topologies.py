@@ -18,14 +18,14 @@ from typing import NamedTuple
 import fsdp_on_cpu
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
 import torchvision
 import yaml
 from conftest import ROOT
-from test_model_split import NarrowResNet
-from test_parity import TOLERANCE, compare, result
-from test_resnet50 import use_4_blocks
+from run_reader import lines
+from same_numbers import TOLERANCE, differences
+from small_resnets import use_4_blocks, use_narrow
 
 from utils.checkpoint import read_checkpoint
 from utils.console import plural
@@ -34,7 +34,7 @@ from utils.console import plural
 # FSDP shards a layer on its own from 100,000 parameters on: the first one has 125,440.
 FLAGS = ["--num_epochs", 2, "--batch_size", 50, "--lr", 1e-3, "--hidden", 160, "--dropout", 0.1]
 FLAGS += ["--log_every", 1, "--checkpoint_every", 30, "--keep_checkpoints", 0]
-UPDATES, CUT = 42, 30  # of a run; the one after which it is cut back: in the middle of an epoch
+STEPS, CUT = 42, 30  # of a run; the one after which it is cut back: in the middle of an epoch
 # Of a loss with bf16 to that with float32. bf16 has 8 bits: each number of a pass is rounded by up
 # to 2^-9 of it. The losses of an epoch average that out: 4e-4 on a CPU. FSDP also rounds the sums
 # of gradients, so four roundings are allowed.
@@ -42,7 +42,6 @@ BF16_TOLERANCE = 2**-7
 # In float64. A deep network makes rounding larger, most of all with BatchNorm.
 SPLIT_TOLERANCE = {"loss": 1e-10, "weights": 1e-10}
 BATCH_NORM_TOLERANCE = {"loss": 1e-8, "weights": 1e-6}
-TIMINGS = ("samples_per_s", "data_wait_pct")
 TIMEOUT_S = 900
 
 
@@ -139,7 +138,7 @@ def main():
             if script == "resnet50":
                 use_4_blocks(patch.setattr)
             else:
-                patch.setattr(torchvision.models, "resnet50", NarrowResNet)
+                use_narrow(patch.setattr)
             run_many.load(script, ROOT / "scripts" / f"{script}.py").main()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -263,7 +262,7 @@ class Launches:
         output = self.output_of(topology)
         folder = self.launcher.folder / topology.name / name
         assert (folder / "summary.json").exists(), f"{name} did not end\n{output}"
-        launch = json.loads((folder / "run.json").read_text())["launches"][-1]
+        launch = run_reader.launches(folder)[-1]
         kinds = {process["device"].partition(":")[0] for process in launch["processes"]}
         assert kinds == {"cuda" if topology.gpus else "cpu"}
         replicas = topology.devices() if topology.config == "dp" and not split else 1
@@ -303,16 +302,9 @@ def at_most(record_property):
     return at_most
 
 
-def lines(folder: Path, split: str | None = None) -> list[dict]:
-    """Of metrics.jsonl, without the timings."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in found if split in (None, line["split"])]
-    return [{name: line[name] for name in line.keys() - set(TIMINGS)} for line in found]
-
-
 def final_state(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the last checkpoint: model, optimizer, schedule, random numbers."""
-    _, files = read_checkpoint(sorted((folder / "checkpoints").iterdir())[-1])
+    _, files = read_checkpoint(run_reader.last_checkpoint(folder))
     return {f"{file}: {name}": each for file in files for name, each in files[file].items()}
 
 
@@ -327,14 +319,14 @@ def different_bits(run: Path, other: Path) -> int:
     assert ours.keys() == theirs.keys()
     assert any("optimizer" in name for name in ours)
     count = sum(bits(tensor) != bits(theirs[name]) for name, tensor in ours.items())
-    assert len(lines(run)) == len(lines(other)) > UPDATES
+    assert len(lines(run)) == len(lines(other)) > STEPS
     return count + sum(a != b for a, b in zip(lines(run), lines(other), strict=True))
 
 
 def largest(run: Path, other: Path) -> dict[str, float]:
     """The largest relative difference of a loss, and of a weight to the largest of its tensor."""
-    logs = [[line["loss"] for line in lines(folder)] for folder in (run, other)]
-    weights = [safetensors.torch.load_file(each / "model.safetensors") for each in (run, other)]
+    logs = [run_reader.losses(folder, None) for folder in (run, other)]
+    weights = [run_reader.weights(each) for each in (run, other)]
     assert weights[0].keys() == weights[1].keys()
     differences = []
     for name, tensor in weights[0].items():
@@ -349,7 +341,7 @@ def largest(run: Path, other: Path) -> dict[str, float]:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_numbers_are_those_of_one_process(topology, dtype, launches, at_most):
     one, run = (launches.run(each, dtype) for each in (topology.reference(), topology))
-    losses, weights = compare(result(one), result(run), UPDATES)
+    losses, weights = differences(one, run, STEPS)
     at_most({"loss": losses, "weights": weights}, dict.fromkeys(("loss", "weights"), TOLERANCE[dtype]))
 
 
@@ -382,7 +374,7 @@ def test_each_test_sample_counts_once(topology, launches, record_property):
     figures = []
     for name, samples in (("float32", 203), ("resnet50", 23)):
         folder = launches.run(topology, name)
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = run_reader.summary(folder)
         counts = {line["samples"] for line in lines(folder, "test")}
         counts |= {summary["test_samples"]}
         if name == "resnet50":
@@ -401,7 +393,7 @@ def test_a_run_that_is_resumed_has_the_same_bits(topology, launches, at_most):
     Except with plain DDP on 3 processes or more: a restarted one orders its buckets anew.
     """
     run, resumed = (launches.run(topology, name) for name in ("float32", "resumed"))
-    launched = json.loads((resumed / "run.json").read_text())["launches"]
+    launched = run_reader.launches(resumed)
     assert [launch["from_step"] for launch in launched] == [0, CUT]
     if topology.is_ddp() and topology.processes() > 2:
         if topology.precision == "bf16":
@@ -418,12 +410,12 @@ def test_a_run_goes_on_with_one_process(topology, launches, at_most):
     # Asked for first: it has the reason if the run that is resumed failed.
     launches.run(topology, "float64")
     resumed = launches.run(topology.reference(), f"{topology.name}_float64")
-    launched = json.loads((resumed / "run.json").read_text())["launches"]
+    launched = run_reader.launches(resumed)
     assert [(launch["num_processes"], launch["from_step"]) for launch in launched] == [
         (topology.processes(), 0),
         (1, CUT),
     ]
-    losses, weights = compare(result(one), result(resumed), UPDATES)
+    losses, weights = differences(one, resumed, STEPS)
     limits = dict.fromkeys(("loss", "weights"), TOLERANCE["float64"])
     at_most({"loss": losses, "weights": weights}, limits)
 
@@ -437,7 +429,7 @@ def test_virtual_processes_have_the_bits_of_one_process(topology, launches, at_m
     count = 0
     for other in (run, resumed):
         weights = [(folder / "model.safetensors").read_bytes() for folder in (one, other)]
-        losses = [[line["loss"] for line in lines(folder)] for folder in (one, other)]
+        losses = [run_reader.losses(folder, None) for folder in (one, other)]
         count += sum(a != b for a, b in zip(*losses, strict=True)) + (weights[0] != weights[1])
     at_most({"lines and models": count}, {"lines and models": 0})
 
@@ -445,7 +437,7 @@ def test_virtual_processes_have_the_bits_of_one_process(topology, launches, at_m
 @on()
 def test_resnet50_trains_and_leaves_its_files(topology, launches, record_property):
     folder = launches.run(topology, "resnet50")
-    losses = [line["loss"] for line in lines(folder, "train")]
+    losses = run_reader.losses(folder)
     record_property("figure", f"losses {', '.join(f'{loss:.3f}' for loss in losses)}")
     assert len(losses) == 3
     assert all(0 < loss < 10 for loss in losses)
@@ -453,7 +445,7 @@ def test_resnet50_trains_and_leaves_its_files(topology, launches, record_propert
     assert expected | {"worst_predictions.png"} <= {path.name for path in folder.iterdir()}
     model = torchvision.models.resnet50(num_classes=10)
     names = {name for name in model.state_dict() if not name.startswith("layer") or ".0." in name}
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights = run_reader.weights(folder)
     assert weights.keys() == names
     assert all(tensor.isfinite().all() for tensor in weights.values())
     # One step of the running statistics a step, on each device.
@@ -476,15 +468,14 @@ def test_a_model_that_is_split_has_the_numbers_of_the_whole_one(topology, launch
         pytest.skip(reason)
     one = launches.run(topology.reference(), "split", split=True)
     run = launches.run(topology, "split", split=True)
-    stages = [json.loads((folder / "run.json").read_text())["launches"][0]["num_stages"] for folder in (one, run)]
+    stages = [run_reader.launches(folder)[0]["num_stages"] for folder in (one, run)]
     assert stages == [1, topology.devices()]
     at_most(largest(one, run), SPLIT_TOLERANCE)
 
 
 def images_per_s(folder: Path) -> float:
     """The median of the log lines but the first, which has the start in it."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    speeds = [line["samples_per_s"] for line in found if line["split"] == "train"]
+    speeds = [line["samples_per_s"] for line in lines(folder, "train", timings=True)]
     return statistics.median(speeds[1:])
 
 

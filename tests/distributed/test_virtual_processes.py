@@ -1,6 +1,5 @@
 """--virtual_processes: the same bits on any number of processes."""
 
-import hashlib
 import itertools
 import json
 import threading
@@ -8,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import run_many
+import run_reader
 import torch
 import torch.distributed as dist
 from conftest import ROOT
@@ -171,16 +171,7 @@ def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
         gradients.collect()
 
 
-# As run_many.py, with a small ResNet-50 and without its pictures.
-SMALL_RESNET = """
-import sys
-sys.path.insert(0, {tests!r})
-import run_many
-import test_resnet50
-test_resnet50.use_4_blocks(setattr)
-test_resnet50.draw_nothing(setattr)
-run_many.main()
-"""
+SMALL_RESNET = ROOT / "tests" / "programs" / "small_resnet"
 COMMON = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 1]
 SCRIPTS = {
     "mlp": [
@@ -204,8 +195,6 @@ def runs(shared_launcher, small_mnist):
     """A folder for each script: on 1 to 4 processes; and chain_P, which goes on from what fewer
     processes did."""
     top = shared_launcher.folder
-    start = top / "small_resnet.py"
-    start.write_text(SMALL_RESNET.format(tests=str(ROOT / "tests")))
     for processes in (1, 2, 3, 4):
         words = []
         for name, flags in SCRIPTS.items():
@@ -228,7 +217,7 @@ def runs(shared_launcher, small_mnist):
         shared_launcher(
             config,
             *run_many.words("mlp", *words),
-            script=start.with_suffix(""),
+            script=SMALL_RESNET,
             launch_flags=launch_flags,
             timeout=300,
         )
@@ -237,18 +226,13 @@ def runs(shared_launcher, small_mnist):
 
 def bits(folder) -> dict:
     """SHA-256 of models and of the last checkpoint's optimizers; the logged numbers."""
-    last = max((folder / "checkpoints").glob("step_*"))
-    files = [*folder.glob("*.safetensors"), *last.glob("*.safetensors")]
+    files = [*folder.glob("*.safetensors"), *run_reader.last_checkpoint(folder).glob("*.safetensors")]
     found = {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        str(file.relative_to(folder)): run_reader.sha256(file)
         for file in files
         if file.name != "processes.safetensors"  # the random states of each process
     }
-    timings = {"samples_per_s", "data_wait_pct"}
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        numbers = {name: value for name, value in line.items() if name not in timings}
-        found[f"{line['split']} {line['step']}"] = numbers
-    return found
+    return found | {f"{line['split']} {line['step']}": line for line in run_reader.lines(folder)}
 
 
 @pytest.mark.slow
@@ -264,7 +248,7 @@ def test_model_optimizer_and_log_are_the_same_bits(runs, name, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 0])
 def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
-    run = json.loads((runs / "mlp" / "1" / "run.json").read_text())
+    run = run_reader.record(runs / "mlp" / "1")
     assert run["launches"][0]["virtual_processes"] == 8
     run_many.back_to(runs / "mlp" / "1", 3, tmp_path / "run")
     flags = [*SCRIPTS["mlp"], *COMMON, "--resume", "--output_dir", tmp_path / "run"]
@@ -277,7 +261,7 @@ def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
 def test_a_resume_on_another_kind_of_machine_warns(runs, tmp_path, capsys):
     folder = run_many.back_to(runs / "mlp" / "1", 3, tmp_path / "run")
     flags = [*SCRIPTS["mlp"], *COMMON, "--resume", "--output_dir", folder]
-    run = json.loads((folder / "run.json").read_text())
+    run = run_reader.record(folder)
     flags += ["--dataset", run["arguments"]["dataset"]]
     run["launches"][0]["processes"][0]["cpu"] = "Another CPU"
     (folder / "run.json").write_text(json.dumps(run))

@@ -7,6 +7,7 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
+import run_reader
 import torch
 from conftest import ROOT, free_port
 from pages import README, blocks, guide, section
@@ -54,7 +55,7 @@ def test_the_three_snippets_train_a_model_of_your_own(tmp_path, monkeypatch):
                 scope["optimizer"].step()
                 scope["optimizer"].zero_grad()
     run.finish()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = run_reader.lines(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["error_px"] ** 2 <= line["loss"] * 1.001 for line in lines)  # a mean, and a mean of squares
 

@@ -1,14 +1,13 @@
 """The recipes of scripts/guides/your_own_model.md keep the promises: tests/programs/schedules.py has each of them."""
 
-import json
-
 import pytest
 import run_many
+import run_reader
 from conftest import ROOT
+from run_reader import lines
 
 RECIPES = ["warmup", "plateau", "two_optimizers", "compile"]
 PROGRAM = ROOT / "tests" / "programs" / "schedules.py"
-TIMINGS = {"samples_per_s", "data_wait_pct"}
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +29,6 @@ def runs(shared_launcher):
     return top
 
 
-def lines(run):
-    every = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMINGS} for line in every]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_has_the_same_numbers_on_two_processes_with_accumulation(runs, recipe):
@@ -51,16 +45,16 @@ def test_a_recipe_has_the_same_numbers_on_two_processes_with_accumulation(runs, 
 @pytest.mark.parametrize("run", ["one", "two"])
 def test_a_recipe_is_resumed_bit_by_bit(runs, recipe, run):
     whole, resumed = runs / recipe / run, runs / recipe / f"{run}_resumed"
-    assert json.loads((resumed / "run.json").read_text())["launches"][1]["from_step"] == 7
+    assert run_reader.launches(resumed)[1]["from_step"] == 7
     assert lines(resumed) == lines(whole)
     assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
 def test_the_learning_rates_follow_the_recipes(runs):
-    rates = [line["lr"] for line in lines(runs / "warmup" / "one") if line["split"] == "train"]
+    rates = [line["lr"] for line in lines(runs / "warmup" / "one", "train")]
     assert rates == pytest.approx([0.01 * min(1, step / 8) for step in range(1, 21)])
-    rates = [line["lr"] for line in lines(runs / "plateau" / "one") if line["split"] == "train"]
+    rates = [line["lr"] for line in lines(runs / "plateau" / "one", "train")]
     assert rates[0] == 0.01
     assert rates[-1] == 0.0025
     last = lines(runs / "two_optimizers" / "two")[-2]

@@ -1,12 +1,12 @@
 """Asynchronous SGD: nobody waits for anybody, no gradient is lost, and late ones are counted."""
 
-import json
 import sys
 import threading
 from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
+import run_reader
 import torch
 import torch.distributed as dist
 
@@ -164,7 +164,7 @@ def test_all_ways_are_drawn_and_compared(launcher, small_mnist):
     flags += ["--stragglers", "last", "any"]
     launch_flags = ("--num_processes", 3)
     done = launcher("cpu_ddp", *flags, script="from_scratch/async_sgd", launch_flags=launch_flags)
-    record = json.loads((launcher.folder / "run" / "run.json").read_text())
+    record = run_reader.record(launcher.folder / "run")
     results = {(each["straggler"], each["way"]): each for each in record["results"]}
     assert list(results) == [(who, way) for who in ("last", "any") for way in async_sgd.WAYS]
     # 3 epochs of 1003 images: 23 steps of two workers with 64 images each.

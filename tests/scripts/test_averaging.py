@@ -1,10 +1,10 @@
 """Gradients averaged through rank 0 and by an all-reduce: the same mean, and known traffic."""
 
-import json
 import time
 from argparse import Namespace
 
 import pytest
+import run_reader
 import torch
 import torch.distributed as dist
 
@@ -72,7 +72,7 @@ def test_rank_0_sends_most_through_a_server(launcher):
     """As the kernel counts it: n - 1 gradients by the server, 2 (n-1)/n by a process of a ring."""
     flags = ["--output_dir", "run", "--size_mib", 1, "--repetitions", 3, "--warmup", 1]
     done = launcher("cpu_ddp", *flags, script="from_scratch/averaging", launch_flags=("--num_processes", 3))
-    results = json.loads((launcher.folder / "run" / "run.json").read_text())["results"]
+    results = run_reader.record(launcher.folder / "run")["results"]
     sent = {(row["processes"], row["way"]): row["sent_mib"] for row in results}
     assert len(sent) == 3 * len(averaging.WAYS)
     for n in (1, 2, 3):

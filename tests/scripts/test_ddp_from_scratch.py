@@ -1,11 +1,11 @@
 """Data parallelism by hand ends with DDP's weights, and DDP with those of one process."""
 
 import copy
-import json
 import sys
 from argparse import Namespace
 
 import pytest
+import run_reader
 import torch
 import torch.distributed as dist
 from conftest import ROOT
@@ -15,82 +15,9 @@ from scripts.from_scratch import ddp
 FLAGS = ["--num_epochs", "2", "--dtype", "float64"]
 SYNCHRONOUS = ["ddp", "one_by_one", "reduce_broadcast", "flat_copy", "bucketed", "ring"]
 
-PROBE = """
-import gc
-import sys
-
-sys.path.insert(0, {root!r})
-import torch
-import torch.distributed as dist
-
-from scripts.from_scratch import ddp
-from utils import launch
-
-sys.argv = ["ddp.py", "--output_dir", "unused", *{flags!r}]
-accelerator = launch.make_accelerator(ddp.parse_args())
-rank, world_size = dist.get_rank(), dist.get_world_size()
-
-
-def say(case, text):
-    if rank == 0:
-        print(f"<{{case}}> {{text}}", flush=True)
-
-
-# Rings of 1, 2, 3, ... processes in one launch: the first n ranks take n for the world size.
-for n in range(1, world_size + 1):
-    for length in (0, 1, 2, 3, 5, 64, 1001):
-        if rank < n:
-            numbers = torch.arange(length, dtype=torch.float64)
-            vectors = [numbers * (other + 1) + other for other in range(n)]
-            tensor = vectors[rank].clone()
-            dist.get_world_size = lambda: n
-            ddp.ring_all_reduce(tensor)
-            assert torch.equal(tensor, sum(vectors)), (n, length, tensor)
-        dist.get_world_size = lambda: world_size
-        dist.barrier()
-matrix = torch.full((3, 7), rank + 1.0)
-ddp.ring_all_reduce(matrix)
-dist.barrier()
-say("ring", "equal" if (matrix == sum(range(1, world_size + 1))).all() else matrix)
-
-# What is sent during the backward pass, and what after it.
-sent = {{True: 0, False: 0}}
-inside = [False]
-backward, all_reduce = ddp.backward, dist.all_reduce
-
-
-def watched_backward(*words, **options):
-    inside[0] = True
-    backward(*words, **options)
-    inside[0] = False
-
-
-def watched_all_reduce(*words, **options):
-    sent[inside[0]] += 1
-    return all_reduce(*words, **options)
-
-
-def run(folder, *flags):
-    sys.argv = ["ddp.py", "--output_dir", folder, *{flags!r}, *flags]
-    ddp.main()
-
-
-# There are several runs in one launch.
-end_group, dist.destroy_process_group = dist.destroy_process_group, lambda: None
-run("all", "--delay", "2", "--local_steps", "3")
-run("synchronous", "--algorithm", "local_sgd", "--local_steps", "1")
-run("in time", "--algorithm", "stale", "--delay", "0")
-ddp.backward, dist.all_reduce = watched_backward, watched_all_reduce
-run("overlap", "--algorithm", "bucketed")
-say("sent during backward", sent[True])
-run("later than the end", "--algorithm", "stale", "--delay", "100")
-gc.collect()  # a DDP model that is still alive keeps gloo's threads, which abort the exit
-end_group()
-"""
-
 
 def results(folder):
-    return json.loads((folder / "run.json").read_text())["results"]
+    return run_reader.record(folder)["results"]
 
 
 def run_here(monkeypatch, *flags):
@@ -106,9 +33,12 @@ def run_here(monkeypatch, *flags):
 def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypatch):
     """The last step of an epoch has 3 of 1003 images: one of the four processes gets none."""
     flags = ["--dataset", str(small_mnist), *FLAGS, "--batch_size", "500"]
-    (tmp_path / "probe.py").write_text(PROBE.format(root=str(ROOT), flags=flags))
-    options = {"script": tmp_path / "probe", "launch_flags": ("--num_processes", 4), "timeout": 150}
-    printed = launcher("cpu_ddp", **options).stdout
+    options = {
+        "script": ROOT / "tests" / "programs" / "ddp_probe",
+        "launch_flags": ("--num_processes", 4),
+        "timeout": 150,
+    }
+    printed = launcher("cpu_ddp", *flags, **options).stdout
     assert "<ring> equal" in printed
 
     everything = results(tmp_path / "all")
@@ -167,7 +97,7 @@ def test_two_processes_end_with_a_table(launcher, small_mnist):
     start = next(place for place, line in enumerate(table) if line.startswith("algorithm"))
     table = table[start : start + 9]
     assert [line.split()[0] for line in table] == ["algorithm", *SYNCHRONOUS, "local_sgd", "stale"]
-    record = json.loads((launcher.folder / "run" / "run.json").read_text())
+    record = run_reader.record(launcher.folder / "run")
     result = record["results"]
     assert all(result[name]["difference_to_ddp"] < 1e-12 for name in SYNCHRONOUS)
     assert f"{result['stale']['accuracy']:.2%}" in table[-1]

@@ -1,12 +1,12 @@
 """DataParallel by hand ends with plain autograd's weights; what it counts is what there is."""
 
 import contextlib
-import json
 import re
 import sys
 import threading
 
 import pytest
+import run_reader
 import torch
 import virtual_gpus
 from accelerate import Accelerator
@@ -227,7 +227,7 @@ def test_a_run_prints_answers_and_draws(launcher, small_mnist):
     flags = ["--dataset", small_mnist, "--num_steps", 3, "--output_dir", "run"]
     printed = launcher("cpu", *flags, script="from_scratch/data_parallel").stdout
     run = launcher.folder / "run"
-    record = json.loads((run / "run.json").read_text())
+    record = run_reader.record(run)
     for way in ("gathered", "inside"):
         assert record["results"][way]["difference_to_plain"] < 1e-12
         assert list(record["results"][way]["phases"]) == PHASES

@@ -1,8 +1,7 @@
 """Threads against processes: the ratios of times that are given, and the files of a run."""
 
-import json
-
 import pytest
+import run_reader
 
 from scripts.from_scratch import gil
 
@@ -25,7 +24,7 @@ def test_the_ratio_is_one_after_another_over_all_together(monkeypatch):
 @pytest.mark.slow
 def test_a_run_prints_and_draws(launcher):
     done = launcher("cpu", "--rounds", 2, "--output_dir", "run", script="from_scratch/gil")
-    record = json.loads((launcher.folder / "run" / "run.json").read_text())
+    record = run_reader.record(launcher.folder / "run")
     assert len(record["results"]) == 4
     for name, ways in record["results"].items():
         assert name in done.stdout

@@ -1,13 +1,13 @@
 """k micro-batches on P processes give the gradient of the mean over the whole batch."""
 
-import json
 import math
 
 import count_all_reduces
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
+from run_reader import lines, summary
 
 from scripts import gradient_accumulation
 from scripts.gradient_accumulation import CellNet, accumulation_steps, ink_cells, losses_and_predictions
@@ -19,15 +19,6 @@ from utils.sampler import GlobalSampler
 FLAGS = ["--batch_size", 250, "--num_epochs", 1, "--log_every", 1, "--float64"]
 FLAGS += ["--variable_length", "--max_grad_norm", 0.2]
 FLOAT32 = ["--batch_size", 80, "--num_epochs", 1, "--log_every", 1, "--lr", 1e-3]
-
-
-def read(folder, split):
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["split"] == split]
-
-
-def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.fixture
@@ -58,7 +49,7 @@ def two_processes(shared_launcher, small_mnist):
 
 
 def assert_same_trace(folder, other):
-    for line, expected in zip(read(folder, "train"), read(other, "train"), strict=True):
+    for line, expected in zip(lines(folder, "train"), lines(other, "train"), strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12)
         assert [line[key] for key in ("step", "accuracy", "lr")] == [
             expected[key] for key in ("step", "accuracy", "lr")
@@ -72,7 +63,7 @@ def test_steps_equal_those_of_the_whole_batch_whatever_auto_chooses(two_processe
     folder = runs / "auto"
     # 125 images a process, halved: 63, 32. The first number of steps from 4 on to divide 125: 5.
     assert "micro-batch   25 per process (32 would fit), 5 in a step" in printed
-    (launch,) = json.loads((folder / "run.json").read_text())["launches"]
+    (launch,) = run_reader.launches(folder)
     assert launch["gradient_accumulation_steps"] == 5
 
     assert summary(folder)["gradient_all_reduces"] == 5  # one per step
@@ -85,13 +76,13 @@ def test_steps_equal_those_of_the_whole_batch_whatever_auto_chooses(two_processe
         expected.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-    used = [line["lr"] for line in read(folder, "train")]
+    used = [line["lr"] for line in lines(folder, "train")]
     assert used == pytest.approx(expected, rel=1e-12)
 
     whole = train("whole", "--dataset", small_mnist, *FLAGS)
     assert_same_trace(folder, whole)
-    weights = safetensors.torch.load_file(whole / "model.safetensors")
-    for name, tensor in safetensors.torch.load_file(folder / "model.safetensors").items():
+    weights = run_reader.weights(whole)
+    for name, tensor in run_reader.weights(folder).items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-9, atol=1e-12)
 
 
@@ -127,14 +118,14 @@ def test_it_is_the_plain_loop(train, small_mnist, max_grad_norm):
         schedule.step()
         optimizer.zero_grad()
     assert min(norms) > 0.05  # all of them are clipped
-    assert [line["lr"] for line in read(folder, "train")] == rates
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    assert [line["lr"] for line in lines(folder, "train")] == rates
+    weights = run_reader.weights(folder)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-9)
     model.eval()
     with torch.no_grad():
         losses, predicted = losses_and_predictions(model, test.images, test.labels)
-    (tested,) = read(folder, "test")
+    (tested,) = lines(folder, "test")
     assert tested["loss"] == pytest.approx(losses.mean().item(), rel=1e-9)
     assert tested["accuracy"] == pytest.approx((predicted == test.labels).double().mean().item())
 
@@ -170,7 +161,7 @@ def test_samples_of_different_length_count_by_their_cells(train, small_mnist):
     optimizer = torch.optim.AdamW(model.parameters(), 2e-2, weight_decay=0)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, 1, cycle_momentum=False)
     optimizer.step()
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights = run_reader.weights(folder)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-7, atol=1e-10)
 
@@ -182,7 +173,7 @@ def test_float32_is_within_rounding(two_processes, train, small_mnist, processes
     folder, whole = two_processes[1] / "float32", train("whole", *flags)
     if processes == 1:
         folder = train("run", *flags, "--gradient_accumulation_steps", 8)
-    losses = [[line["loss"] for line in read(run, "train")] for run in (folder, whole)]
+    losses = [[line["loss"] for line in lines(run, "train")] for run in (folder, whole)]
     assert len(losses[0]) == 13
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -223,6 +214,6 @@ def test_resume_goes_on_with_other_accumulation_and_processes(two_processes, tra
     folder = two_processes[1] / "resumable"
     resumed = run_many.back_to(folder, 2, tmp_path / "resumed")
     train("resumed", "--dataset", small_mnist, *FLAGS, "--resume", "--micro_batch_size", 50)
-    launches = json.loads((resumed / "run.json").read_text())["launches"]
+    launches = run_reader.launches(resumed)
     assert [launch["from_step"] for launch in launches] == [0, 2]
     assert_same_trace(resumed, folder)

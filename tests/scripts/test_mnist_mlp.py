@@ -1,6 +1,5 @@
 """The first script, launched as a user does."""
 
-import json
 import math
 import socket
 import sys
@@ -8,21 +7,17 @@ import sys
 import numpy as np
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
 from conftest import ROOT
 from PIL import Image
+from run_reader import lines
 
 from scripts import mnist_mlp
 from tests.programs import mlp
 from utils.datasets.images_in_memory import load_images
 from utils.randomness import combine, random_uniform
 from utils.sampler import GlobalSampler
-
-
-def lines(folder, split=None):
-    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in every if split in (None, line["split"])]
 
 
 @pytest.mark.slow
@@ -39,15 +34,15 @@ def test_one_and_two_processes_train_the_same_model(launcher, small_mnist):
         assert {name: a.get(name) for name in ("split", "step", "epoch", "lr", "accuracy")} == {
             name: b.get(name) for name in ("split", "step", "epoch", "lr", "accuracy")
         }
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, two)]
+    summaries = [run_reader.summary(folder) for folder in (one, two)]
     assert [summary["test_samples"] for summary in summaries] == [203, 203]
     assert summaries[0]["test_confusion"] == summaries[1]["test_confusion"]
     assert sum(map(sum, summaries[1]["test_confusion"])) == 203
-    run = json.loads((two / "run.json").read_text())["launches"][0]
+    run = run_reader.launches(two)[0]
     assert run["num_processes"] == 2
     assert run["backend"] == "gloo"
     assert [(process["rank"], process["device"]) for process in run["processes"]] == [(0, "cpu"), (1, "cpu")]
-    weights = [safetensors.torch.load_file(folder / "model.safetensors") for folder in (one, two)]
+    weights = [run_reader.weights(folder) for folder in (one, two)]
     assert set(weights[0]) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
@@ -112,7 +107,7 @@ def test_its_loop_trains_as_a_plain_one(train, small_mnist, tmp_path, monkeypatc
             scheduler.step()
             optimizer.zero_grad()
     assert [line["lr"] for line in lines(tmp_path / "run", "train")] == rates
-    for name, tensor in safetensors.torch.load_file(tmp_path / "run" / "model.safetensors").items():
+    for name, tensor in run_reader.weights(tmp_path / "run").items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-13)
     loss = torch.nn.functional.cross_entropy(logits(test.images), test.labels)
     assert lines(tmp_path / "run", "test")[-1]["loss"] == pytest.approx(loss.item(), rel=1e-10)
@@ -132,9 +127,9 @@ def test_the_program_that_tests_use_has_its_numbers(small_mnist, tmp_path, home)
 def test_macro_f1_and_the_confusion_matrix_are_of_the_saved_model(small_mnist, tmp_path, home):
     flags = ["--dataset", small_mnist, "--max_steps", 3, "--hidden", 16, "--output_dir", tmp_path / "run"]
     assert run_many.run("mnist_mlp", flags) is None
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = run_reader.summary(tmp_path / "run")
     model = mnist_mlp.MLP(784, 16, 10)
-    model.load_state_dict(safetensors.torch.load_file(tmp_path / "run" / "model.safetensors"))
+    model.load_state_dict(run_reader.weights(tmp_path / "run"))
     test = load_images(str(small_mnist))[1]
     predicted = model(test.images).argmax(1)
     pairs = list(zip(test.labels.tolist(), predicted.tolist(), strict=True))
@@ -215,7 +210,7 @@ def test_a_folder_of_images_trains(tmp_path, home):
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
     flags = ["--dataset", tmp_path / "data", "--num_epochs", 25, "--batch_size", 4]
     assert run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "run"]) is None
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = run_reader.summary(tmp_path / "run")
     assert summary["test_accuracy"] == 1.0
     assert summary["test_samples"] == 6
 
@@ -225,7 +220,7 @@ def test_a_folder_of_images_trains(tmp_path, home):
 def test_the_default_run_reaches_98_percent(launcher, config):
     launcher(config, "--output_dir", "run", timeout=300)
     run = launcher.folder / "run"
-    assert json.loads((run / "summary.json").read_text())["test_accuracy"] >= 0.98
+    assert run_reader.summary(run)["test_accuracy"] >= 0.98
     assert {path.name for path in run.iterdir()} >= {"run.json", "metrics.jsonl", "curves.png", "model.safetensors"}
 
 
@@ -251,7 +246,7 @@ def test_a_run_imports_nothing_that_it_does_not_need(launcher, small_mnist, monk
     run = launcher.folder / "run"
     flags = ["--dataset", small_mnist, "--output_dir", run, "--max_steps", 2]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    done = launcher.python("-c", code, *flags, cwd=ROOT, cold=True)
+    done = launcher.python("-c", code, *flags, cwd=ROOT, fresh_interpreter=True)
     assert done.stdout.endswith("imported []\nfrozen True\n"), done.stdout + done.stderr
     assert done.stderr == ""  # nor does anything complain when the process ends
     assert (run / "curves.png").exists()
@@ -262,7 +257,7 @@ def test_the_confusion_matrix_counts_each_test_image_once_also_beside_stand_ins(
     monkeypatch.setattr(mnist_mlp, "TEST_BATCH_SIZE", 50)
     flags = ["--dataset", small_mnist, "--output_dir", tmp_path / "run", "--hidden", 16, "--max_steps", 20]
     assert run_many.run("mnist_mlp", [*flags, "--virtual_processes", 8]) is None
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = run_reader.summary(tmp_path / "run")
     confusion = torch.tensor(summary["test_confusion"])
     _, test_data = load_images(str(small_mnist))
     assert confusion.sum(1).tolist() == torch.bincount(test_data.labels, minlength=10).tolist()

@@ -16,12 +16,13 @@ from types import SimpleNamespace
 import pyarrow.parquet
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
 import torchvision
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from torchvision.models.resnet import Bottleneck, ResNet, resnet50
+from small_resnets import use_narrow
+from torchvision.models.resnet import resnet50
 
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
@@ -47,27 +48,12 @@ MICRO_BATCHES = 6
 FILE = Path(__file__).with_suffix("")
 
 
-class ThinBlock(Bottleneck):
-    expansion = 1
-
-
-class NarrowResNet(ResNet):
-    """A ResNet-50 of 32 to 128 channels instead of 256 to 2048, to be faster."""
-
-    def __init__(self, num_classes=1000, norm_layer=None):
-        super().__init__(ThinBlock, [3, 4, 6, 3], num_classes, norm_layer=norm_layer)
-        self.fc = torch.nn.Linear(self.inplanes, num_classes)
-
-    def _make_layer(self, block, planes, *more, **options):
-        return super()._make_layer(block, max(32, planes // 4), *more, **options)
-
-
 @pytest.fixture(autouse=True)
 def _narrow_on_one_thread(monkeypatch):
     """Other tests run at the same time: a second thread would make this one slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(torchvision.models, "resnet50", NarrowResNet)
+    use_narrow(monkeypatch.setattr)
     yield
     torch.set_num_threads(threads)
 
@@ -304,13 +290,11 @@ def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in lines]
-    assert [line["lr"] for line in lines if line["split"] == "train"] == rates
-    (tested,) = [line["loss"] for line in lines if line["split"] == "test"]
+    assert [line["lr"] for line in run_reader.lines(tmp_path / "run", "train")] == rates
+    (tested,) = run_reader.losses(tmp_path / "run", "test")
     with torch.no_grad():
         assert tested == pytest.approx(loss_of(test.images, test.labels).item(), rel=1e-6)
-    weights = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    weights = run_reader.weights(tmp_path / "run")
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-8)
 
@@ -333,15 +317,14 @@ def test_four_stages_and_two_copies_of_two_change_no_number(four_processes):
 
 def trace(folder):
     names = ("split", "step", "epoch", "accuracy", "loss")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [[line[name] for name in names] for line in lines]
+    return [[line[name] for name in names] for line in run_reader.lines(folder)]
 
 
 def assert_same_run(folder, other):
     for line, expected in zip(trace(folder), trace(other), strict=True):
         assert line == [*expected[:-1], pytest.approx(expected[-1], rel=1e-6)]
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    expected = safetensors.torch.load_file(other / "model.safetensors")
+    weights = run_reader.weights(folder)
+    expected = run_reader.weights(other)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-7)
@@ -366,7 +349,7 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
         train(resumed, *FLAGS, "--resume", *flags)
         assert_same_run(resumed, whole)
 
-    state = safetensors.torch.load_file(run / "model.safetensors")
+    state = run_reader.weights(run)
     norm = functools.partial(torch.nn.GroupNorm, 32)
     resnet = torchvision.models.resnet50(num_classes=10, norm_layer=norm).eval()
     resnet.load_state_dict(state, strict=True)
@@ -374,11 +357,11 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
     with torch.no_grad():
         logits = resnet(model_split.to_input(test.images, torch.float32))
     loss = torch.nn.functional.cross_entropy(logits, test.labels).item()
-    summary = json.loads((run / "summary.json").read_text())
+    summary = run_reader.summary(run)
     assert summary["test_samples"] == 9
     assert summary["test_loss"] == pytest.approx(loss, rel=1e-5)
 
-    launched = json.loads((run / "run.json").read_text())["launches"][0]
+    launched = run_reader.launches(run)[0]
     assert (launched["num_stages"], launched["copies"], len(launched["stages"])) == (2, 1, 2)
     num_parameters = sum(parameter.numel() for parameter in resnet.parameters())
     assert sum(stage["parameters"] for stage in launched["stages"]) == num_parameters
@@ -392,7 +375,7 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
 @pytest.mark.slow
 def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
     _, whole, resumed = four_processes
-    launches = json.loads((resumed / "run.json").read_text())["launches"]
+    launches = run_reader.launches(resumed)
     assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == [(4, 0), (4, 2)]
     assert_same_bits(resumed, whole)
 
@@ -413,7 +396,7 @@ def test_a_signal_saves_in_an_epoch_and_in_its_evaluation(train, tiny_mnist, tmp
             patch.setattr(StopSignal, "agreed", lambda *_, answers=answers: next(answers))
             assert train(run, *FLAGS, "--checkpoint_every", 100) == EXIT_REQUEUE
         assert train(run, *FLAGS, "--checkpoint_every", 100, "--resume") is None
-        launches = json.loads((run / "run.json").read_text())["launches"]
+        launches = run_reader.launches(run)
         assert launches[1]["from_step"] == min(call, 3)
         assert_same_bits(run, tmp_path / "whole")
 
@@ -569,7 +552,7 @@ def print_differences(*numbers_of_stages: int):
 
 def main():
     """As run_many.py, but with the narrow model; the first "run" may be `differences 4 2`."""
-    torchvision.models.resnet50 = NarrowResNet
+    use_narrow(setattr)
     if sys.argv[2].startswith("differences"):
         print_differences(*map(int, sys.argv.pop(2).split()[1:]))
     run_many.main()

@@ -6,15 +6,15 @@ topology, a resume bit by bit, and every test sample once.
 """
 
 import difflib
-import json
 import subprocess
 import sys
 
 import pytest
 import run_many
-import safetensors.torch
+import run_reader
 import torch
 from conftest import ROOT
+from fakes import fake_accelerator
 
 # What each is run with, the tolerance of its numbers, the size of its test set, and its models.
 PROGRAMS = {
@@ -25,7 +25,6 @@ PROGRAMS = {
     "hub_images": (["--dataset"], 1e-6, 203, ["model"]),
 }
 CHECKPOINTS = ["--checkpoint_every", 5, "--keep_checkpoints", 0]
-TIMINGS = {"samples_per_s", "data_wait_pct"}
 
 
 def take(script, folder, package):
@@ -69,17 +68,11 @@ def runs(shared_launcher, small_mnist):
     return top
 
 
-def lines(run):
-    """metrics.jsonl without its timings."""
-    every = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMINGS} for line in every]
-
-
 def weights(run, name):
     return {
         f"{model}.{key}": tensor
         for model in PROGRAMS[name][3]
-        for key, tensor in safetensors.torch.load_file(run / f"{model}.safetensors").items()
+        for key, tensor in run_reader.weights(run, model).items()
     }
 
 
@@ -88,7 +81,7 @@ def weights(run, name):
 @pytest.mark.parametrize("other", ["accumulated", "two", "three"])
 def test_processes_and_accumulation_change_no_number(runs, name, other):
     tolerance = PROGRAMS[name][1]
-    one, compared = lines(runs / name / "one"), lines(runs / name / other)
+    one, compared = run_reader.lines(runs / name / "one"), run_reader.lines(runs / name / other)
     assert [(line["split"], line["step"]) for line in compared] == [(line["split"], line["step"]) for line in one]
     largest = 0.0
     for line, expected in zip(compared, one, strict=True):
@@ -109,9 +102,9 @@ def test_processes_and_accumulation_change_no_number(runs, name, other):
 @pytest.mark.parametrize("run", ["one", "two"])
 def test_a_resume_in_the_middle_of_an_epoch_is_bit_by_bit_the_same(runs, name, run):
     whole, resumed = runs / name / run, runs / name / f"{run}_resumed"
-    (launch,) = json.loads((resumed / "run.json").read_text())["launches"][1:]
+    (launch,) = run_reader.launches(resumed)[1:]
     assert launch["from_step"] == 5
-    assert lines(resumed) == lines(whole)
+    assert run_reader.lines(resumed) == run_reader.lines(whole)
     for model in PROGRAMS[name][3]:
         file = f"{model}.safetensors"
         assert (resumed / file).read_bytes() == (whole / file).read_bytes()
@@ -121,7 +114,7 @@ def test_a_resume_in_the_middle_of_an_epoch_is_bit_by_bit_the_same(runs, name, r
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_test_sample_counts_once(runs, name):
     for run in ("one", "accumulated", "two", "three"):
-        summary = json.loads((runs / name / run / "summary.json").read_text())
+        summary = run_reader.summary(runs / name / run)
         assert summary["test_samples"] == PROGRAMS[name][2]
 
 
@@ -145,8 +138,6 @@ def test_the_copy_has_no_other_file_of_ours(runs, name):
 def test_weights_of_a_mean_are_those_of_the_words(small_mnist):
     """The text program's loss over a step is the mean over its tokens, however they are spread
     over processes."""
-    from types import SimpleNamespace
-
     from tests.programs import text
     from utils.loader import GlobalLoader
 
@@ -157,11 +148,14 @@ def test_weights_of_a_mean_are_those_of_the_words(small_mnist):
     expected = (losses * text.count_targets(tokens)).sum() / text.count_targets(tokens).sum()
     total = 0.0
     for accumulation in (1, 3):
-        one = SimpleNamespace(
-            device=torch.device("cpu"), num_processes=1, process_index=0, reduce=lambda tensor, kind: tensor
-        )
         loader = GlobalLoader(
-            lines, 11, one, seed=0, accumulation=accumulation, collate_fn=text.pad, loss_weights=text.count_targets
+            lines,
+            11,
+            fake_accelerator(),
+            seed=0,
+            accumulation=accumulation,
+            collate_fn=text.pad,
+            loss_weights=text.count_targets,
         )
         parts = [batch.mean_loss(text.losses_and_accuracies(model, batch.data)[0]) for batch in loader.epoch()]
         total = sum(parts) / accumulation  # as accelerator.backward divides

@@ -1,7 +1,6 @@
 """ResNet-50: N processes are one process with N accumulation steps, and the files are whole."""
 
 import copy
-import json
 import math
 import os
 import sys
@@ -11,14 +10,16 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import run_many
+import run_reader
 import safetensors.torch
 import torch
 import torchvision
 from accelerate import Accelerator
 from conftest import MNIST, ROOT
 from PIL import Image
+from run_reader import lines
+from small_resnets import use_4_blocks, use_float64
 from torch import nn
-from torchvision.models.resnet import Bottleneck
 
 from scripts import resnet50
 from utils.checkpoint import read_checkpoint
@@ -28,54 +29,9 @@ from utils.features.batch_norm import BatchNorms
 from utils.features.pretrained import load_pretrained
 from utils.sampler import GlobalSampler
 
-# As run_many.py, after a change that one of the functions below makes.
-CHANGED = """
-import sys
-sys.path.insert(0, {tests!r})
-import run_many
-import test_resnet50
-test_resnet50.{change}
-run_many.main()
-"""
+FLOAT64 = ROOT / "tests" / "programs" / "float64_resnet"
 RECIPE = ["--mixup", 0.2, "--cutmix", 1, "--trivial_augment", "--erase", 0.2, "--flip", 0.5]
 RECIPE += ["--label_smoothing", 0.1, "--ema_decay", 0.9, "--repeats", 2]
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def changed(launcher, change):
-    """The path of a script, as the launcher takes it."""
-    path = launcher.folder / "changed"
-    path.with_suffix(".py").write_text(CHANGED.format(tests=str(ROOT / "tests"), change=change))
-    return path
-
-
-def use_4_blocks(setattr):
-    """4 blocks instead of 16, and half or less of the channels."""
-    init = torchvision.models.ResNet.__init__
-
-    def init_with_4_blocks(self, block, _, *more, **options):
-        options["width_per_group"] = 16
-        init(self, block, [1] * 4, *more, **options)
-
-    setattr(torchvision.models.ResNet, "__init__", init_with_4_blocks)
-    setattr(Bottleneck, "expansion", 2)
-
-
-def draw_nothing(setattr):
-    """The pictures take longer than a short training."""
-    for draw in ("plot_confusion", "save_picture"):
-        setattr(resnet50, draw, lambda *_: None)
-
-
-def use_float64(setattr, blocks=4):
-    """There "equal" and "close" differ."""
-    if blocks == 4:
-        use_4_blocks(setattr)
-    setattr(resnet50, "TEST_BATCH_SIZE", 64)
-    torch.set_default_dtype(torch.float64)
 
 
 @pytest.fixture
@@ -106,14 +62,13 @@ def test_two_processes_are_one_with_two_accumulation_steps_and_resume_bitwise(la
     one, two, resumed = (launcher.folder / name for name in ("one", "two", "resumed"))
     again = ["--back_to", two, 2, resumed, *flags, "--resume", "--output_dir", resumed]
     words = run_many.words("resnet50", [*flags, "--output_dir", two], again)
-    script = changed(launcher, "use_float64(setattr)")
-    launcher("cpu_ddp", *words, script=script, timeout=300)
+    launcher("cpu_ddp", 4, *words, script=FLOAT64, timeout=300)
     accumulated = ["--gradient_accumulation_steps", 2, "--output_dir", one]
     assert run_many.run("resnet50", [*flags, *accumulated]) is None
     assert [line["split"] for line in lines(two)] == ["train"] * 3 + ["test", "train", "test"]
     for a, b in zip(lines(one), lines(two), strict=True):
         assert a.keys() == b.keys()
-        for name in a.keys() - {"split", "samples_per_s", "data_wait_pct"}:
+        for name in a.keys() - {"split"}:
             assert b[name] == pytest.approx(a[name], rel=1e-9)
     final = "checkpoints/step_00000004"
     states = [read_checkpoint(folder / final)[1] for folder in (one, two)]
@@ -123,7 +78,7 @@ def test_two_processes_are_one_with_two_accumulation_steps_and_resume_bitwise(la
             torch.testing.assert_close(states[1][file][name], tensor, rtol=1e-6, atol=1e-8)
             compared += name.endswith("running_var")
     assert compared == 2 * 17
-    summary = json.loads((two / "summary.json").read_text())
+    summary = run_reader.summary(two)
     assert summary["test_samples"] == 23
     assert sum(map(sum, summary["test_confusion"])) == 23
     pictures = {"confusion.png", "worst_predictions.png"}
@@ -133,7 +88,7 @@ def test_two_processes_are_one_with_two_accumulation_steps_and_resume_bitwise(la
         bare = torchvision.models.resnet50(num_classes=10)
         bare.load_state_dict(safetensors.torch.load_file(two / name), strict=True)
 
-    (_, launch) = json.loads((resumed / "run.json").read_text())["launches"]
+    (_, launch) = run_reader.launches(resumed)
     assert (launch["num_processes"], launch["from_step"]) == (2, 2)
     for name in ("model.safetensors", "model_ema.safetensors"):
         assert (resumed / name).read_bytes() == (two / name).read_bytes()
@@ -326,11 +281,11 @@ def test_a_part_of_the_test_set_and_a_picture_that_cannot_be_drawn(run_4_blocks,
     monkeypatch.setattr(resnet50, "draw_images", fail)
     assert run_4_blocks("run", "--max_steps", 1, "--max_test_samples", 7) is None
     assert "worst_predictions.png is missing" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = run_reader.summary(tmp_path / "run")
     assert summary["test_samples"] == 7
     assert sum(map(sum, summary["test_confusion"])) == 7
     assert "test_worst" not in summary
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["test"] == 7
+    assert run_reader.record(tmp_path / "run")["data"]["test"] == 7
 
 
 def test_the_worst_predictions_are_those_of_largest_loss(run_4_blocks, monkeypatch):
@@ -346,7 +301,7 @@ def test_the_worst_predictions_are_those_of_largest_loss(run_4_blocks, monkeypat
     assert run_4_blocks("run", "--max_steps", 1) is None
     ((worst, test_data, picture),) = drawn
     model = torchvision.models.resnet50(num_classes=10).eval()
-    model.load_state_dict(safetensors.torch.load_file(picture.parent / "model.safetensors"))
+    model.load_state_dict(run_reader.weights(picture.parent))
     pixels, labels = test_data.collate([test_data[i] for i in range(23)])
     with torch.no_grad():
         losses, predicted, _ = resnet50.losses_and_predictions(model, pixels, labels)
@@ -433,8 +388,8 @@ def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, i
             average = {name: 0.6 * average[name] + 0.4 * now[name] for name in now}
 
     run = tmp_path / "run"
-    assert [x["lr"] for x in lines(run) if x["split"] == "train"] == pytest.approx(rates, rel=1e-12)
-    tested = [line for line in lines(run) if line["split"] == "test"][-1]
+    assert [line["lr"] for line in lines(run, "train")] == pytest.approx(rates, rel=1e-12)
+    tested = lines(run, "test")[-1]
     for prefix, file, expected in (("", "model", now), ("ema_", "model_ema", average)):
         saved = safetensors.torch.load_file(run / f"{file}.safetensors")
         for name, tensor in saved.items():
@@ -519,14 +474,13 @@ def test_the_default_model_has_the_same_losses_on_2_x_2_as_on_1_x_4(launcher, ti
     one, two = launcher.folder / "one", launcher.folder / "two"
     own = ["--gradient_accumulation_steps", 2, "--output_dir", two]
     words = run_many.words("resnet50", [*flags, *own])
-    script = changed(launcher, "use_float64(setattr, 16)")
-    launcher("cpu_ddp", *words, script=script, timeout=300)
+    launcher("cpu_ddp", 16, *words, script=FLOAT64, timeout=300)
     own = ["--gradient_accumulation_steps", 4, "--output_dir", one]
     try:
         assert run_many.run("resnet50", [*flags, *own]) is None
     finally:
         torch.set_default_dtype(torch.float32)
-    expected, found = ([line["loss"] for line in lines(folder)] for folder in (one, two))
+    expected, found = (run_reader.losses(folder, None) for folder in (one, two))
     print([abs(b / a - 1) for a, b in zip(expected, found, strict=True)])
     assert found == pytest.approx(expected, rel=1e-7)
 
@@ -551,7 +505,7 @@ def test_fewer_test_images_than_processes(launcher, tiny_mnist):
     flags += ["--max_test_samples", 3, "--ema_decay", 0.9, "--output_dir", "run"]
     launcher("cpu_ddp", *flags, script="resnet50", launch_flags=["--num_processes", 4])
     run = launcher.folder / "run"
-    summary = json.loads((run / "summary.json").read_text())
+    summary = run_reader.summary(run)
     assert summary["test_samples"] == sum(map(sum, summary["test_confusion"])) == 3
     assert math.isfinite(summary["test_ema_loss"])
     assert (run / "worst_predictions.png").is_file()
@@ -577,7 +531,7 @@ def test_a_broken_file_on_one_process_is_named_and_ends_both(launcher):
     assert "dog/3.jpg" in errors[0]
     done = launcher("cpu_ddp", *flags, "through", "--skip_bad_images", script="resnet50")
     assert done.stdout.count("left out: ") == 1
-    data = json.loads((launcher.folder / "through" / "run.json").read_text())["data"]
+    data = run_reader.record(launcher.folder / "through")["data"]
     assert (data["train"], data["bad_images"]) == (15, 1)
 
 
@@ -591,9 +545,9 @@ def test_the_default_run_reads_digits(launcher):
     table = pyarrow.parquet.read_table(MNIST / test).slice(0, 200)
     pyarrow.parquet.write_table(table, data / test)
     flags = ["--dataset", data, "--max_steps", 36, "--output_dir", "run"]
-    done = launcher("cpu", *flags, script="resnet50", timeout=600, cold=True)
+    done = launcher("cpu", *flags, script="resnet50", timeout=600, fresh_interpreter=True)
     assert "leaked" not in done.stderr  # triton's word for what it finds frozen at the end
     run = launcher.folder / "run"
-    losses = [line["loss"] for line in lines(run) if line["split"] == "train"]
+    losses = run_reader.losses(run)
     assert losses[-1] < 0.5 * losses[0]
-    assert json.loads((run / "summary.json").read_text())["test_accuracy"] >= 0.6
+    assert run_reader.summary(run)["test_accuracy"] >= 0.6

@@ -1,8 +1,7 @@
 """Every script once on each CPU config, launched as a user does, as short as it can be."""
 
-import json
-
 import pytest
+import run_reader
 from conftest import ROOT
 
 # The least that each does; the others' --dataset is set below.
@@ -50,12 +49,12 @@ def test_a_script_runs(launcher, small_mnist, tiny_mnist, script, config):
         assert not run.exists()
         return
     assert "Traceback" not in done.stderr
-    record = json.loads((run / "run.json").read_text())
+    record = run_reader.record(run)
     launch = record["launches"][0] if script in TRAINING else record
     assert launch["num_processes"] == {"cpu": 1, "cpu_ddp": 2}[config]
     assert done.stdout.count("done: ") == 1
     if script in TRAINING:
-        summary = json.loads((run / "summary.json").read_text())
+        summary = run_reader.summary(run)
         assert summary["step"] == FLAGS[script][1]
         assert summary["test_samples"] == (23 if script in RESNETS else 203)
         assert (run / "model.safetensors").stat().st_size > 1000

@@ -75,26 +75,13 @@ def test_the_report_of_torchrun_ends_with_the_error(tmp_path):
     assert "To enable traceback" not in done.stderr
 
 
-OUTPUT = """
-import os, sys
-from utils.console import outlive_readers, show
-
-outlive_readers()
-outlive_readers()  # a second call changes nothing
-show("first")
-sys.stdin.readline()  # until the reader has gone
-for number in range(3):
-    show(f"line {number}")
-    print("of the user's own")
-os.write(1, b"of a library")
-sys.exit(7)
-"""
+LOST_READER = ROOT / "tests" / "programs" / "lost_reader.py"
 
 
 def test_a_reader_that_goes_ends_the_output_and_not_the_process():
     """As `| head -1` does. The exit code stays; without the mend it is 120, or a traceback."""
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    process = subprocess.Popen([sys.executable, "-c", OUTPUT], cwd=ROOT, text=True, **pipes)
+    process = subprocess.Popen([sys.executable, LOST_READER], text=True, **pipes)
     assert process.stdout.readline() == "first\n"
     process.stdout.close()
     process.stdin.write("\n")
@@ -107,8 +94,8 @@ def test_a_reader_that_goes_ends_the_output_and_not_the_process():
 
 @pytest.mark.parametrize("words", [">/dev/full", "2>/dev/full", ">&-", "2>&-", ">&- 2>&- <&-"])
 def test_output_that_cannot_be_written_ends_no_process(words):
-    command = f'"$0" -c "$1" {words} </dev/null'
-    done = subprocess.run(["bash", "-c", command, sys.executable, OUTPUT], cwd=ROOT, capture_output=True, timeout=60)
+    command = f'"$0" "$1" {words} </dev/null'
+    done = subprocess.run(["bash", "-c", command, sys.executable, LOST_READER], capture_output=True, timeout=60)
     assert done.returncode == 7, done.stderr
     assert b"Traceback" not in done.stderr
 
@@ -124,38 +111,7 @@ def test_plurals():
     assert plural(0, "thread") == "0 threads"
 
 
-LOOK = """
-import gc, os, signal, sys, threading
-import torch
-
-def look():
-    names = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    return {
-        "gc": (gc.isenabled(), gc.get_freeze_count()),
-        "hook": sys.excepthook,
-        "environment": dict(os.environ),
-        "threads": torch.get_num_threads(),
-        "python threads": threading.active_count(),
-        "handlers": [signal.getsignal(name) for name in names],
-    }
-
-import importlib, pathlib
-# What the libraries do when they are imported is not ours.
-import accelerate.commands.launch, accelerate.optimizer, datasets, evaluate, psutil, torchvision
-
-before = look()
-answers = (accelerate.optimizer.inspect, accelerate.optimizer.is_lomo_available)
-for path in sorted(pathlib.Path("utils").glob("*.py")):
-    importlib.import_module("utils" if path.stem == "__init__" else f"utils.{path.stem}")
-    after = look()
-    for name, value in before.items():
-        if after[name] != value:
-            print(path, name, value, after[name])
-assert answers == (accelerate.optimizer.inspect, accelerate.optimizer.is_lomo_available)
-print("looked")
-"""
-
-
 def test_importing_any_module_of_utils_changes_nothing():
-    done = subprocess.run([sys.executable, "-c", LOOK], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "looked\n", done.stderr[-2000:]
+    program = ROOT / "tests" / "programs" / "import_all.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "imported all\n", done.stderr[-2000:]

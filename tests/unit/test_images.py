@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from fakes import fake_accelerator
 from PIL import Image, ImageOps
 from torchvision import transforms
 
@@ -15,7 +16,7 @@ from utils.datasets.images_in_memory import load_splits
 from utils.features.sampling import Repeated
 from utils.loader import GlobalLoader
 
-ONE = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, gradient_accumulation_steps=1)
+ONE = fake_accelerator()
 PHOTO = Image.linear_gradient("L").resize((120, 90))
 MIRRORED = PHOTO.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 PHOTO = Image.merge("RGB", (PHOTO, MIRRORED, ImageOps.invert(PHOTO)))

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from fakes import fake_accelerator
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
@@ -27,22 +27,11 @@ from utils.sampler import GlobalSampler
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
 
 
-def fake_accelerator(processes=1, rank=0, accumulation=1, virtual_processes=0):
-    return SimpleNamespace(
-        device=torch.device("cpu"),
-        num_processes=processes,
-        process_index=rank,
-        gradient_accumulation_steps=accumulation,
-        virtual_processes=virtual_processes,
-        reduce=lambda tensor, kind: tensor,
-    )
-
-
 MADE = []
 
 
 def make(dataset, batch_size=4, processes=1, rank=0, accumulation=1, seed=5, virtual=0, **options):
-    accelerator = fake_accelerator(processes, rank, accumulation, virtual)
+    accelerator = fake_accelerator(processes, rank, gradient_accumulation_steps=accumulation, virtual_processes=virtual)
     MADE.append(GlobalLoader(dataset, batch_size, accelerator, seed=seed, **options))
     return MADE[-1]
 
@@ -235,36 +224,9 @@ def test_a_long_epoch_has_each_item_once_on_any_topology(monkeypatch):
     assert list(map(indices, other)) != list(map(indices, plain))
 
 
-BILLION = """
-import resource, sys, time
-sys.path.insert(0, sys.argv[1])
-from types import SimpleNamespace
-import torch
-from utils.loader import GlobalLoader
-
-accelerator = SimpleNamespace(
-    device=torch.device("cpu"), num_processes=4, process_index=1, gradient_accumulation_steps=2,
-)
-def peak_mib():
-    with open("/proc/self/status") as file:
-        return int(file.read().partition("VmHWM:")[2].split()[0]) / 1024
-
-next(iter(GlobalLoader(range(2000), 256, accelerator, seed=0).epoch(1)))  # warm up
-before = peak_mib()
-start = time.perf_counter()
-loader = GlobalLoader(range(10**9), 256, accelerator, seed=0)
-batches = loader.epoch(1, first_step=3_000_000)
-first = next(batches)
-seconds = time.perf_counter() - start
-for _ in range(999):
-    batch = next(batches)
-print(seconds, peak_mib() - before, int(first.indices.max()), len(loader))
-"""
-
-
 @pytest.mark.slow
 def test_an_epoch_over_a_billion_items_starts_at_once():
-    command = [sys.executable, "-c", BILLION, ROOT]
+    command = [sys.executable, ROOT / "tests" / "programs" / "billion_items.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     seconds, mib, largest, steps = map(float, done.stdout.split())
     print(f"{seconds:.3f} s to the first batch, {mib:.0f} MiB for 1000 batches")

@@ -1,12 +1,12 @@
 """Means over all samples of all processes, in which each sample counts once."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, free_port
+from fakes import fake_accelerator
 
 from utils import metrics
 from utils.loader import Batch
@@ -15,7 +15,7 @@ from utils.metrics import Metrics
 
 @pytest.fixture
 def accelerator():
-    return SimpleNamespace(device=torch.device("cpu"), reduce=lambda tensor, kind: tensor, gather=lambda tensor: tensor)
+    return fake_accelerator()
 
 
 def batch_of(indices, weights=None):
@@ -231,60 +231,10 @@ def test_the_order_of_the_sums_is_the_same_whatever_a_rank_has_restored(accelera
     assert backwards._sums() == Metrics(accelerator, state)._sums()
 
 
-GATHER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from accelerate import Accelerator
-from utils.features.gather_samples import gather_samples
-from utils.metrics import Metrics
-
-accelerator = Accelerator(cpu=True)
-rank = accelerator.process_index
-# 4 samples on rank 0, none on rank 1, 2 on rank 2.
-own = [[torch.tensor([-1, 2]), torch.tensor([-3, -4])], [torch.zeros(0, dtype=torch.int64)],
-       [torch.tensor([5, 0])]][rank]
-assert gather_samples(accelerator, own).tolist() == [-1, 2, -3, -4, 5, 0]
-boxes = [part.double()[:, None].expand(-1, 3) / 7 for part in own]
-together = gather_samples(accelerator, boxes)
-assert together.shape == (6, 3) and together.dtype == torch.float64
-assert torch.equal(together[:, 2], torch.tensor([-1, 2, -3, -4, 5, 0], dtype=torch.float64) / 7)
-assert gather_samples(accelerator, [part > 0 for part in own]).tolist() == [0, 1, 0, 0, 1, 0]
-assert gather_samples(accelerator, [torch.zeros(0)]).shape == (0,)
-
-stats = Metrics(accelerator)
-for part in own:
-    class Batch:
-        indices, weights, counted = part, None, lambda self, values: values
-        def __len__(self):
-            return len(self.indices)
-    stats.add(Batch(), loss=part.float(), weights=part.abs())
-means = stats.reduce()
-assert means == {"loss": (-1 + 4 - 9 - 16 + 25) / 15, "samples": 6}, means
-
-stats = Metrics(accelerator, all_ranks_add=False)
-if rank == 2:
-    stats.add(Batch(), loss=torch.tensor([1.0, 2.0]))
-assert stats.reduce() == {"loss": 1.5, "samples": 2}
-
-stats = Metrics(accelerator)
-batch = Batch()
-stats.add(batch, loss=torch.where(batch.indices == 5, torch.nan, 1.0), step=9)
-try:
-    stats.reduce()
-except SystemExit as stopped:
-    assert stopped.code == 2
-else:
-    raise AssertionError("a bad loss went on")
-accelerator.end_training()
-"""
-
-
 @pytest.mark.slow
-def test_over_three_processes(launcher, tmp_path):
+def test_over_three_processes(launcher):
     """Samples in the order of the ranks, one of which has none; a bad loss stops all of them."""
-    (tmp_path / "gather.py").write_text(GATHER)
     words = ["-m", "torch.distributed.run", "--nproc-per-node", 3, "--master-port", free_port()]
-    done = launcher.python(*words, tmp_path / "gather.py", ROOT)
+    done = launcher.python(*words, ROOT / "tests" / "programs" / "gather_metrics.py")
     sentence = "error: the loss is not finite at step 9, for 1 samples with these indices in the"
     assert done.stderr.count(f"{sentence} data: 5;") == 1  # said once

@@ -102,23 +102,8 @@ def test_the_peak_of_one_process_is_its_own():
 
 
 @pytest.mark.slow
-def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher, tmp_path):
-    script = tmp_path / "probe.py"
-    script.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from accelerate import Accelerator\n"
-        "from utils.features.out_of_memory import largest_that_fits\n"
-        "accelerator = Accelerator(cpu=True)\n"
-        "def attempt(size):\n"
-        "    if accelerator.process_index == 1 and size > 10:\n"
-        "        raise MemoryError\n"
-        "found = largest_that_fits(attempt, 64, accelerator)\n"
-        "print(f'process {accelerator.process_index}: {found}')\n"
-        "accelerator.wait_for_everyone()\n"
-        "accelerator.end_training()\n"
-    )
-    printed = launcher("cpu_ddp", script=tmp_path / "probe", timeout=60).stdout
+def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher):
+    printed = launcher("cpu_ddp", script=ROOT / "tests" / "programs" / "memory_probe", timeout=60).stdout
     # Two processes may write into one line.
     assert [printed.count(f"process {rank}: 8") for rank in (0, 1)] == [1, 1]
 

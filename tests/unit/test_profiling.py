@@ -5,6 +5,7 @@ import json
 from collections import Counter
 
 import pytest
+import run_reader
 
 from utils.features.profiling import summarize, total_length
 
@@ -60,8 +61,7 @@ def test_overlapping_intervals_count_once():
 
 
 def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["split"], line["step"], line["loss"]) for line in lines]
+    return [(line["split"], line["step"], line["loss"]) for line in run_reader.lines(folder)]
 
 
 def test_a_profile_changes_no_number_and_leaves_tests_out(train, tmp_path, capfd):

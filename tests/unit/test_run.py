@@ -1,7 +1,6 @@
 """The bookkeeping of a run, in scripts as users write them."""
 
 import argparse
-import json
 import math
 import random
 import sys
@@ -9,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 import run_many
-import safetensors.torch
 import torch
 from accelerate.tracking import GeneralTracker
+from run_reader import lines, summary, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -99,17 +98,6 @@ def start(tmp_path, monkeypatch):
     return start
 
 
-def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
-def lines(folder, split):
-    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timings = ("samples_per_s", "data_wait_pct")
-    every = [{name: v for name, v in line.items() if name not in timings} for line in every]
-    return [line for line in every if line["split"] == split]
-
-
 # Best at step 8; three tests without a better one after it: at 12, 16 and 20.
 SCORES = {4: 0.5, 8: 0.9, 12: 0.2, 16: 0.8, 20: 0.9, 24: 1.0}
 RESULTS = {step: {"score": score, "f1": score, "confusion": [[1]]} for step, score in SCORES.items()}
@@ -119,9 +107,9 @@ def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
     assert start(Regression(RESULTS, epochs=5), save_best="score") is None
     assert start(Regression(RESULTS, epochs=2), "short") is None
     run = tmp_path / "run"
-    best = safetensors.torch.load_file(run / "model_best.safetensors")
-    last = safetensors.torch.load_file(run / "model.safetensors")
-    at_step_8 = safetensors.torch.load_file(tmp_path / "short" / "model.safetensors")
+    best = weights(run, "model_best")
+    last = weights(run)
+    at_step_8 = weights(tmp_path / "short")
     assert all(torch.equal(best[name], tensor) for name, tensor in at_step_8.items())
     assert not all(torch.equal(best[name], tensor) for name, tensor in last.items())
     found = summary(run)

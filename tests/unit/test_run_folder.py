@@ -3,9 +3,12 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
+import tempfile
 
 import pytest
+import run_reader
+from conftest import ROOT
+from fakes import fake_accelerator
 from filelock import FileLock
 
 from utils import atomic_files as files
@@ -18,7 +21,7 @@ def make(tmp_path):
     made = []
 
     def make(resume=False, folder="run"):
-        made.append(run_folder.RunFolder(SimpleNamespace(is_main_process=True), tmp_path / folder, resume))
+        made.append(run_folder.RunFolder(fake_accelerator(), tmp_path / folder, resume))
         return made[-1]
 
     yield make
@@ -49,9 +52,9 @@ def test_metrics_go_on_where_the_checkpoint_was(make, tmp_path):
     saved = killed_after_a_checkpoint(make)
     folder = started(make(resume=True), 5, saved)
     log(folder, 6, 0.4)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = run_reader.lines(tmp_path / "run")
     assert [line["step"] for line in lines] == [5, 6]  # none twice, none missing
-    launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
+    launches = run_reader.launches(tmp_path / "run")
     assert [launch["from_step"] for launch in launches] == [0, 5]
 
 
@@ -91,7 +94,7 @@ def test_a_run_goes_on_without_run_json(make, tmp_path, capsys, content):
         path.write_text(content)
         (tmp_path / "run" / "summary.json").write_text(content)
     folder = make(resume=True)
-    assert folder.completed_step(SimpleNamespace(is_main_process=True)) is None
+    assert folder.completed_step(fake_accelerator()) is None
     started(folder, 5)
     said = capsys.readouterr().out
     assert said == f"warning: {path} is missing or damaged, and is written anew\n"
@@ -153,29 +156,23 @@ def test_a_folder_that_cannot_be_made_is_refused(make, tmp_path, capsys):
     assert "cannot be written to: Not a directory" in capsys.readouterr().err
 
 
-def test_a_read_only_folder_is_refused(tmp_path):
+def test_a_read_only_folder_is_refused():
     """In a process of its own without root's rights: root may write anywhere."""
-    (tmp_path / "run").mkdir(mode=0o555)
-    tmp_path.chmod(0o755)
     code = (
         "import os, sys\n"
-        "sys.path.insert(0, sys.argv[2])\n"
-        "from types import SimpleNamespace\n"
+        "sys.path[:0] = sys.argv[2:]\n"
+        "from fakes import fake_accelerator\n"
         "from utils.run_folder import RunFolder\n"
         "if os.getuid() == 0:\n"
         "    os.setresuid(65534, 65534, 65534)\n"
-        "RunFolder(SimpleNamespace(is_main_process=True), sys.argv[1], False)\n"
+        "RunFolder(fake_accelerator(), sys.argv[1], False)\n"
     )
-    for parent in tmp_path.parents:
-        if not parent.stat().st_mode & 0o001 and os.getuid() == 0 and parent.owner() == "root":
-            parent.chmod(parent.stat().st_mode | 0o011)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run"), str(run_folder.Path(__file__).parents[1])],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    # Not tmp_path: only its owner may look into the folders above it.
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        os.chmod(parent, 0o755)
+        os.mkdir(f"{parent}/run", mode=0o555)
+        words = [sys.executable, "-c", code, f"{parent}/run", str(ROOT), str(ROOT / "tests" / "harness")]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     assert "cannot be written to: Permission denied" in done.stderr
 

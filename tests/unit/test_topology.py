@@ -6,21 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.utils import DistributedType
+from fakes import fake_accelerator
 
 from utils import topology
-
-
-def fake_accelerator(processes=1, device="cpu", kind="NO", precision="no", fsdp_version=2):
-    return SimpleNamespace(
-        num_processes=processes,
-        device=torch.device(device),
-        distributed_type=DistributedType(kind),
-        is_fsdp2=kind == "FSDP" and fsdp_version == 2,
-        mixed_precision=precision,
-        is_main_process=True,
-        print=print,
-    )
 
 
 def cluster(**keys):
@@ -78,9 +66,9 @@ def test_the_topology_that_was_asked_for_runs(asked, monkeypatch):
     topology.check_topology(fake_accelerator(precision="bf16"))
     monkeypatch.setenv("WORLD_SIZE", "4")
     asked(cluster(distributed_type="FSDP", num_processes=4))
-    topology.check_topology(fake_accelerator(4, "cuda", "FSDP", "fp16"))
+    topology.check_topology(fake_accelerator(4, device="cuda", kind="FSDP", precision="fp16"))
     asked(cluster(distributed_type="MULTI_GPU", num_processes="gpu"))
-    topology.check_topology(fake_accelerator(4, "cuda", "MULTI_GPU"))
+    topology.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +104,7 @@ def test_more_processes_than_gpus_stop_the_run(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
-        topology.check_topology(fake_accelerator(4, "cuda", "MULTI_GPU"))
+        topology.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
     error = capsys.readouterr().err
     assert "4 processes were started on a machine where 2 GPUs are visible" in error
 

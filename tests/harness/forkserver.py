@@ -1,14 +1,14 @@
-"""Start Python programs from a process that has imported torch and the rest already.
+"""Start Python programs as forks of a process that has imported torch and the rest already.
 
 A launch on two processes imports torch three times, which takes 9 s of CPU; most tests train for
-less than one. Here a process that has the imports is forked instead: by the test for the launcher,
-and by the launcher for each rank. All else is as in a new process: its parent, its session, its
-environment, its streams, its command line, and its end. But at a regular end nothing is freed: to
-free all that was imported takes another second.
+less than one. Here the test has the launcher forked, and the launcher each rank. What the program
+sees is what a new interpreter sees: its parent, session, environment, streams, command line and end.
+multiprocessing's forkserver gives none of the first six: its children are children of the server, so
+that the kill of a launcher would not end its ranks, and `accelerate launch` would not use it for them.
 
 A program whose environment may change what an import does is started as ever. So is one that a test
-asks for (`cold`): to see an import that is missing, an order of a set that another process has
-otherwise, memory, or that what is left at the end can be freed.
+wants in a fresh_interpreter: to see an import that is missing, an order of a set that another
+process has otherwise, memory, or that what is left at the end can be freed.
 """
 
 import atexit
@@ -46,72 +46,74 @@ IMPORTS = (
     "torch._dynamo",
     "torchvision.transforms.v2",
 )
-# What launchers and tests set for each process, and nothing reads before it is needed.
-RUNTIME = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "RANK")
-RUNTIME += ("WORLD_SIZE", "OMP_NUM_THREADS", "FORK_LAUNCH_PARAMS", "COLUMNS", "PYTEST_", "TRAIN_")
-RUNTIME += ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "KMP_")
-RUNTIME += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PYTHONUNBUFFERED")
-# What torch and this project leave in the environment of the tests, when these call them.
+# Variables that launchers, tests, torch and this project set for a process, and that no import reads.
+RUNTIME = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "RANK", "WORLD_SIZE")
+RUNTIME += ("OMP_NUM_THREADS", "KMP_", "FORK_LAUNCH_PARAMS", "COLUMNS", "PYTEST_", "PYTHONUNBUFFERED")
+RUNTIME += ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 RUNTIME += ("TORCHINDUCTOR_CACHE_DIR", "KINETO_LOG_LEVEL")
 RANK = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"}  # one of them is set by each launcher
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 SPACE = 8192  # bytes for a longer command line, and for more environment
 COMMAND_LINE, ENVIRONMENT = (48, 49), (50, 51)  # fields of /proc/self/stat: begin and end
-STREAMS = (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2))
 LENGTH = 8  # bytes of the length of a message
 
-start_cold = subprocess.Popen._execute_child
-PARAMETERS = inspect.signature(start_cold)
+execute_in_fresh_interpreter = subprocess.Popen._execute_child
+PARAMETERS = inspect.signature(execute_in_fresh_interpreter)
 
 
-def fixed(environment: dict) -> dict:
-    """The part of an environment that imports may read."""
+def read_by_imports(environment: dict) -> dict:
+    """The part of an environment that may change what an import does."""
     return {name: value for name, value in environment.items() if not name.startswith(RUNTIME)}
 
 
-class Nursery:
+class Forkserver:
     """This process's end of the socket to a process that forks children for it.
 
-    environment: that of the other process; words: the beginning of a command line, of a program
-    that runs the rest of it.
+    Args:
+        environment: the variables of the other process.
+        prefix: the beginning of a command line, of a program that runs the rest of it.
     """
 
-    def __init__(self, connection: socket.socket, environment: dict, words=()):
-        self.connection, self.environment, self.words = connection, fixed(environment), words
+    of_this_process: "Forkserver | None" = None  # in a launcher
+
+    def __init__(self, connection: socket.socket, environment: dict, prefix=()):
+        self.connection, self.environment, self.prefix = connection, read_by_imports(environment), prefix
         self.lock = threading.Lock()
 
     @classmethod
-    def start(cls, environment: dict, words=()) -> "Nursery":
+    def start(cls, environment: dict, prefix=()) -> "Forkserver":
         own, other = socket.socketpair()
-        nursery = cls(own, environment, words)
-        nursery.process = subprocess.Popen(
-            [*words, sys.executable, __file__, str(other.fileno()), " " * SPACE],
-            env={**environment, "WARM_SPACE": " " * SPACE},
+        server = cls(own, environment, prefix)
+        server.process = subprocess.Popen(
+            [*prefix, sys.executable, __file__, str(other.fileno()), " " * SPACE],
+            env={**environment, "FORKSERVER_SPACE": " " * SPACE},
             stdin=subprocess.DEVNULL,
             pass_fds=[other.fileno()],
             start_new_session=True,
         )
         other.close()
-        return nursery
+        return server
 
     def request(self, given: dict) -> dict | None:
-        """What the child is to do; None if a new interpreter has to be started.
+        """What the child is to do; None if a fresh interpreter has to do it.
 
-        given: the arguments of `Popen._execute_child`.
+        Args:
+            given: the arguments of `Popen._execute_child`.
         """
-        words = [os.fsdecode(word) for word in given["args"]]
+        argv = [os.fsdecode(word) for word in given["args"]]
         environment = dict(os.environ if given["env"] is None else given["env"])
-        plain = ("preexec_fn", "pass_fds", "shell", "gid", "gids", "uid")
-        if any(given.get(name) for name in plain) or words[:1] != [sys.executable]:
-            return None
-        unbuffered = words[1:2] == ["-u"]
-        program = words[1 + unbuffered :]
-        if not program or (program[0].startswith("-") and program[0] not in ("-m", "-c")):
-            return None
-        if fixed(environment) != self.environment:
+        unbuffered = argv[1:2] == ["-u"]
+        program = argv[1 + unbuffered :]
+        if (
+            any(given.get(name) for name in ("preexec_fn", "pass_fds", "shell", "gid", "gids", "uid"))
+            or argv[:1] != [sys.executable]
+            or not program
+            or (program[0].startswith("-") and program[0] not in ("-m", "-c"))
+            or read_by_imports(environment) != self.environment
+        ):
             return None
         return {
-            "words": words,
+            "argv": argv,
             "program": program,
             "unbuffered": unbuffered,
             "environment": environment,
@@ -125,42 +127,35 @@ class Nursery:
         with self.lock:
             # The new process's own parent ends, and it comes to the next ancestor that takes such.
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-            header = len(message).to_bytes(LENGTH, "big")
-            socket.send_fds(self.connection, [header], streams)
+            socket.send_fds(self.connection, [len(message).to_bytes(LENGTH, "big")], streams)
             self.connection.sendall(message)
             pid = int.from_bytes(receive(self.connection, LENGTH), "big")
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
         if not pid:
-            raise OSError("the process that forks has ended")
+            raise OSError("the forkserver has ended")
         return pid
 
 
-of_this_process: Nursery | None = None
-
-
-def execute_child(self, words, *arguments) -> None:
-    """`Popen._execute_child`, with a fork of the nursery where that is the same."""
-    given = PARAMETERS.bind(self, words, *arguments).arguments
-    nursery = getattr(self, "nursery", of_this_process)
-    if nursery is None:
-        start_cold(self, words, *arguments)
-        return
-    request = nursery.request(given)
+def execute_child(self, argv, *arguments) -> None:
+    """`Popen._execute_child`, by the forkserver where that is the same."""
+    given = PARAMETERS.bind(self, argv, *arguments).arguments
+    server = getattr(self, "forkserver", Forkserver.of_this_process)
+    request = server and server.request(given)
     if request is None:
-        start_cold(self, [*nursery.words, *words], *arguments)
+        argv = [*server.prefix, *argv] if server and server.prefix else argv
+        execute_in_fresh_interpreter(self, argv, *arguments)
         return
-    streams = [given[name] if given[name] != -1 else default for name, default in STREAMS]
-    self.pid = nursery.fork(request, streams)
+    streams = [given[name] if given[name] != -1 else n for n, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
+    self.pid = server.fork(request, streams)
     self._child_created = True
-    pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-    self._close_pipe_fds(*(given[name] for name in pipes))
+    self._close_pipe_fds(*(given[f"{pipe}{end}"] for pipe in ("p2c", "c2p", "err") for end in ("read", "write")))
 
 
 class Popen(subprocess.Popen):
-    """A process that `nursery` forks; without one, a new interpreter."""
+    """A fork by a forkserver; without one, a fresh interpreter."""
 
-    def __init__(self, *args, nursery: Nursery | None, **options):
-        self.nursery = nursery
+    def __init__(self, *args, forkserver: Forkserver | None, **options):
+        self.forkserver = forkserver
         super().__init__(*args, **options)
 
     _execute_child = execute_child
@@ -169,10 +164,7 @@ class Popen(subprocess.Popen):
 def receive(connection: socket.socket, length: int) -> bytes:
     """As many bytes; fewer at the end of the connection."""
     received = b""
-    while len(received) < length:
-        part = connection.recv(length - len(received))
-        if not part:
-            break
+    while len(received) < length and (part := connection.recv(length - len(received))):
         received += part
     return received
 
@@ -211,7 +203,7 @@ def serve(connection: socket.socket) -> dict:
             os.close(stream)
 
 
-def become(request: dict) -> None:
+def take_identity(request: dict) -> None:
     """Make this fork what a new interpreter is before it runs the program."""
     if request["session"]:
         os.setsid()
@@ -219,36 +211,19 @@ def become(request: dict) -> None:
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     os.environ.clear()
     os.environ.update(request["environment"])
-    environment = [f"{name}={value}" for name, value in os.environ.items()]
-    show_in_proc(request["words"], *COMMAND_LINE)
-    show_in_proc(environment, *ENVIRONMENT)
-    unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = sys.__stdin__ = like(sys.__stdin__)
-    sys.stdout = sys.__stdout__ = like(sys.__stdout__, unbuffered)
-    sys.stderr = sys.__stderr__ = like(sys.__stderr__, unbuffered)
+    show_in_proc(request["argv"], *COMMAND_LINE)
+    show_in_proc([f"{name}={value}" for name, value in os.environ.items()], *ENVIRONMENT)
+    if request["unbuffered"] or os.environ.get("PYTHONUNBUFFERED"):
+        for name in ("stdout", "stderr"):
+            old = getattr(sys, name)
+            new = io.TextIOWrapper(
+                io.FileIO(old.fileno(), "w", closefd=False), old.encoding, old.errors, write_through=True
+            )
+            setattr(sys, name, new)
+            setattr(sys, f"__{name}__", new)
     sys.modules["numpy"].random.seed()
-    threads = os.environ.get("OMP_NUM_THREADS")  # read when torch is loaded
-    if threads:
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # read when torch is loaded
         sys.modules["torch"].set_num_threads(int(threads))
-
-
-def like(old: io.TextIOWrapper, unbuffered: bool = False) -> io.TextIOWrapper:
-    """A new stream of sys, as the old one was opened."""
-    descriptor = old.fileno()
-    binary = io.FileIO(descriptor, old.mode, closefd=False)
-    if old.mode == "r":
-        binary = io.BufferedReader(binary)
-    elif not unbuffered:
-        binary = io.BufferedWriter(binary)
-    stream = io.TextIOWrapper(
-        binary,
-        old.encoding,
-        old.errors,
-        line_buffering=not unbuffered and (descriptor == 2 or os.isatty(descriptor)),
-        write_through=unbuffered,
-    )
-    stream.mode = old.mode
-    return stream
 
 
 def show_in_proc(words: list[str], begin: int, end: int) -> None:
@@ -259,17 +234,15 @@ def show_in_proc(words: list[str], begin: int, end: int) -> None:
     ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
 
 
-def fork_nursery(environment: dict) -> dict | None:
-    """Give this process a nursery. Returns the request in the children of the nursery, and None
-    here."""
-    global of_this_process
+def fork_server(environment: dict) -> dict | None:
+    """Give this process a forkserver. Returns the request in the children of the server, and None here."""
     own, other = socket.socketpair()
     if os.fork() == 0:
         own.close()
-        show_in_proc(["nursery"], *COMMAND_LINE)
+        show_in_proc(["forkserver"], *COMMAND_LINE)
         return serve(other)
     other.close()
-    of_this_process = Nursery(own, environment)
+    Forkserver.of_this_process = Forkserver(own, environment)
     subprocess.Popen._execute_child = execute_child
     return None
 
@@ -293,9 +266,10 @@ def run(program: list[str]) -> None:
 
 
 def end(code) -> None:
-    """End as an interpreter does, without freeing anything; return where that is not the same.
+    """End as an interpreter does, but free nothing, which takes a second; return where that is not the same.
 
-    code: of SystemExit, or None at the end of the program.
+    Args:
+        code: of SystemExit, or None at the end of the program.
     """
     if code is not None and type(code) is not int:
         return
@@ -319,13 +293,13 @@ def main() -> None:
             gc.freeze()
         importlib.import_module(name)
     request = serve(connection)
-    become(request)
+    take_identity(request)
     while not RANK & request["environment"].keys():  # a rank starts no other program
-        child = fork_nursery(request["environment"])
-        if child is None:
+        request_of_child = fork_server(request["environment"])
+        if request_of_child is None:
             break
-        request = child
-        become(request)
+        request = request_of_child
+        take_identity(request)
     try:
         run(request["program"])
     except SystemExit as stopped:

@@ -8,60 +8,15 @@ import sys
 import pytest
 from conftest import ROOT
 
-# Prints what it finds, and ends with exit code 3.
-LOOK = """
-import atexit, ctypes, json, multiprocessing, os, signal, subprocess, sys, threading
-
-def words(name):
-    return [word for word in open(f"/proc/self/{name}").read().split(chr(0)) if word.strip()]
-
-def coerced(environment):  # which an interpreter adds for itself in the C locale
-    return sorted(word for word in environment if not word.startswith("LC_CTYPE"))
-
-found = {
-    "name": __name__,
-    "file": globals().get("__file__"),
-    "argv": sys.argv,
-    "path": sys.path,
-    "cwd": os.getcwd(),
-    "parent": os.getppid(),
-    "leads its session": os.getsid(0) == os.getpid(),
-    "environment": coerced(f"{name}={value}" for name, value in os.environ.items()),
-    "shown environment": coerced(words("environ")),
-    "shown command": words("cmdline"),
-    "files": [number for number in range(64) if os.path.exists(f"/proc/self/fd/{number}")],
-    "input": sys.stdin.read(),
-    "streams": [(s.encoding, s.errors, s.line_buffering) for s in (sys.stdout, sys.stderr)],
-    "handlers": [str(signal.getsignal(number)) for number in range(1, 16)],
-    "daemon": multiprocessing.current_process().daemon,
-    "main": sys.modules["__main__"].__dict__ is globals(),
-}
-import torch
-found["threads"] = torch.get_num_threads()
-if sys.argv[-1] == "parent":  # and what a child of it finds, which is forked by it
-    child = subprocess.run([sys.executable, *sys.argv[:-1], "child"], stdout=subprocess.PIPE)
-    found["child"] = json.loads(child.stdout.splitlines()[0]) | {"code": child.returncode}
-    assert found["child"].pop("parent") == os.getpid()
-print(json.dumps(found))
-print("at the end", file=sys.stderr)
-
-def outlive_the_program():
-    threading.main_thread().join()
-    print("by a thread", file=sys.stderr)
-
-threading.Thread(target=outlive_the_program).start()
-atexit.register(print, "at exit", file=sys.stderr)
-atexit.register(ctypes.CDLL(None).puts, b"by C")
-sys.exit(3)
-"""
-
 
 @pytest.mark.slow
 def test_a_fork_finds_what_a_new_interpreter_does(launcher, monkeypatch):
-    (launcher.folder / "look.py").write_text(LOOK)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for words in (["-u", "look.py"], ["-m", "look"]):
-        ended = [launcher.python(*words, "a b", "parent", cold=cold, check=False) for cold in (False, True)]
+    for words in (["-u", "look_around.py"], ["-m", "look_around"]):
+        options = {"cwd": ROOT / "tests" / "programs", "check": False}
+        ended = [
+            launcher.python(*words, "a b", "parent", fresh_interpreter=fresh, **options) for fresh in (False, True)
+        ]
         assert [done.stdout.splitlines()[1:] for done in ended] == [["by C"]] * 2
         forked, new = (json.loads(done.stdout.splitlines()[0]) for done in ended)
         for fork, other in ((forked.pop("child"), new.pop("child")), (forked, new)):

@@ -1,0 +1,28 @@
+"""An accelerator of one rank, without a process group: for what only asks it who and where it is."""
+
+from types import SimpleNamespace
+
+import torch
+from accelerate.utils import DistributedType
+
+
+def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no", fsdp_version=2, **more):
+    """Its collectives return what this rank has. more: other attributes, by their names."""
+    attributes = {
+        "num_processes": processes,
+        "process_index": rank,
+        "is_main_process": rank == 0,
+        "device": torch.device(device),
+        "distributed_type": DistributedType(kind),
+        "is_fsdp2": kind == "FSDP" and fsdp_version == 2,
+        "mixed_precision": precision,
+        "gradient_accumulation_steps": 1,
+        "virtual_processes": 0,
+        "project_dir": "run",
+        "print": print,
+        "reduce": lambda tensor, kind: tensor,
+        "gather": lambda tensor: tensor,
+        "wait_for_everyone": lambda: None,
+        "end_training": lambda: None,
+    }
+    return SimpleNamespace(**attributes | more)

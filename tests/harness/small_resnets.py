@@ -1,0 +1,53 @@
+"""ResNet-50s that train in seconds. `setattr` is pytest's, to undo it, or Python's."""
+
+import torch
+import torchvision
+from torch import nn
+from torchvision.models.resnet import Bottleneck, ResNet
+
+from scripts import resnet50
+
+
+def use_4_blocks(setattr) -> None:
+    """4 blocks instead of 16, and half or less of the channels."""
+    init = ResNet.__init__
+
+    def init_with_4_blocks(self, block, _, *more, **options):
+        options["width_per_group"] = 16
+        init(self, block, [1] * 4, *more, **options)
+
+    setattr(ResNet, "__init__", init_with_4_blocks)
+    setattr(Bottleneck, "expansion", 2)
+
+
+def draw_nothing(setattr) -> None:
+    """The pictures take longer than a short training."""
+    for draw in ("plot_confusion", "save_picture"):
+        setattr(resnet50, draw, lambda *_: None)
+
+
+def use_float64(setattr, blocks=4) -> None:
+    """There "equal" and "close" differ. The default type of torch stays float64."""
+    if blocks == 4:
+        use_4_blocks(setattr)
+    setattr(resnet50, "TEST_BATCH_SIZE", 64)
+    torch.set_default_dtype(torch.float64)
+
+
+class ThinBlock(Bottleneck):
+    expansion = 1
+
+
+class NarrowResNet(ResNet):
+    """A ResNet-50 of 32 to 128 channels instead of 256 to 2048, to be faster."""
+
+    def __init__(self, num_classes=1000, norm_layer=None):
+        super().__init__(ThinBlock, [3, 4, 6, 3], num_classes, norm_layer=norm_layer)
+        self.fc = nn.Linear(self.inplanes, num_classes)
+
+    def _make_layer(self, block, planes, *more, **options):
+        return super()._make_layer(block, max(32, planes // 4), *more, **options)
+
+
+def use_narrow(setattr) -> None:
+    setattr(torchvision.models, "resnet50", NarrowResNet)

@@ -1,0 +1,26 @@
+"""A data worker that does not come back from a read; it prints its process id."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from accelerate import Accelerator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils.loader import GlobalLoader
+
+
+class Stuck:
+    fingerprint = "stuck"
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        print(os.getpid(), flush=True)
+        time.sleep(1000)
+
+
+next(iter(GlobalLoader(Stuck(), 4, Accelerator(cpu=True), seed=0, num_workers=1)))
