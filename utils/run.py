@@ -135,9 +135,15 @@ class Run:
         self.metrics = Metrics(accelerator, saved_metrics, all_ranks_add=model_copy is None)
         # 3. Say so; a run that was completed before ends here.
         announce(
-            accelerator, topology, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size,
+            accelerator,
+            topology,
+            self.folder.path,
+            self.steps_per_epoch,
+            total_steps,
+            data,
+            self.batch_size,
             describe_batch,
-        )  # fmt: skip
+        )
         self._exit_if_completed()
         # 4. From here on it is a run: features, log files.
         self._attach_features(topology)

@@ -61,7 +61,7 @@ def _precision(monkeypatch, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", itertools.combinations(FEATURES, 2), ids=" and ".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations(FEATURES, 2)), ids=" and ".join)
 def test_two_features_leave_the_weights_of_those_that_matter(pair, references, tmp_path, capsys):
     if frozenset(pair) in REFUSED:
         assert run_many.run(PROGRAM, [*FEATURES[pair[0]], *FEATURES[pair[1]], "--output_dir", tmp_path / "run"]) == 2
