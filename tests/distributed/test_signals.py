@@ -125,7 +125,9 @@ def last_step(run) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", STOPS)
 def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, small_mnist, config):
-    process = launcher.start(config, "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000)
+    # A fork of the tests has imported everything already, and would end by the kernel's signal, without a word.
+    flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 5000]
+    process = launcher.start(config, *flags, fresh_interpreter=True)
     count = 2 if config == "cpu_ddp" else 1
     ranks = []
     while len(ranks) < count:

@@ -263,7 +263,7 @@ def test_another_recipe_is_refused_on_resume(run_4_blocks, capsys):
         "flip was 0.0 and is 0.5": ["--flip", 0.5],
         "repeats was 1 and is 2": ["--repeats", 2],
         "zero_init was True and is False": ["--no-zero_init"],
-        "model_ema, optimizer, scheduler, and the run model, optimizer, sch": ["--ema_decay", 0],
+        "model_ema, optimizer, scheduler' and is 'model, optimizer, scheduler'": ["--ema_decay", 0],
     }
     for sentence, flags in others.items():
         capsys.readouterr()

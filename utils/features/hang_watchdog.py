@@ -80,6 +80,7 @@ class HangWatchdog(threading.Thread):
         self.signs = {}  # of other ranks: the last number of a look, and when it was new
         self.found = None
         self.told = False
+        self.last_found = (None, 0.0)  # what it said last, and when: an error of the wait comes after the wait
 
     def run(self) -> None:
         with contextlib.suppress(Exception):  # the store ended with the process that has it
@@ -115,6 +116,7 @@ class HangWatchdog(threading.Thread):
         speakers = [rank for rank, place in enumerate(places) if place["answers"]]
         if self.found is None or speakers[0] != self.rank:
             return
+        self.last_found = (self.found, now)
         self.store.set("stalls/found", self.found)
         if not self.told:
             self.told = True
@@ -210,4 +212,5 @@ def who_is_late() -> str | None:
         with contextlib.suppress(Exception):  # the store may be gone
             if watchdog.store.check(["stalls/found"]):
                 return watchdog.store.get("stalls/found").decode()
-    return watchdog.found
+    sentence, said_at = watchdog.last_found
+    return watchdog.found or (sentence if time.monotonic() - said_at < watchdog.silent_s else None)

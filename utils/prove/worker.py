@@ -128,6 +128,7 @@ class RecordingRun(run.Run):
     def start(self, train_loader, test_loader, total_steps, *, checkpoint, **options) -> None:
         total_steps = min(total_steps, self.settings.steps)
         super().start(train_loader, test_loader, total_steps, checkpoint=checkpoint, **options)
+        self.same_weights = None  # weights that differ are a finding, and not the end of the run
         self.recorder = Recorder(self.accelerator, self.checkpoints, checkpoint, self.settings)
 
     def batches(self, train_loader, epoch):
