@@ -30,6 +30,7 @@ features/: each module can be left out, and its flag goes with it. `features/__i
     curves             curves.png and other pictures
     hang_watchdog      names the rank that the others wait for, and its line of code
     lost_peers         names the rank that is gone
+    quick_steps        a question of Accelerate in every step, asked once
     out_of_memory      advice, and the largest batch that fits
     same_weights       stops where the processes' weights drift apart
     sampling           weighted draws, repeated augmentation

@@ -144,6 +144,8 @@ def attach_to_process(errors: ExplainedErrors, can_resume: bool):
     Returns:
         The LostPeers to introduce to each other, or None.
     """
+    if has("quick_steps"):
+        feature("quick_steps").ask_once()
     if has("out_of_memory"):
         out_of_memory = feature("out_of_memory")
         errors.explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))

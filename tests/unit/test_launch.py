@@ -99,6 +99,20 @@ def test_zero_grad_does_as_before_and_no_optimizer_is_kept():
     assert kept() is None
 
 
+def test_accelerate_asks_only_once_whether_lomo_is_installed(monkeypatch):
+    """In each step otherwise, and it searches the disk."""
+    asked = []
+    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", lambda: bool(asked.append(None)))
+    accelerator = make_accelerator(run_flags(), cpu_threads=1)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = accelerator.prepare(torch.optim.SGD([parameter], 0.1))
+    for _ in range(3):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+    assert parameter.tolist() == pytest.approx([0.7, 0.7])
+    assert len(asked) == 1
+
+
 def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
     """Without it, --resume would start from nothing in another folder."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])

@@ -9,6 +9,7 @@
     same_weights        its file, several processes      compare the weights before each checkpoint
     hang_watchdog       its file, several processes      name the rank that the others wait for
     lost_peers          its file, several processes      name the rank that is gone
+    quick_steps         its file                         a question of Accelerate in every step, asked once
     out_of_memory       its file, or a script            advice, and the largest batch that fits
     restarts            --max_restarts of the launcher   continue after a failure without being asked
     fsdp                fsdp.yaml, or a script           sharded models
