@@ -42,6 +42,11 @@ class Best:
         self.tests_since_best = state.get("tests_since_best", 0)
 
 
+def is_number(value) -> bool:
+    """Whether a value can be compared and drawn: no bool, text or list."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def metric_direction(metric: str) -> tuple[str, bool]:
     """The name in METRIC, min:METRIC or max:METRIC, and whether less is better; by default so for
     losses and errors."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from .best import Best
+from .best import Best, is_number
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
 from .features import feature, has
@@ -415,10 +415,6 @@ class Run:
         result = ", ".join(shown[:3]) or f"{self.step} steps"
         train_s = self.progress.timer.train_s
         show(f"done: {result} in {train_s:.1f} s of training; model{curves} and summary in {path}", "green")
-
-
-def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def learning_rates(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, float]:

@@ -17,12 +17,13 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+from ..best import is_number
 from ..console import show, stop
 from ..features import feature, has
 from ..flags import non_negative_float
 from . import runs, text
 from .differences import number_difference, same_bits, tensor_difference
-from .runs import is_number, progress
+from .runs import progress
 
 TOLERANCE = 1e-6
 OTHER_SAMPLES = 1e-4  # of the samples behind a count, such as an accuracy, may count differently, and always one

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from ..best import is_number
 from ..console import stop
 
 # In the lines of metrics.jsonl, and different in every run.
@@ -10,10 +11,6 @@ TIMINGS = ("samples_per_s", "data_wait_pct")
 # What the comparison reads of run.json, where it is there and not null.
 ENTRIES = {"arguments": dict, "data": dict, "versions": dict, "launches": list, "command": list}
 ENTRIES |= {"git_commit": str, "total_steps": int}
-
-
-def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def read_text(path: Path) -> str:
