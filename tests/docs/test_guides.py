@@ -27,7 +27,7 @@ def test_the_three_snippets_train_a_model_of_your_own(tmp_path, monkeypatch):
     from utils.loader import GlobalLoader
     from utils.run import Run
 
-    data, model, loss_and_metrics = blocks(section(README, "Your own model"), "python")
+    data, model, loss_and_metrics = blocks(section(README, "Your own model"), "python")[0].split("\n\n")
     monkeypatch.setattr(sys, "argv", ["own.py"])
     args = SimpleNamespace(batch_size=12, lr=0.01, seed=0, output_dir=tmp_path / "run", log_every=1)
     accelerator = launch.make_accelerator(args, cpu_threads=1)
