@@ -37,6 +37,7 @@ from utils import launch
 from utils.console import plural, stop
 from utils.datasets.images_in_memory import BUNDLED_MNIST, LabelledImages, load_images
 from utils.features.pipeline import (
+    ModelParts,
     OneProcess,
     OverProcesses,
     balance_stages,
@@ -384,16 +385,19 @@ def main():
 
     batch_norm_sees = {"micro_batch_size": layout.micro_batch_size} if args.norm == "batch" else None
     micro_batches = plural(args.num_microbatches, "micro-batch")
+    model_parts = ModelParts(
+        copy=layout.copy,
+        batch=f"{layout.micro_batch_size} per micro-batch x {micro_batches} x {plural(layout.copies, 'pipeline')}",
+        notes={"num_stages": layout.num_stages, "copies": layout.copies, "stages": table},
+    )
+    checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run.start(
         train_loader,
         test_loader,
         total_steps,
+        checkpoint=checkpoint,
         resume_invariants=batch_norm_sees,
-        describe_batch=f"{layout.micro_batch_size} per micro-batch x {micro_batches} x "
-        f"{plural(layout.copies, 'pipeline')}",
-        launch_notes={"num_stages": layout.num_stages, "copies": layout.copies, "stages": table},
-        model_copy=layout.copy,
-        checkpoint={"model": model, "optimizer": optimizer, "scheduler": scheduler},
+        model_parts=model_parts,
     )
     accelerator.print(format_table(table), flush=True)
 

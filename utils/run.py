@@ -1,8 +1,6 @@
-"""The bookkeeping of a training run: which step, what to log, when to save, when to stop, how to
-resume.
+"""The bookkeeping of a training run: which step, what to log, when to save, when to stop, how to resume.
 
-Forward, loss, backward, clipping and the optimizer's step stay in the script; nothing here calls
-them.
+Forward, loss, backward, clipping and the optimizer's step stay in the script; nothing here calls them.
 """
 
 import argparse
@@ -58,17 +56,16 @@ class Run:
         run.finish()
 
     Args:
-        args: `output_dir`, and those of DEFAULTS that your parser has (`ArgumentParser.add_run_flags`
-            adds all of them); the rest is recorded in run.json. `args.resume_invariants`, the names of
-            flags that a resumed run must have the same values for, comes from
-            `ArgumentParser.add_argument_group(..., resume_invariant=True)`.
+        args: `output_dir`, and those of DEFAULTS that your parser has (`ArgumentParser.add_run_flags` adds all of
+            them); run.json records everything. A resumed run must have the same values for the flags that
+            `args.resume_invariants` names: see ArgumentParser.
 
     Attributes:
         step: optimizer steps done, the one number that says where the run is.
 
     Raises:
-        SystemExit: on every rank, if the folder holds a run and --resume is not given, if another
-            process writes to it, or if it cannot be written to.
+        SystemExit: on every rank, if the folder holds a run and --resume is not given, if another process writes
+            to it, or if it cannot be written to.
     """
 
     def __init__(self, accelerator: Accelerator, args: argparse.Namespace):
@@ -92,30 +89,28 @@ class Run:
         checkpoint: dict,
         data: dict | None = None,
         resume_invariants: dict | None = None,
-        describe_batch: str | None = None,
-        launch_notes: dict | None = None,
-        model_copy: int | None = None,
+        model_parts=None,
     ) -> None:
         """Load the newest checkpoint (with --resume), print the banner, open the log files. Collective.
 
         Args:
             total_steps: optimizer steps of the whole run.
-            checkpoint: by name, everything that a checkpoint must hold, as `prepare` returned it: any
-                number of models, optimizers, schedules, moving averages, and objects of your own with
-                state_dict and load_state_dict.
-            data: more about the data, for run.json and the screen; its "fingerprint" replaces the
-                loaders' own.
+            checkpoint: by name, everything that a checkpoint must hold, as `prepare` returned it: any number of
+                models, optimizers, schedules, moving averages, and objects of your own with state_dict and
+                load_state_dict.
+            data: more about the data, for run.json and the screen; its "fingerprint" replaces the loaders' own.
             resume_invariants: what else a resumed run must have the same value for, by name.
-            describe_batch, launch_notes, model_copy: for scripts whose processes share the model; see
-                topology.announce, run.json and checkpoint.Checkpoints.
+            model_parts: a features.pipeline.ModelParts, if the processes share the model.
 
         Raises:
-            SystemExit: on every rank, if processes have different data or the checkpoint does not fit;
-                with exit code 0 if the run was completed before.
+            SystemExit: on every rank, if processes have different data or the checkpoint does not fit; with exit
+                code 0 if the run was completed before.
         """
         accelerator, args = self.accelerator, self.args
         self.total_steps, self.steps_per_epoch = total_steps, len(train_loader)
-        self.state, self.model_copy = checkpoint, model_copy
+        self.batch_size, self.state = train_loader.sampler.batch_size, checkpoint
+        self.model_copy = model_parts.copy if model_parts else None
+        check_batch_norms(checkpoint.values(), train_loader.sampler)
         # 1. What must be the same on all processes, and when the run is resumed.
         data = same_on_all(describe_data(train_loader, test_loader, data or {}))
         invariants = {name: vars(args)[name] for name in vars(args).get("resume_invariants", ())}
@@ -123,26 +118,19 @@ class Run:
         invariants |= {"data": data["fingerprint"], "total_steps": total_steps}
         invariants |= {"save_best": args.save_best}  # the file of the best model is of this metric
         invariants |= resume_invariants or {}
-        self.checkpoints = Checkpoints(
-            accelerator, self.folder.path / "checkpoints", checkpoint, invariants, args.keep_checkpoints, model_copy
-        )
-        self.batch_size = train_loader.sampler.batch_size
-        check_batch_norms(self.checkpoints.models.values(), train_loader.sampler)
-        topology = describe_topology(accelerator, split_batch=describe_batch is None)
+        topology = describe_topology(accelerator, split_batch=model_parts is None)
         # 2. Go on where the newest checkpoint is.
+        folder = self.folder.path / "checkpoints"
+        self.checkpoints = Checkpoints(
+            accelerator, folder, checkpoint, invariants, args.keep_checkpoints, self.model_copy
+        )
         self.step, extra, saved_metrics = self.checkpoints.load()
         self.best.load_state(extra)
-        self.metrics = Metrics(accelerator, saved_metrics, all_ranks_add=model_copy is None)
+        self.metrics = Metrics(accelerator, saved_metrics, all_ranks_add=model_parts is None)
         # 3. Say so; a run that was completed before ends here.
+        batch = model_parts.batch if model_parts else None
         announce(
-            accelerator,
-            topology,
-            self.folder.path,
-            self.steps_per_epoch,
-            total_steps,
-            data,
-            self.batch_size,
-            describe_batch,
+            accelerator, topology, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
         )
         self._exit_if_completed()
         # 4. From here on it is a run: features, log files.
@@ -153,7 +141,7 @@ class Run:
         self.progress = Progress(self.step, total_steps, self.steps_per_epoch, test_steps, shows=is_main)
         if is_main:
             about_run = {"arguments": as_json(vars(args)), "data": data, "total_steps": total_steps}
-            about_launch = {**topology, **(launch_notes or {})}
+            about_launch = {**topology, **(model_parts.notes if model_parts else {})}
             self.folder.open(self.step, extra.get("metrics_bytes", 0), about_run, about_launch)
 
     def _exit_if_completed(self) -> None:
@@ -191,10 +179,9 @@ class Run:
             self.trackers = feature("trackers", "--log_with").Trackers(accelerator, config)
 
     def epochs(self) -> Iterator[int]:
-        """The numbers of the epochs to go. A run resumed at the end of an epoch begins with that
-        epoch's test.
+        """The numbers of the epochs to go, until `total_steps` steps are done or --patience ends the run.
 
-        Ends after `total_steps` steps, or when `patience` tests in a row were not better than the best.
+        A run resumed at the end of an epoch begins with that epoch's test.
         """
         first = max(self.step - 1, 0) // self.steps_per_epoch
         for epoch in range(first, math.ceil(self.total_steps / self.steps_per_epoch)):
@@ -207,13 +194,11 @@ class Run:
                 return
 
     def batches(self, loader: GlobalLoader, epoch: int) -> Iterator[Batch]:
-        """The micro-batches of an epoch that are still to go; between steps it logs, saves and stops
-        where it is due. Collective.
+        """The micro-batches of an epoch that are still to go; between steps it logs, saves and stops. Collective.
 
-        A step is done when the next batch is asked for: do not leave the loop by `break`. Before every
-        micro-batch, the generators of torch, Python and NumPy are seeded by its place in the run, so that
-        dropout inside a model, or a mixup in the loop, is the same after a resume, and on P processes as
-        on one process with P accumulation steps.
+        A step is done when the next batch is asked for: do not leave the loop by `break`. Before every micro-batch,
+        the generators of torch, Python and NumPy are seeded by its place in the run: dropout inside a model, or a
+        mixup in the loop, is the same when resumed, and on P processes as on one with P accumulation steps.
         """
         batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
         yield from self._loop(batches, loader.sampler.accumulation, epoch, self._seed_model)
@@ -290,8 +275,7 @@ class Run:
         self.checkpoints.save(self.step, self.metrics.state(), extra, self.folder.sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
-        """Add a micro-batch to the metrics of the next log line: `run.log_train(batch, loss=losses,
-        error_px=errors)`.
+        """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.
 
         Args:
             values: (n,), one per sample.
@@ -301,9 +285,6 @@ class Run:
 
     def log(self, split: str, epoch: int, *, step: int | None = None, **metrics: float) -> None:
         """A line of your own in metrics.jsonl, on the screen and in the trackers.
-
-        Everything in a line but samples_per_s and data_wait_pct is a function of the run's arguments;
-        these two are timings.
 
         Args:
             split: its first word.
@@ -319,8 +300,7 @@ class Run:
             self.progress.show_line(split, step, epoch + 1, metrics)
 
     def test_batches(self, loader: GlobalLoader) -> Iterator[Batch]:
-        """The batches of a test set. Shows how far the test is, and stops the run when a signal
-        asks for that. Collective."""
+        """The batches of a test set. Shows how far the test is; stops the run after a signal. Collective."""
         for batches in self.test_steps(loader):
             yield from batches
 
@@ -425,18 +405,16 @@ def learning_rates(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, fl
     }
 
 
-def check_batch_norms(models: Iterable[nn.Module], sampler: GlobalSampler) -> None:
-    """Check that models with BatchNorm get micro-batches of one size: their statistics would not count alike
-    otherwise, and one sample has no variance.
+def check_batch_norms(state: Iterable, sampler: GlobalSampler) -> None:
+    """Check that models with BatchNorm get micro-batches of one size: their statistics would not count alike.
 
     Raises:
         SystemExit: if not.
     """
-    if sampler.batch_size % sampler.num_slots == 0:
-        return
-    layers = [module for model in models for module in model.modules()]
-    if any(isinstance(layer, _BatchNorm) and layer.training for layer in layers):
+    models = [part for part in state if isinstance(part, nn.Module)]
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
         stop(
-            f"--batch_size {sampler.batch_size} does not divide by {sampler.num_slots} "
-            "micro-batches, and the model has BatchNorm, which needs micro-batches of one size"
+            f"--batch_size {sampler.batch_size} does not divide by {sampler.num_slots} micro-batches, and the model "
+            "has BatchNorm, which needs micro-batches of one size"
         )

@@ -28,6 +28,14 @@ class BlockCost(NamedTuple):
     output: torch.Tensor  # on the meta device: only its shape and dtype are used
 
 
+class ModelParts(NamedTuple):
+    """What `run.start` must know of a model of which each process has a part."""
+
+    copy: int  # which copy of the model this process has a part of
+    batch: str  # how the global batch is made up, for the banner
+    notes: dict  # of this launch, for run.json
+
+
 def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 5) -> dict[str, BlockCost]:
     """Measure forward and backward passes of each block for one micro-batch. Collective.
 
