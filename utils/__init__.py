@@ -21,27 +21,7 @@ The core, in the order in which a script meets it:
     memory             peak memory of a process
     atomic_files       files that are there whole or not at all
 
-features/: each module can be left out, and its flag goes with it. `features/__init__.py` says who asks for which.
-
-    virtual_processes  the same bits on any number of processes
-    profiling          where the time of a step goes
-    early_stopping     stop when the test no longer gets better
-    trackers           tensorboard and others beside metrics.jsonl
-    curves             curves.png and other pictures
-    hang_watchdog      names the rank that the others wait for, and its line of code
-    lost_peers         names the rank that is gone
-    quick_steps        a question of Accelerate in every step, asked once
-    out_of_memory      advice, and the largest batch that fits
-    same_weights       stops where the processes' weights drift apart
-    sampling           weighted draws, repeated augmentation
-    restarts           what the launcher restarts continues the run
-    gather_samples     every sample's value on every process
-    pretrained         start from weights that somebody else has trained
-    fsdp               models whose parameters are sharded
-    data_parallel      nn.DataParallel, with the loss on each GPU
-    batch_norm         BatchNorm statistics over all processes
-    pipeline           a model cut into stages over several devices
-    pipeline_timeline  when each stage computes, and how long it is idle
+features/: each module can be left out, and its flag goes with it; its __init__.py lists them.
 
 datasets/: where items come from.
 

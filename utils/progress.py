@@ -6,11 +6,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
-from tqdm import tqdm
-
 from .console import show
+from .features import feature, has
 
-TEST_LINE_EVERY_S = 20  # in a log file; a terminal has a bar
+TEST_LINE_EVERY_S = 20  # where no bar shows it
 
 
 class Progress:
@@ -29,23 +28,17 @@ class Progress:
         self.tests_left = math.ceil(total_steps / steps_per_epoch) - max(step - 1, 0) // steps_per_epoch
         self.started_at, self.logged_at = time.time(), time.perf_counter()
         self.timer = Timer()
-        self.drawn_at = self.test_shown_at = 0.0
+        self.test_shown_at = 0.0
         self.test_s: float | None = None
         self.is_testing = False
         self.bar = None
-        if shows and sys.stderr.isatty():
-            self.bar = tqdm(
-                total=total_steps,
-                initial=step,
-                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
-                leave=False,
-                dynamic_ncols=True,
-            )
+        if shows and sys.stderr.isatty() and has("progress_bar"):
+            self.bar = feature("progress_bar").ProgressBar(step, total_steps)
 
     def timed(self, batches: Iterable, batches_per_step: int) -> Iterator:
         """The same batches; adds up the time in this loop, and draws the bar between steps."""
         for batch in self.timer.timed(batches, batches_per_step):
-            if self.bar is not None and time.perf_counter() > self.drawn_at + 0.1:
+            if self.bar is not None and self.bar.is_due():
                 self.draw_bar(self.first_step + self.timer.steps)
             yield batch
 
@@ -59,18 +52,15 @@ class Progress:
         if self.bar is None:
             return
         step_s, left_s = self.step_time(step)
-        self.bar.n, self.drawn_at = step, time.perf_counter()
-        if step_s:
-            rate = f"{1 / step_s:.1f} steps/s" if step_s < 1 else f"{step_s:.1f} s/step"
-            doing = doing if self.is_testing else rate
-            self.bar.set_postfix_str(f"{doing}, {clock(left_s)} left", refresh=False)
-        self.bar.refresh()
+        if step_s and not self.is_testing:
+            doing = f"{1 / step_s:.1f} steps/s" if step_s < 1 else f"{step_s:.1f} s/step"
+        self.bar.draw(step, f"{doing}, {clock(left_s)} left" if step_s else "")
 
     def show_test(self, step: int, done: int, total: int) -> None:
         """How far a test is: in the bar, or in a log file as a line now and then."""
         now = time.perf_counter()
         if self.bar is not None:
-            if now > self.drawn_at + 0.1:
+            if self.bar.is_due():
                 self.draw_bar(step, f"testing {done}/{total}")
         elif self.shows and now > max(self.test_shown_at, self.logged_at) + TEST_LINE_EVERY_S:
             self.test_shown_at = now

@@ -3,12 +3,9 @@
 import atexit
 import json
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -17,23 +14,22 @@ from filelock import FileLock, Timeout
 
 from .atomic_files import fsync_folder, read_entry, write_json
 from .console import show, stop
-
-PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "numpy")
+from .features import feature, has
 
 
 class RunFolder:
     """The folder of one run. Collective.
 
-    Claims the folder: makes it, tries to write to it, and locks it. The lock is held until the process ends;
-    the kernel releases it after a `kill -9` too.
+    Makes it, tries to write to it, and locks it until the process ends; the kernel releases the lock after a
+    `kill -9` too.
 
     Args:
         path: of the folder.
         resume: whether it may hold a run; None: as False, in a script that cannot resume.
 
     Raises:
-        SystemExit: on every rank, if the folder holds a run and `resume` is not set, if another process
-            writes to it, or if it cannot be written to.
+        SystemExit: on every rank, if the folder holds a run and `resume` is not set, if another process writes to it,
+            or if it cannot be written to.
     """
 
     def __init__(self, accelerator: Accelerator, path: Path | str, resume: bool | None):
@@ -84,18 +80,14 @@ class RunFolder:
         content = {
             **about_run,
             "command": sys.argv,
-            "versions": versions(),
-            "git_commit": git_commit(),
+            **(feature("provenance").describe_code() if has("provenance") else {}),
             "launches": [*launches, launch],
         }
         path = self.path / "metrics.jsonl"
         self.metrics_file = open(path, "ab")  # noqa: SIM115  until the end
         if path.stat().st_size < metrics_bytes:  # `truncate` would lengthen it
-            show(
-                f"warning: {path} is shorter than when the checkpoint was saved: lines before step "
-                f"{step + 1} are missing",
-                "yellow",
-            )
+            lost = f"lines before step {step + 1} are missing"
+            show(f"warning: {path} is shorter than when the checkpoint was saved: {lost}", "yellow")
             metrics_bytes = path.read_bytes().rfind(b"\n") + 1
         self.metrics_file.truncate(metrics_bytes)
         self.metrics_file.seek(0, os.SEEK_END)
@@ -132,30 +124,3 @@ def remove_if_unused(folder: Path) -> None:
     """Remove the folder of a run that ended before it began, by a wrong --dataset for instance."""
     if folder.is_dir() and os.listdir(folder) == [".lock"]:
         shutil.rmtree(folder)
-
-
-def versions() -> dict[str, str]:
-    """The version of Python and of each package that is installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def git_commit() -> str | None:
-    """The commit of the code, with "+" after it if files were changed since; None outside git."""
-    here = Path(__file__).parent
-
-    def git(*words):
-        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        changes = commit and git("status", "--porcelain", "--untracked-files=no")
-    except OSError:  # git is not installed
-        return None
-    return commit and commit + ("+" if changes else "")

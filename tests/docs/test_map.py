@@ -10,7 +10,7 @@ UTILS = ROOT / "utils"
 
 def on_the_map() -> dict[str, set[str]]:
     """The names in each part of the docstring, by the room of the part: "" for the core and for the commands."""
-    text = ast.get_docstring(ast.parse((UTILS / "__init__.py").read_text()))
+    text = docstring(UTILS / "__init__.py")
     names, room = {}, ""
     for line in text.splitlines():
         if line and not line.startswith(" "):
@@ -18,7 +18,12 @@ def on_the_map() -> dict[str, set[str]]:
             room = heading[1] if heading else ""
         elif entry := re.match(r"    ([\w/]+) {2,}\S", line):
             names.setdefault(room, set()).add(entry[1])
-    return names
+    features = re.findall(r"^    (\w+) {2,}\S", docstring(UTILS / "features" / "__init__.py"), re.M)
+    return names | {"features/": set(features) - {"module"}}
+
+
+def docstring(path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text()))
 
 
 def modules(folder) -> set[str]:

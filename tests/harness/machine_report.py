@@ -12,7 +12,7 @@ import torch
 from benchmarks.common import table
 from utils.console import plural
 from utils.doctor import output_of
-from utils.run_folder import git_commit
+from utils.features.provenance import git_commit
 from utils.topology import cpu_name
 
 COLUMNS = dict.fromkeys(("config", "check", "figure", "tolerance", "outcome"), "{}")

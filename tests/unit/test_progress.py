@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from utils import console, progress
+from utils.features import progress_bar
 from utils.progress import Progress
 
 
@@ -29,6 +30,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(progress, "time", self)
+        monkeypatch.setattr(progress_bar, "time", self)
         self.perf_counter = self.time = lambda: self.now
         self.strftime = lambda _: "now"
 

@@ -5,6 +5,8 @@
     profiling           --profile                        a table and a trace of some steps
     early_stopping      --patience                       stop when the test no longer gets better
     trackers            --log_with                       log to tensorboard and the like, too
+    progress_bar        its file                         a bar on a terminal
+    provenance          its file                         versions and commit in run.json
     curves              its file                         curves.png at the end of a run
     same_weights        its file, several processes      compare the weights before each checkpoint
     hang_watchdog       its file, several processes      name the rank that the others wait for
