@@ -32,7 +32,7 @@ from utils.console import stop
 from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
 from utils.features.data_parallel import data_parallel, on_each_gpu
 from utils.features.out_of_memory import largest_that_fits
-from utils.flags import ArgumentParser, non_negative_float, non_negative_int, positive_int
+from utils.flags import ArgumentParser, non_negative_float, positive_int
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -59,11 +59,10 @@ def parse_args():
     add("--lr", type=non_negative_float, default=2e-2, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of AdamW")
     add("--max_grad_norm", type=non_negative_float, default=1.0, help="clip the norm of a step's gradient; 0: off")
-    add("--seed", type=non_negative_int, default=0, help="seed of the weights and of the data order")
 
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=positive_int, default=3, help="passes over the training images")
-    add("--max_steps", type=non_negative_int, default=0, help="optimizer steps, instead of --num_epochs; 0: off")
+    add("--max_steps", type=positive_int, default=None, help="optimizer steps, instead of --num_epochs")
     add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step, on each process")
     size = "largest micro-batch of a process, instead of their number; auto: as large as memory allows"
     add("--micro_batch_size", type=auto_or_size, metavar="N|auto", help=size)
@@ -171,7 +170,7 @@ def largest_micro_batch(args, model, data, accelerator) -> int:
         losses.sum().backward()
         del others  # not earlier
 
-    model.to(accelerator.device)
+    model = data_parallel(model.to(accelerator.device), accelerator)  # as `prepare` will wrap it
     size = largest_that_fits(attempt, args.batch_size // accelerator.num_processes, accelerator, args.cpu_memory_gib)
     model.zero_grad()
     if not size:
@@ -194,7 +193,6 @@ def main():
 
     train_data, test_data = load_images(args.dataset)
     model = CellNet(train_data.images.shape[1], len(train_data.classes), args.norm, args.variable_length)
-    model = data_parallel(model, accelerator)
     if args.micro_batch_size:
         is_auto, per_process = args.micro_batch_size == "auto", args.batch_size // accelerator.num_processes
         size = largest_micro_batch(args, model, train_data, accelerator) if is_auto else args.micro_batch_size

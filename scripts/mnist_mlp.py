@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import launch
 from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
-from utils.features.data_parallel import data_parallel
-from utils.flags import ArgumentParser, non_negative_float, non_negative_int, positive_int
+from utils.flags import ArgumentParser, non_negative_float, positive_int
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -41,11 +40,10 @@ def parse_args():
     add("--batch_size", type=positive_int, default=256, help="samples per optimizer step, over all processes")
     add("--lr", type=non_negative_float, default=6e-3, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of AdamW")
-    add("--seed", type=non_negative_int, default=0, help="seed of the weights and of the data order")
 
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=positive_int, default=4, help="passes over the training images")
-    add("--max_steps", type=non_negative_int, default=0, help="optimizer steps, instead of --num_epochs; 0: off")
+    add("--max_steps", type=positive_int, default=None, help="optimizer steps, instead of --num_epochs")
     add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step, on each process")
 
     parser.add_run_flags(log_every=100)
@@ -93,7 +91,6 @@ def main():
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
 
     model = MLP(train_data.images[0].numel(), args.hidden, len(train_data.classes))
-    model = data_parallel(model, accelerator)  # nn.DataParallel with dp.yaml, otherwise the model itself
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -95,16 +95,18 @@ def parse_args():
     add("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all pipelines")
     add("--lr", type=non_negative_float, default=1e-3, help="highest learning rate of the one-cycle schedule")
     add("--weight_decay", type=non_negative_float, default=0.05, help="weight decay of AdamW")
-    add("--seed", type=non_negative_int, default=0, help="seed of the weights and of the data order")
 
     add = parser.add_argument_group("length and memory").add_argument
-    add("--num_epochs", type=positive_int, default=1, help="passes over the training images, with --max_steps 0")
-    add("--max_steps", type=non_negative_int, default=60, help="optimizer steps, instead of --num_epochs; 0: off")
+    add("--num_epochs", type=positive_int, default=None, help="passes over the training images")
+    add("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 60)")
     fills = "how often the pipeline is filled in one step"
     add("--gradient_accumulation_steps", type=positive_int, default=1, help=fills)
 
     parser.add_run_flags(virtual_processes=False, log_every=10)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.num_epochs and not args.max_steps:
+        args.max_steps = 60
+    return args
 
 
 def make_resnet(num_classes: int, norm: str = "batch") -> nn.Module:

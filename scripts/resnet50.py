@@ -38,7 +38,7 @@ from utils.datasets.image_files import (
 from utils.datasets.images_in_memory import BUNDLED_MNIST, load_splits
 from utils.features.batch_norm import BatchNorms
 from utils.features.curves import draw_images, plot_confusion, save_picture
-from utils.features.data_parallel import data_parallel, on_each_gpu
+from utils.features.data_parallel import on_each_gpu
 from utils.features.fsdp import memory_format, moving_average, shard, supports_fused_step
 from utils.features.gather_samples import gather_samples
 from utils.features.pretrained import load_pretrained
@@ -63,7 +63,6 @@ PRESETS = {
         "min_crop": 0.08,
         "flip": 0.5,
         "num_epochs": 90,
-        "max_steps": 0,
         "batch_size": 256,
         "lr": 0.1,
         "schedule": "step",
@@ -80,7 +79,6 @@ PRESETS = {
         "min_crop": 0.08,
         "flip": 0.5,
         "num_epochs": 600,
-        "max_steps": 0,
         "batch_size": 1024,
         "lr": 0.125,
         "schedule": "cosine",
@@ -151,17 +149,18 @@ def parse_args():
     add("--label_smoothing", type=fraction, default=0.0, help="label smoothing in training")
     add("--ema_decay", type=fraction, default=0.0, help="decay of a moving average of the model; 0: no average")
     add("--ema_every", type=positive_int, default=1, help="steps between two steps of that average")
-    add("--seed", type=non_negative_int, default=0, help="seed of the weights, data order and augmentation")
 
     add = parser.add_argument_group("length, memory and speed").add_argument
-    add("--num_epochs", type=positive_int, default=1, help="passes over the training images")
-    add("--max_steps", type=non_negative_int, default=150, help="optimizer steps, instead of --num_epochs; 0: off")
+    add("--num_epochs", type=positive_int, default=None, help="passes over the training images")
+    add("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 150)")
     add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step, on each process")
     add("--compile", action="store_true", help="torch.compile the model")
 
     parser.add_run_flags(log_every=10)
     parser.set_defaults(**PRESETS.get(parser.parse_known_args()[0].preset, {}))
     args = parser.parse_args()
+    if not args.num_epochs and not args.max_steps:
+        args.max_steps = 150
     args.eval_size = args.eval_size or args.image_size
     args.eval_resize = max(args.eval_resize, args.eval_size)
     return args
@@ -376,7 +375,6 @@ def main():
     )
     if args.compile:
         model.compile()
-    model = data_parallel(model, accelerator)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     if ema is not None:
         shard(ema.module, accelerator)  # with fsdp.yaml, as `prepare` has sharded the model

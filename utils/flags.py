@@ -47,7 +47,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse whose help and errors are printed once a machine, an error as one sentence.
 
     The parsed namespace has an attribute `resume_invariants`: the names (dest) of all flags in groups
-    made with `resume_invariant=True`, as a tuple. These must have the same value when a run is resumed.
+    made with `resume_invariant=True`, as a tuple, and "seed". These must have the same value when a run is resumed.
 
     Args:
         docstring: the script's. --help shows its first line, and its indented lines as examples.
@@ -57,6 +57,7 @@ class ArgumentParser(argparse.ArgumentParser):
         first, *others = (docstring or "").splitlines() or [""]
         commands = [f"  {' '.join(line.split())}" for line in others if line.startswith("    ")]
         self.invariant_groups = []
+        self.has_run_flags = False
         sets = "CONFIG alone sets the number of processes, devices and precision."
         usage = f"accelerate launch --config_file CONFIG {sys.argv[0]} [flags]"
         super().__init__(
@@ -77,24 +78,26 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         """As in argparse, plus `resume_invariants`; parse_args() calls this method too."""
         namespace, unknown = super().parse_known_args(args, namespace)
-        names = []
+        names = ["seed"] if self.has_run_flags else []
         for group in self.invariant_groups:
             names += [action.dest for action in group._group_actions]
         namespace.resume_invariants = tuple(names)
         return namespace, unknown
 
     def add_run_flags(self, log_every: int | None = None, *, virtual_processes: bool = True) -> None:
-        """Add the last group, "run": where the output goes, and how to save, resume and log.
+        """Add the last group, "run": the seed, where the output goes, and how to save, resume and log.
 
         Flags of features that are not there are left out.
 
         Args:
             log_every: default of --log_every. None: for a script that neither logs its steps nor
-                can be resumed; it gets --output_dir and --timeout_s only.
+                can be resumed; it gets --seed, --output_dir and --timeout_s only.
             virtual_processes: whether the script has --virtual_processes. False where the processes
                 share the model.
         """
+        self.has_run_flags = True
         add = self.add_argument_group("run").add_argument
+        add("--seed", type=non_negative_int, default=0, help="seed of all random numbers")
         add("--output_dir", type=folder_name, metavar="FOLDER", help="of this run (default: a new one under runs/)")
         if log_every:
             add("--resume", action="store_true", help="continue from the newest checkpoint in --output_dir, if any")

@@ -25,7 +25,7 @@ from .console import outlive_readers, stop
 from .errors import ExplainedErrors, explain_errors
 from .features import feature, has
 from .signals import follow_launcher
-from .topology import check_environment, check_topology, same_on_all, wants_cpu
+from .topology import check_environment, check_topology, data_parallel_gpus, same_on_all, wants_cpu
 
 
 class TrainingAccelerator(Accelerator):
@@ -33,6 +33,7 @@ class TrainingAccelerator(Accelerator):
 
     Attributes:
         virtual_processes: as --virtual_processes asked for; 0: off.
+        split_batch: each process gets a part of the batch; False if the processes share the model.
         around_backward: functions that return a context manager, entered around every backward pass,
             the last one outermost. Who attaches to `backward` appends to this list and removes its own
             entry: a method replaced on the object, which the next one replaces again, cannot be put
@@ -40,6 +41,7 @@ class TrainingAccelerator(Accelerator):
     """
 
     virtual_processes = 0
+    split_batch = True
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -50,6 +52,13 @@ class TrainingAccelerator(Accelerator):
             for around in reversed(self.around_backward):
                 stack.enter_context(around())
             super().backward(loss, **kwargs)
+
+    def prepare_model(self, model, device_placement=None, evaluation_mode=False):
+        """As in Accelerate, which has no nn.DataParallel: with dp.yaml, the model is wrapped in that."""
+        is_new = not evaluation_mode and not getattr(model, "_is_accelerate_prepared", False)
+        if is_new and data_parallel_gpus(self) > 1 and not self.verify_device_map(model):
+            model = feature("data_parallel", "one process with several GPUs (dp.yaml)").data_parallel(model, self)
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
 
 def make_accelerator(
@@ -96,6 +105,7 @@ def make_accelerator(
     )
     # From here on, the processes can talk to each other.
     check_topology(accelerator)
+    accelerator.split_batch = split_batch
     attach_to_group(lost_peers, getattr(args, "timeout_s", 600))
     if restarts and restarts.was_restarted():
         args.resume = True  # nobody is there to type --resume

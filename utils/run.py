@@ -118,7 +118,7 @@ class Run:
         invariants |= {"data": data["fingerprint"], "total_steps": total_steps}
         invariants |= {"save_best": args.save_best}  # the file of the best model is of this metric
         invariants |= resume_invariants or {}
-        topology = describe_topology(accelerator, split_batch=model_parts is None)
+        topology = describe_topology(accelerator)
         # 2. Go on where the newest checkpoint is.
         folder = self.folder.path / "checkpoints"
         self.checkpoints = Checkpoints(

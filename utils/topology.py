@@ -167,24 +167,22 @@ def same_on_all(facts: dict) -> dict:
 
 def data_parallel_gpus(accelerator: Accelerator) -> int:
     """How many GPUs one process uses by nn.DataParallel (dp.yaml); 1 with any other config."""
-    if accelerator.device.type != "cuda" or accelerator.num_processes > 1:
+    is_alone = accelerator.distributed_type == DistributedType.NO
+    splits_batch = getattr(accelerator, "split_batch", True)  # an Accelerator of your own has none
+    if accelerator.device.type != "cuda" or not is_alone or not splits_batch:
         return 1
     return torch.cuda.device_count()
 
 
-def describe_topology(accelerator: Accelerator, split_batch: bool = True) -> dict:
+def describe_topology(accelerator: Accelerator) -> dict:
     """The topology that runs, for run.json. Collective: call it on every rank.
-
-    Args:
-        split_batch: False for a script that splits the model over the GPUs of a process, so that
-            several GPUs in one process do not mean DataParallel.
 
     Returns:
         config file, distributed type, backend, precision and so on; "processes" has one entry a
         rank.
     """
     on_gpu = accelerator.device.type == "cuda"
-    gpus = data_parallel_gpus(accelerator) if split_batch else 1
+    gpus = data_parallel_gpus(accelerator)
     distributed_type = accelerator.distributed_type.value
     if gpus > 1:
         distributed_type = "DATA_PARALLEL"

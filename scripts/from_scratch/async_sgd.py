@@ -54,7 +54,6 @@ def parse_args():
     add("--worker_batch_size", type=flags.positive_int, default=64, help="samples per gradient")
     add("--hidden", type=flags.positive_int, default=128, help="hidden units")
     add("--lr", type=flags.non_negative_float, default=0.2, help="learning rate for the mean gradient of all workers")
-    add("--seed", type=flags.non_negative_int, default=0, help="seed of weights and data order")
     add("--target", type=flags.non_negative_float, default=0.97, help="test accuracy to reach; its time is printed")
     add("--test_every", type=flags.positive_int, default=16, help="steps between two tests")
     parser.add_run_flags()

@@ -71,8 +71,6 @@ def parse_args():
     add("--size_mib", type=flags.positive_int, default=4, help="size of the gradient in MiB")
     add("--repetitions", type=flags.positive_int, default=10, help="timed calls of each way")
     add("--warmup", type=flags.non_negative_int, default=2, help="calls before the timed ones")
-    add = parser.add_argument_group("numbers").add_argument
-    add("--seed", type=flags.non_negative_int, default=0, help="seed of the gradients")
     parser.add_run_flags()
     return parser.parse_args()
 

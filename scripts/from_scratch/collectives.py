@@ -59,7 +59,6 @@ def parse_args():
     add("--sizes", type=num_bytes, nargs="+", default=sizes, metavar="BYTES", help=what)
     add("--repetitions", type=flags.positive_int, default=15, help="timed calls of each operation and size")
     add("--warmup", type=flags.non_negative_int, default=3, help="calls before the timed ones")
-    add("--seed", type=flags.non_negative_int, default=0, help="seed of the numbers sent")
     add = parser.add_argument_group("explaining").add_argument
     add("--explain", action="store_true", help="print what each operation does, with a picture")
     add("--simulate", type=flags.at_least(2), nargs="?", const=8, metavar="NODES", help=nodes)

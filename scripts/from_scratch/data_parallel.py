@@ -425,7 +425,6 @@ def parse_args():
     add("--num_steps", type=flags.at_least(2), default=6, help="steps; the first is not timed")
     add("--batch_size", type=flags.positive_int, default=90, help="samples per step, over all devices together")
     add("--lr", type=flags.non_negative_float, default=0.1, help="learning rate")
-    add("--seed", type=flags.non_negative_int, default=0, help="seed of weights and data order")
     add("--dtype", choices=("float32", "float64"), default="float64", help=dtype)
     parser.add_run_flags()
     return parser.parse_args()

@@ -53,7 +53,6 @@ def parse_args():
     add("--num_epochs", type=flags.positive_int, default=2, help="passes over the training images")
     add("--batch_size", type=flags.positive_int, default=256, help="samples per step, over all processes together")
     add("--lr", type=flags.non_negative_float, default=0.1, help="learning rate")
-    add("--seed", type=flags.non_negative_int, default=0, help="seed of weights and data order")
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
     parser.add_run_flags()
     return parser.parse_args()

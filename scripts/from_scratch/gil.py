@@ -42,8 +42,6 @@ def parse_args():
     add = parser.add_argument_group("measuring").add_argument
     add("--workers", type=flags.positive_int, default=2, help="threads, or processes, that work at the same time")
     add("--rounds", type=flags.positive_int, default=5, help="times that each ratio is measured")
-    add = parser.add_argument_group("numbers").add_argument
-    add("--seed", type=flags.non_negative_int, default=0, help="seed of the weights")
     parser.add_run_flags()
     return parser.parse_args()
 

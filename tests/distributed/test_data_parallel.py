@@ -20,7 +20,8 @@ from scripts import resnet50
 from utils.checkpoint import read_checkpoint
 from utils.features.batch_norm import BatchNorms
 from utils.features.data_parallel import data_parallel, on_each_gpu
-from utils.features.virtual_processes import Node
+from utils.features.virtual_processes import Node, use_virtual_processes
+from utils.launch import TrainingAccelerator
 from utils.topology import data_parallel_gpus
 
 GPUS = 4
@@ -151,6 +152,10 @@ def test_autocast_reaches_every_replica(gpus, model):
     torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)
     reference = accelerator.prepare_model(copy.deepcopy(model))
     torch.testing.assert_close(losses, losses_and_hits(reference, images, labels)[0])
+    dtypes.clear()
+    logits = wrapped(images)  # without the decorator
+    assert dtypes == [torch.bfloat16] * GPUS
+    assert logits.dtype == torch.float32
 
 
 def test_a_model_called_as_it_stands_gathers_its_logits(gpus, model):
@@ -222,19 +227,55 @@ def test_a_gather_in_another_order_is_noticed(model, monkeypatch):
 )
 def test_data_parallel_is_one_process_with_several_gpus(monkeypatch, model, visible, processes, device, gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    accelerator = fake_accelerator(processes, device=device)
+    accelerator = fake_accelerator(processes, device=device, kind="MULTI_GPU" if processes > 1 else "NO")
     assert data_parallel_gpus(accelerator) == gpus
     if gpus == 1:
         assert data_parallel(model, accelerator) is model
 
 
-def test_a_wrapped_model_has_autocast_only_if_the_config_has_it(gpus, model):
-    wrapped = gpus(model)
-    assert isinstance(wrapped, nn.DataParallel)
-    assert wrapped.module is model
-    assert wrapped.autocast is None
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    assert gpus(model, accelerator).autocast == accelerator.autocast
+def test_prepare_wraps_each_model_once(gpus, model):
+    accelerator = TrainingAccelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters())
+    first, second, _ = accelerator.prepare(model, copy.deepcopy(model), optimizer)
+    assert isinstance(first, nn.DataParallel)
+    assert isinstance(second, nn.DataParallel)
+    assert first.module is accelerator.unwrap_model(first) is model
+    assert accelerator.prepare(first) is first
+    by_hand = nn.DataParallel(copy.deepcopy(model))
+    assert accelerator.prepare(by_hand) is by_hand
+
+
+def test_prepare_leaves_a_model_alone_that_is_only_evaluated_or_shared(gpus, model, monkeypatch):
+    accelerator = TrainingAccelerator(cpu=True)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
+    shared = fake_accelerator(device="cuda", split_batch=False)
+    assert data_parallel_gpus(shared) == 1
+    assert data_parallel(model, shared) is model
+
+
+def test_without_its_file_a_sentence_names_the_feature(gpus, model, monkeypatch, capsys):
+    accelerator = TrainingAccelerator(cpu=True)
+    monkeypatch.setattr("utils.features.has", lambda name: False)
+    with pytest.raises(SystemExit):
+        accelerator.prepare(model)
+    assert "(dp.yaml) needs the feature data_parallel" in capsys.readouterr().err
+
+
+def test_virtual_processes_are_refused(gpus, capsys):
+    with pytest.raises(SystemExit):
+        use_virtual_processes(fake_accelerator(), 4)
+    assert "--virtual_processes works with DDP, and DataParallel runs here" in capsys.readouterr().err
+
+
+def test_a_compiled_model_is_refused_because_its_replicas_would_call_the_original(gpus, model, capsys):
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    model.compile(backend="eager")
+    for each in (model, compiled):
+        with pytest.raises(SystemExit):
+            gpus(each)
+        assert "torch.compile does not work with DataParallel" in capsys.readouterr().err
 
 
 # The training scripts.

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from utils import topology
-from utils.features import data_parallel
+from utils import launch, topology
+from utils.features import data_parallel, virtual_processes
 
 
 class Broadcast(torch.autograd.Function):
@@ -67,12 +67,6 @@ def parallel_apply(functions, inputs, kwargs=None, devices=None):
         return list(pool.map(run, functions, inputs, kwargs))
 
 
-class DataParallel(nn.DataParallel):
-    def __init__(self, module):
-        super().__init__(module)
-        self.src_device_obj = torch.device("cpu")  # forward() checks that the weights are there
-
-
 def install(setattr, count: int) -> SimpleNamespace:
     """Have one process see `count` GPUs until `setattr`, pytest's, is undone.
 
@@ -99,6 +93,12 @@ def install(setattr, count: int) -> SimpleNamespace:
         seen.gathered.append(tuple(result.shape))
         return result
 
+    original_init = nn.DataParallel.__init__
+
+    def init(self, *args, **kwargs):
+        original_init(self, *args, **kwargs)
+        self.src_device_obj = torch.device("cpu")  # forward() checks that the weights are there
+
     setattr(module, "_get_available_device_type", lambda: "cuda")
     setattr(module, "_get_all_device_indices", lambda: list(range(count)))
     setattr(module, "_check_balance", lambda device_ids: None)
@@ -107,7 +107,7 @@ def install(setattr, count: int) -> SimpleNamespace:
     setattr(replicate, "_broadcast_coalesced_reshape", broadcast)
     setattr(functions.Scatter, "apply", scatter)
     setattr(functions.Gather, "apply", watched_gather)
-    setattr(nn, "DataParallel", DataParallel)
-    for user in (data_parallel, topology):
+    setattr(nn.DataParallel, "__init__", init)
+    for user in (data_parallel, launch, topology, virtual_processes):
         setattr(user, "data_parallel_gpus", lambda accelerator: count)
     return seen

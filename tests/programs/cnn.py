@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.features.data_parallel import data_parallel
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -24,7 +23,6 @@ def parse_args():
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=48)
     add("--lr", type=float, default=0.05)
-    add("--seed", type=int, default=0)
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=int, default=2)
     add("--num_workers", type=int, default=2)
@@ -94,7 +92,7 @@ def main():
     test_loader = GlobalLoader(Stripes(101, augment=False), 50, accelerator)
     total_steps = args.num_epochs * len(train_loader)
 
-    model = data_parallel(CNN(), accelerator)
+    model = CNN()
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -12,7 +12,6 @@ from torchvision.transforms import v2 as transforms
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.features.data_parallel import data_parallel
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -23,7 +22,6 @@ def parse_args():
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=48)
     add("--lr", type=float, default=0.02)
-    add("--seed", type=int, default=0)
     add = parser.add_argument_group("length and memory").add_argument
     add("--max_steps", type=int, default=8)
     add("--num_workers", type=int, default=0)
@@ -78,7 +76,6 @@ def main():
     test_loader = GlobalLoader(transformed(data["test"]), 101, accelerator)
 
     model = VisionTransformer(28, 7, 2, 2, 32, 64, num_classes=10)
-    model = data_parallel(model, accelerator)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.max_steps)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.mnist_mlp import MEAN, STD
 from utils import launch
 from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
-from utils.features.data_parallel import data_parallel, on_each_gpu
-from utils.flags import ArgumentParser, fraction, non_negative_float, non_negative_int, positive_int
+from utils.features.data_parallel import on_each_gpu
+from utils.flags import ArgumentParser, fraction, non_negative_float, positive_int
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -35,10 +35,9 @@ def parse_args():
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--lr", type=non_negative_float, default=6e-3)
     add("--weight_decay", type=non_negative_float, default=0.1)
-    add("--seed", type=non_negative_int, default=0)
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=positive_int, default=4)
-    add("--max_steps", type=non_negative_int, default=0)
+    add("--max_steps", type=positive_int, default=None)
     add("--gradient_accumulation_steps", type=positive_int, default=1)
     parser.add_run_flags(log_every=100)
     return parser.parse_args()
@@ -89,7 +88,7 @@ def main():
 
     num_inputs, num_classes = train_data.images[0].numel(), len(train_data.classes)
     model = MLP(num_inputs, args.hidden, num_classes, args.activation, args.dropout)
-    model = data_parallel(model.to(getattr(torch, args.dtype)), accelerator)
+    model = model.to(getattr(torch, args.dtype))
     fused = args.optimizer == "adamw"  # torch 2.15 has no fused SGD for sharded parameters
     optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr, weight_decay=args.weight_decay, fused=fused)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)

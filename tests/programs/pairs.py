@@ -19,7 +19,6 @@ def parse_args():
     parser = flags.ArgumentParser(__doc__)
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=20)
-    add("--seed", type=int, default=0)
     add = parser.add_argument_group("features").add_argument
     add("--gradient_accumulation_steps", type=int, default=1)
     add("--num_epochs", type=int, default=5)

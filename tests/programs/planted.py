@@ -22,7 +22,6 @@ def parse_args():
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=24)
     add("--lr", type=float, default=0.1)
-    add("--seed", type=int, default=0)
     add("--gradient_accumulation_steps", type=int, default=1)
     parser.add_run_flags(log_every=1)
     return parser.parse_args()

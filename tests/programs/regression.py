@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.features.data_parallel import data_parallel
 from utils.features.gather_samples import gather_samples
 from utils.loader import GlobalLoader
 from utils.run import Run
@@ -24,7 +23,6 @@ def parse_args():
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=36)
     add("--lr", type=float, default=1e-2)
-    add("--seed", type=int, default=0)
     add("--dtype", choices=("float32", "float64"), default="float32")
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=int, default=2)
@@ -82,7 +80,6 @@ def main():
     total_steps = args.num_epochs * len(train_loader)
 
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).to(dtype)
-    model = data_parallel(model, accelerator)
     optimizer = torch.optim.Adam(model.parameters(), args.lr)
     model, optimizer = accelerator.prepare(model, optimizer)
     run.start(train_loader, test_loader, total_steps, checkpoint={"model": model, "optimizer": optimizer})

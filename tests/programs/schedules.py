@@ -21,7 +21,6 @@ def parse_args():
     add("--recipe", choices=("warmup", "plateau", "two_optimizers", "compile"), required=True)
     add("--batch_size", type=int, default=40)
     add("--lr", type=float, default=1e-2)
-    add("--seed", type=int, default=0)
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=int, default=4)
     add("--gradient_accumulation_steps", type=int, default=1)

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.features.data_parallel import data_parallel
 from utils.loader import GlobalLoader
 from utils.run import Run
 
@@ -25,7 +24,6 @@ def parse_args():
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=48)
     add("--lr", type=float, default=5e-3)
-    add("--seed", type=int, default=0)
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=int, default=2)
     add("--gradient_accumulation_steps", type=int, default=1)
@@ -92,7 +90,7 @@ def main():
     test_loader = GlobalLoader(make_lines(501, 3), 100, accelerator, **text)
     total_steps = args.num_epochs * len(train_loader)
 
-    model = data_parallel(CharGRU(), accelerator)
+    model = CharGRU()
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -15,7 +15,7 @@
     out_of_memory       its file, or a script            advice, and the largest batch that fits
     restarts            --max_restarts of the launcher   continue after a failure without being asked
     fsdp                fsdp.yaml, or a script           sharded models
-    data_parallel       a script                         nn.DataParallel, with the loss on each GPU
+    data_parallel       dp.yaml, or a script             nn.DataParallel, with the loss on each GPU
     batch_norm          a script                         statistics over all processes
     sampling            a script                         weighted draws, repeated augmentation
     gather_samples      a script                         every sample's value on every process

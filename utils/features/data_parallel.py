@@ -1,35 +1,52 @@
-"""nn.DataParallel: several GPUs in one process, with the loss computed on each of them."""
+"""nn.DataParallel: several GPUs in one process (dp.yaml), with the loss computed on each of them."""
 
 import functools
+from collections.abc import Callable
 
 from accelerate import Accelerator
-from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils import convert_outputs_to_fp32, is_compiled_module
 from torch import nn
 from torch.nn.parallel.parallel_apply import get_a_var
 from torch.nn.parallel.scatter_gather import scatter
 
 from ..console import stop
-from ..sampler import virtual_processes
 from ..topology import data_parallel_gpus
 
 
 def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """nn.DataParallel if one process has several GPUs (dp.yaml), else the model unchanged.
-
-    Call it before `accelerator.prepare`, which replaces `model.forward` by a method of the object
-    that it is given: replicas of a prepared model would all call the first one.
+    """nn.DataParallel if one process has several GPUs, else the model unchanged. `accelerator.prepare` calls it.
 
     Raises:
-        SystemExit: with several GPUs and --virtual_processes.
+        SystemExit: with several GPUs and a compiled model.
     """
-    if data_parallel_gpus(accelerator) < 2:
+    if data_parallel_gpus(accelerator) < 2 or isinstance(model, nn.DataParallel):
         return model
-    if virtual_processes(accelerator):
-        stop("--virtual_processes works with DDP, and DataParallel runs here: use ddp.yaml")
-    model = nn.DataParallel(model.to(accelerator.device))
-    # For `on_each_gpu`, whose replicas have the forward from before `prepare`.
-    model.autocast = accelerator.autocast if accelerator.mixed_precision != "no" else None
-    return model
+    if is_compiled_module(model) or model._compiled_call_impl is not None:  # each replica would call the original
+        stop("torch.compile does not work with DataParallel, which runs here: leave it out, or use ddp.yaml")
+    autocast = accelerator.autocast if accelerator.mixed_precision != "no" else None
+    return DataParallel(model.to(accelerator.device), autocast)
+
+
+class DataParallel(nn.DataParallel):
+    """nn.DataParallel whose replicas compute in the precision of the config file.
+
+    Autocast and its dtype belong to a thread, and each replica runs in a thread of its own: torch switches autocast on
+    there, but in float16, whatever the dtype of the main thread is.
+
+    Args:
+        autocast: returns the context manager; None: full precision.
+    """
+
+    def __init__(self, module: nn.Module, autocast: Callable | None = None):
+        super().__init__(module)
+        self.autocast = autocast
+
+    def replicate(self, module: nn.Module, device_ids: list) -> list[nn.Module]:
+        replicas = super().replicate(module, device_ids)
+        if self.autocast is not None:
+            for replica in replicas:
+                replica.forward = with_autocast(replica.forward, self.autocast)
+        return replicas
 
 
 def on_each_gpu(function):
@@ -65,10 +82,6 @@ def on_each_gpu(function):
         if first_tensor is not None and len(first_tensor) == 0:
             parts = parts[:1]  # an empty batch gives an empty part for each GPU: one is enough
         replicas = model.replicate(model.module, model.device_ids[: len(parts)])
-        autocast = getattr(model, "autocast", None)
-        if autocast is not None:
-            for replica in replicas:
-                replica.forward = with_autocast(replica.forward, autocast)
         functions = [functools.partial(function, replica) for replica in replicas]
         part_args, part_kwargs = zip(*parts, strict=True)
         results = model.parallel_apply(functions, part_args, part_kwargs)
@@ -78,10 +91,7 @@ def on_each_gpu(function):
 
 
 def with_autocast(forward, autocast):
-    """`forward` as `accelerator.prepare` would have it: in autocast, with float32 outputs.
-
-    Autocast and its dtype belong to a thread, and each replica runs in a thread of its own.
-    """
+    """`forward` as `accelerator.prepare` would have it: in autocast, with float32 outputs."""
 
     def forward_in_autocast(*args, **kwargs):
         with autocast():

@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..atomic_files import read_entry
 from ..console import plural, show, stop
 from ..sampler import logical_ranks, virtual_processes
+from ..topology import data_parallel_gpus
 from .gather_samples import gather_samples
 
 
@@ -57,6 +58,8 @@ def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
         )
     if accelerator.distributed_type == DistributedType.FSDP:
         stop("--virtual_processes works with DDP, and FSDP runs here: use ddp.yaml")
+    if data_parallel_gpus(accelerator) > 1:
+        stop("--virtual_processes works with DDP, and DataParallel runs here: use ddp.yaml")
     if accelerator.device.type == "cuda":
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
