@@ -7,6 +7,7 @@ The core, in the order in which a script meets it:
     flags              command-line flags, and those that every script has
     run                the bookkeeping of a run: steps, epochs, log, checkpoints, resume
     loader             batches of any map-style dataset, the same on any topology
+    items              reads the items of data that are not tensors in memory, by workers too
     sampler            which items each process reads
     randomness         random numbers that depend on seed, epoch and item alone
     fingerprint        a digest of the data: have two processes, or a run and its resume, the same?

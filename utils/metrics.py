@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 
 from .console import stop
 from .features import feature
+from .randomness import widest_float
 from .sampler import virtual_processes
 
 # What a line of metrics.jsonl has beside the metrics.
@@ -22,8 +23,8 @@ class Metrics:
 
     Args:
         state: what another one's `state()` returned, to go on from it.
-        all_ranks_add: False if some ranks never call `add`, as in a pipeline, where only the last
-            stage has losses. Then `reduce` and `check` ask all ranks for the names.
+        all_ranks_add: False if some ranks never call `add`, as in a pipeline, where only the last stage has losses.
+            Then `reduce` and `check` ask all ranks for the names.
         test_after: optimizer steps before a test, for the message about a loss that is not finite; None: these
             are metrics of the training.
     """
@@ -38,11 +39,9 @@ class Metrics:
         self.accelerator, self.all_ranks_add, self.test_after = accelerator, all_ranks_add, test_after
         self.clear()
         if state:
-            state = {name: tensor.to(accelerator.device) for name, tensor in state.items()}
-            self.indices = [state["indices"]]
-            self.weights = [state["weights"]]
-            self.steps = [state["steps"]]
-            self.values = {name[6:]: [tensor] for name, tensor in state.items() if name.startswith("value:")}
+            state = {name: [tensor.to(accelerator.device)] for name, tensor in state.items()}
+            self.indices, self.weights, self.steps = state["indices"], state["weights"], state["steps"]
+            self.values = {name[6:]: parts for name, parts in state.items() if name.startswith("value:")}
 
     def clear(self) -> None:
         self.values, self.indices, self.weights, self.steps = {}, [], [], []
@@ -57,14 +56,13 @@ class Metrics:
             step: for the message about a loss that is not finite.
 
         Raises:
-            ValueError: naming the metric, if it has another shape, or a name that is taken.
+            ValueError: naming the metric, if it has a different shape, or a name that is taken.
         """
         if self.indices and self.values.keys() != values.keys():
             now, before = (", ".join(names) or "none" for names in (values, self.values))
             raise ValueError(f"metrics {now} follow on {before}: name the same ones each time")
         for name in RESERVED & values.keys():
-            taken = ", ".join(sorted(RESERVED))
-            raise ValueError(f"a metric cannot be named {name}: the names {taken} are taken")
+            raise ValueError(f"a metric cannot be named {name}: the names {', '.join(sorted(RESERVED))} are taken")
         weights = batch.weights if weights is None else weights
         if weights is not None:
             check_shape("weights have", weights, batch)
@@ -79,41 +77,38 @@ class Metrics:
         self.steps.append(step)
 
     def reduce(self) -> dict[str, float]:
-        """The means by name, and "samples", over all processes; then start again. Collective: call
-        it on every rank.
+        """The means by name, and "samples", over all processes; then start again. Collective.
 
-        Sums and weights are added up and divided at the end: an average of per-process averages is
-        wrong as soon as one process has fewer samples. A mean over no weight at all is nan.
-        Raises: SystemExit on every rank if a loss is not finite, naming its step and samples.
+        Sums and weights are added up and divided at the end: an average of per-process averages is wrong as soon as
+        one process has fewer samples. A mean over no weight at all is nan.
+
+        Raises:
+            SystemExit: on every rank, if a loss is not finite, with its step and samples, or if ranks have metrics of
+                different names.
         """
-        names, sums = self._sums()
-        shown_first = list(self.values)
-        self.clear()
-        *sums, weight, samples = sums
+        names, (*sums, weight, samples) = self._sums()
         means = {name: total / weight if weight else math.nan for name, total in zip(names, sums, strict=True)}
-        means = {name: means[name] for name in dict.fromkeys([*shown_first, *names])}
+        means = {name: means[name] for name in dict.fromkeys([*self.values, *names])}
+        self.clear()
         return means | {"samples": int(samples)}
 
     def check(self) -> None:
-        """Stop every rank if a loss since the last `reduce` is not finite, before it gets into a
-        checkpoint."""
+        """`reduce` without its result, to stop before a loss that is not finite gets into a checkpoint. Collective."""
         self._sums()
 
     def _sums(self) -> tuple[list[str], list[float]]:
-        """The names; and the weighted sum of each, the sum of the weights, and the samples, over
-        all processes."""
+        """The names; and the weighted sum of each, the sum of the weights, and the samples, over all processes."""
         # Sorted: values that come from a checkpoint may stand in another order than on other ranks.
         names = sorted(self.values)
         if not self.all_ranks_add:
             names = sorted(set(gather_object(names)))
         self._check_names(names)
         if virtual_processes(self.accelerator):
-            columns = [
-                torch.cat(parts) for parts in [*(self.values[name] for name in names), self._known_weights()] if parts
-            ]
+            columns = [*(self.values[name] for name in names), self._known_weights()] if self.indices else []
+            columns = [torch.cat(parts) for parts in columns]
             sums = feature("virtual_processes").exact_sums(self.accelerator, columns, len(names))
         else:
-            sums = self._quick_sums(names)
+            sums = self.accelerator.reduce(self._own_sums(names), "sum").tolist()
         for name, total in zip(names, sums, strict=False):
             if is_loss(name) and not math.isfinite(total):
                 self._stop_at_first_bad(name)
@@ -128,30 +123,25 @@ class Metrics:
             found = " | ".join(dict.fromkeys(gather_object([", ".join(names) or "none"])))
             stop(f"the ranks have metrics of different names: {found}; add the same ones on each")
 
-    def _quick_sums(self, names: list[str]) -> list[float]:
-        device = self.accelerator.device
-        # Apple GPUs have no float64.
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        mine = torch.zeros(len(names) + 2, dtype=wide, device=device)
+    def _own_sums(self, names: list[str]) -> torch.Tensor:
+        """This process's part of `_sums`."""
+        dtype = widest_float(self.accelerator.device)
+        sums = torch.zeros(len(names) + 2, dtype=dtype, device=self.accelerator.device)
         if self.indices:
-            samples = sum(len(indices) for indices in self.indices)
-            weights = None
-            if any(each is not None for each in self.weights):
-                weights = torch.cat(self._known_weights()).to(wide)
-            for place, name in enumerate(names):
-                values = torch.cat(self.values[name]).to(wide)
-                # Not `values @ weights`: a dot product adds in another order on other numbers of
-                # threads.
-                mine[place] = values.sum() if weights is None else (values * weights).sum()
-            mine[-2] = samples if weights is None else weights.sum()
-            mine[-1] = samples
-        return self.accelerator.reduce(mine, "sum").tolist()
+            sums[-2:] = sum(map(len, self.indices))
+            columns = [torch.cat(self.values[name]).to(dtype) for name in names]
+            if any(weights is not None for weights in self.weights):
+                weights = torch.cat(self._known_weights()).to(dtype)
+                sums[-2] = weights.sum()
+                # Not `values @ weights`: a dot product adds in another order on other numbers of threads.
+                columns = [values * weights for values in columns]
+            for place, values in enumerate(columns):
+                sums[place] = values.sum()
+        return sums
 
     def _known_weights(self) -> list[torch.Tensor]:
-        return [
-            torch.ones_like(indices) if weights is None else weights
-            for weights, indices in zip(self.weights, self.indices, strict=True)
-        ]
+        pairs = zip(self.weights, self.indices, strict=True)
+        return [torch.ones_like(indices) if weights is None else weights for weights, indices in pairs]
 
     def _stop_at_first_bad(self, name: str) -> None:
         bad = []
@@ -163,16 +153,14 @@ class Metrics:
         step = min(step for step, _ in bad)
         samples = sorted(sample for at, sample in bad if at == step)
         when = f"at step {step}" if self.test_after is None else f"in the test after step {self.test_after}"
+        shown = ", ".join(map(str, samples[:10])) + ", ..." * (len(samples) > 10)
         stop(
-            f"the {name} is not finite {when}, for {len(samples)} samples with these "
-            "indices in the data: "
-            f"{', '.join(map(str, samples[:10]))}{', ...' * (len(samples) > 10)}; the last "
-            "checkpoint is from before it"
+            f"the {name} is not finite {when}, for {len(samples)} samples with these indices in the data: {shown}; "
+            "the last checkpoint is from before it"
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this process collected since the last `reduce`, for a checkpoint: one entry per sample
-        in each tensor."""
+        """What this process collected since the last `reduce`, for a checkpoint: tensors with one entry per sample."""
         if not self.indices:
             return {}
         steps = [torch.as_tensor(step).expand(len(each)) for step, each in zip(self.steps, self.indices, strict=True)]

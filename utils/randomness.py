@@ -1,14 +1,14 @@
 """Random numbers that are a function of their place in the run, not of what a process drew before.
 
-A generator's numbers depend on how often it was used, and so on the number of processes and
-workers, and on whether the run was resumed. The functions here compute their numbers from a key
-instead.
+A generator's numbers depend on how often it was used, and so on the number of processes and workers, and on whether
+the run was resumed. The functions here compute their numbers from a key instead.
 """
 
 import contextlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ ROUNDS = 6
 
 
 def mix_bits(x):
-    """A bijection on 32-bit integers (an int, or an int64 tensor): a flipped bit of x flips about
-    half of the result.
+    """A bijection on 32-bit integers (an int, or an int64 tensor): a flipped bit of x flips about half of the result.
 
     Source: "lowbias32" of C. Wellons, https://nullprogram.com/blog/2018/07/31/.
     """
@@ -30,8 +29,7 @@ def mix_bits(x):
 
 
 def combine(*numbers):
-    """One 32-bit key from several integers, of which one may be an int64 tensor; their order
-    counts."""
+    """One 32-bit key from several integers, of which one may be an int64 tensor; their order counts."""
     key = 0
     for number in numbers:
         key = mix_bits(key + number)
@@ -39,10 +37,11 @@ def combine(*numbers):
 
 
 def random_uniform(key: int, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Uniform numbers in [0, 1), float32 (n, *shape): a function of (key, index, position in
-    `shape`) alone.
+    """Uniform numbers in [0, 1), float32 (n, *shape): a function of (key, index, position in `shape`), on any device.
 
-    indices: int64 (n,). The same numbers on every device. Take another `key` for every other use.
+    Args:
+        key: a different one for each use.
+        indices: int64 (n,).
     """
     positions = torch.arange(math.prod(shape), device=indices.device)
     keys = mix_bits(key + indices)
@@ -51,22 +50,24 @@ def random_uniform(key: int, indices: torch.Tensor, shape: tuple[int, ...]) -> t
 
 
 def random_normal(key: int, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Standard normal numbers, float32 (n, *shape), as `random_uniform`; by the Box-Muller
-    transform."""
-    wide = torch.float32 if indices.device.type == "mps" else torch.float64
-    radius = random_uniform(combine(key, 1), indices, shape).to(wide)
-    angle = random_uniform(combine(key, 2), indices, shape).to(wide)
+    """Standard normal numbers, float32 (n, *shape), as `random_uniform`; by the Box-Muller transform."""
+    dtype = widest_float(indices.device)
+    radius = random_uniform(combine(key, 1), indices, shape).to(dtype)
+    angle = random_uniform(combine(key, 2), indices, shape).to(dtype)
     normal = (-2 * torch.log1p(-radius)).sqrt() * (2 * math.pi * angle).cos()
     return normal.to(torch.float32)
 
 
-def shuffle(positions: torch.Tensor, length: int, key: int) -> torch.Tensor:
-    """Where a random permutation of `length` items, chosen by `key`, sends each of `positions`;
-    int64 (n,) to (n,).
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64, which Apple GPUs do not have: float32 there."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
-    It needs no memory for the permutation: a Feistel network over pairs of digits permutes the
-    numbers below a * b, which is a little more than `length`, and what lands outside is sent
-    through it again.
+
+def shuffle(positions: torch.Tensor, length: int, key: int) -> torch.Tensor:
+    """Where a random permutation of `length` items, chosen by `key`, sends each of `positions`; int64 (n,) to (n,).
+
+    It needs no memory for the permutation: a Feistel network over pairs of digits permutes the numbers below a * b,
+    which is a little more than `length`, and what lands outside is sent through it again.
     Source: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
     """
     b = math.isqrt(length - 1) + 1
@@ -89,11 +90,7 @@ def shuffle(positions: torch.Tensor, length: int, key: int) -> torch.Tensor:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global generators of torch (CPU), Python and NumPy. 7 us; torch.manual_seed alone
-    takes longer.
-
-    key: 32 bits.
-    """
+    """Seed the global generators of torch (CPU), Python and NumPy by 32 bits; 7 us, torch.manual_seed takes longer."""
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key)
@@ -106,16 +103,22 @@ def seed_generators_for(device: torch.device, key: int) -> None:
         torch.get_device_module(device).manual_seed(key)
 
 
-def first_draws() -> tuple[float, float, float]:
-    """One number of each global generator: after `seed_generators(key)` known ones, unless somebody
-    drew in between."""
-    return torch.rand(()).item(), random.random(), np.random.random_sample()
+def watch_draws(function: Callable, *args) -> tuple[Any, bool]:
+    """The result of `function(*args)`, and whether it drew from a global generator; it starts from a fixed seed."""
+
+    def first_draws():
+        return torch.rand(()).item(), random.random(), np.random.random_sample()
+
+    seed_generators(0)
+    untouched = first_draws()
+    seed_generators(0)
+    result = function(*args)
+    return result, first_draws() != untouched
 
 
 @contextlib.contextmanager
 def generators_restored() -> Iterator[None]:
-    """Whatever is drawn inside, the three global generators go on afterwards as if it had not been
-    drawn."""
+    """Whatever is drawn inside, the three global generators go on afterwards as if it had not been drawn."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

@@ -9,10 +9,8 @@ from accelerate import Accelerator
 
 from .randomness import combine, shuffle
 
-# Up to here the order of an epoch is one torch.randperm; longer ones are computed in parts of CHUNK
-# items.
-MAX_PERMUTATION = 2**20
-CHUNK = 2**16
+MAX_PERMUTATION = 2**20  # up to here the order of an epoch is one torch.randperm, from here on computed when needed
+CHUNK = 2**16  # items whose places are looked up at once
 
 
 def virtual_processes(accelerator: Accelerator) -> int:
@@ -32,23 +30,21 @@ class MicroBatch(NamedTuple):
     random_ids: torch.Tensor  # int64 (n,): what their random numbers depend on; the item, unless items repeat
     is_stand_in: bool  # there is no item for this micro-batch: the one that is read counts nothing
     step_samples: int  # items of the whole step, over all processes and micro-batches
-    micro_step: int  # 0 to accumulation - 1
-    slot: int  # number of the micro-batch in the step, over all processes
+    micro_step: int  # number of the micro-batch within the step, on this process, from 0
+    slot: int  # the same over all processes
 
 
 class GlobalSampler:
-    """Which items each process reads, for steps of `batch_size` items over all processes and
-    accumulation steps.
+    """Which items each process reads, for steps of `batch_size` items over all processes and accumulation steps.
 
-    The order of an epoch is a permutation by (seed, epoch), or that of the dataset with
-    `seed=None`. Step s takes items s x batch_size and following of it, cut into accumulation x
-    world_size micro-batches of equal length (+-1; the last step of an epoch has what is left). Where
-    there are fewer items than micro-batches, some get a stand-in, which counts nothing. So every item
-    comes once per epoch, nothing is padded or dropped, every process has the same number of
+    The order of an epoch is a permutation by (seed, epoch), or the dataset's with `seed=None`. Step s takes the items
+    from s x batch_size on, cut into accumulation x world_size micro-batches of equal length (+-1; the last step of an
+    epoch has what is left). Where there are fewer items than micro-batches, some get a stand-in, which counts nothing.
+    So every item comes once per epoch, nothing is padded or dropped, every process has the same number of
     micro-batches, and any step is found in O(1).
 
-    Accelerate's own sharding pads the last batch with items that were already used, or gives some
-    processes one batch less than others; and it resumes by reading the batches before.
+    Accelerate's own sharding pads the last batch with items that were already used, or gives some processes one batch
+    less than others; and it resumes by reading the batches before.
 
     Args:
         length: items of the dataset.
@@ -72,32 +68,23 @@ class GlobalSampler:
         order: Callable | None = None,
         virtual_processes: int = 0,
     ):
-        self.length = length
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.virtual_processes = virtual_processes
+        self.length, self.batch_size, self.seed = length, batch_size, seed
+        self.drop_last, self.order, self.virtual_processes = drop_last, order, virtual_processes
+        self.num_slots = virtual_processes or accumulation * world_size
+        self.slots = range(rank, self.num_slots, world_size)
         if virtual_processes:
-            self.num_slots = virtual_processes
             self.slots = logical_ranks(rank, world_size, virtual_processes)
-        else:
-            self.num_slots = accumulation * world_size
-            self.slots = range(rank, self.num_slots, world_size)
         self.accumulation = len(self.slots)
-        self.drop_last = drop_last
-        self.order = order
         self._permutation = (None, None)
 
     def __len__(self) -> int:
-        """Steps an epoch."""
+        """Steps per epoch."""
         if self.drop_last:
             return self.length // self.batch_size
         return math.ceil(self.length / self.batch_size)
 
     def items(self, epoch: int, first: int = 0, last: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items at positions first to last - 1 of an epoch's order, and their random ids; both int64
-        (last - first,)."""
+        """The items at positions first to last - 1 of an epoch, and their random ids; both int64 (last - first,)."""
         positions = torch.arange(first, self.length if last is None else min(last, self.length))
         if self.seed is None:
             return positions, positions
@@ -116,31 +103,17 @@ class GlobalSampler:
             self._permutation = (epoch, torch.randperm(self.length, generator=generator))
         return self._permutation[1][positions]
 
-    def micro_batches(
-        self, epoch: int = 0, first_step: int = 0, device: torch.device | None = None
-    ) -> Iterator[MicroBatch]:
-        """This process's micro-batches of an epoch, `accumulation` for each step from `first_step`
-        on."""
-        steps_per_chunk = len(self) if self.length <= MAX_PERMUTATION else math.ceil(CHUNK / self.batch_size)
-        for start in range(first_step, len(self), max(steps_per_chunk, 1)):
+    def micro_batches(self, epoch: int = 0, first_step: int = 0, device="cpu") -> Iterator[MicroBatch]:
+        """This process's micro-batches of an epoch, `accumulation` for each step from `first_step` on."""
+        steps_per_chunk = math.ceil(CHUNK / self.batch_size)
+        for start in range(first_step, len(self), steps_per_chunk):
             end = min(start + steps_per_chunk, len(self))
-            items, random_ids = self.items(epoch, start * self.batch_size, end * self.batch_size)
-            if device is not None:
-                same = random_ids is items
-                items = items.to(device)
-                random_ids = items if same else random_ids.to(device)
-            for first in range(0, len(items), self.batch_size):
-                step = items[first : first + self.batch_size]
-                step_random_ids = random_ids[first : first + self.batch_size]
+            chunk = self.items(epoch, start * self.batch_size, end * self.batch_size)
+            parts = (tensor.to(device).split(self.batch_size) for tensor in chunk)
+            for items, random_ids in zip(*parts, strict=True):
+                short, longer = divmod(len(items), self.num_slots)  # cut as torch.tensor_split does
                 for micro_step, slot in enumerate(self.slots):
-                    place = self._place(len(step), slot)
-                    is_stand_in = place.start == place.stop
-                    if is_stand_in:
-                        place = slice(0, 1)
-                    yield MicroBatch(step[place], step_random_ids[place], is_stand_in, len(step), micro_step, slot)
-
-    def _place(self, size: int, slot: int) -> slice:
-        """Where a micro-batch lies in a step of `size` items, cut as torch.tensor_split does."""
-        short, longer = divmod(size, self.num_slots)
-        start = slot * short + min(slot, longer)
-        return slice(start, start + short + (slot < longer))
+                    first = slot * short + min(slot, longer)
+                    size = short + (slot < longer)
+                    place = slice(first, first + size) if size else slice(0, 1)  # a stand-in
+                    yield MicroBatch(items[place], random_ids[place], size == 0, len(items), micro_step, slot)

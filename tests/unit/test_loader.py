@@ -21,7 +21,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from utils import sampler as sampler_module
 from utils.features import sampling
 from utils.features.sampling import Repeated, Weighted
-from utils.loader import GlobalLoader, UnreadableItem
+from utils.items import UnreadableItem
+from utils.loader import GlobalLoader
 from utils.sampler import GlobalSampler
 
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
@@ -41,8 +42,9 @@ def _no_worker_left():
     """End the workers. The garbage collector would wait 5 s for each one after an error."""
     yield
     for each in MADE:
-        if each._workers is not None and each._workers._iterator is not None:
-            each._workers._iterator._shutdown_workers()
+        workers = each.reader and each.reader._workers
+        if workers is not None and workers._iterator is not None:
+            workers._iterator._shutdown_workers()
     MADE.clear()
 
 
@@ -400,7 +402,7 @@ def test_a_tensor_dataset_whose_items_are_its_own_is_read_item_by_item():
     each = make(Negative(torch.arange(23)))
     for batch in each:
         assert torch.equal(batch.data[0], -batch.indices)
-    assert each.reader.deterministic is False
+    assert each.reader.fetcher.deterministic is False
     assert each.describe()["fingerprint"] != make(TensorDataset(torch.arange(23))).describe()
 
 
@@ -570,11 +572,11 @@ def test_item_by_item_as_soon_as_something_was_drawn():
 
 def test_the_promise_is_an_option_or_an_attribute():
     data = Squares()
-    assert make(data).reader.deterministic is False
-    assert make(data, deterministic=True).reader.deterministic is True
+    assert make(data).reader.fetcher.deterministic is False
+    assert make(data, deterministic=True).reader.fetcher.deterministic is True
     data.deterministic = True
-    assert make(data).reader.deterministic is True
-    assert make(data, deterministic=False).reader.deterministic is False
+    assert make(data).reader.fetcher.deterministic is True
+    assert make(data, deterministic=False).reader.fetcher.deterministic is False
 
 
 def test_an_item_with_a_generator_of_its_own_is_warned_about(capsys, monkeypatch):
@@ -607,7 +609,7 @@ def test_workers_live_on_after_an_epoch_that_was_left_early(workers):
         found = list(itertools.islice(batches, count))
         expected = list(itertools.islice(plain.epoch(epoch, first_step), count))
         assert [batch.data[1].tolist() for batch in found] == [batch.data[1].tolist() for batch in expected]
-        pids.add(tuple(worker.pid for worker in each._workers._iterator._workers))
+        pids.add(tuple(worker.pid for worker in each.reader._workers._iterator._workers))
     assert len(pids) == 1
 
 

@@ -99,16 +99,23 @@ def test_shuffle_is_without_visible_structure():
     assert chi_square < 63 + 5 * (2 * 63) ** 0.5
 
 
-def test_seeded_generators_draw_the_known_numbers():
+def test_whoever_draws_from_a_global_generator_is_noticed():
+    assert randomness.watch_draws(max, 1, 2) == (2, False)
+    for draw in (torch.rand, lambda _: random.random(), lambda _: np.random.rand()):
+        number, drew = randomness.watch_draws(draw, ())
+        assert drew
+        assert randomness.watch_draws(draw, ()) == (number, True)  # from a fixed seed
+
+
+def test_seeded_generators_repeat_their_numbers():
+    def draw():
+        return float(torch.rand(())), random.random(), np.random.rand()
+
     randomness.seed_generators(2**32 - 1)
-    expected = randomness.first_draws()
-    assert randomness.first_draws() != expected
+    expected = draw()
+    assert draw() != expected
     randomness.seed_generators(2**32 - 1)
-    assert randomness.first_draws() == expected
-    for draw in (torch.rand, lambda _: random.random(), np.random.rand):
-        randomness.seed_generators(2**32 - 1)
-        draw(1)
-        assert randomness.first_draws() != expected
+    assert draw() == expected
 
 
 def test_generators_go_on_as_if_nothing_was_drawn():

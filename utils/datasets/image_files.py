@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import v2 as transforms
 
-from ..datasets.images_in_memory import to_rgb
-from ..loader import UnreadableItem
+from ..items import UnreadableItem
+from .images_in_memory import to_rgb
 
 EXIF_ORIENTATION = 0x0112
 MEAN_COLOUR = (124, 116, 104)  # of ImageNet, RGB

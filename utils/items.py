@@ -1,0 +1,163 @@
+"""Items of any map-style dataset, read by this process or by workers: what they draw depends on (seed, epoch, item)."""
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from .console import is_local_main, show, stop
+from .fingerprint import digest
+from .randomness import combine, generators_restored, seed_generators, watch_draws
+from .sampler import MicroBatch
+from .signals import end_with_parent
+
+COLLATE = 1  # sets apart what collate_fn draws from what the items draw
+Request = tuple[int, list[int], list[int]]  # epoch, items, their random ids
+
+
+class UnreadableItem(ValueError):
+    """Raised by a dataset for an item that cannot be read: its message ends the run, without a traceback."""
+
+
+@contextlib.contextmanager
+def stop_at_unreadable_items() -> Iterator[None]:
+    """Raises: SystemExit, for an UnreadableItem inside, or for a worker that was killed."""
+    try:
+        yield
+    except UnreadableItem as error:  # a worker puts its traceback in front of the message
+        stop(str(error).strip().splitlines()[-1].rpartition("UnreadableItem: ")[2], alone=True)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].rstrip(". ")
+        stop(f"{reason}: if memory ran out, take fewer --num_workers", alone=True)
+
+
+class ItemFetcher(Dataset):
+    """Reads the items of a request, in this process or in a worker.
+
+    Whole batches are asked for (torch's __getitems__) where the dataset has that and draws nothing.
+    """
+
+    def __init__(self, dataset, collate_fn: Callable, seed: int, deterministic: bool | None):
+        self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
+        self.deterministic = getattr(dataset, "deterministic", False) if deterministic is None else deterministic
+        self.whole_batches = hasattr(dataset, "__getitems__")
+
+    def fetch(self, request: Request) -> Any:
+        """The batch of a request, in a process that goes on with its own random numbers afterwards."""
+        with contextlib.nullcontext() if self.deterministic else generators_restored():
+            return self.collate_fn(self.__getitems__(request))
+
+    def __getitems__(self, request: Request) -> list:
+        """The items of a request; afterwards the generators are seeded for collate_fn."""
+        epoch, indices, random_ids = request
+        if self.deterministic:
+            return self.dataset.__getitems__(indices) if self.whole_batches else [self.dataset[i] for i in indices]
+        if self.whole_batches:
+            items, drew = watch_draws(self.dataset.__getitems__, indices)
+            self.whole_batches = not drew
+        if not self.whole_batches:
+            items = []
+            for index, random_id in zip(indices, random_ids, strict=True):
+                seed_generators(combine(self.seed, epoch, random_id))
+                items.append(self.dataset[index])
+        seed_generators(combine(self.seed, epoch, random_ids[0], COLLATE))
+        return items
+
+
+class Requests:
+    """A batch sampler whose requests are set anew for every epoch, while the workers live on."""
+
+    source: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.source
+
+
+class ItemReader:
+    """Reads micro-batches, by workers if there are any. The arguments are those of GlobalLoader."""
+
+    def __init__(
+        self,
+        dataset,
+        collate_fn: Callable | None,
+        seed: int,
+        deterministic: bool | None,
+        num_workers: int,
+        device: torch.device,
+    ):
+        self.fetcher = ItemFetcher(dataset, collate_fn or default_collate, seed, deterministic)
+        self.num_workers, self.device = num_workers, device
+        self._requests, self._workers = Requests(), None
+
+    def read(self, epoch: int, micro_batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        """Each micro-batch and its data, both on the device."""
+        micro_batches, requested = itertools.tee(micro_batches)
+        requests = ((epoch, micro_batch.indices.tolist(), micro_batch.random_ids.tolist()) for micro_batch in requested)
+        with stop_at_unreadable_items():
+            for micro_batch, data in zip(micro_batches, self._batches(requests), strict=True):
+                if self.device.type != "cpu":
+                    # Not blocking: from pinned memory, the GPU copies while the CPU goes on.
+                    data = send_to_device(data, self.device, non_blocking=True)
+                    indices, random_ids = (tensor.to(self.device, non_blocking=True) for tensor in micro_batch[:2])
+                    micro_batch = micro_batch._replace(indices=indices, random_ids=random_ids)
+                yield micro_batch, data
+
+    def _batches(self, requests: Iterator[Request]) -> Iterator:
+        if self.num_workers == 0:
+            return map(self.fetcher.fetch, requests)
+        if self._workers is None:
+            self._workers = DataLoader(
+                self.fetcher,
+                batch_sampler=self._requests,
+                collate_fn=self.fetcher.collate_fn,
+                num_workers=self.num_workers,
+                worker_init_fn=end_with_parent,
+                persistent_workers=True,
+                pin_memory=self.device.type == "cuda",
+                generator=torch.Generator(),  # without one, DataLoader draws from the global generator in every epoch
+                # Memory-mapped tables and datasets that cannot be pickled are shared by a fork.
+                multiprocessing_context="fork" if sys.platform == "linux" else None,
+            )
+        self._requests.source = requests
+        return iter(self._workers)
+
+    def warn_of_random_collate(self) -> None:
+        """Warn where collate_fn draws random numbers: they belong to a batch, which each topology cuts differently."""
+        fetcher = self.fetcher
+        if fetcher.deterministic or fetcher.collate_fn is default_collate:
+            return
+        with generators_restored(), stop_at_unreadable_items():
+            _, drew = watch_draws(fetcher.collate_fn, fetcher.__getitems__((0, [0], [0])))
+        if drew and is_local_main():
+            show(
+                "warning: collate_fn draws random numbers, which belong to a batch: on a different number of "
+                "processes or accumulation steps the batches, and so these numbers, will differ; draw in "
+                "__getitem__, in the loop by batch.rand, or train with --virtual_processes",
+                "yellow",
+            )
+
+    def fingerprint(self) -> str:
+        """A digest of the first and the last item.
+
+        Warns where one of them differs when it is read again: it draws from a generator that is not seeded here.
+        """
+        ends = sorted({0, len(self.fetcher.dataset) - 1})
+        with generators_restored(), stop_at_unreadable_items():
+            first, again = (digest(self.fetcher.__getitems__((0, ends, ends))) for _ in range(2))
+        if first == again:
+            return first
+        if is_local_main():
+            show(
+                f"warning: item {ends[0]} or {ends[-1]} of the dataset differs when it is read again: it draws from a "
+                "generator of its own, so other processes, workers or a resume will train on other data; draw from "
+                "torch's, Python's or NumPy's global generator instead",
+                "yellow",
+            )
+        return "differs"
