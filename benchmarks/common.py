@@ -264,10 +264,10 @@ def write_idx(folder: Path, dataset: str) -> None:
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for prefix, split in zip(("train", "t10k"), load_images(dataset), strict=True):
-        count = len(split.labels)
+        (images, labels), count = split.tensors, len(split)
         for name, kind, sizes, tensor in (
-            ("images-idx3-ubyte", 3, (count, 28, 28), split.images),
-            ("labels-idx1-ubyte", 1, (count,), split.labels.to(torch.uint8)),
+            ("images-idx3-ubyte", 3, (count, 28, 28), images),
+            ("labels-idx1-ubyte", 1, (count,), labels.to(torch.uint8)),
         ):
             header = bytes([0, 0, 8, kind]) + b"".join(size.to_bytes(4, "big") for size in sizes)
             content = header + tensor.numpy().tobytes()

@@ -67,7 +67,7 @@ def raw_mnist(dataset: str, batch_size: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), 6e-3, weight_decay=0.1, fused=True)
     parts = [batch.tensor_split(processes)[rank] for batch in torch.randperm(len(data)).split(batch_size)]
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, len(parts), cycle_momentum=False)
-    batches = ((data.images.index_select(0, part), data.labels.index_select(0, part)) for part in parts)
+    batches = ([tensor.index_select(0, part) for tensor in data.tensors] for part in parts)
     return raw(model, optimizer, scheduler, batches)
 
 

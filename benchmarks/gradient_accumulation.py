@@ -36,7 +36,7 @@ from benchmarks import common
 from scripts import gradient_accumulation as script
 from scripts.gradient_accumulation import CellNet, count_ink_cells, losses_and_predictions
 from utils.console import plural
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import load_images
 from utils.memory import peak_memory_gib, reset_peak_memory
 from utils.run import Run
 from utils.sampler import GlobalSampler
@@ -232,7 +232,7 @@ def measure(args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         for split, rows in (("train", NUM_IMAGES), ("test", 101)):
             name = f"{split}-00000-of-00001.parquet"
-            part = pyarrow.parquet.read_table(f"{BUNDLED_MNIST}/{name}").slice(0, rows)
+            part = pyarrow.parquet.read_table(common.ROOT / "data" / "mnist" / name).slice(0, rows)
             pyarrow.parquet.write_table(part, Path(folder) / name)
         flags = ["--dataset", folder, "--steps", *args.steps]
         measured = {}

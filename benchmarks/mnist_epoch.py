@@ -58,8 +58,8 @@ def build():
 @functools.cache
 def normalised(dataset: str) -> tuple[torch.Tensor, torch.Tensor]:
     train, _ = load_images(dataset)
-    images = (train.images.float() - 33.3184) / 78.5675
-    return images.to(common.device()), train.labels.to(common.device())
+    images, labels = train.tensors
+    return ((images.float() - 33.3184) / 78.5675).to(common.device()), labels.to(common.device())
 
 
 def bare(dataset: str) -> float:

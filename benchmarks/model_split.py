@@ -89,11 +89,11 @@ def worker(args) -> None:
 def make_ways(accelerator, data, m: int) -> dict[str, tuple]:
     """By way: the model, or the part of it that this process has, and the pipeline that runs it."""
     cpu = torch.device("cpu")
-    resnet = model_split.make_resnet(1000)
+    resnet, images = model_split.make_resnet(1000), data.tensors[0]
     blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
-    costs = measure_blocks(blocks, data.images[: len(data) // m])
+    costs = measure_blocks(blocks, images[: len(data) // m])
     stages = balance_stages(costs, STAGES, "time", "1f1b", m)
-    examples = [data.images[:1].to("meta"), *(costs[names[-1]].output for names in stages)]
+    examples = [images[:1].to("meta"), *(costs[names[-1]].output for names in stages)]
     whole = model_split.Stage(copy.deepcopy(resnet), model_split.BLOCKS)
     part, pipeline, _ = model_split.make_pipeline(resnet, stages, examples, "1f1b", STAGES, accelerator, [cpu])
     return {"unsplit": (whole, OneProcess({0: whole}, [(0, cpu)], "naive")), "split": (part, pipeline)}

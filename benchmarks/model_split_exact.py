@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.model_split import run
 from scripts.model_split import STAGES_PER_PROCESS
-from utils.datasets.images_in_memory import BUNDLED_MNIST
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # copies average theirs
 KINDS = {"float64, group": ["--dtype", "float64", "--norm", "group"], "float32, batch": []}
@@ -68,7 +67,7 @@ def write_small_mnist(folder: Path) -> None:
     folder.mkdir()
     for split_name, rows in (("train", 320), ("test", 16)):
         file = f"{split_name}-00000-of-00001.parquet"
-        part = pyarrow.parquet.read_table(f"{BUNDLED_MNIST}/{file}").slice(0, rows)
+        part = pyarrow.parquet.read_table(common.ROOT / "data" / "mnist" / file).slice(0, rows)
         pyarrow.parquet.write_table(part, folder / file)
 
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import launch
 from utils.console import stop
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import load_images
 from utils.features.data_parallel import data_parallel, on_each_gpu
 from utils.features.out_of_memory import largest_that_fits
 from utils.flags import ArgumentParser, non_negative_float, positive_int
@@ -49,7 +49,7 @@ def parse_args():
     parser = ArgumentParser(__doc__)
 
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
 
     # resume_invariant: a resumed run must have the same values.
     add = parser.add_argument_group("model and training", resume_invariant=True).add_argument
@@ -192,7 +192,7 @@ def main():
     run = Run(accelerator, args)
 
     train_data, test_data = load_images(args.dataset)
-    model = CellNet(train_data.images.shape[1], len(train_data.classes), args.norm, args.variable_length)
+    model = CellNet(train_data.tensors[0].shape[1], len(train_data.classes), args.norm, args.variable_length)
     if args.micro_batch_size:
         is_auto, per_process = args.micro_batch_size == "auto", args.batch_size // accelerator.num_processes
         size = largest_micro_batch(args, model, train_data, accelerator) if is_auto else args.micro_batch_size

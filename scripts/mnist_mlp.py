@@ -18,7 +18,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import launch
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import load_images
 from utils.flags import ArgumentParser, non_negative_float, positive_int
 from utils.loader import GlobalLoader
 from utils.run import Run
@@ -32,7 +32,7 @@ def parse_args():
     parser = ArgumentParser(__doc__)
 
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
 
     # resume_invariant: a resumed run must have the same values.
     add = parser.add_argument_group("model and training", resume_invariant=True).add_argument
@@ -90,7 +90,7 @@ def main():
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
 
-    model = MLP(train_data.images[0].numel(), args.hidden, len(train_data.classes))
+    model = MLP(train_data.tensors[0][0].numel(), args.hidden, len(train_data.classes))
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

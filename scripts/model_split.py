@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from
 
 from utils import launch
 from utils.console import plural, stop
-from utils.datasets.images_in_memory import BUNDLED_MNIST, LabelledImages, load_images
+from utils.datasets.images_in_memory import LabelledImages, load_images
 from utils.features.pipeline import (
     ModelParts,
     OneProcess,
@@ -68,7 +68,7 @@ def parse_args():
     parser = ArgumentParser(__doc__)
 
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--synthetic", action="store_true", help="random images in 1000 classes instead, to measure speed")
     add("--image_size", type=at_least(32), default=224, help="side of the --synthetic images, in pixels")
 
@@ -227,7 +227,7 @@ def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
     Raises:
         SystemExit: if a micro-batch has one image that is one pixel at the end of the model.
     """
-    if args.norm != "batch" or max(train_data.images.shape[2:]) > 32:
+    if args.norm != "batch" or max(train_data.tensors[0].shape[2:]) > 32:
         return
     smallest = layout.micro_batch_size
     last_step = len(train_data) % args.batch_size
@@ -267,7 +267,7 @@ def split_model(args, layout, train_data, accelerator):
     if args.pretrained:
         load_pretrained(resnet, args.pretrained, head="fc")
     items = torch.arange(layout.micro_batch_size) % len(train_data)
-    images = train_data.images[items].to(accelerator.device)
+    images = train_data.tensors[0][items].to(accelerator.device)
     with accelerator.autocast():
         costs = measure_blocks({block: Stage(resnet, [block]) for block in BLOCKS}, images)
     if args.split == ["auto"]:

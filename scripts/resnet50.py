@@ -35,7 +35,7 @@ from utils.datasets.image_files import (
     mix,
     without_bad_images,
 )
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_splits
+from utils.datasets.images_in_memory import load_splits
 from utils.features.batch_norm import BatchNorms
 from utils.features.curves import draw_images, plot_confusion, save_picture
 from utils.features.data_parallel import on_each_gpu
@@ -106,7 +106,7 @@ def parse_args():
     switch = argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--synthetic", action="store_true", help="random images of 1000 classes, to measure speed")
     add("--skip_bad_images", action="store_true", help="read all images first, leave out what cannot be decoded")
     add("--num_workers", type=non_negative_int, help="processes that decode (default: by the machine)")

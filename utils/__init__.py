@@ -27,6 +27,7 @@ features/: each module can be left out, and its flag goes with it; its __init__.
 datasets/: where items come from.
 
     images_in_memory   a folder or a data set of the Hub, decoded into memory once
+    image_decoding     image files of any format and colour, as grey or RGB
     image_files        image files of any size, decoded when needed, and augmented
 
 Commands: `python -m utils.NAME`, from the folder above.

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import flags, launch, topology
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import load_images
 from utils.features.curves import RUN_COLOURS, save_picture
 from utils.run_folder import RunFolder
 
@@ -49,7 +49,7 @@ def parse_args():
     add("--local_steps", type=flags.positive_int, default=8, help="local: steps between two averages")
     add("--delay", type=flags.non_negative_int, default=1, help="stale: steps that a gradient comes late")
     add = parser.add_argument_group("training").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--num_epochs", type=flags.positive_int, default=3, help="passes over the training images")
     add("--worker_batch_size", type=flags.positive_int, default=64, help="samples per gradient")
     add("--hidden", type=flags.positive_int, default=128, help="hidden units")
@@ -64,7 +64,7 @@ class Trainee:
     """A model whose parameters are views of one flat tensor, `weights`."""
 
     def __init__(self, args, data):
-        num_inputs, num_classes = data.images[0].numel(), len(data.classes)
+        num_inputs, num_classes = data.tensors[0][0].numel(), len(data.classes)
         torch.manual_seed(args.seed)  # the same weights in each process
         layers = [nn.Flatten(), nn.Linear(num_inputs, args.hidden), nn.ReLU()]
         self.model = nn.Sequential(*layers, nn.Linear(args.hidden, num_classes))
@@ -93,7 +93,7 @@ class Worker(Trainee):
         super().__init__(args, data)
         self.args, self.group = args, group
         self.worker, self.num_workers, self.straggler = worker, num_workers, straggler
-        self.images, self.labels = data.images[worker::num_workers], data.labels[worker::num_workers]
+        self.images, self.labels = (tensor[worker::num_workers] for tensor in data.tensors)
         self.order = torch.Generator().manual_seed(args.seed + 1 + worker)
         self.sleeper = torch.Generator().manual_seed(args.seed)  # the same in all workers
         self.left = torch.empty(0, dtype=torch.int64)  # indices of this epoch's remaining samples
@@ -124,7 +124,7 @@ class Worker(Trainee):
 
 
 def steps_per_worker(args, data, num_workers: int) -> int:
-    return args.num_epochs * len(data.images) // (args.worker_batch_size * num_workers)
+    return args.num_epochs * len(data) // (args.worker_batch_size * num_workers)
 
 
 # The ways. `lr / num_workers` times the sum of the workers' gradients is lr times their mean. Each way returns the
@@ -207,10 +207,10 @@ WAYS = {way.__name__: way for way in (synchronous, local, stale, asynchronous)}
 @torch.no_grad()
 def test(trainee, data, began: float) -> list[tuple[float, float]]:
     """(seconds since `began`, accuracy) of all weights in the history."""
-    curve = []
+    curve, (images, labels) = [], data.tensors
     for moment, weights in trainee.history:
         trainee.weights.copy_(weights)
-        correct = trainee.logits(data.images).argmax(1) == data.labels
+        correct = trainee.logits(images).argmax(1) == labels
         curve.append((moment - began, correct.float().mean().item()))
     return curve
 
@@ -284,7 +284,7 @@ def main():
     if accelerator.device.type != "cpu":
         stop(f"{dist.get_backend()} cannot receive from any source: use cpu_ddp.yaml")
     data = load_images(args.dataset)
-    share = len(data[0].images) // num_workers
+    share = len(data[0]) // num_workers
     if args.worker_batch_size > share:
         stop(
             f"--worker_batch_size {args.worker_batch_size} is more than a worker's share of the images: at most {share}"

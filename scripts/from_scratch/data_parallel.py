@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import flags, launch, topology
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import load_images
 from utils.features.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.run_folder import RunFolder
@@ -421,7 +421,7 @@ def parse_args():
     add = parser.add_argument_group("devices").add_argument
     add("--num_devices", type=flags.positive_int, help="default: all GPUs, or 3 virtual devices on a CPU")
     add = parser.add_argument_group("training").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--num_steps", type=flags.at_least(2), default=6, help="steps; the first is not timed")
     add("--batch_size", type=flags.positive_int, default=90, help="samples per step, over all devices together")
     add("--lr", type=flags.non_negative_float, default=0.1, help="learning rate")

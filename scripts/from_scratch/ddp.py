@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import flags, launch, topology
 from utils.atomic_files import write_json
 from utils.console import plural, show
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import load_images
 from utils.features.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
@@ -48,7 +48,7 @@ def parse_args():
     add("--local_steps", type=flags.positive_int, default=8, help="local_sgd: steps between two averages")
     add("--delay", type=flags.non_negative_int, default=4, help="stale: steps that a gradient comes late")
     add = parser.add_argument_group("training").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--layers", type=flags.positive_int, default=1, help="hidden layers of the model")
     add("--num_epochs", type=flags.positive_int, default=2, help="passes over the training images")
     add("--batch_size", type=flags.positive_int, default=256, help="samples per step, over all processes together")
@@ -326,7 +326,7 @@ def main():
     # Every process shuffles alike and takes its own part of each batch, so that each sample comes once.
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed)
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
-    new_model = partial(make_model, args, accelerator, train_data.images[0].numel(), len(train_data.classes))
+    new_model = partial(make_model, args, accelerator, train_data.tensors[0][0].numel(), len(train_data.classes))
     results = {}
     accelerator.print("algorithm           ms/step  weights-DDP  accuracy  what it does", flush=True)
     for name, bucket_kib in make_runs(args):

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.mnist_mlp import MEAN, STD
 from utils import launch
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import load_images
 from utils.features.data_parallel import on_each_gpu
 from utils.flags import ArgumentParser, fraction, non_negative_float, positive_int
 from utils.loader import GlobalLoader
@@ -25,7 +25,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 def parse_args():
     parser = ArgumentParser(__doc__)
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default=BUNDLED_MNIST)
+    add("--dataset", default="ylecun/mnist")
     add = parser.add_argument_group("model and training", resume_invariant=True).add_argument
     add("--hidden", type=positive_int, default=192)
     add("--activation", choices=ACTIVATIONS, default="silu")
@@ -86,7 +86,7 @@ def main():
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
 
-    num_inputs, num_classes = train_data.images[0].numel(), len(train_data.classes)
+    num_inputs, num_classes = train_data.tensors[0][0].numel(), len(train_data.classes)
     model = MLP(num_inputs, args.hidden, num_classes, args.activation, args.dropout)
     model = model.to(getattr(torch, args.dtype))
     fused = args.optimizer == "adamw"  # torch 2.15 has no fused SGD for sharded parameters

@@ -148,7 +148,7 @@ def test_the_workers_share_the_data():
     data = make_data()
     workers = [async_sgd.Worker(ARGS, data, i, 3, "last") for i in range(3)]
     own = torch.cat([worker.images for worker in workers]).flatten(1).tolist()
-    assert sorted(own) == sorted(data.images.flatten(1).tolist())
+    assert sorted(own) == sorted(data.tensors[0].flatten(1).tolist())
 
 
 def test_one_process_has_no_worker(monkeypatch, capsys, tmp_path):

@@ -110,7 +110,7 @@ def test_it_is_the_plain_loop(train, small_mnist, max_grad_norm):
     order, _ = GlobalSampler(len(data), 250, seed=4).items(0)
     rates, norms = [], []
     for rows in order.split(250)[:3]:
-        losses, _ = losses_and_predictions(model, data.images[rows], data.labels[rows])
+        losses, _ = losses_and_predictions(model, *data[rows])
         losses.mean().backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
         rates.append(optimizer.param_groups[0]["lr"])
@@ -124,10 +124,10 @@ def test_it_is_the_plain_loop(train, small_mnist, max_grad_norm):
         torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-9)
     model.eval()
     with torch.no_grad():
-        losses, predicted = losses_and_predictions(model, test.images, test.labels)
+        losses, predicted = losses_and_predictions(model, *test.tensors)
     (tested,) = lines(folder, "test")
     assert tested["loss"] == pytest.approx(losses.mean().item(), rel=1e-9)
-    assert tested["accuracy"] == pytest.approx((predicted == test.labels).double().mean().item())
+    assert tested["accuracy"] == pytest.approx((predicted == test.tensors[1]).double().mean().item())
 
 
 @pytest.mark.parametrize("flags", ["--micro_batch_size 8 --gradient_accumulation_steps 2", "--micro_batch_size none"])
@@ -153,7 +153,7 @@ def test_samples_of_different_length_count_by_their_cells(train, small_mnist):
     folder = train("run", *flags)
     data, _ = load_images(str(small_mnist))
     order, _ = GlobalSampler(len(data), 250, seed=0).items(0)
-    images, labels = data.images[order[:250]], data.labels[order[:250]]
+    images, labels = data[order[:250]]
     model = make_model(0, variable_length=True)
     ink = ink_cells(images)
     cell_labels = labels[:, None].expand(ink.shape)

@@ -51,7 +51,8 @@ def test_one_and_two_processes_train_the_same_model(launcher, small_mnist):
     model = mnist_mlp.MLP(784, len(weights[1]["fc1.bias"]), 10)
     model.load_state_dict(weights[1], strict=True)
     test = load_images(str(small_mnist))[1]
-    accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()
+    images, labels = test.tensors
+    accuracy = (model(images).argmax(1) == labels).double().mean().item()
     assert accuracy == pytest.approx(summaries[1]["test_accuracy"], abs=1e-9)
 
 
@@ -100,7 +101,8 @@ def test_its_loop_trains_as_a_plain_one(train, small_mnist, tmp_path, monkeypatc
             random = random_uniform(key, indices, (16,))
             # A kept unit counts for the ones that were left out.
             kept = (random >= values["dropout"]).double() / (1 - values["dropout"])
-            loss = torch.nn.functional.cross_entropy(logits(data.images[indices], kept), data.labels[indices])
+            images, labels = data[indices]
+            loss = torch.nn.functional.cross_entropy(logits(images, kept), labels)
             loss.backward()
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
@@ -109,7 +111,7 @@ def test_its_loop_trains_as_a_plain_one(train, small_mnist, tmp_path, monkeypatc
     assert [line["lr"] for line in lines(tmp_path / "run", "train")] == rates
     for name, tensor in run_reader.weights(tmp_path / "run").items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-13)
-    loss = torch.nn.functional.cross_entropy(logits(test.images), test.labels)
+    loss = torch.nn.functional.cross_entropy(logits(test.tensors[0]), test.tensors[1])
     assert lines(tmp_path / "run", "test")[-1]["loss"] == pytest.approx(loss.item(), rel=1e-10)
 
 
@@ -131,8 +133,9 @@ def test_macro_f1_and_the_confusion_matrix_are_of_the_saved_model(small_mnist, t
     model = mnist_mlp.MLP(784, 16, 10)
     model.load_state_dict(run_reader.weights(tmp_path / "run"))
     test = load_images(str(small_mnist))[1]
-    predicted = model(test.images).argmax(1)
-    pairs = list(zip(test.labels.tolist(), predicted.tolist(), strict=True))
+    images, labels = test.tensors
+    predicted = model(images).argmax(1)
+    pairs = list(zip(labels.tolist(), predicted.tolist(), strict=True))
     assert summary["test_confusion"] == [[pairs.count((true, said)) for said in range(10)] for true in range(10)]
     hits = [pairs.count((name, name)) for name in range(10)]
     either = [sum((name == true) + (name == said) for true, said in pairs) for name in range(10)]
@@ -231,7 +234,7 @@ def test_nothing_here_reaches_the_network(monkeypatch):
         raise AssertionError("tried to reach the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    assert len(load_images(mnist_mlp.BUNDLED_MNIST)[0].labels) == 60000
+    assert len(load_images("ylecun/mnist")[0]) == 60000
 
 
 @pytest.mark.slow
@@ -260,7 +263,7 @@ def test_the_confusion_matrix_counts_each_test_image_once_also_beside_stand_ins(
     summary = run_reader.summary(tmp_path / "run")
     confusion = torch.tensor(summary["test_confusion"])
     _, test_data = load_images(str(small_mnist))
-    assert confusion.sum(1).tolist() == torch.bincount(test_data.labels, minlength=10).tolist()
+    assert confusion.sum(1).tolist() == torch.bincount(test_data.tensors[1], minlength=10).tolist()
     assert confusion.trace() / 203 == pytest.approx(summary["test_accuracy"])
     f1 = 2 * confusion.diag() / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
     assert float(f1.mean()) == pytest.approx(summary["test_f1_macro"])

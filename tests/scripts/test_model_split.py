@@ -26,7 +26,7 @@ from torchvision.models.resnet import resnet50
 
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
-from utils.datasets.images_in_memory import BUNDLED_MNIST, LabelledImages, load_images
+from utils.datasets.images_in_memory import MNIST_FOLDER, LabelledImages, load_images
 from utils.features.pipeline import (
     BlockCost,
     OneProcess,
@@ -97,8 +97,8 @@ def reference(norm, copies, data, accelerator):
             buffers[name] = buffers.get(name, 0) + buffer / copies
     whole.load_state_dict(buffers, strict=False)
     with torch.no_grad():
-        logits = whole.eval()(model_split.to_input(data.images, torch.float64))
-    test_loss = torch.nn.functional.cross_entropy(logits, data.labels).item()
+        logits = whole.eval()(model_split.to_input(data.tensors[0], torch.float64))
+    test_loss = torch.nn.functional.cross_entropy(logits, data.tensors[1]).item()
     return gradients, buffers, test_loss
 
 
@@ -214,7 +214,7 @@ def tiny_mnist(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny_mnist")
     for split, rows in (("train", 43), ("test", 9)):
         name = f"{split}-00000-of-00001.parquet"
-        table = pyarrow.parquet.read_table(f"{BUNDLED_MNIST}/{name}").slice(0, rows)
+        table = pyarrow.parquet.read_table(MNIST_FOLDER / name).slice(0, rows)
         pyarrow.parquet.write_table(table, folder / name)
     return folder
 
@@ -285,7 +285,7 @@ def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
 
     rates = []
     for rows in order.split(16):
-        loss_of(data.images[rows], data.labels[rows]).backward()
+        loss_of(*data[rows]).backward()
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
@@ -293,7 +293,7 @@ def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
     assert [line["lr"] for line in run_reader.lines(tmp_path / "run", "train")] == rates
     (tested,) = run_reader.losses(tmp_path / "run", "test")
     with torch.no_grad():
-        assert tested == pytest.approx(loss_of(test.images, test.labels).item(), rel=1e-6)
+        assert tested == pytest.approx(loss_of(*test.tensors).item(), rel=1e-6)
     weights = run_reader.weights(tmp_path / "run")
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-8)
@@ -355,8 +355,8 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
     resnet.load_state_dict(state, strict=True)
     test = load_images(str(tiny_mnist))[1]
     with torch.no_grad():
-        logits = resnet(model_split.to_input(test.images, torch.float32))
-    loss = torch.nn.functional.cross_entropy(logits, test.labels).item()
+        logits = resnet(model_split.to_input(test.tensors[0], torch.float32))
+    loss = torch.nn.functional.cross_entropy(logits, test.tensors[1]).item()
     summary = run_reader.summary(run)
     assert summary["test_samples"] == 9
     assert summary["test_loss"] == pytest.approx(loss, rel=1e-5)

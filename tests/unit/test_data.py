@@ -13,6 +13,8 @@ from conftest import MNIST
 from PIL import Image
 
 from utils.datasets import images_in_memory as data
+from utils.datasets.image_decoding import decode_images
+from utils.fingerprint import digest
 
 SUMS = {
     "train-00000-of-00001.parquet": ("8bc30132d0b27305c1ecbc716f595401c13cc7b92fc1613c1fd0d29076ad8e43"),
@@ -43,13 +45,14 @@ def test_bundled_mnist_is_unchanged(name):
 
 def test_bundled_mnist_has_the_known_counts_and_pixels():
     train, test = data.load_images(str(MNIST))
-    assert train.images.shape == (60000, 1, 28, 28)
-    assert test.images.shape == (10000, 1, 28, 28)
-    assert train.images.dtype == torch.uint8
+    images, _ = train.tensors
+    assert images.shape == (60000, 1, 28, 28)
+    assert test.tensors[0].shape == (10000, 1, 28, 28)
+    assert images.dtype == torch.uint8
     # Class counts as published; mean and deviation as the script's constants.
-    assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    assert train.images.double().mean() == pytest.approx(33.3184, abs=1e-4)
-    assert train.images.double().std() == pytest.approx(78.5675, abs=1e-4)
+    assert torch.bincount(test.tensors[1]).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert images.double().mean() == pytest.approx(33.3184, abs=1e-4)
+    assert images.double().std() == pytest.approx(78.5675, abs=1e-4)
 
 
 def test_pgm_fast_path_equals_pil(small_mnist):
@@ -57,7 +60,7 @@ def test_pgm_fast_path_equals_pil(small_mnist):
     contents = split.data.column("image").combine_chunks().field("bytes").to_pylist()
     # The second one begins inside of a buffer.
     chunks = [pa.array(contents[:5]), pa.array(contents)[5:]]
-    slow = data.decode_any(contents, [None] * len(contents), "x")
+    slow = decode_images(contents, [None] * len(contents), "x")
     assert np.array_equal(data.decode_pgm(chunks), slow)
     # PIL decides about files of several sizes, other headers, and files that are missing.
     first = contents[0]
@@ -66,18 +69,39 @@ def test_pgm_fast_path_equals_pil(small_mnist):
         assert data.decode_pgm([pa.array([other, first])]) is None
 
 
+def test_mnist_by_its_hub_id_is_the_bundled_one_and_without_that_the_hub_is_asked(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    train, _ = data.load_splits("ylecun/mnist")
+    assert (train.dataset, len(train.labels)) == ("ylecun/mnist", 60000)
+    monkeypatch.setattr(data, "MNIST_FOLDER", tmp_path / "gone")
+    with pytest.raises(SystemExit):
+        data.load_splits("ylecun/mnist")
+    sentence = "error: --dataset ylecun/mnist is not a folder and cannot be loaded from the Hub either: "
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_pgm_and_png_of_the_same_pixels_are_the_same_data(small_mnist, tmp_path):
+    """A copy without the bundled files resumes with those of the Hub, which are PNG."""
+    pgm = data.decode_split(data.load_splits(str(small_mnist))[1])
+    images = [Image.fromarray(image[0].numpy()) for image, _ in pgm]
+    for split in ("train", "test"):
+        parquet(tmp_path, split, "0123456789", pgm.tensors[1].tolist(), images)
+    png = data.decode_split(data.load_splits(str(tmp_path))[1])
+    assert digest(png.tensors) == digest(pgm.tensors)
+
+
 @pytest.mark.parametrize(("color", "channels"), [("L", 1), ("RGB", 3)])
 def test_folder_of_images_by_class(tmp_path, color, channels):
     train, test = data.load_images(str(image_folder(tmp_path, (5, 4), color)))
-    assert train.images.shape == (6, channels, 4, 5)
+    assert train.tensors[0].shape == (6, channels, 4, 5)
     assert train.classes == ["cat", "dog"]
-    for label, image in zip(test.labels, test.images, strict=True):
+    for image, label in test:
         assert image.flatten()[0] // 100 == label
 
 
 def test_validation_counts_as_test(tmp_path):
     _, test = data.load_images(str(image_folder(tmp_path, splits=("train", "validation"))))
-    assert len(test.labels) == 6
+    assert len(test) == 6
 
 
 def bad_missing(folder):
@@ -211,7 +235,7 @@ def test_16_bits_are_scaled_and_not_clipped(tmp_path):
     deep = tmp_path / "deep.png"
     Image.fromarray(grey.astype(np.uint16) * 257).save(deep)
     contents = [deep.read_bytes()] * 2
-    assert (data.decode_any(contents, [None] * 2, "x") == grey).all()
+    assert (decode_images(contents, [None] * 2, "x") == grey).all()
 
 
 def test_a_grey_image_before_coloured_ones_keeps_their_colours(tmp_path):
@@ -221,7 +245,7 @@ def test_a_grey_image_before_coloured_ones_keeps_their_colours(tmp_path):
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "PNG")
         contents.append(buffer.getvalue())
-    decoded = data.decode_any(contents, [None] * 2, "x")
+    decoded = decode_images(contents, [None] * 2, "x")
     assert (decoded[0] == colour[:, :, 0]).all()
     assert (decoded[1] == colour.transpose(2, 0, 1)).all()
 
@@ -248,15 +272,15 @@ def test_images_of_any_format_decode_alike(tmp_path):
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, kind)
         contents.append(buffer.getvalue())
-    decoded = data.decode_any(contents, [None] * 3, "x")
+    decoded = decode_images(contents, [None] * 3, "x")
     assert (decoded == pixels).all()
 
 
 def test_a_split_is_a_tensor_dataset(tmp_path):
     train, _ = data.load_images(str(image_folder(tmp_path)))
     image, label = train[4]
-    assert torch.equal(image, train.images[4])
-    assert label == train.labels[4]
+    assert torch.equal(image, train.tensors[0][4])
+    assert label == train.tensors[1][4]
 
 
 def test_a_damaged_copy_in_the_cache_is_named(small_mnist, tmp_path, capsys, monkeypatch):

@@ -18,7 +18,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import v2 as transforms
 
 from ..items import UnreadableItem
-from .images_in_memory import to_rgb
+from .image_decoding import to_rgb
 
 EXIF_ORIENTATION = 0x0112
 MEAN_COLOUR = (124, 116, 104)  # of ImageNet, RGB

@@ -197,7 +197,7 @@ def summary(
     if unknown:
         lines.append(f"imported, but neither copied nor in requirements.txt: {', '.join(sorted(unknown))}")
     for path in scripts:
-        if not with_data and b"BUNDLED_MNIST" in path.read_bytes():
+        if not with_data and b"ylecun/mnist" in path.read_bytes():
             lines.append(f"{path.name} will download MNIST: --with_data copies it")
         if ROOT not in path.parents and b"sys.path." in path.read_bytes():
             lines.append(f"{path.name} changes sys.path: check that it finds {package}/ in the copy")
