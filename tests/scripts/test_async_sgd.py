@@ -3,7 +3,6 @@
 import sys
 import threading
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 import run_reader
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.from_scratch import async_sgd
+from utils.datasets.images_in_memory import LabelledImages
 
 ARGS = Namespace(
     **{"lr": 0.5, "local_steps": 3, "delay": 2, "test_every": 2, "worker_batch_size": 4},
@@ -21,7 +21,7 @@ ARGS = Namespace(
 def make_data(count=48):
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(256, (count, 1, 3, 3), generator=generator, dtype=torch.uint8)
-    return SimpleNamespace(images=images, labels=torch.arange(count) % 3, classes=["a", "b", "c"])
+    return LabelledImages(images, torch.arange(count) % 3, ["a", "b", "c"])
 
 
 class Numbers:
