@@ -2,17 +2,19 @@
 
 import contextlib
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from .console import is_local_main, show, stop
 from .fingerprint import digest
-from .randomness import combine, generators_restored, seed_generators, watch_draws
+from .randomness import combine, seed_generators
 from .sampler import MicroBatch
 from .signals import end_with_parent
 
@@ -36,6 +38,31 @@ def stop_at_unreadable_items() -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0].rstrip(". ")
         stop(f"{reason}: if memory ran out, take fewer --num_workers", alone=True)
+
+
+def watch_draws(function: Callable, *args) -> tuple[Any, bool]:
+    """The result of `function(*args)`, and whether it drew from a global generator; it starts from a fixed seed."""
+
+    def first_draws():
+        return torch.rand(()).item(), random.random(), np.random.random_sample()
+
+    seed_generators(0)
+    untouched = first_draws()
+    seed_generators(0)
+    result = function(*args)
+    return result, first_draws() != untouched
+
+
+@contextlib.contextmanager
+def generators_restored() -> Iterator[None]:
+    """Whatever is drawn inside, the three global generators go on afterwards as if it had not been drawn."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
 
 
 class ItemFetcher(Dataset):

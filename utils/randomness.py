@@ -4,11 +4,8 @@ A generator's numbers depend on how often it was used, and so on the number of p
 the run was resumed. The functions here compute their numbers from a key instead.
 """
 
-import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +87,10 @@ def shuffle(positions: torch.Tensor, length: int, key: int) -> torch.Tensor:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global generators of torch (CPU), Python and NumPy by 32 bits; 7 us, torch.manual_seed takes longer."""
+    """Seed the global generators of torch (CPU), Python and NumPy. 7 us; torch.manual_seed alone takes longer.
+
+    key: 32 bits.
+    """
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key)
@@ -101,28 +101,3 @@ def seed_generators_for(device: torch.device, key: int) -> None:
     seed_generators(key)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(key)
-
-
-def watch_draws(function: Callable, *args) -> tuple[Any, bool]:
-    """The result of `function(*args)`, and whether it drew from a global generator; it starts from a fixed seed."""
-
-    def first_draws():
-        return torch.rand(()).item(), random.random(), np.random.random_sample()
-
-    seed_generators(0)
-    untouched = first_draws()
-    seed_generators(0)
-    result = function(*args)
-    return result, first_draws() != untouched
-
-
-@contextlib.contextmanager
-def generators_restored() -> Iterator[None]:
-    """Whatever is drawn inside, the three global generators go on afterwards as if it had not been drawn."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])

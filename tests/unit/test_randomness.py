@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from utils import randomness
+from utils import items, randomness
 
 
 def state():
@@ -100,11 +100,11 @@ def test_shuffle_is_without_visible_structure():
 
 
 def test_whoever_draws_from_a_global_generator_is_noticed():
-    assert randomness.watch_draws(max, 1, 2) == (2, False)
+    assert items.watch_draws(max, 1, 2) == (2, False)
     for draw in (torch.rand, lambda _: random.random(), lambda _: np.random.rand()):
-        number, drew = randomness.watch_draws(draw, ())
+        number, drew = items.watch_draws(draw, ())
         assert drew
-        assert randomness.watch_draws(draw, ()) == (number, True)  # from a fixed seed
+        assert items.watch_draws(draw, ()) == (number, True)  # from a fixed seed
 
 
 def test_seeded_generators_repeat_their_numbers():
@@ -124,7 +124,7 @@ def test_generators_go_on_as_if_nothing_was_drawn():
     before = state()
 
     def fail():
-        with randomness.generators_restored():
+        with items.generators_restored():
             randomness.seed_generators(3)
             raise KeyError
 

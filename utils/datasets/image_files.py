@@ -38,9 +38,9 @@ def open_upright(cell: dict) -> Image.Image:
 def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], size: int) -> torch.Tensor:
     """Crop `box` (left, top, width, height; in pixels) and resize it to (size, size).
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crop then still has `size` pixels: this
-    saves a part of the inverse transform, and averages pixels as antialiasing would. Bilinear with
-    antialiasing, by torch, which resizes uint8 images twice as fast as PIL.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crop then still has `size` pixels: this saves a part of the
+    inverse transform, and averages pixels as antialiasing would. Bilinear with antialiasing, by torch, which resizes
+    uint8 images twice as fast as PIL.
 
     Returns:
         uint8 (size, size, 3), RGB.
@@ -69,8 +69,7 @@ class CenterCrop:
     deterministic = True
 
     def __init__(self, size: int, resize: int):
-        self.size = size
-        self.resize = resize
+        self.size, self.resize = size, resize
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """A PIL image to uint8 (size, size, 3)."""
@@ -87,10 +86,8 @@ class RandomAugment:
         size: pixels of a side of the result.
         min_area: smallest area of a crop, as a fraction of the image.
         flip: probability of a horizontal flip.
-        trivial_augment: apply one random operation at a random strength. Source:
-            https://arxiv.org/abs/2103.10158.
-        erase: probability that a rectangle gets the mean colour. Source:
-            https://arxiv.org/abs/1708.04896.
+        trivial_augment: apply one random operation at a random strength. Source: https://arxiv.org/abs/2103.10158.
+        erase: probability that a rectangle gets the mean colour. Source: https://arxiv.org/abs/1708.04896.
     """
 
     deterministic = False
@@ -98,13 +95,9 @@ class RandomAugment:
     def __init__(
         self, size: int, min_area: float = 0.08, flip: float = 0.5, trivial_augment: bool = False, erase: float = 0.0
     ):
-        self.size = size
-        self.min_area = min_area
-        self.flip = flip
-        self.policy = None
-        if trivial_augment:
-            bilinear = transforms.InterpolationMode.BILINEAR
-            self.policy = transforms.TrivialAugmentWide(interpolation=bilinear)
+        self.size, self.min_area, self.flip = size, min_area, flip
+        bilinear = transforms.InterpolationMode.BILINEAR
+        self.policy = transforms.TrivialAugmentWide(interpolation=bilinear) if trivial_augment else None
         self.eraser = transforms.RandomErasing(erase, value=list(MEAN_COLOUR)) if erase else None
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -123,25 +116,21 @@ class RandomAugment:
 class ImageFiles(Dataset):
     """A map-style dataset of a split whose images are decoded when they are read.
 
-    An item is (uint8 (H, W, 3), label). In a batch of `collate` the images are (N, 3, H, W) in
-    channels_last.
+    An item is (uint8 (H, W, 3), label). In a batch of `collate` the images are (N, 3, H, W) in channels_last.
 
     Args:
         split: a Split of images_in_memory.
-        transform: makes a uint8 tensor (H, W, 3) of a PIL image. It may draw from the global
-            generators of torch, Python and NumPy, which GlobalLoader seeds for each item. A
-            transform that draws nothing says so with an attribute `deterministic = True`.
+        transform: makes a uint8 tensor (H, W, 3) of a PIL image. It may draw from the global generators of torch,
+            Python and NumPy, which GlobalLoader seeds for each item. A transform that draws nothing says so with an
+            attribute `deterministic = True`.
     """
 
     def __init__(self, split, transform):
-        self.split = split
-        self.transform = transform
-        self.labels = split.labels
-        self.classes = split.classes
+        self.split, self.transform, self.classes = split, transform, split.classes
         self.deterministic = getattr(transform, "deterministic", False)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.split.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         """The image and its label.
@@ -150,7 +139,7 @@ class ImageFiles(Dataset):
             UnreadableItem: with the name of the file, if the image cannot be decoded.
         """
         try:
-            return self.read(index), int(self.labels[index])
+            return self.read(index), int(self.split.labels[index])
         except ValueError as error:
             raise UnreadableItem(f"--dataset {self.split.dataset}: {error}; --skip_bad_images leaves it out") from error
 
@@ -194,8 +183,8 @@ def default_num_workers(accelerator: Accelerator) -> int:
 def without_bad_images(split, accelerator: Accelerator, num_workers: int | None = None):
     """Read all images, and leave out those that cannot be decoded.
 
-    Collective: call it on every rank. Call it before the first step: the order of the data is
-    then a permutation of the images that are left, on any topology.
+    Collective. Call it before the first step: the order of the data is then a permutation of the images that are left,
+    on any topology.
 
     Args:
         num_workers: threads. None or 0: one for each core.
@@ -268,9 +257,7 @@ class SyntheticImages(Dataset):
     fingerprint = "synthetic"
 
     def __init__(self, num_samples: int, size: int, device: torch.device):
-        self.num_samples = num_samples
-        self.size = size
-        self.device = device
+        self.num_samples, self.size, self.device = num_samples, size, device
         self.classes = [str(label) for label in range(1000)]
         self.batches = {}  # by number of samples
 
@@ -300,9 +287,8 @@ class SyntheticImages(Dataset):
 def mix(images: torch.Tensor, mixup: float, cutmix: float, seed: int, step: int):
     """Mixup or CutMix of neighbours: sample 2i with sample 2i + 1.
 
-    The fraction and the box are the same for all samples of a step, a function of (seed, step).
-    Neighbours are mixed, and not samples of a permutation, because one process then holds both,
-    whatever the number of processes.
+    The fraction and the box are the same for all samples of a step, a function of (seed, step). Neighbours are mixed,
+    and not samples of a permutation, because one process then holds both, whatever the number of processes.
     Sources: https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899.
 
     Args:
