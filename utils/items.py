@@ -32,9 +32,10 @@ def stop_at_unreadable_items() -> Iterator[None]:
     try:
         yield
     except UnreadableItem as error:  # a worker puts its traceback in front of the message
-        stop(str(error).strip().splitlines()[-1].rpartition("UnreadableItem: ")[2], alone=True)
+        _, _, message = str(error).rpartition("UnreadableItem")
+        stop(message.removeprefix(": ").strip() or "an item of the dataset cannot be read", alone=True)
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if not str(error).startswith("DataLoader worker (pid"):  # an error of the dataset names the worker later
             raise
         reason = str(error).splitlines()[0].rstrip(". ")
         stop(f"{reason}: if memory ran out, take fewer --num_workers", alone=True)
@@ -83,6 +84,12 @@ class ItemFetcher(Dataset):
 
     def __getitems__(self, request: Request) -> list:
         """The items of a request; afterwards the generators are seeded for collate_fn."""
+        try:
+            return self._items(request)
+        except StopIteration as error:  # to whoever reads the batches it would be the end of the epoch
+            raise RuntimeError(f"the dataset raised StopIteration for one of the items {request[1]}") from error
+
+    def _items(self, request: Request) -> list:
         epoch, indices, random_ids = request
         if self.deterministic:
             return self.dataset.__getitems__(indices) if self.whole_batches else [self.dataset[i] for i in indices]

@@ -331,6 +331,18 @@ def test_bad_sampling_weights_are_one_sentence(capsys, weights, max_samples):
     assert capsys.readouterr().err.startswith("error: sampling weights must be 23 finite numbers")
 
 
+@pytest.mark.parametrize("weights", ["abc", None, {1: 2}])
+def test_sampling_weights_that_are_not_numbers_say_so(weights):
+    with pytest.raises(TypeError, match="weights must be numbers, one per item"):
+        Weighted(weights)
+
+
+def test_a_single_sampling_weight_is_one_sentence(capsys):
+    with pytest.raises(SystemExit):
+        make(Squares(), order=Weighted(3))
+    assert capsys.readouterr().err.startswith("error: sampling weights must be 23 finite numbers")
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -621,6 +633,27 @@ def test_an_item_that_cannot_be_read_is_one_sentence(capsys, workers):
     assert capsys.readouterr().err == "error: photo 13 is no photo: remove it\n"
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_item_that_cannot_be_read_needs_no_words_of_its_own(capsys, workers):
+    class Silent(Squares):
+        def __getitem__(self, index):
+            raise UnreadableItem
+
+    with pytest.raises(SystemExit):
+        list(make(Silent(), num_workers=workers).epoch(0))
+    assert capsys.readouterr().err == "error: an item of the dataset cannot be read\n"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(workers):
+    class Ending(Squares):
+        def __getitem__(self, index):
+            return next(iter([index] if index != 13 else []))
+
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(make(Ending(), num_workers=workers).epoch(0))
+
+
 class Deadly(torch.utils.data.Dataset):
     """Its third item kills who reads it, as the kernel does where memory runs out."""
 
@@ -652,13 +685,14 @@ def test_a_first_item_that_cannot_be_read_is_one_sentence(capsys):
     assert capsys.readouterr().err == "error: photo 0 is no photo: remove it\n"
 
 
-def test_other_errors_of_a_dataset_keep_their_traceback():
+@pytest.mark.parametrize("kind", [KeyError, RuntimeError])
+def test_other_errors_of_a_dataset_keep_their_traceback(kind):
     class Broken(Squares):
         def __getitem__(self, index):
-            raise KeyError("no such column")
+            raise kind("no such column")
 
     for workers in (0, 1):
-        with pytest.raises(KeyError, match="no such column"):
+        with pytest.raises(kind, match="no such column"):
             list(make(Broken(), num_workers=workers).epoch(0))
 
 

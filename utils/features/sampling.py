@@ -20,18 +20,23 @@ class Weighted:
 
     Args:
         weights: (N,), not negative.
+
+    Raises:
+        TypeError: if they are not numbers.
     """
 
     def __init__(self, weights: Sequence[float] | torch.Tensor):
-        self.weights = torch.as_tensor(weights, dtype=torch.float64)
+        try:
+            self.weights = torch.as_tensor(weights, dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"weights must be numbers, one per item: {error}") from None
 
     def fit(self, num_items: int, num_used: int, batch_size: int) -> None:
         """Raises: SystemExit, if the weights do not fit `num_items` items, of which the first `num_used` are used."""
-        used = self.weights[:num_used]
         fits = self.weights.shape == (num_items,) and bool((self.weights >= 0).all())
-        if not fits or not 0 < float(used.sum()) < math.inf:
+        if not fits or not 0 < float(self.weights[:num_used].sum()) < math.inf:
             stop(f"sampling weights must be {num_items} finite numbers, one per item, not negative, and not all 0")
-        self.cumulative = used.cumsum(0)
+        self.cumulative = self.weights[:num_used].cumsum(0)
 
     def __call__(
         self, sampler: GlobalSampler, epoch: int, positions: torch.Tensor
