@@ -7,21 +7,19 @@ LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perp
 
 
 class Best:
-    """The best value of each number of the tests, and how many tests ago the monitored one was best.
+    """The best value of each number of the tests.
 
     Args:
-        monitor: METRIC, min:METRIC or max:METRIC, as --save_best takes it; None: the loss.
+        monitor: METRIC, min:METRIC or max:METRIC, as --save_best takes it; None: the loss. As an attribute, the name.
 
     Attributes:
-        monitor: the name alone.
         values: by name, [best value, its step].
         tests_since_best: of the monitored one; 0: the last test was the best.
     """
 
     def __init__(self, monitor: str | None):
         self.monitor, self.lower_is_better = metric_direction(monitor or "loss")
-        self.values: dict[str, list] = {}
-        self.tests_since_best = 0
+        self.load_state({})
 
     def add(self, numbers: dict[str, float], step: int) -> None:
         """Take the numbers of a test into account."""
@@ -38,7 +36,7 @@ class Best:
         return {"best": dict(self.values), "tests_since_best": self.tests_since_best}
 
     def load_state(self, state: dict) -> None:
-        self.values = state.get("best", {})
+        self.values: dict[str, list] = state.get("best", {})
         self.tests_since_best = state.get("tests_since_best", 0)
 
 
@@ -48,10 +46,9 @@ def is_number(value) -> bool:
 
 
 def metric_direction(metric: str) -> tuple[str, bool]:
-    """The name in METRIC, min:METRIC or max:METRIC, and whether less is better; by default so for
-    losses and errors."""
-    direction, colon, name = metric.partition(":")
-    if colon and direction in ("min", "max"):
+    """The name in METRIC, min:METRIC or max:METRIC, and whether less is better: by default for losses and errors."""
+    direction, _, name = metric.partition(":")
+    if direction in ("min", "max") and name:
         return name, direction == "min"
     return metric, not LOWER_IS_BETTER.isdisjoint(metric.lower().split("_"))
 

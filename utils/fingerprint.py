@@ -8,17 +8,16 @@ import torch
 
 
 def digest(content) -> str:
-    """16 hex digits of nested tensors, arrays, images, numbers and strings; other objects count by
-    their type."""
+    """16 hex digits of nested tensors, arrays, images, numbers and strings; other objects count by their type."""
     sha = hashlib.sha256()
 
     def add(part):
+        if isinstance(part, np.ndarray) and part.dtype.hasobject:
+            part = part.tolist()  # its bytes are addresses
         if isinstance(part, torch.Tensor):
             part = part.detach().cpu().contiguous()
             sha.update(f"{part.dtype}{tuple(part.shape)}".encode())
             sha.update(part.view(torch.uint8).numpy() if part.ndim else repr(part.item()).encode())
-        elif isinstance(part, np.ndarray) and part.dtype.hasobject:
-            add(part.tolist())  # its bytes are addresses
         elif isinstance(part, np.ndarray):
             sha.update(f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
         elif isinstance(part, Mapping):

@@ -181,10 +181,12 @@ class Run:
     def epochs(self) -> Iterator[int]:
         """The numbers of the epochs to go, until `total_steps` steps are done or --patience ends the run.
 
-        A run resumed at the end of an epoch begins with that epoch's test.
+        A run resumed at the end of an epoch begins with that epoch's test. The generators of torch, Python and NumPy
+        are seeded here and after `batches`: what a script draws between them is the same when resumed.
         """
         first = max(self.step - 1, 0) // self.steps_per_epoch
         for epoch in range(first, math.ceil(self.total_steps / self.steps_per_epoch)):
+            seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 1))
             yield epoch
             if self.early_stopping is not None and self.early_stopping.is_due():
                 self.stopped_early = self.step < self.total_steps
@@ -228,7 +230,8 @@ class Run:
                 batch = item[0] if isinstance(item, list) else item
                 self._step_done(epoch, batch.step_samples)
                 if self.step == self.total_steps:
-                    return
+                    break
+        seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 2))
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 in training; in a test, the number of the batch from 1 on."""

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from .atomic_files import fsync_folder, read_entry, write_json
+from .atomic_files import fsync, read_entry, write_json
 from .console import show, stop
 from .features import feature, has
 
@@ -45,7 +45,7 @@ class RunFolder:
             if not self.path.exists():
                 atexit.register(remove_if_unused, self.path)
                 self.path.mkdir(parents=True, exist_ok=True)
-                fsync_folder(self.path.parent)
+                fsync(self.path.parent)
             self.lock = FileLock(self.path / ".lock")
             # A run that was told to stop may still be saving.
             self.lock.acquire(timeout=10 if self.resume else 0)

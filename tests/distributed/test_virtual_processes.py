@@ -230,7 +230,7 @@ def bits(folder) -> dict:
     found = {
         str(file.relative_to(folder)): run_reader.sha256(file)
         for file in files
-        if file.name != "processes.safetensors"  # the random states of each process
+        if file.name != "processes.safetensors"  # the metrics of each process
     }
     return found | {f"{line['split']} {line['step']}": line for line in run_reader.lines(folder)}
 

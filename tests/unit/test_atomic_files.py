@@ -56,7 +56,7 @@ def test_a_disk_that_fills_up_in_fsync_is_one_sentence_too(tmp_path, capsys, mon
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(SystemExit):
-        files.write(tmp_path / "a", lambda part: part.write_text("x"))
+        files.write_json(tmp_path / "a", {"x": 1})
     assert "No space left on device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -71,9 +71,9 @@ def test_an_error_of_save_is_raised_and_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_write_or_raise_raises(tmp_path):
+def test_write_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
-        files.write_or_raise(tmp_path / "missing" / "a", lambda part: part.write_text("x"))
+        files.write(tmp_path / "missing" / "a", lambda part: part.write_text("x"))
 
 
 def test_json_has_a_list_of_numbers_on_one_line_and_strings_unchanged(tmp_path):
@@ -85,13 +85,6 @@ def test_json_has_a_list_of_numbers_on_one_line_and_strings_unchanged(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_write_synced_flushes_the_whole_content(tmp_path, monkeypatch):
-    path, content, found = tmp_path / "a", os.urandom(1000), []
-    monkeypatch.setattr(os, "fsync", lambda _: found.append(path.read_bytes()))
-    files.write_synced(path, content)
-    assert found == [content]
-
-
 def test_a_file_system_that_cannot_flush_folders_is_accepted(tmp_path, monkeypatch):
     def refuse(number):
         def fsync(_):
@@ -100,7 +93,7 @@ def test_a_file_system_that_cannot_flush_folders_is_accepted(tmp_path, monkeypat
         monkeypatch.setattr(os, "fsync", fsync)
 
     refuse(errno.EINVAL)
-    files.fsync_folder(tmp_path)
+    files.fsync(tmp_path)
     refuse(errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
-        files.fsync_folder(tmp_path)
+        files.fsync(tmp_path)

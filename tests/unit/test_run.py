@@ -327,6 +327,46 @@ def test_test_batches_are_seeded_each_for_itself(start):
     assert [len(set(numbers)) for numbers in zip(*drawn, strict=True)] == [6, 6, 6]
 
 
+class Drawing:
+    """Draws at the start of each epoch and after its batches; a normal number too, which is drawn in pairs."""
+
+    def __init__(self, stop_after=None):
+        self.stop_after = stop_after
+        self.drawn = {}
+
+    def __call__(self, args, **options):
+        accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
+        self.run = run = Run(accelerator, args)
+        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        model = nn.Linear(3, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+        run.start(loader, None, 12, checkpoint={"model": model, "optimizer": optimizer})
+        for epoch in run.epochs():
+            self.drawn["start", epoch] = torch.rand(()).item(), random.gauss(0, 1), np.random.randn()
+            for batch in run.batches(loader, epoch):
+                with accelerator.accumulate(model):
+                    losses = model(batch.data[0] + torch.randn(3)).square().squeeze(1)
+                    accelerator.backward(batch.mean_loss(losses))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if run.step + 1 == self.stop_after:
+                    run.stop_signal.received = 15
+            self.drawn["end", epoch] = torch.rand(()).item(), random.gauss(0, 1), np.random.randn()
+        run.finish()
+
+
+@pytest.mark.parametrize("step", [2, 4, 7, 12])
+def test_what_a_script_draws_around_the_batches_is_the_same_when_resumed(start, step):
+    whole, resumed = Drawing(), Drawing()
+    assert start(whole, "whole") is None
+    assert start(Drawing(stop_after=step)) == EXIT_REQUEUE
+    torch.manual_seed(1)
+    assert start(resumed, resume=True) is None
+    assert resumed.drawn == {place: whole.drawn[place] for place in resumed.drawn}
+    assert len(resumed.drawn) >= 2
+    assert [len(set(numbers)) for numbers in zip(*whole.drawn.values(), strict=True)] == [6, 6, 6]
+
+
 @pytest.mark.parametrize("accumulation", [2, 5])
 def test_accumulate_that_was_forgotten_is_an_error(start, accumulation):
     with pytest.raises(RuntimeError, match="gradient accumulation is out of step"):

@@ -1,16 +1,23 @@
-"""Models, optimizers and any other object as named tensors and JSON: nothing that is read back is executed."""
+"""Models, optimizers and any other object as named tensors and JSON: nothing that is read back is executed.
+
+`save` returns both, complete on the main process (None: there are no tensors, or no JSON), and `load` takes them, on
+any number of processes, sharded or not. `layouts` is what there is in a checkpoint, and now: these must be equal when
+resuming, as must be the `settings`. Collective.
+"""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..console import stop
 from ..features import feature
+from .folder import Tensors
 
 # How an optimizer computes its step, and not what it is: may change between a run and its resume.
 IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
@@ -18,15 +25,116 @@ IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
 PROGRESS = {"_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
 
 
-# --- any state_dict ---------------------------------------------------------------------------
+class ModelState:
+    """An unwrapped model: parameters and buffers by their plain names."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module):
+        self.model, self.fsdp = model, sharding(accelerator)
+
+    def layouts(self, tensors: Tensors, _) -> tuple[dict, dict]:
+        return layout(tensors), layout(self.model.state_dict())
+
+    def save(self) -> tuple[Tensors, None]:
+        if self.fsdp:
+            return self.fsdp.whole_model_state(self.model), None
+        return {plain_name(name): tensor for name, tensor in self.model.state_dict().items()}, None
+
+    def load(self, tensors: Tensors, _) -> None:
+        if self.fsdp:
+            self.fsdp.load_whole_model(self.model, tensors)
+        else:
+            self.model.load_state_dict({name: tensors[plain_name(name)] for name in self.model.state_dict()})
 
 
-def take_out_tensors(state, tensors: dict[str, torch.Tensor], path: str):
-    """A state_dict, or a part of it, as JSON. Each tensor goes to `tensors`, and {"tensor": its name} takes its place.
+class OptimizerState:
+    """An optimizer of one of `models`: its tensors as <parameter name>/<state name>, with `names` by id.
 
-    Args:
-        path: the name of a tensor is its place, such as queue/items/3.
+    The JSON has "groups": the hyperparameters, "numbers": what is not a tensor, such as LBFGS's lists, and
+    "parameters": the group of each, with state or yet without.
     """
+
+    def __init__(self, accelerator: Accelerator, optimizer: Optimizer, names: dict[int, str], models: list[nn.Module]):
+        self.optimizer, self.names, self.models, self.fsdp = optimizer, names, models, sharding(accelerator)
+        groups = plain_values(optimizer.param_groups, leave_out=IMPLEMENTATION)
+        self.settings = {"class": type(optimizer).__name__, "groups": groups}
+
+    def layouts(self, _, saved: dict) -> tuple[dict, dict]:
+        groups = self._parameters()
+        return saved.get("parameters", groups), groups  # earlier versions wrote no list
+
+    def _parameters(self) -> dict[str, str]:
+        groups = enumerate(self.optimizer.param_groups)
+        return {self.names[id(p)]: f"group {number}" for number, group in groups for p in group["params"]}
+
+    def save(self) -> tuple[Tensors, dict]:
+        if self.fsdp:
+            state = self.fsdp.whole_optimizer_state(self.models, self.optimizer)
+        else:
+            state = {self.names[id(parameter)]: entries for parameter, entries in self.optimizer.state.items()}
+        tensors, numbers = {}, {}
+        for parameter, entries in state.items():
+            for name, value in entries.items():
+                key = f"{parameter}/{name}"
+                numbers[key] = take_out_tensors(value, tensors, key)
+        return tensors, {
+            "groups": plain_values(self.optimizer.param_groups, leave_out={"params"}),
+            "numbers": {key: value for key, value in numbers.items() if key not in tensors},
+            "parameters": self._parameters(),
+        }
+
+    def load(self, tensors: Tensors, saved: dict) -> None:
+        for group, hyperparameters in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in hyperparameters.items():
+                # None where JSON has no word for a value, such as a function: the run's own one stays.
+                if key in IMPLEMENTATION or value is None:
+                    continue
+                if isinstance(group.get(key), torch.Tensor):
+                    value = torch.full_like(group[key], value)
+                group[key] = tuple(value) if isinstance(value, list) else value
+        state = {}
+        numbers = {key: put_back_tensors(value, tensors) for key, value in saved["numbers"].items()}
+        for key, value in {**tensors, **numbers}.items():
+            parameter, _, name = key.rpartition("/")
+            state.setdefault(plain_name(parameter), {})[name] = value  # earlier versions wrote names of torch.compile
+        if self.fsdp:
+            self.fsdp.load_whole_optimizer(self.models, self.optimizer, state)
+            return
+        positions = enumerate(parameters_of(self.optimizer))  # by which torch knows the parameters
+        by_position = {i: state[self.names[id(p)]] for i, p in positions if self.names[id(p)] in state}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": by_position})
+        # With the strides of the parameter, as before the save: a fused step goes through the memory of both side by
+        # side, and would otherwise give a weight with channels last the momentum of other weights.
+        for parameter, entries in self.optimizer.state.items():
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    entries[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+class ObjectState:
+    """Anything else with a state_dict: a tensor is named after its place there, such as queue/items/3."""
+
+    def __init__(self, name: str, instance):
+        self.name, self.instance = name, instance
+        self.save()  # stops now, and not at the first checkpoint
+        self.settings = {"class": type(instance).__name__}
+        if isinstance(instance, LRScheduler):
+            self.settings |= plain_values(instance.state_dict(), leave_out=PROGRESS)
+
+    def save(self) -> tuple[Tensors | None, object]:
+        tensors = {}
+        saved = take_out_tensors(self.instance.state_dict(), tensors, self.name)
+        return tensors or None, saved
+
+    def load(self, tensors: Tensors, saved) -> None:
+        state = put_back_tensors(saved, tensors)
+        # A schedule of another version of torch: entries that are missing would stay at their first values.
+        if isinstance(self.instance, LRScheduler) and state.keys() != self.instance.state_dict().keys():
+            raise ValueError(f"it has {', '.join(state)}")
+        self.instance.load_state_dict(state)
+
+
+def take_out_tensors(state, tensors: Tensors, path: str):
+    """A state_dict, or a part of it, as JSON. Each tensor goes to `tensors` as `path`, and {"tensor": path} stays."""
     if isinstance(state, torch.Tensor):
         tensors[path] = state
         return {"tensor": path}
@@ -46,7 +154,7 @@ def take_out_tensors(state, tensors: dict[str, torch.Tensor], path: str):
     stop(f"{path} cannot be saved: it is a {type(state).__name__}, which is neither a tensor nor JSON")
 
 
-def put_back_tensors(state, tensors: dict[str, torch.Tensor]):
+def put_back_tensors(state, tensors: Tensors):
     """The inverse of `take_out_tensors`; tuples come back as lists."""
     if not isinstance(state, dict):
         return state
@@ -71,39 +179,9 @@ def plain_values(state, leave_out: set[str]):
     return state if isinstance(state, (bool, int, float, str)) else None
 
 
-def load_object(instance, state: dict) -> None:
-    # A schedule of another version of torch: entries that are missing would stay at their first values.
-    if isinstance(instance, LRScheduler) and state.keys() != instance.state_dict().keys():
-        raise ValueError(f"it has {', '.join(state)}")
-    instance.load_state_dict(state)
-
-
-# --- models -----------------------------------------------------------------------------------
-
-
-def plain_name(name: str) -> str:
-    """The name of a parameter or buffer without what torch.compile adds, to the model or to layers of it."""
-    return name.replace("_orig_mod.", "")
-
-
 def sharding(accelerator: Accelerator):
     """The feature fsdp where models are sharded, elsewhere None."""
     return feature("fsdp", "a sharded model") if accelerator.distributed_type == DistributedType.FSDP else None
-
-
-def model_state(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of an unwrapped model by plain names; if it is sharded, whole, on the main process. Collective."""
-    if fsdp := sharding(accelerator):
-        return fsdp.whole_model_state(model)
-    return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
-
-
-def load_model(accelerator: Accelerator, model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
-    """Load what `model_state` returned, on any number of processes, sharded or not. Collective."""
-    if fsdp := sharding(accelerator):
-        fsdp.load_whole_model(model, saved)
-    else:
-        model.load_state_dict({name: saved[plain_name(name)] for name in model.state_dict()})
 
 
 def join_parts(accelerator: Accelerator, entries: dict, model_copy: int | None) -> dict:
@@ -113,14 +191,19 @@ def join_parts(accelerator: Accelerator, entries: dict, model_copy: int | None) 
     return feature("pipeline", "a model in parts").join_parts(accelerator, entries, model_copy)
 
 
-# --- optimizers -------------------------------------------------------------------------------
+def plain_name(name: str) -> str:
+    """The name of a parameter or buffer without what torch.compile adds, to the model or to layers of it."""
+    return name.replace("_orig_mod.", "")
 
 
-def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> dict[int, str]:
-    """A name for each parameter, by id, so that the state of an optimizer does not depend on their order.
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    With the model's name before it if several models are trained. A parameter of no model has the
-    name of its optimizer and its position there.
+
+def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, Optimizer]) -> dict[int, str]:
+    """A name for each parameter, by id, with the model's name before it if several models are trained.
+
+    A parameter of no model has the name of its optimizer and its position there.
     """
     trained = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
     trained_models = {n: m for n, m in models.items() if any(id(p) in trained for p in m.parameters())}
@@ -135,132 +218,18 @@ def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, torch.op
     return names
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def parameter_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, str]:
-    """The group of each parameter, by name: what the optimizer trains, with state or yet without."""
-    return {
-        names[id(parameter)]: f"group {number}"
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-
-
-def optimizer_state(
-    accelerator: Accelerator, optimizer: torch.optim.Optimizer, names: dict[int, str], models: Iterable[nn.Module]
-) -> tuple[dict[str, torch.Tensor], dict]:
-    """The tensors as <parameter name>/<state name>, and as JSON the rest. Complete on the main process. Collective.
-
-    The JSON has "groups": the hyperparameters, "numbers": what is not a tensor, such as LBFGS's
-    lists, and "parameters": the group of each.
-    """
-    if fsdp := sharding(accelerator):
-        state = fsdp.whole_optimizer_state(models, optimizer)
-    else:
-        state = {names[id(parameter)]: entries for parameter, entries in optimizer.state.items()}
-    tensors, numbers = {}, {}
-    for parameter, entries in state.items():
-        for name, value in entries.items():
-            key = f"{parameter}/{name}"
-            without_tensors = take_out_tensors(value, tensors, key)
-            if not isinstance(value, torch.Tensor):
-                numbers[key] = without_tensors
-    groups = plain_values(optimizer.param_groups, leave_out={"params"})
-    return tensors, {"groups": groups, "numbers": numbers, "parameters": parameter_groups(optimizer, names)}
-
-
-def load_optimizer(
-    accelerator: Accelerator,
-    optimizer: torch.optim.Optimizer,
-    names: dict[int, str],
-    models: Iterable[nn.Module],
-    tensors: dict[str, torch.Tensor],
-    saved: dict,
-) -> None:
-    """Load what `optimizer_state` returned, on any number of processes, sharded or not. Collective."""
-    for group, hyperparameters in zip(optimizer.param_groups, saved["groups"], strict=True):
-        restore_hyperparameters(group, hyperparameters)
-    state = {}
-    numbers = {key: put_back_tensors(value, tensors) for key, value in saved["numbers"].items()}
-    for key, value in {**tensors, **numbers}.items():
-        parameter, _, name = key.rpartition("/")
-        # Earlier versions wrote names of torch.compile.
-        state.setdefault(plain_name(parameter), {})[name] = value
-    if fsdp := sharding(accelerator):
-        fsdp.load_whole_optimizer(models, optimizer, state)
-        return
-    # torch knows a parameter by its position.
-    by_position = {
-        position: {name: laid_out_like(parameter, value) for name, value in state[names[id(parameter)]].items()}
-        for position, parameter in enumerate(parameters_of(optimizer))
-        if names[id(parameter)] in state
-    }
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": by_position})
-
-
-def restore_hyperparameters(group: dict, saved: dict) -> None:
-    """Set those of an optimizer's param_group to the ones in a checkpoint."""
-    for key, value in saved.items():
-        # None where JSON has no word for a value, such as a function: the run's own one stays.
-        if key in IMPLEMENTATION or value is None:
-            continue
-        if isinstance(group.get(key), torch.Tensor):
-            value = torch.full_like(group[key], value)
-        group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def laid_out_like(parameter: torch.Tensor, value):
-    """A state of a parameter with the strides of the parameter, as it had them before it was saved.
-
-    A fused optimizer step goes through the memory of both side by side and looks at no strides:
-    otherwise a weight with channels last would get the momentum of other weights.
-    """
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
-# --- what must match when resuming ------------------------------------------------------------
-
-
-def invariants(instance) -> dict:
-    """The class of an optimizer or other object, with the hyperparameters or the settings of a schedule."""
-    found = {"class": type(instance).__name__}
-    if isinstance(instance, torch.optim.Optimizer):
-        found["groups"] = plain_values(instance.param_groups, leave_out=IMPLEMENTATION)
-    elif isinstance(instance, LRScheduler):
-        found |= plain_values(instance.state_dict(), leave_out=PROGRESS)
-    return found
-
-
-def shapes(state: dict[str, torch.Tensor]) -> dict[str, str]:
+def layout(state: Tensors) -> dict[str, str]:
     """The dtype and shape of each tensor by its plain name, such as "float32 (2, 4)"."""
-    return {
-        plain_name(name): f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-        for name, tensor in state.items()
-    }
+    return {plain_name(n): f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for n, t in state.items()}
 
 
-def differences(saved: dict, current: dict) -> list[str]:
-    """Sentences such as "optimizer.lr was 0.1 and is 0.2"; classes first: other differences follow from them."""
-    saved, current = flat(saved), flat(current)
-    names = sorted(saved.keys() | current.keys(), key=lambda name: (not name.endswith(".class"), name))
-    return [
-        f"{name.replace('.groups', '')} was {saved.get(name)!r} and is {current.get(name)!r}"
-        for name in names
-        if saved.get(name) != current.get(name)
-    ]
-
-
-def flat(values, path: str = "") -> dict:
-    """Nested dicts and lists as one dict with names such as optimizer.lr."""
-    if isinstance(values, list) and len(values) == 1:
-        return flat(values[0], path)
-    if isinstance(values, (dict, list)):
-        result = {}
-        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
-            result |= flat(value, f"{path}.{name}" if path else str(name))
-        return result
-    return {path: values}
+def differences(saved, current, path: str = "") -> Iterator[str]:
+    """Sentences such as "optimizer.lr was 0.1 and is 0.2"."""
+    if isinstance(saved, list) and isinstance(current, list):
+        only_one = len(saved) == len(current) == 1
+        saved, current = (each[0] if only_one else dict(enumerate(each)) for each in (saved, current))
+    if isinstance(saved, dict) and isinstance(current, dict):
+        for name in sorted(saved.keys() | current.keys()):
+            yield from differences(saved.get(name), current.get(name), f"{path}.{name}")
+    elif saved != current:
+        yield f"{path.removeprefix('.').replace('.groups', '')} was {saved!r} and is {current!r}"

@@ -287,7 +287,7 @@ def compare_tensors(reference: Path, other: Path) -> dict:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The files of tensors by part, without random states and the best model beside the last."""
+    """The files of tensors by part, without the metrics of the processes and the best model beside the last."""
     files = {path.stem: path for path in sorted(folder.glob("*.safetensors"))}
     best = [part for part in files if part.endswith("_best") and part.removesuffix("_best") in files]
     return {part: path for part, path in files.items() if part != "processes" and part not in best}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from ..atomic_files import write_or_raise
+from ..atomic_files import write
 from ..console import show
 
 COLOURS = {"train": "#0072b2", "test": "#d55e00"}
@@ -44,7 +44,7 @@ def save_picture(picture: Path, draw: Callable) -> None:
         if figure is not None:
             figure.set_dpi(120)
             # savefig would draw the figure twice, the first time for options that are not used.
-            write_or_raise(picture, FigureCanvasAgg(figure).print_png)
+            write(picture, FigureCanvasAgg(figure).print_png)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         show(f"warning: {picture} is missing, it cannot be drawn or written: {reason}", "yellow")

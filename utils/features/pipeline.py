@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -382,12 +382,21 @@ def join_parts(accelerator: Accelerator, entries: dict, model_copy: int) -> dict
     """On the main process, the entries of all processes that share copy 0 of the model. Collective.
 
     Args:
-        entries: by parameter name, tensors or JSON.
+        entries: by name, tensors, JSON, or such a dict again. Of an entry that several processes have, the main
+            process's counts.
         model_copy: the number of the copy of the model that this process has a part of.
     """
     gathered = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    mine = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
-    torch.distributed.gather_object(mine if model_copy == 0 else {}, gathered)
+    torch.distributed.gather_object(send_to_device(entries, "cpu") if model_copy == 0 else {}, gathered)
     for others in gathered or []:
-        entries = entries | others
+        entries = merge(entries, others)
     return entries
+
+
+def merge(one: dict, other: dict) -> dict:
+    """Nested dicts as one: what both have is that of `one`."""
+    merged = {**other, **one}
+    for name in one.keys() & other.keys():
+        if isinstance(one[name], dict):
+            merged[name] = merge(one[name], other[name])
+    return merged
