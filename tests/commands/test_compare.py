@@ -313,7 +313,7 @@ def test_the_topology_is_that_of_each_step(tmp_path):
 def test_flags_of_every_run_do_not_explain_a_difference():
     parser = flags.ArgumentParser("")
     parser.add_run_flags(log_every=1)
-    names = vars(parser.parse_args([])).keys() - {"resume_invariants", "virtual_processes"}
+    names = vars(parser.parse_args([])).keys() - {"resume_invariants", "seed", "virtual_processes"}
     assert names <= {*compare.WITHOUT_EFFECT, *compare.NOT_COMPARED}
     facts = {"arguments": {"log_every": [1, 2]}, "topology": {}}
     assert compare.explain(facts) == "nothing that is recorded explains it"
