@@ -19,7 +19,6 @@ The core, in the order in which a script meets it:
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop on all processes
     errors             a sentence in place of a traceback, where a user can do something about it
     console            lines on the screen
-    memory             peak memory of a process
     atomic_files       files that are there whole or not at all
 
 features/: each module can be left out, and its flag goes with it; its __init__.py lists them.

@@ -21,7 +21,6 @@ from .console import plural, show, stop
 from .features import feature, has
 from .flags import as_json
 from .loader import Batch, GlobalLoader, describe_data
-from .memory import own_peak_memory_gib
 from .metrics import Metrics
 from .progress import Progress, metric_text
 from .randomness import combine, seed_generators_for
@@ -355,22 +354,25 @@ class Run:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
         self.checkpoints.wait()
         self._save_models()
-        peak_gib = own_peak_memory_gib(self.accelerator.device)
         if self.accelerator.is_main_process:
             self.progress.close()
-            self._write_summary(peak_gib)
+            self._write_summary()
         if self.trackers is not None:
             self.trackers.finish()
         self.accelerator.end_training()
         if self.accelerator.is_main_process:
             self._draw_and_say_done()
 
-    def _write_summary(self, peak_gib: float) -> None:
+    def _write_summary(self) -> None:
         best = {f"best_{name}": value for name, (value, _) in self.best.values.items() if name != "samples"}
         if self.args.save_best and self.best.monitor in self.best.values:
             best["best_step"] = self.best.values[self.best.monitor][1]
         elif self.args.save_best:
             show(f"warning: no best {self.best.monitor} was kept: the run has no test", "yellow")
+        peak_memory = {}
+        if has("peak_memory"):
+            gib = feature("peak_memory").own_peak_memory_gib(self.accelerator.device)
+            peak_memory = {"peak_memory_gib": round(gib, 3)}
         self.folder.write_summary(
             {
                 "step": self.step,
@@ -380,7 +382,7 @@ class Run:
                 "stopped_early": self.stopped_early,
                 "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
                 **self.progress.summary(self.step),
-                "peak_memory_gib": round(peak_gib, 3),
+                **peak_memory,
             }
         )
 

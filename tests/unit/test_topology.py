@@ -71,33 +71,6 @@ def test_the_topology_that_was_asked_for_runs(asked, monkeypatch):
     topology.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 in the environment, without MASTER_ADDR, is not from a"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment, without MASTER_ADDR, is not from"),
-        (
-            {"LOCAL_RANK": "1", "WORLD_SIZE": "2"},
-            "LOCAL_RANK=1 and WORLD_SIZE=2 in the environment, without MASTER_ADDR, is not from a "
-            "launcher: unset LOCAL_RANK WORLD_SIZE, or start",
-        ),
-        ({"WORLD_SIZE": "1"}, ""),
-        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, ""),
-        ({}, ""),
-    ],
-)
-def test_what_another_launcher_left_in_the_environment_is_named(monkeypatch, capsys, variables, sentence):
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    if not sentence:
-        return topology.check_environment()
-    with pytest.raises(SystemExit):
-        topology.check_environment()
-    assert f"error: {sentence}" in capsys.readouterr().err
-
-
 def test_more_processes_than_gpus_stop_the_run(monkeypatch, capsys):
     """Accelerate itself takes the local rank modulo the number of GPUs: two processes share one."""
     monkeypatch.setenv("WORLD_SIZE", "4")

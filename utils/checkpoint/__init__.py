@@ -28,7 +28,7 @@ from torch import nn
 
 from ..atomic_files import fsync_folder, remove
 from ..console import stop
-from ..signals import warn_if_killed_sooner
+from ..features import feature, has
 from .folder import (
     FORMAT,
     PROCESSES,
@@ -197,7 +197,8 @@ class Checkpoints:
         if self.keep:
             remove_old(self.folder, self.keep)
         # A stop waits for the checkpoint under way, and then saves another one.
-        self.is_slow = self.is_slow or warn_if_killed_sooner(2 * (time.perf_counter() - began))
+        if not self.is_slow and has("orphans"):
+            self.is_slow = feature("orphans").warn_if_killed_sooner(2 * (time.perf_counter() - began))
 
     def _check_finite(self, step: int) -> None:
         """Stop if a parameter is not finite. Buffers may well be infinite, as masks are."""

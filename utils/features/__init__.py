@@ -7,6 +7,9 @@
     trackers            --log_with                       log to tensorboard and the like, too
     progress_bar        its file                         a bar on a terminal
     provenance          its file                         versions and commit in run.json
+    lasting_output      its file                         a closed pipe or a full disk does not end a run
+    orphans             its file                         processes end when their launcher is gone
+    peak_memory         its file                         peak memory, in summary.json
     curves              its file                         curves.png at the end of a run
     same_weights        its file, several processes      compare the weights before each checkpoint
     hang_watchdog       its file, several processes      name the rank that the others wait for
