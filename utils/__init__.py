@@ -3,7 +3,7 @@
 The core, in the order in which a script meets it:
 
     launch             the Accelerator for the topology that the config file asks for
-    topology           what the config asks for, what runs, and the banner that says so
+    topology           what the config asks for, and whether that runs
     flags              command-line flags, and those that every script has
     run                the bookkeeping of a run: steps, epochs, log, checkpoints, resume
     loader             batches of any map-style dataset, the same on any topology

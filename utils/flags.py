@@ -35,7 +35,6 @@ class ArgumentParser(argparse.ArgumentParser):
         first, *others = docstring.splitlines() or [""]
         commands = [f"  {' '.join(line.split())}" for line in others if line.startswith("    ")]
         sets = "CONFIG alone sets the number of processes, devices and precision."
-        self.invariant_groups = []
         super().__init__(
             usage=f"accelerate launch --config_file CONFIG {sys.argv[0]} [flags]".replace("%", "%%"),
             description=textwrap.fill(f"{first} {sets}", 80),
@@ -44,19 +43,18 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def add_argument_group(self, title=None, description=None, *, resume_invariant: bool = False, **kwargs):
+    def add_argument_group(self, *args, resume_invariant: bool = False, **kwargs):
         """A group of flags; resume_invariant: a resumed run must have the same values for all of them."""
-        group = super().add_argument_group(title, description, **kwargs)
-        if resume_invariant:
-            self.invariant_groups.append(group)
+        group = super().add_argument_group(*args, **kwargs)
+        group.resume_invariant = resume_invariant
         return group
 
     def parse_known_args(self, args=None, namespace=None):
         """As in argparse, plus `resume_invariants`; parse_args() calls this method too."""
         namespace, unknown = super().parse_known_args(args, namespace)
         names = ["seed"] if "seed" in namespace else []
-        for group in self.invariant_groups:
-            names += [action.dest for action in group._group_actions]
+        for group in self._action_groups:
+            names += [action.dest for action in group._group_actions if group.resume_invariant]
         namespace.resume_invariants = tuple(names)
         return namespace, unknown
 

@@ -27,7 +27,7 @@ from .randomness import combine, seed_generators_for
 from .run_folder import RunFolder
 from .sampler import GlobalSampler
 from .signals import StopSignal
-from .topology import announce, describe_topology, same_on_all
+from .topology import same_on_all
 
 DEFAULTS = {
     "seed": 0,
@@ -117,7 +117,8 @@ class Run:
         invariants |= {"data": data["fingerprint"], "total_steps": total_steps}
         invariants |= {"save_best": args.save_best}  # the file of the best model is of this metric
         invariants |= resume_invariants or {}
-        topology = describe_topology(accelerator)
+        banner = feature("banner") if has("banner") else None
+        topology = banner.describe_topology(accelerator) if banner else {}
         # 2. Go on where the newest checkpoint is.
         folder = self.folder.path / "checkpoints"
         self.checkpoints = Checkpoints(
@@ -128,9 +129,10 @@ class Run:
         self.metrics = Metrics(accelerator, saved_metrics, all_ranks_add=model_parts is None)
         # 3. Say so; a run that was completed before ends here.
         batch = model_parts.batch if model_parts else None
-        announce(
-            accelerator, topology, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
-        )
+        if banner:
+            banner.announce(
+                accelerator, topology, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
+            )
         self._exit_if_completed()
         # 4. From here on it is a run: features, log files.
         self._attach_features(topology)
@@ -164,7 +166,7 @@ class Run:
         if getattr(accelerator, "virtual_processes", 0):
             virtual_processes = feature("virtual_processes", "--virtual_processes")
             virtual_processes.sum_gradients_by_tree(accelerator, models)
-            if self.step:
+            if self.step and topology:
                 virtual_processes.warn_of_other_rounding(accelerator, self.folder.path, topology)
         if args.patience:
             self.early_stopping = feature("early_stopping", "--patience").EarlyStopping(args.patience, self.best)

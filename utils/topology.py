@@ -1,9 +1,7 @@
-"""What the config file asks for, what runs, and the banner that says so."""
+"""What the config file asks for, and whether that runs."""
 
 import functools
 import os
-import platform
-import re
 import shlex
 import socket
 import sys
@@ -16,8 +14,7 @@ from accelerate.commands.config import default_config_file, load_config_from_fil
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, gather_object
 
-from .console import plural, show, stop
-from .sampler import virtual_processes
+from .console import plural, stop
 
 # Facts that may differ between machines: where their files are, and how many workers read them.
 # resume_invariants is a list of names that follows from the script.
@@ -76,9 +73,8 @@ def check_topology(accelerator: Accelerator) -> None:
             f"the launcher started {started} processes, but they do not find each other and would train {started} "
             "separate models: use accelerate_configs/cpu_ddp.yaml for several processes on the CPU"
         )
-    local_processes, on_cpu = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), accelerator.device.type == "cpu"
-    # Accelerate takes the local rank modulo the number of GPUs.
-    if accelerator.device.type == "cuda" and local_processes > torch.cuda.device_count():
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if accelerator.device.type == "cuda" and local_processes > torch.cuda.device_count():  # Accelerate shares them
         stop(
             f"{local_processes} processes were started on a machine where {torch.cuda.device_count()} GPUs are "
             "visible, so some would share a GPU: set num_processes in the config file to the number of GPUs"
@@ -87,15 +83,9 @@ def check_topology(accelerator: Accelerator) -> None:
     if config is not None:
         check_config(accelerator, options, config)
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        stop(
-            "checkpoints hold what FSDP2 shards, and version 1 of FSDP runs: set fsdp_version to 2 in the config "
-            "file, as in accelerate_configs/fsdp.yaml"
-        )
-    if accelerator.mixed_precision == "fp16" and on_cpu:  # Accelerate would train in float32 and not say so
-        stop(
-            "precision fp16 needs a GPU: set mixed_precision in the config file to bf16 or no, or use a config file "
-            "for GPUs"
-        )
+        stop("version 1 of FSDP runs: set fsdp_version to 2 in the config file, as in accelerate_configs/fsdp.yaml")
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # float32 would run
+        stop("precision fp16 needs a GPU: set mixed_precision in the config file to bf16 or no")
 
 
 def check_config(accelerator: Accelerator, options, config) -> None:
@@ -144,89 +134,6 @@ def data_parallel_gpus(accelerator: Accelerator) -> int:
     if accelerator.device.type != "cuda" or not is_alone or not splits_batch:
         return 1
     return torch.cuda.device_count()
-
-
-def describe_topology(accelerator: Accelerator) -> dict:
-    """The topology that runs, for run.json; "processes" has one entry per rank. Collective."""
-    options, _ = requested_topology()
-    gpus = data_parallel_gpus(accelerator)
-    on_gpu = accelerator.device.type == "cuda"
-    this_process = {
-        "rank": accelerator.process_index,
-        "local_rank": accelerator.local_process_index,
-        "host": socket.gethostname(),
-        "device": "cpu" if accelerator.device.type == "cpu" else str(accelerator.device),
-        "device_name": torch.cuda.get_device_name(accelerator.device) if on_gpu else None,
-        "cpu": cpu_name(),
-        "cpu_threads": torch.get_num_threads(),
-    }
-    return {
-        "config_file": os.path.relpath(options.config_file) if options and options.config_file else None,
-        "distributed_type": "DATA_PARALLEL" if gpus > 1 else accelerator.distributed_type.value,
-        "backend": accelerator.state.backend,
-        "num_processes": accelerator.num_processes,
-        "data_parallel_gpus": gpus,
-        "mixed_precision": accelerator.mixed_precision,
-        "torch": torch.__version__,
-        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-        "virtual_processes": virtual_processes(accelerator),
-        "processes": gather_object([this_process]),
-    }
-
-
-def cpu_name() -> str:
-    """The model of the CPU, as far as the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")  # of Linux
-    found = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return found[1] if found else platform.processor()
-
-
-def announce(
-    accelerator: Accelerator,
-    topology: dict,
-    output_dir: str | os.PathLike,
-    steps_per_epoch: int,
-    total_steps: int,
-    data: dict,
-    batch_size: int,
-    batch: str | None = None,
-) -> None:
-    """Print the banner: what is going to run.
-
-    Args:
-        topology: what `describe_topology` returned.
-        data: names and values for the line "data".
-        batch_size: samples per optimizer step, over all processes.
-        batch: how these are made up, for a script whose processes share the model. None: a part for each process.
-    """
-    processes, accumulation = topology["num_processes"], topology["gradient_accumulation_steps"]
-    virtual, gpus = topology["virtual_processes"], topology["data_parallel_gpus"]
-    first = topology["processes"][0]
-    machines = plural(len({process["host"] for process in topology["processes"]}), "machine")
-    device = first["device_name"] or first["device"]
-    if first["device"] == "cpu":
-        device += f" with {plural(first['cpu_threads'], 'thread')}"
-    kind = ""
-    if gpus > 1:
-        kind = f" (DataParallel over {gpus} GPUs)"
-    elif processes > 1:
-        kind = f" ({topology['distributed_type']} over {topology['backend']})"
-    each, rest = divmod(batch_size, virtual or processes * accumulation)
-    each = f"{each} or {each + 1}" if rest else each
-    batch = batch or f"{each} per process x {plural(processes, 'process')}"
-    batch += f" x {plural(accumulation, 'accumulation step')}"
-    if virtual:
-        batch = f"{each} per virtual process x {plural(virtual, 'virtual process')}"
-    if accelerator.is_main_process:
-        show(
-            f"topology      {plural(processes, 'process')} on {machines}{kind}, each {device}, precision "
-            f"{topology['mixed_precision']}\n"
-            f"config        {topology['config_file']}\n"
-            f"global batch  {batch_size} = {batch}\n"
-            f"steps         {total_steps} steps = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch}\n"
-            f"data          {', '.join(f'{name} {value}' for name, value in data.items())}\n"
-            f"output        {output_dir}"
-        )
 
 
 def resume_command(output_dir: str | None) -> str:

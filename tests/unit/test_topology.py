@@ -9,6 +9,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from fakes import fake_accelerator
 
 from utils import topology
+from utils.features import banner
 
 
 def cluster(**keys):
@@ -154,7 +155,7 @@ def test_the_banner_says_what_will_run(capsys):
         "processes": [process | {"host": host} for host in ("alpha", "alpha", "beta", "beta")],
     }
     data = {"dataset": "mnist", "train samples": 1003}
-    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, data, 64)
+    banner.announce(fake_accelerator(4), runs, "runs/a", 10, 25, data, 64)
     assert capsys.readouterr().out.splitlines() == [
         "topology      4 processes on 2 machines (MULTI_CPU over gloo), each cpu with 1 thread, precision bf16",
         "config        some.yaml",
@@ -163,9 +164,9 @@ def test_the_banner_says_what_will_run(capsys):
         "data          dataset mnist, train samples 1003",
         "output        runs/a",
     ]
-    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
+    banner.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
     assert "dataset a\\x1b[31m\n" in capsys.readouterr().out  # and not in red
-    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {}, 64, batch="4 micro-batches")
+    banner.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {}, 64, batch="4 micro-batches")
     assert "64 = 4 micro-batches x 2 accumulation steps" in capsys.readouterr().out
 
 

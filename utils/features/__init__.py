@@ -5,6 +5,7 @@
     profiling           --profile                        a table and a trace of some steps
     early_stopping      --patience                       stop when the test no longer gets better
     trackers            --log_with                       log to tensorboard and the like, too
+    banner              its file                         what is going to run, on the screen and in run.json
     progress_bar        its file                         a bar on a terminal
     provenance          its file                         versions and commit in run.json
     lasting_output      its file                         a closed pipe or a full disk does not end a run
