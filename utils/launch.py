@@ -85,41 +85,30 @@ def make_accelerator(
         args: the parsed flags; for those of DEFAULTS that it does not have, the default counts. Sets `output_dir` to
             a new folder under runs/ if there is none, and `resume` to True if the launcher restarted a failed run.
         cpu_threads: threads of each process for work on the CPU. None: the cores of the machine divided by its
-            processes; with virtual processes 1, since a different number of threads adds in a different order.
+            processes; 1 with virtual processes, since a different number of threads adds in a different order.
         split_batch: each process gets a part of the batch. False if the processes share the model.
         log_with: trackers besides --log_with: names, objects of a GeneralTracker, or a list.
-        find_unused_parameters: as in DistributedDataParallel: for a model in which some parameters get no gradient in
-            some steps.
+        find_unused_parameters: of DistributedDataParallel: some parameters get no gradient in some steps.
         kwargs_handlers: for Accelerator. One of the same class as ours is used in place of ours.
 
     Raises:
-        SystemExit: other processes or devices run than were asked for, the processes have different arguments, a batch
-            has fewer samples than micro-batches, --virtual_processes does not fit, a tracker or a precision is not
-            available.
+        SystemExit: what runs is not what the config file and the flags ask for, or differs between processes.
     """
     settings = argparse.Namespace(**{**DEFAULTS, **vars(args)})
     if "triton" not in sys.modules:  # at the end it would report what is frozen of it as leaked
         gc.freeze()  # to search for garbage in what the imports made, again and again, takes a second of a start
     errors = explain_errors()
-    lost_peers = attach_to_process(errors, can_resume=hasattr(args, "resume"))
+    lost_peers = attach_to_process(errors, args)
     is_new_folder = not settings.output_dir
-    if is_new_folder:
-        settings.output_dir = f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    settings.output_dir = settings.output_dir or new_output_dir()
     restarts = None
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         restarts = feature("restarts", "--max_restarts")
         restarts.check_that_it_can_continue(is_new_folder)
     if settings.log_with or log_with:
         settings.log_with = feature("trackers", "--log_with").check_trackers(settings.log_with, log_with)
-    # 1 ms more, because Accelerate drops a timeout that equals its own default of 600 s. The default of gloo, 30
-    # minutes, would then hold.
-    timeout = datetime.timedelta(seconds=settings.timeout_s, milliseconds=1)
-    handlers = [
-        DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters),
-        InitProcessGroupKwargs(timeout=timeout),
-        *kwargs_handlers,
-    ]
-    accelerator = create_accelerator(settings, errors, handlers)
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+    accelerator = create_accelerator(settings, errors, [ddp, *kwargs_handlers])
     # From here on, the processes can talk to each other.
     check_topology(accelerator)
     attach_to_group(lost_peers, settings.timeout_s)
@@ -127,32 +116,34 @@ def make_accelerator(
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, **vars(args)})
     accelerator.split_batch = split_batch
-    micro_batches = settings.virtual_processes or accelerator.num_processes * settings.gradient_accumulation_steps
     if settings.virtual_processes:
         module = feature("virtual_processes", "--virtual_processes")
         module.use_virtual_processes(accelerator, settings.virtual_processes)
         cpu_threads = cpu_threads or 1
-    if split_batch and settings.batch_size is not None and settings.batch_size < micro_batches:
-        stop(
-            f"--batch_size {settings.batch_size} is less than the {micro_batches} micro-batches of a step (processes x "
-            f"accumulation steps): use {micro_batches} or more"
-        )
+    if split_batch and settings.batch_size is not None:
+        parts = accelerator.num_processes * settings.gradient_accumulation_steps
+        check_batch_size(settings.batch_size, settings.virtual_processes or parts)
     set_cpu_threads(cpu_threads)
     set_seed(settings.seed)
     if is_new_folder:  # its name has a time and a process id: all take that of the main process
         args.output_dir = broadcast_object_list([settings.output_dir])[0]
         accelerator.project_configuration.set_directories(args.output_dir)
-    if lost_peers:
-        lost_peers.output_dir = args.output_dir
     return accelerator
 
 
 def create_accelerator(settings: argparse.Namespace, errors: ExplainedErrors, handlers: list) -> TrainingAccelerator:
     """Accelerate's object, with the defaults that are traps set otherwise.
 
+    Args:
+        errors: those of its errors that are explained there are raised.
+        handlers: Accelerate's kwargs_handlers; of several of one class, the last one counts.
+
     Raises:
         SystemExit: if Accelerate cannot start with this config file and these flags.
     """
+    # 1 ms more, because Accelerate drops a timeout that equals its own default of 600 s. The default of gloo, 30
+    # minutes, would then hold.
+    timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.timeout_s, milliseconds=1))
     try:
         return TrainingAccelerator(
             # The launcher of several processes does not pass `use_cpu` on. Without it Accelerate looks for GPUs, finds
@@ -166,7 +157,7 @@ def create_accelerator(settings: argparse.Namespace, errors: ExplainedErrors, ha
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 settings.gradient_accumulation_steps, sync_with_dataloader=False, adjust_scheduler=False
             ),
-            kwargs_handlers=list({type(handler): handler for handler in handlers}.values()),
+            kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
         )
     except (ValueError, RuntimeError) as error:  # a precision that is not there, FSDP on a CPU, ...
         if any(matches(error) for matches, _ in errors.explanations):
@@ -175,7 +166,12 @@ def create_accelerator(settings: argparse.Namespace, errors: ExplainedErrors, ha
         stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
 
 
-def attach_to_process(errors: ExplainedErrors, can_resume: bool):
+def new_output_dir() -> str:
+    """The name of a new folder under runs/."""
+    return f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace):
     """The features that need no flag, before the process group is made: each only where its file is.
 
     Returns:
@@ -193,7 +189,7 @@ def attach_to_process(errors: ExplainedErrors, can_resume: bool):
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys() or not has("lost_peers"):
         return None
     module = feature("lost_peers")
-    lost_peers = module.LostPeers(can_resume)
+    lost_peers = module.LostPeers(args)
     errors.explanations.append((module.is_lost_peer, lost_peers.sentence))
     module.bind_gloo_to_the_route()
     return lost_peers
@@ -208,6 +204,19 @@ def attach_to_group(lost_peers, timeout_s: float) -> None:
         hang_watchdog.watch_ranks(timeout_s)
         if lost_peers:
             lost_peers.who_is_late = hang_watchdog.who_is_late
+
+
+def check_batch_size(batch_size: int, micro_batches: int) -> None:
+    """Check that each micro-batch of a step has a sample.
+
+    Raises:
+        SystemExit: if the global batch of a step has fewer samples than micro-batches.
+    """
+    if batch_size < micro_batches:
+        stop(
+            f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of a step (processes x "
+            f"accumulation steps): use {micro_batches} or more"
+        )
 
 
 def set_cpu_threads(cpu_threads: int | None) -> None:

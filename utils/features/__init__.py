@@ -27,7 +27,7 @@
     pipeline            a script                         a model cut over several devices
     pipeline_timeline   pipeline                         a picture of when each stage computes
 
-The core imports none of them at the top of a file. It attaches them in two places: `attach_to_process`
+The core imports none of them at the top of a file. It attaches most of them in two places: `attach_to_process`
 in launch.py, and `Run._attach_features` in run.py. To do without one, delete its file: its flag goes
 too, and who asks for it all the same is told which file is missing.
 """

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from ..console import plural, show
+from ..console import plural, printable
 from ..sampler import virtual_processes
 from ..topology import data_parallel_gpus, requested_topology
 
@@ -86,13 +86,13 @@ def announce(
     batch += f" x {plural(accumulation, 'accumulation step')}"
     if virtual:
         batch = f"{each} per virtual process x {plural(virtual, 'virtual process')}"
-    if accelerator.is_main_process:
-        show(
-            f"topology      {plural(processes, 'process')} on {machines}{kind}, each {device}, precision "
-            f"{topology['mixed_precision']}\n"
-            f"config        {topology['config_file']}\n"
-            f"global batch  {batch_size} = {batch}\n"
-            f"steps         {total_steps} steps = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch}\n"
-            f"data          {', '.join(f'{name} {value}' for name, value in data.items())}\n"
-            f"output        {output_dir}"
-        )
+    banner = (
+        f"topology      {plural(processes, 'process')} on {machines}{kind}, each {device}, precision "
+        f"{topology['mixed_precision']}\n"
+        f"config        {topology['config_file']}\n"
+        f"global batch  {batch_size} = {batch}\n"
+        f"steps         {total_steps} steps = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch}\n"
+        f"data          {', '.join(f'{name} {value}' for name, value in data.items())}\n"
+        f"output        {output_dir}"
+    )
+    accelerator.print(printable(banner), flush=True)
