@@ -3,7 +3,7 @@
 The core, in the order in which a script meets it:
 
     launch             the Accelerator for the topology that the config file asks for
-    topology           what the config asks for, what runs, and the banner that says so
+    topology           what the config asks for, and whether that runs
     flags              command-line flags, and those that every script has
     run                the bookkeeping of a run: steps, epochs, log, checkpoints, resume
     loader             batches of any map-style dataset, the same on any topology
@@ -19,7 +19,6 @@ The core, in the order in which a script meets it:
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop on all processes
     errors             a sentence in place of a traceback, where a user can do something about it
     console            lines on the screen
-    memory             peak memory of a process
     atomic_files       files that are there whole or not at all
 
 features/: each module can be left out, and its flag goes with it; its __init__.py lists them.

@@ -6,21 +6,18 @@ from types import TracebackType
 
 from .console import is_local_main, report_to_launcher, show
 
-Matches = Callable[[BaseException], bool]
-Sentence = Callable[[BaseException, TracebackType | None], str]
-
 
 class ExplainedErrors:
     """A sys.excepthook with a list of explanations; an error that none of them matches keeps its traceback.
 
-    explanations: pairs (matches, sentence), the first that matches counts. `sentence(error, traceback)` is
-        printed by every process that has the error, since others may have a different one, and is what the
-        launcher reports at its end.
+    explanations: pairs (matches(error), sentence(error, traceback)); the first that matches counts. Every process that
+        has the error prints the sentence, since others may have a different one, and hands it to the launcher.
     """
 
     def __init__(self):
-        self.explanations: list[tuple[Matches, Sentence]] = []
-        self.other_hook = sys.excepthook
+        self.explanations: list[tuple[Callable, Callable]] = []
+        # A second run in one process replaces the explanations of the first.
+        self.other_hook = getattr(sys.excepthook, "other_hook", sys.excepthook)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
@@ -37,12 +34,6 @@ class ExplainedErrors:
 
 
 def explain_errors() -> ExplainedErrors:
-    """From now on, uncaught errors are explained; returns the list to add explanations to.
-
-    A second call in one process begins with an empty list, and replaces the first.
-    """
-    errors = ExplainedErrors()
-    if isinstance(sys.excepthook, ExplainedErrors):
-        errors.other_hook = sys.excepthook.other_hook
-    sys.excepthook = errors
-    return errors
+    """From now on, uncaught errors are explained; returns the object to add explanations to."""
+    sys.excepthook = ExplainedErrors()
+    return sys.excepthook

@@ -1,86 +1,60 @@
 """Command-line flags: argparse with one-sentence errors, and the flags that every script has."""
 
 import argparse
-import os
 import sys
+import textwrap
 
 from .console import is_local_main, stop
 from .features import has
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Adds the default to a flag's help, and shows N for an integer and X for a float.
-
-    No default is added to a switch, to a flag whose default is None, or where the help text already
-    contains the word "default".
-    """
-
-    def __init__(self, prog: str, **kwargs):
-        super().__init__(prog, max_help_position=27, **kwargs)
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Names the default of a flag that has one, keeps the lines of the examples, and shows N for an integer and X for a
+    float."""
 
     def _get_help_string(self, action):
-        default = action.default
-        has_no_default = default is None or default == argparse.SUPPRESS
-        is_switch = default is False and action.const is True
-        if has_no_default or is_switch or "default" in action.help:
-            return action.help
-        if isinstance(default, str) and os.path.isabs(default):
-            default = os.path.relpath(default)
-        # The no-break space keeps "default:" and its value on one line.
-        return f"{action.help} (default:\N{NO-BREAK SPACE}{default})".replace("%", "%%")
-
-    def _fill_text(self, text, width, indent):
-        if text.startswith("examples"):
-            return text  # commands keep their line breaks
-        return super()._fill_text(text, width, indent)
-
-    def format_help(self):
-        return super().format_help().replace("\N{NO-BREAK SPACE}", " ")
+        has_default = action.default is not None and action.default is not False
+        return super()._get_help_string(action) if has_default and "default" not in action.help else action.help
 
     def _get_default_metavar_for_optional(self, action):
         metavars = {"int": "N", "float": "X"}
-        type_name = getattr(action.type, "__name__", "")
-        return metavars.get(type_name) or super()._get_default_metavar_for_optional(action)
+        return metavars.get(getattr(action.type, "__name__", "")) or super()._get_default_metavar_for_optional(action)
 
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse whose help and errors are printed once a machine, an error as one sentence.
 
-    The parsed namespace has an attribute `resume_invariants`: the names (dest) of all flags in groups
-    made with `resume_invariant=True`, as a tuple, and "seed". These must have the same value when a run is resumed.
+    The parsed namespace has an attribute `resume_invariants`: the names (dest) of all flags that must have the same
+    value when a run is resumed, as a tuple: "seed", and those in groups made with `resume_invariant=True`.
 
     Args:
         docstring: the script's. --help shows its first line, and its indented lines as examples.
     """
 
-    def __init__(self, docstring: str | None = None):
-        first, *others = (docstring or "").splitlines() or [""]
+    def __init__(self, docstring: str = ""):
+        first, *others = docstring.splitlines() or [""]
         commands = [f"  {' '.join(line.split())}" for line in others if line.startswith("    ")]
-        self.invariant_groups = []
-        self.has_run_flags = False
         sets = "CONFIG alone sets the number of processes, devices and precision."
-        usage = f"accelerate launch --config_file CONFIG {sys.argv[0]} [flags]"
         super().__init__(
-            usage=usage.replace("%", "%%"),
-            description=f"{first} {sets}",
+            usage=f"accelerate launch --config_file CONFIG {sys.argv[0]} [flags]".replace("%", "%%"),
+            description=textwrap.fill(f"{first} {sets}", 80),
             epilog="\n".join(["examples:", *commands]) if commands else None,
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
 
-    def add_argument_group(self, title=None, description=None, *, resume_invariant: bool = False, **kwargs):
+    def add_argument_group(self, *args, resume_invariant: bool = False, **kwargs):
         """A group of flags; resume_invariant: a resumed run must have the same values for all of them."""
-        group = super().add_argument_group(title, description, **kwargs)
-        if resume_invariant:
-            self.invariant_groups.append(group)
+        group = super().add_argument_group(*args, **kwargs)
+        group.resume_invariant = resume_invariant
         return group
 
     def parse_known_args(self, args=None, namespace=None):
         """As in argparse, plus `resume_invariants`; parse_args() calls this method too."""
         namespace, unknown = super().parse_known_args(args, namespace)
-        names = ["seed"] if self.has_run_flags else []
-        for group in self.invariant_groups:
-            names += [action.dest for action in group._group_actions]
+        names = ["seed"] if "seed" in namespace else []
+        for group in self._action_groups:
+            names += [action.dest for action in group._group_actions if group.resume_invariant]
         namespace.resume_invariants = tuple(names)
         return namespace, unknown
 
@@ -90,12 +64,10 @@ class ArgumentParser(argparse.ArgumentParser):
         Flags of features that are not there are left out.
 
         Args:
-            log_every: default of --log_every. None: for a script that neither logs its steps nor
-                can be resumed; it gets --seed, --output_dir and --timeout_s only.
-            virtual_processes: whether the script has --virtual_processes. False where the processes
-                share the model.
+            log_every: default of --log_every. None: for a script that neither logs its steps nor can be resumed; it
+                gets --seed, --output_dir and --timeout_s only.
+            virtual_processes: whether the script has --virtual_processes. False where the processes share the model.
         """
-        self.has_run_flags = True
         add = self.add_argument_group("run").add_argument
         add("--seed", type=non_negative_int, default=0, help="seed of all random numbers")
         add("--output_dir", type=folder_name, metavar="FOLDER", help="of this run (default: a new one under runs/)")
@@ -106,9 +78,8 @@ class ArgumentParser(argparse.ArgumentParser):
             add("--save_best", metavar="METRIC", help="also keep the model of the best test METRIC, such as accuracy")
             add("--log_every", type=positive_int, default=log_every, help="log every N steps")
         if log_every and has("early_stopping"):
-            add(
-                "--patience", type=non_negative_int, default=0, help="stop after N tests without a better one; 0: never"
-            )
+            stops = "stop after N tests without a better one; 0: never"
+            add("--patience", type=non_negative_int, default=0, help=stops)
         if log_every and has("trackers"):
             add("--log_with", metavar="TRACKER", help="also log to a tracker of Accelerate, such as tensorboard")
         if log_every and has("profiling"):
@@ -135,12 +106,9 @@ def folder_name(text: str) -> str:
 
 
 def at_least(minimum: float, kind: type = int, below: float = float("inf")):
-    """An argparse type: a number of type `kind` with minimum <= number < below.
-
-    Integers have 31 bits at most: a larger one overflows later, in one of the libraries.
-    """
+    """An argparse type: a number of type `kind` with minimum <= number < below."""
     if kind is int:
-        below = min(below, 2**31)
+        below = min(below, 2**31)  # more overflow later, in one of the libraries
 
     def number(text: str):
         value = kind(text)
@@ -162,8 +130,5 @@ fraction = at_least(0.0, float, below=1.0)
 def as_json(flags: dict) -> dict:
     """The parsed flags for run.json, without `resume_invariants`; what JSON cannot hold becomes text."""
     known = (bool, int, float, str, list, tuple, type(None))
-    record = {}
-    for name, value in flags.items():
-        if name != "resume_invariants":
-            record[name] = value if isinstance(value, known) else str(value)
-    return record
+    shown = {name: value for name, value in flags.items() if name != "resume_invariants"}
+    return {name: value if isinstance(value, known) else str(value) for name, value in shown.items()}

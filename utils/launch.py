@@ -21,11 +21,20 @@ from accelerate.utils import (
     set_seed,
 )
 
-from .console import outlive_readers, stop
+from .console import stop
 from .errors import ExplainedErrors, explain_errors
 from .features import feature, has
-from .signals import follow_launcher
-from .topology import check_environment, check_topology, data_parallel_gpus, same_on_all, wants_cpu
+from .topology import check_topology, data_parallel_gpus, same_on_all, wants_cpu
+
+DEFAULTS = {
+    "batch_size": None,
+    "gradient_accumulation_steps": 1,
+    "virtual_processes": 0,
+    "seed": 0,
+    "timeout_s": 600,
+    "log_with": None,
+    "output_dir": None,
+}
 
 
 class TrainingAccelerator(Accelerator):
@@ -34,10 +43,9 @@ class TrainingAccelerator(Accelerator):
     Attributes:
         virtual_processes: as --virtual_processes asked for; 0: off.
         split_batch: each process gets a part of the batch; False if the processes share the model.
-        around_backward: functions that return a context manager, entered around every backward pass,
-            the last one outermost. Who attaches to `backward` appends to this list and removes its own
-            entry: a method replaced on the object, which the next one replaces again, cannot be put
-            back without undoing the others.
+        around_backward: functions that return a context manager, entered around every backward pass, the last one
+            outermost. Who attaches to `backward` appends to this list and removes its own entry: a method replaced on
+            the object, which the next one replaces again, cannot be put back without undoing the others.
     """
 
     virtual_processes = 0
@@ -71,76 +79,91 @@ def make_accelerator(
 ) -> TrainingAccelerator:
     """The Accelerator for the topology in the config file, checked against what runs. Collective.
 
-    Also seeds all generators, sets the number of CPU threads, and has a Ctrl-C, a lost peer and a
-    lack of memory explained in a sentence.
+    Also seeds all generators, sets the number of CPU threads, and attaches the features that need no flag.
 
     Args:
-        args: the parsed flags. Read if they are there: batch_size, gradient_accumulation_steps (1),
-            virtual_processes (0), seed (0), timeout_s (600), log_with, output_dir and resume. Sets
-            `output_dir` to a new folder under runs/ if there is none, and `resume` to True if the
-            launcher restarted a run that had failed.
-        cpu_threads: threads of each process for work on the CPU. None: the cores of the machine
-            divided by its processes; with virtual processes 1, since a different number of threads adds
-            in a different order.
+        args: the parsed flags; for those of DEFAULTS that it does not have, the default counts. Sets `output_dir` to
+            a new folder under runs/ if there is none, and `resume` to True if the launcher restarted a failed run.
+        cpu_threads: threads of each process for work on the CPU. None: the cores of the machine divided by its
+            processes; 1 with virtual processes, since a different number of threads adds in a different order.
         split_batch: each process gets a part of the batch. False if the processes share the model.
         log_with: trackers besides --log_with: names, objects of a GeneralTracker, or a list.
-        find_unused_parameters: as in DistributedDataParallel: for a model in which some parameters
-            get no gradient in some steps.
+        find_unused_parameters: of DistributedDataParallel: some parameters get no gradient in some steps.
         kwargs_handlers: for Accelerator. One of the same class as ours is used in place of ours.
 
     Raises:
-        SystemExit: other processes or devices run than were asked for, the processes have different
-            arguments, a batch has fewer samples than micro-batches, --virtual_processes does not fit,
-            a tracker or a precision is not available.
+        SystemExit: what runs is not what the config file and the flags ask for, or differs between processes.
     """
-    errors = prepare_process()
-    new_folder = None if getattr(args, "output_dir", None) else new_output_dir()
+    settings = argparse.Namespace(**{**DEFAULTS, **vars(args)})
+    if "triton" not in sys.modules:  # at the end it would report what is frozen of it as leaked
+        gc.freeze()  # to search for garbage in what the imports made, again and again, takes a second of a start
+    errors = explain_errors()
+    lost_peers = attach_to_process(errors, args)
+    is_new_folder = not settings.output_dir
+    settings.output_dir = settings.output_dir or new_output_dir()
     restarts = None
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         restarts = feature("restarts", "--max_restarts")
-        restarts.check_that_it_can_continue(new_folder is not None)
-    lost_peers = attach_to_process(errors, can_resume=getattr(args, "resume", None) is not None)
-    accelerator = create_accelerator(
-        args, errors, new_folder or args.output_dir, log_with, find_unused_parameters, kwargs_handlers
-    )
+        restarts.check_that_it_can_continue(is_new_folder)
+    if settings.log_with or log_with:
+        settings.log_with = feature("trackers", "--log_with").check_trackers(settings.log_with, log_with)
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+    accelerator = create_accelerator(settings, errors, [ddp, *kwargs_handlers])
     # From here on, the processes can talk to each other.
     check_topology(accelerator)
-    accelerator.split_batch = split_batch
-    attach_to_group(lost_peers, getattr(args, "timeout_s", 600))
+    attach_to_group(lost_peers, settings.timeout_s)
     if restarts and restarts.was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, **vars(args)})
-    virtual_processes = getattr(args, "virtual_processes", 0)
-    if virtual_processes:
+    accelerator.split_batch = split_batch
+    if settings.virtual_processes:
         module = feature("virtual_processes", "--virtual_processes")
-        module.use_virtual_processes(accelerator, virtual_processes)
-        cpu_threads = cpu_threads or 1  # a different number of threads adds in a different order
-    if split_batch and hasattr(args, "batch_size"):
-        parts = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        check_batch_size(args.batch_size, virtual_processes or parts)
+        module.use_virtual_processes(accelerator, settings.virtual_processes)
+        cpu_threads = cpu_threads or 1
+    if split_batch and settings.batch_size is not None:
+        parts = accelerator.num_processes * settings.gradient_accumulation_steps
+        check_batch_size(settings.batch_size, settings.virtual_processes or parts)
     set_cpu_threads(cpu_threads)
-    set_seed(getattr(args, "seed", 0))
-    if new_folder:  # its name has a time and a process id: all take that of the main process
-        args.output_dir = broadcast_object_list([new_folder])[0]
+    set_seed(settings.seed)
+    if is_new_folder:  # its name has a time and a process id: all take that of the main process
+        args.output_dir = broadcast_object_list([settings.output_dir])[0]
         accelerator.project_configuration.set_directories(args.output_dir)
-    if lost_peers:
-        lost_peers.output_dir = args.output_dir
     return accelerator
 
 
-def prepare_process() -> ExplainedErrors:
-    """What concerns this process alone: its streams, its launcher, and its uncaught errors.
+def create_accelerator(settings: argparse.Namespace, errors: ExplainedErrors, handlers: list) -> TrainingAccelerator:
+    """Accelerate's object, with the defaults that are traps set otherwise.
+
+    Args:
+        errors: those of its errors that are explained there are raised.
+        handlers: Accelerate's kwargs_handlers; of several of one class, the last one counts.
 
     Raises:
-        SystemExit: if the environment is of another launcher, or the launcher is gone already.
+        SystemExit: if Accelerate cannot start with this config file and these flags.
     """
-    outlive_readers()
-    check_environment()
-    follow_launcher()
-    if "triton" not in sys.modules:  # at the end it would report what is frozen of it as leaked
-        # What the imports made stays: to search it for garbage again and again takes a second of a start.
-        gc.freeze()
-    return explain_errors()
+    # 1 ms more, because Accelerate drops a timeout that equals its own default of 600 s. The default of gloo, 30
+    # minutes, would then hold.
+    timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.timeout_s, milliseconds=1))
+    try:
+        return TrainingAccelerator(
+            # The launcher of several processes does not pass `use_cpu` on. Without it Accelerate looks for GPUs, finds
+            # none, reports one process, and N processes train N models.
+            cpu=wants_cpu() or not torch.accelerator.is_available(),
+            log_with=settings.log_with,
+            project_dir=settings.output_dir,
+            # Without split_batches Accelerate steps the scheduler once a process: N times too fast.
+            dataloader_config=DataLoaderConfiguration(split_batches=True),
+            # adjust_scheduler would have the scheduler count micro-batches as steps.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                settings.gradient_accumulation_steps, sync_with_dataloader=False, adjust_scheduler=False
+            ),
+            kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
+        )
+    except (ValueError, RuntimeError) as error:  # a precision that is not there, FSDP on a CPU, ...
+        if any(matches(error) for matches, _ in errors.explanations):
+            raise
+        reason = " ".join(str(error).split())
+        stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
 
 
 def new_output_dir() -> str:
@@ -148,21 +171,25 @@ def new_output_dir() -> str:
     return f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-def attach_to_process(errors: ExplainedErrors, can_resume: bool):
+def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace):
     """The features that need no flag, before the process group is made: each only where its file is.
 
     Returns:
         The LostPeers to introduce to each other, or None.
     """
+    if has("lasting_output"):
+        feature("lasting_output").outlive_readers()
+    if has("orphans"):
+        feature("orphans").follow_launcher()
     if has("quick_steps"):
         feature("quick_steps").ask_once()
     if has("out_of_memory"):
         out_of_memory = feature("out_of_memory")
         errors.explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))
-    if "RANK" not in os.environ or not has("lost_peers"):
+    if not {"RANK", "MASTER_ADDR"} <= os.environ.keys() or not has("lost_peers"):
         return None
     module = feature("lost_peers")
-    lost_peers = module.LostPeers(can_resume)
+    lost_peers = module.LostPeers(args)
     errors.explanations.append((module.is_lost_peer, lost_peers.sentence))
     module.bind_gloo_to_the_route()
     return lost_peers
@@ -179,56 +206,6 @@ def attach_to_group(lost_peers, timeout_s: float) -> None:
             lost_peers.who_is_late = hang_watchdog.who_is_late
 
 
-def create_accelerator(
-    args: argparse.Namespace,
-    errors: ExplainedErrors,
-    output_dir: str,
-    log_with,
-    find_unused_parameters: bool,
-    kwargs_handlers,
-) -> TrainingAccelerator:
-    """Accelerate's object, with the defaults that are traps set otherwise.
-
-    Raises:
-        SystemExit: if a tracker is not there, or Accelerate cannot start with this config file and these flags.
-    """
-    trackers = None
-    if getattr(args, "log_with", None) or log_with:
-        module = feature("trackers", "--log_with")
-        trackers = module.as_list(getattr(args, "log_with", None)) + module.as_list(log_with)
-        module.check_trackers(trackers)
-    # 1 ms more, because Accelerate drops a timeout that equals its own default of 600 s. The
-    # default of gloo, 30 minutes, would then hold.
-    timeout = datetime.timedelta(seconds=getattr(args, "timeout_s", 600), milliseconds=1)
-    handlers = [
-        DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters),
-        InitProcessGroupKwargs(timeout=timeout),
-    ]
-    handlers = {type(handler): handler for handler in [*handlers, *kwargs_handlers]}
-    try:
-        return TrainingAccelerator(
-            # The launcher of several processes does not pass `use_cpu` on. Without it Accelerate
-            # looks for GPUs, finds none, reports one process, and N processes train N models.
-            cpu=wants_cpu() or not torch.accelerator.is_available(),
-            log_with=trackers,
-            project_dir=output_dir,
-            # Without split_batches Accelerate steps the scheduler once a process: N times too fast.
-            dataloader_config=DataLoaderConfiguration(split_batches=True),
-            # adjust_scheduler would have the scheduler count micro-batches as steps.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=getattr(args, "gradient_accumulation_steps", 1),
-                sync_with_dataloader=False,
-                adjust_scheduler=False,
-            ),
-            kwargs_handlers=list(handlers.values()),
-        )
-    except (ValueError, RuntimeError) as error:  # a precision that is not there, FSDP on a CPU, ...
-        if any(matches(error) for matches, _ in errors.explanations):
-            raise
-        reason = " ".join(str(error).split())
-        stop(f"Accelerate cannot start with this config file and these flags: {reason}")
-
-
 def check_batch_size(batch_size: int, micro_batches: int) -> None:
     """Check that each micro-batch of a step has a sample.
 
@@ -237,8 +214,8 @@ def check_batch_size(batch_size: int, micro_batches: int) -> None:
     """
     if batch_size < micro_batches:
         stop(
-            f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of a "
-            f"step (processes x accumulation steps): use {micro_batches} or more"
+            f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of a step (processes x "
+            f"accumulation steps): use {micro_batches} or more"
         )
 
 

@@ -21,14 +21,13 @@ from .console import plural, show, stop
 from .features import feature, has
 from .flags import as_json
 from .loader import Batch, GlobalLoader, describe_data
-from .memory import own_peak_memory_gib
 from .metrics import Metrics
 from .progress import Progress, metric_text
 from .randomness import combine, seed_generators_for
 from .run_folder import RunFolder
 from .sampler import GlobalSampler
 from .signals import StopSignal
-from .topology import announce, describe_topology, same_on_all
+from .topology import same_on_all
 
 DEFAULTS = {
     "seed": 0,
@@ -118,7 +117,8 @@ class Run:
         invariants |= {"data": data["fingerprint"], "total_steps": total_steps}
         invariants |= {"save_best": args.save_best}  # the file of the best model is of this metric
         invariants |= resume_invariants or {}
-        topology = describe_topology(accelerator)
+        banner = feature("banner") if has("banner") else None
+        topology = banner.describe_topology(accelerator) if banner else {}
         # 2. Go on where the newest checkpoint is.
         folder = self.folder.path / "checkpoints"
         self.checkpoints = Checkpoints(
@@ -129,9 +129,10 @@ class Run:
         self.metrics = Metrics(accelerator, saved_metrics, all_ranks_add=model_parts is None)
         # 3. Say so; a run that was completed before ends here.
         batch = model_parts.batch if model_parts else None
-        announce(
-            accelerator, topology, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
-        )
+        if banner:
+            banner.announce(
+                accelerator, topology, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
+            )
         self._exit_if_completed()
         # 4. From here on it is a run: features, log files.
         self._attach_features(topology)
@@ -165,7 +166,7 @@ class Run:
         if getattr(accelerator, "virtual_processes", 0):
             virtual_processes = feature("virtual_processes", "--virtual_processes")
             virtual_processes.sum_gradients_by_tree(accelerator, models)
-            if self.step:
+            if self.step and topology:
                 virtual_processes.warn_of_other_rounding(accelerator, self.folder.path, topology)
         if args.patience:
             self.early_stopping = feature("early_stopping", "--patience").EarlyStopping(args.patience, self.best)
@@ -358,22 +359,25 @@ class Run:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
         self.checkpoints.wait()
         self._save_models()
-        peak_gib = own_peak_memory_gib(self.accelerator.device)
         if self.accelerator.is_main_process:
             self.progress.close()
-            self._write_summary(peak_gib)
+            self._write_summary()
         if self.trackers is not None:
             self.trackers.finish()
         self.accelerator.end_training()
         if self.accelerator.is_main_process:
             self._draw_and_say_done()
 
-    def _write_summary(self, peak_gib: float) -> None:
+    def _write_summary(self) -> None:
         best = {f"best_{name}": value for name, (value, _) in self.best.values.items() if name != "samples"}
         if self.args.save_best and self.best.monitor in self.best.values:
             best["best_step"] = self.best.values[self.best.monitor][1]
         elif self.args.save_best:
             show(f"warning: no best {self.best.monitor} was kept: the run has no test", "yellow")
+        peak_memory = {}
+        if has("peak_memory"):
+            gib = feature("peak_memory").own_peak_memory_gib(self.accelerator.device)
+            peak_memory = {"peak_memory_gib": round(gib, 3)}
         self.folder.write_summary(
             {
                 "step": self.step,
@@ -383,7 +387,7 @@ class Run:
                 "stopped_early": self.stopped_early,
                 "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
                 **self.progress.summary(self.step),
-                "peak_memory_gib": round(peak_gib, 3),
+                **peak_memory,
             }
         )
 

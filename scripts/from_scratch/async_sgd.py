@@ -28,10 +28,11 @@ from torch.nn import functional as F
 # Finds utils from any folder, without an install.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import flags, launch, topology
+from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
 from utils.datasets.images_in_memory import load_images
+from utils.features.banner import describe_topology
 from utils.features.curves import RUN_COLOURS, save_picture
 from utils.run_folder import RunFolder
 
@@ -297,7 +298,7 @@ def main():
         for name in WAYS:
             results.append(run(name, straggler, data, args, group))
             accelerator.print(row(results[-1]), flush=True)
-    facts = {"arguments": flags.as_json(vars(args)), **topology.describe_topology(accelerator)}
+    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": results})
         save_picture(folder.path / "accuracy.png", lambda: draw(results, args, num_workers))

@@ -21,9 +21,10 @@ import torch.distributed as dist
 # Finds utils from any folder, without an install.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import flags, launch, topology
+from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import show, stop
+from utils.features.banner import describe_topology
 from utils.features.curves import RUN_COLOURS, save_picture
 from utils.run_folder import RunFolder
 
@@ -171,7 +172,7 @@ def main():
                 numbers = f"{measured['time_ms']:>9.2f} {measured['sent_mib']:>12.2f}"
                 accelerator.print(f"{n:>9}  {name:<18}{numbers}", flush=True)
             dist.barrier()
-    facts = {"arguments": flags.as_json(vars(args)), **topology.describe_topology(accelerator)}
+    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": rows})
         title = f"Mean of a gradient of {args.size_mib} MiB, {facts['backend']}"

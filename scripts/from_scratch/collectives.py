@@ -31,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import network_timing
 from network_timing import leave_together, share_verdicts
 
-from utils import flags, launch, topology
+from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural
+from utils.features.banner import describe_topology
 from utils.features.curves import save_picture
 from utils.run_folder import RunFolder
 
@@ -579,7 +580,7 @@ def main():
         accelerator.print("one process: there is nothing to send; accelerate_configs/cpu_ddp.yaml starts two")
         return accelerator.end_training()
     folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
-    facts = topology.describe_topology(accelerator)
+    facts = describe_topology(accelerator)
     backend, hosts = facts["backend"], [process["host"] for process in facts["processes"]]
     halves = [dist.new_group(list(ranks)) for ranks in (range(n // 2), range(n // 2, n))]
     world = World(accelerator.process_index, n, halves)

@@ -38,10 +38,11 @@ from torch.utils._pytree import tree_leaves
 # Finds utils from any folder, without an install.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import flags, launch, topology
+from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
 from utils.datasets.images_in_memory import load_images
+from utils.features.banner import describe_topology
 from utils.features.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.run_folder import RunFolder
@@ -774,7 +775,7 @@ def main():
     found = measure_answers(args, batches, kind)
     print(answers_as_text(found, args.num_devices), flush=True)
 
-    facts = {"arguments": flags.as_json(vars(args)), **topology.describe_topology(accelerator)}
+    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
     answers = {**found, "parts": {f"{inputs} on {n}": sizes for (inputs, n), sizes in found["parts"].items()}}
     write_json(folder.path / "run.json", {**facts, "results": summary, "answers": answers})
     title = f"one step of {args.batch_size} images on {args.num_devices} {kind.kind}"

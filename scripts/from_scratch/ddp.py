@@ -24,10 +24,11 @@ from torch.nn import functional as F
 # Finds utils from any folder, without an install.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import flags, launch, topology
+from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural, show
 from utils.datasets.images_in_memory import load_images
+from utils.features.banner import describe_topology
 from utils.features.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
@@ -358,7 +359,7 @@ def main():
     accelerator.print("DDP's last layer: sum of the gradient passed to the layer before, of |gradient| of its weights")
     for rank, (passed, own) in enumerate(sums):
         accelerator.print(f"  rank {rank}: {passed:>9.6f}  {own:.6f}", flush=True)
-    facts = {"arguments": flags.as_json(vars(args)), **topology.describe_topology(accelerator)}
+    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": results, "passed_on": sums})
         title = f"{plural(args.layers, 'hidden layer')}, {plural(accelerator.num_processes, 'process')}"

@@ -26,9 +26,10 @@ from torch import nn
 # Finds utils from any folder, without an install.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import flags, launch, topology
+from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
+from utils.features.banner import describe_topology
 from utils.features.curves import save_picture
 from utils.run_folder import RunFolder
 
@@ -137,7 +138,7 @@ def main():
             for way, found in ways.items()
         ]
         print(f"  {f'{name}, {which}':<24}" + "   ".join(columns), flush=True)
-    facts = {"arguments": flags.as_json(vars(args)), **topology.describe_topology(accelerator)}
+    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
     record = {", ".join(key): ways for key, ways in ratios.items()}
     write_json(folder.path / "run.json", {**facts, "results": record})
     title = f"{plural(args.workers, 'worker')}, in threads and in processes, {args.rounds} rounds"

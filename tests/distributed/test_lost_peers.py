@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,11 +23,11 @@ def on_alpha(monkeypatch):
         return [*mine, *mine, *({"host": host, "address": address} for host, address in others)]
 
     monkeypatch.setattr(peers, "gather_object", gather)
-    return introduced()
+    return introduced(resume=False)
 
 
-def introduced(can_resume=True):
-    lost_peers = peers.LostPeers(can_resume)
+def introduced(**flags):
+    lost_peers = peers.LostPeers(SimpleNamespace(**flags))
     explain_errors().explanations.append((peers.is_lost_peer, lost_peers.sentence))
     lost_peers.introduce()
     return lost_peers
@@ -63,7 +64,7 @@ def test_the_machine_that_does_not_answer_is_lost(on_alpha, said, monkeypatch):
 
 def test_a_script_that_cannot_resume_gets_no_command(on_alpha, said, monkeypatch):
     monkeypatch.setattr(peers, "is_up", lambda address: True)
-    introduced(can_resume=False)
+    introduced()
     assert said(TIMED_OUT).endswith(": Timed out waiting 8001ms for recv\n")
 
 
@@ -82,7 +83,7 @@ def test_a_bug_keeps_its_traceback(on_alpha, said):
 
 def test_the_command_to_continue_names_a_folder_that_was_made_for_the_run(on_alpha, said, monkeypatch):
     monkeypatch.setattr(peers, "is_up", lambda address: True)
-    on_alpha.output_dir = "runs/new"
+    on_alpha.args.output_dir = "runs/new"
     assert said(TIMED_OUT).endswith(" --output_dir runs/new --resume\n")
 
 

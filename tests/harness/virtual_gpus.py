@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from utils import launch, topology
-from utils.features import data_parallel, virtual_processes
+from utils.features import banner, data_parallel, virtual_processes
 
 
 class Broadcast(torch.autograd.Function):
@@ -108,6 +108,6 @@ def install(setattr, count: int) -> SimpleNamespace:
     setattr(functions.Scatter, "apply", scatter)
     setattr(functions.Gather, "apply", watched_gather)
     setattr(nn.DataParallel, "__init__", init)
-    for user in (data_parallel, launch, topology, virtual_processes):
+    for user in (banner, data_parallel, launch, topology, virtual_processes):
         setattr(user, "data_parallel_gpus", lambda accelerator: count)
     return seen

@@ -87,7 +87,7 @@ def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, mo
         default = defaults[name]
         is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
         if is_number and name != "profile":
-            assert re.search(r"\(default: [\d.e-]+\)", rest), name
+            assert re.search(r"\(default:\s+[\d.e-]+\)", rest), name
 
 
 def test_a_timeout_that_overflows_in_torch_is_refused(capsys):

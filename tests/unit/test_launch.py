@@ -14,8 +14,8 @@ from conftest import ROOT
 from torch import nn
 
 from utils import launch
-from utils.console import LastingOutput
-from utils.features import trackers
+from utils.features import orphans, trackers
+from utils.features.lasting_output import LastingOutput
 from utils.flags import ArgumentParser
 from utils.launch import make_accelerator
 from utils.topology import resume_command
@@ -125,19 +125,27 @@ def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
     assert sys.argv == ["train.py", "--lr", "1"]
 
 
-def test_what_comes_before_anything_else(monkeypatch, capsys):
-    """The output outlives its reader, the launcher is followed, the environment is checked."""
+def test_what_comes_before_anything_else(monkeypatch):
+    """The output outlives its reader, and the launcher is followed."""
     followed = []
-    monkeypatch.setattr(launch, "follow_launcher", lambda: followed.append(sys.stdout))
+    monkeypatch.setattr(orphans, "follow_launcher", lambda: followed.append(sys.stdout))
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     make_accelerator(run_flags())
     assert [type(stream) for stream in followed] == [LastingOutput]
-    monkeypatch.setenv("LOCAL_RANK", "1")
+
+
+@pytest.mark.parametrize("rank", [None, "1"])
+def test_what_another_launcher_left_in_the_environment_stops_the_run(monkeypatch, launcher, rank):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(SystemExit):
-        make_accelerator(run_flags())
-    assert "error: LOCAL_RANK=1 in the environment, without" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    done = launcher.python(ROOT / "scripts" / "mnist_mlp.py", check=False)
+    assert done.returncode == 2
+    assert "error: Accelerate cannot start with this config file, these flags and this environment: " in done.stderr
+    assert "MASTER_ADDR" in done.stderr
 
 
 def test_flags_that_a_parser_lacks_have_defaults(monkeypatch):

@@ -15,7 +15,7 @@ from utils.features.out_of_memory import (
     largest_that_fits,
     limit_of_kept_tensors,
 )
-from utils.memory import own_peak_memory_gib, peak_memory_gib, reset_peak_memory
+from utils.features.peak_memory import own_peak_memory_gib, peak_memory_gib, reset_peak_memory
 
 
 @pytest.mark.parametrize(

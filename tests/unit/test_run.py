@@ -14,9 +14,9 @@ from run_reader import lines, summary, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from utils import launch, memory
+from utils import launch
 from utils.best import is_better, metric_direction
-from utils.features import curves
+from utils.features import curves, peak_memory
 from utils.loader import GlobalLoader
 from utils.run import Run
 from utils.signals import EXIT_REQUEUE, StopSignal
@@ -454,7 +454,7 @@ def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_pa
     (test,) = lines(tmp_path / "run", "test")
     found = summary(tmp_path / "run")
     assert (found["step"], found["test_loss"], found["best_loss"]) == (4, test["loss"], test["loss"])
-    peak = memory.own_peak_memory_gib(torch.device("cpu"))  # by now
+    peak = peak_memory.own_peak_memory_gib(torch.device("cpu"))  # by now
     assert peak - 0.2 < found["peak_memory_gib"] <= peak + 0.001
     assert f"done: test loss {test['loss']:.4f}, test bias " in capsys.readouterr().out
 

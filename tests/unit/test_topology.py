@@ -9,6 +9,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from fakes import fake_accelerator
 
 from utils import topology
+from utils.features import banner
 
 
 def cluster(**keys):
@@ -69,33 +70,6 @@ def test_the_topology_that_was_asked_for_runs(asked, monkeypatch):
     topology.check_topology(fake_accelerator(4, device="cuda", kind="FSDP", precision="fp16"))
     asked(cluster(distributed_type="MULTI_GPU", num_processes="gpu"))
     topology.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
-
-
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 in the environment, without MASTER_ADDR, is not from a"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment, without MASTER_ADDR, is not from"),
-        (
-            {"LOCAL_RANK": "1", "WORLD_SIZE": "2"},
-            "LOCAL_RANK=1 and WORLD_SIZE=2 in the environment, without MASTER_ADDR, is not from a "
-            "launcher: unset LOCAL_RANK WORLD_SIZE, or start",
-        ),
-        ({"WORLD_SIZE": "1"}, ""),
-        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, ""),
-        ({}, ""),
-    ],
-)
-def test_what_another_launcher_left_in_the_environment_is_named(monkeypatch, capsys, variables, sentence):
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    if not sentence:
-        return topology.check_environment()
-    with pytest.raises(SystemExit):
-        topology.check_environment()
-    assert f"error: {sentence}" in capsys.readouterr().err
 
 
 def test_more_processes_than_gpus_stop_the_run(monkeypatch, capsys):
@@ -181,7 +155,7 @@ def test_the_banner_says_what_will_run(capsys):
         "processes": [process | {"host": host} for host in ("alpha", "alpha", "beta", "beta")],
     }
     data = {"dataset": "mnist", "train samples": 1003}
-    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, data, 64)
+    banner.announce(fake_accelerator(4), runs, "runs/a", 10, 25, data, 64)
     assert capsys.readouterr().out.splitlines() == [
         "topology      4 processes on 2 machines (MULTI_CPU over gloo), each cpu with 1 thread, precision bf16",
         "config        some.yaml",
@@ -190,9 +164,9 @@ def test_the_banner_says_what_will_run(capsys):
         "data          dataset mnist, train samples 1003",
         "output        runs/a",
     ]
-    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
+    banner.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
     assert "dataset a\\x1b[31m\n" in capsys.readouterr().out  # and not in red
-    topology.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {}, 64, batch="4 micro-batches")
+    banner.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {}, 64, batch="4 micro-batches")
     assert "64 = 4 micro-batches x 2 accumulation steps" in capsys.readouterr().out
 
 

@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from ..console import stop
-from ..signals import warn_if_killed_sooner
+from ..features import feature, has
 from .folder import PROCESSES, Files, Tensors, copy_to_cpu, read_checkpoint, read_newest, write_checkpoint, write_model
 from .state import ModelState, ObjectState, OptimizerState, differences, join_parts, name_parameters, plain_name
 
@@ -149,7 +149,8 @@ class Checkpoints:
             sync()
         write_checkpoint(self.folder, manifest, self.copies, self.keep)
         # A stop waits for the checkpoint under way, and then saves another one.
-        self.is_slow = self.is_slow or warn_if_killed_sooner(2 * (time.perf_counter() - began))
+        if not self.is_slow and has("orphans"):
+            self.is_slow = feature("orphans").warn_if_killed_sooner(2 * (time.perf_counter() - began))
 
     def failed(self) -> bool:
         """Whether this process could not write the last checkpoint; the others do not know yet."""

@@ -5,8 +5,12 @@
     profiling           --profile                        a table and a trace of some steps
     early_stopping      --patience                       stop when the test no longer gets better
     trackers            --log_with                       log to tensorboard and the like, too
+    banner              its file                         what is going to run, on the screen and in run.json
     progress_bar        its file                         a bar on a terminal
     provenance          its file                         versions and commit in run.json
+    lasting_output      its file                         a closed pipe or a full disk does not end a run
+    orphans             its file                         processes end when their launcher is gone
+    peak_memory         its file                         peak memory, in summary.json
     curves              its file                         curves.png at the end of a run
     same_weights        its file, several processes      compare the weights before each checkpoint
     hang_watchdog       its file, several processes      name the rank that the others wait for
@@ -23,7 +27,7 @@
     pipeline            a script                         a model cut over several devices
     pipeline_timeline   pipeline                         a picture of when each stage computes
 
-The core imports none of them at the top of a file. It attaches them in two places: `attach_to_process`
+The core imports none of them at the top of a file. It attaches most of them in two places: `attach_to_process`
 in launch.py, and `Run._attach_features` in run.py. To do without one, delete its file: its flag goes
 too, and who asks for it all the same is told which file is missing.
 """

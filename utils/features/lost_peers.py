@@ -1,5 +1,6 @@
 """Several machines: a sentence in place of a traceback when a peer is lost, and gloo's interface."""
 
+import argparse
 import os
 import re
 import socket
@@ -28,16 +29,14 @@ class LostPeers:
     """Names the ranks that an error of a collective is about.
 
     Args:
-        can_resume: the script has a --resume; the sentence then ends with the command to continue.
+        args: the parsed flags. With a --resume among them, the sentence ends with the command to continue.
 
     Attributes:
-        output_dir: of the run, for that command.
         who_is_late: returns a sentence about ranks that were waited for, if there is one.
     """
 
-    def __init__(self, can_resume: bool = True):
-        self.can_resume = can_resume
-        self.output_dir: str | None = None
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
         self.who_is_late: Callable[[], str | None] = lambda: None
         self.peers: list[dict] = []  # {"host": ..., "address": ...} of each rank; none until `introduce`
 
@@ -55,7 +54,9 @@ class LostPeers:
         late = self.who_is_late()
         if late is not None:
             reason = f"{reason}; {late}"
-        advice = f"; to continue: {resume_command(self.output_dir)}" if self.can_resume else ""
+        advice = ""
+        if hasattr(self.args, "resume"):
+            advice = f"; to continue: {resume_command(getattr(self.args, 'output_dir', None))}"
         here = f"rank {os.environ['RANK']} on {socket.gethostname()}"
         return f"{here} lost {lost}{own_line(trace)}: {reason}{advice}"
 

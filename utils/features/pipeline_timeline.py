@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from ..memory import own_peak_memory_gib, reset_peak_memory
 from .curves import plot_timeline
+from .peak_memory import own_peak_memory_gib, reset_peak_memory
 
 
 def synchronize(device: torch.device) -> None:

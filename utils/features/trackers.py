@@ -9,21 +9,18 @@ from accelerate.utils import LoggerType
 from ..console import show, stop
 
 
-def as_list(value) -> list:
-    """None as an empty list, a list or tuple as a list, anything else as a list of one."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def check_trackers(trackers: list) -> None:
-    """Check that each tracker is known to Accelerate, and that its package is installed.
+def check_trackers(*wanted) -> list:
+    """The trackers of all arguments, each a tracker, a list of trackers or None, in one list.
 
     Accelerate itself leaves a tracker out whose package is missing, and does not say so.
 
     Raises:
-        SystemExit: if not.
+        SystemExit: if Accelerate does not know one of them, or its package is not installed.
     """
+    trackers = []
+    for value in wanted:
+        if value is not None:
+            trackers += value if isinstance(value, (list, tuple)) else [value]
     for tracker in trackers:
         name = str(tracker)  # a LoggerType of Accelerate becomes its name
         if isinstance(tracker, GeneralTracker) or name == "all":  # all: those that are installed
@@ -34,6 +31,7 @@ def check_trackers(trackers: list) -> None:
         is_built_in = name in LoggerType.list()
         if is_built_in and name not in map(str, get_available_trackers()):
             stop(f"--log_with {name} needs a package that is not installed: pip install {name}")
+    return trackers
 
 
 class Trackers:

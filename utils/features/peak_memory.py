@@ -1,4 +1,4 @@
-"""Peak memory of a process, on any device."""
+"""The peak memory of a process, on any device."""
 
 import sys
 from pathlib import Path

@@ -1,0 +1,98 @@
+"""What is going to run, as a banner on the screen, and the machines and processes of it for run.json."""
+
+import os
+import platform
+import re
+import socket
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from ..console import plural, printable
+from ..sampler import virtual_processes
+from ..topology import data_parallel_gpus, requested_topology
+
+
+def describe_topology(accelerator: Accelerator) -> dict:
+    """The topology that runs, for run.json; "processes" has one entry per rank. Collective."""
+    options, _ = requested_topology()
+    gpus = data_parallel_gpus(accelerator)
+    on_gpu = accelerator.device.type == "cuda"
+    this_process = {
+        "rank": accelerator.process_index,
+        "local_rank": accelerator.local_process_index,
+        "host": socket.gethostname(),
+        "device": "cpu" if accelerator.device.type == "cpu" else str(accelerator.device),
+        "device_name": torch.cuda.get_device_name(accelerator.device) if on_gpu else None,
+        "cpu": cpu_name(),
+        "cpu_threads": torch.get_num_threads(),
+    }
+    return {
+        "config_file": os.path.relpath(options.config_file) if options and options.config_file else None,
+        "distributed_type": "DATA_PARALLEL" if gpus > 1 else accelerator.distributed_type.value,
+        "backend": accelerator.state.backend,
+        "num_processes": accelerator.num_processes,
+        "data_parallel_gpus": gpus,
+        "mixed_precision": accelerator.mixed_precision,
+        "torch": torch.__version__,
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "virtual_processes": virtual_processes(accelerator),
+        "processes": gather_object([this_process]),
+    }
+
+
+def cpu_name() -> str:
+    """The model of the CPU, as far as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux
+    found = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return found[1] if found else platform.processor()
+
+
+def announce(
+    accelerator: Accelerator,
+    topology: dict,
+    output_dir: str | os.PathLike,
+    steps_per_epoch: int,
+    total_steps: int,
+    data: dict,
+    batch_size: int,
+    batch: str | None = None,
+) -> None:
+    """Print the banner: what is going to run.
+
+    Args:
+        topology: what `describe_topology` returned.
+        data: names and values for the line "data".
+        batch_size: samples per optimizer step, over all processes.
+        batch: how these are made up, for a script whose processes share the model. None: a part for each process.
+    """
+    processes, accumulation = topology["num_processes"], topology["gradient_accumulation_steps"]
+    virtual, gpus = topology["virtual_processes"], topology["data_parallel_gpus"]
+    first = topology["processes"][0]
+    machines = plural(len({process["host"] for process in topology["processes"]}), "machine")
+    device = first["device_name"] or first["device"]
+    if first["device"] == "cpu":
+        device += f" with {plural(first['cpu_threads'], 'thread')}"
+    kind = ""
+    if gpus > 1:
+        kind = f" (DataParallel over {gpus} GPUs)"
+    elif processes > 1:
+        kind = f" ({topology['distributed_type']} over {topology['backend']})"
+    each, rest = divmod(batch_size, virtual or processes * accumulation)
+    each = f"{each} or {each + 1}" if rest else each
+    batch = batch or f"{each} per process x {plural(processes, 'process')}"
+    batch += f" x {plural(accumulation, 'accumulation step')}"
+    if virtual:
+        batch = f"{each} per virtual process x {plural(virtual, 'virtual process')}"
+    banner = (
+        f"topology      {plural(processes, 'process')} on {machines}{kind}, each {device}, precision "
+        f"{topology['mixed_precision']}\n"
+        f"config        {topology['config_file']}\n"
+        f"global batch  {batch_size} = {batch}\n"
+        f"steps         {total_steps} steps = {total_steps / steps_per_epoch:.4g} epochs of {steps_per_epoch}\n"
+        f"data          {', '.join(f'{name} {value}' for name, value in data.items())}\n"
+        f"output        {output_dir}"
+    )
+    accelerator.print(printable(banner), flush=True)
