@@ -21,7 +21,7 @@ The core, in the order in which a script meets it:
     console            lines on the screen
     atomic_files       files that are there whole or not at all
 
-features/: each module can be left out, and its flag goes with it; its __init__.py lists them.
+features/: each module can be left out, and its flag goes with it; its README.md lists them.
 
 datasets/: where items come from.
 

@@ -217,7 +217,9 @@ class Run:
             items = self.profiler.waits(items)
         for number, item in enumerate(self.progress.timed(items, items_per_step), 1):
             if number % items_per_step == 1 or items_per_step == 1:
-                self.learning_rates = learning_rates(self.checkpoints.optimizers)
+                rates = {name: float(o.param_groups[0]["lr"]) for name, o in self.checkpoints.optimizers.items()}
+                names = ["lr"] if len(rates) == 1 else [f"{name}_lr" for name in rates]
+                self.learning_rates = dict(zip(names, rates.values(), strict=True))
             seed(item)
             yield item
             is_last = number % items_per_step == 0
@@ -402,14 +404,6 @@ class Run:
         result = ", ".join(shown[:3]) or f"{self.step} steps"
         train_s = self.progress.timer.train_s
         show(f"done: {result} in {train_s:.1f} s of training; model{curves} and summary in {path}", "green")
-
-
-def learning_rates(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, float]:
-    """Of each optimizer's first group: "lr", or with several optimizers "<name>_lr"."""
-    return {
-        "lr" if len(optimizers) == 1 else f"{name}_lr": float(optimizer.param_groups[0]["lr"])
-        for name, optimizer in optimizers.items()
-    }
 
 
 def check_batch_norms(state: Iterable, sampler: GlobalSampler) -> None:

@@ -6,6 +6,7 @@ from conftest import ROOT
 
 GUIDES = ROOT / "scripts" / "guides"
 PAGES = ["README.md", "scripts/README.md", "accelerate_configs/README.md", "benchmarks/RESULTS.md"]
+PAGES += ["utils/features/README.md"]
 PAGES += [str(path.relative_to(ROOT)) for path in sorted(GUIDES.glob("*.md"))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 README = TEXTS["README.md"]

@@ -10,7 +10,7 @@ UTILS = ROOT / "utils"
 
 def on_the_map() -> dict[str, set[str]]:
     """The names in each part of the docstring, by the room of the part: "" for the core and for the commands."""
-    text = docstring(UTILS / "__init__.py")
+    text = ast.get_docstring(ast.parse((UTILS / "__init__.py").read_text()))
     names, room = {}, ""
     for line in text.splitlines():
         if line and not line.startswith(" "):
@@ -18,12 +18,8 @@ def on_the_map() -> dict[str, set[str]]:
             room = heading[1] if heading else ""
         elif entry := re.match(r"    ([\w/]+) {2,}\S", line):
             names.setdefault(room, set()).add(entry[1])
-    features = re.findall(r"^    (\w+) {2,}\S", docstring(UTILS / "features" / "__init__.py"), re.M)
-    return names | {"features/": set(features) - {"module"}}
-
-
-def docstring(path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text()))
+    features = re.findall(r"^\| \[(\w+)\]\(\1\.py\)", (UTILS / "features" / "README.md").read_text(), re.M)
+    return names | {"features/": set(features)}
 
 
 def modules(folder) -> set[str]:
