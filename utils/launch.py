@@ -180,7 +180,7 @@ def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace):
     if has("lasting_output"):
         feature("lasting_output").outlive_readers()
     if has("orphans"):
-        feature("orphans").follow_launcher()
+        feature("orphans").follow_launcher(getattr(args, "timeout_s", DEFAULTS["timeout_s"]))
     if has("quick_steps"):
         feature("quick_steps").ask_once()
     if has("out_of_memory"):

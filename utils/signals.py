@@ -50,9 +50,11 @@ class StopSignal:
     def _receive(self, number, _frame):
         if os.getpid() != self.pid:  # a forked data worker, which this process will end
             return
-        second_ctrl_c = number == signal.SIGINT and self.received == signal.SIGINT
+        # torchrun passes a second Ctrl-C on as SIGTERM.
+        again = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
+        second_ctrl_c = self.received == signal.SIGINT and number in again
         self.received = number
-        if number == signal.SIGINT and self.accelerator.is_main_process:
+        if (number == signal.SIGINT or second_ctrl_c) and self.accelerator.is_main_process:
             message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
             if second_ctrl_c:
                 command = resume_command(self.accelerator.project_dir)

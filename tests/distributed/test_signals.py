@@ -142,6 +142,41 @@ def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, smal
     assert not (launcher.folder / "run").exists()
 
 
+STUCK = ROOT / "tests" / "programs" / "stuck_step.py"
+
+
+def stuck_processes(launcher, config, *flags):
+    process = launcher.start(config, *flags, script=STUCK.with_suffix(""))
+    wait_for_line(process, "stuck")
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in children if any("stuck_step.py" in word for word in child.cmdline())]
+    assert len(ranks) == (2 if config == "cpu_ddp" else 1)
+    return process, ranks
+
+
+@pytest.mark.parametrize("config", STOPS)
+def test_a_second_ctrl_c_ends_every_process_at_once(launcher, config):
+    process, ranks = stuck_processes(launcher, config)
+    for _ in range(2):
+        assert all(rank.is_running() for rank in ranks)
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does in a terminal
+        time.sleep(1)
+    _, alive = psutil.wait_procs(ranks, timeout=10)  # torchrun would kill them after 30 s
+    assert not alive
+    _, said = process.communicate(timeout=30)
+    assert "stopped at once" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+def test_a_process_that_is_stuck_ends_after_its_launcher(launcher):
+    process, ranks = stuck_processes(launcher, "cpu_ddp", "--timeout_s", 3)
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=1)
+    assert len(alive) == 2  # a save may take its time
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_a_worker_that_is_stuck_ends_with_its_process(launcher):
     """As a read of a network disk is that does not answer. A second Ctrl-C ends by os._exit."""

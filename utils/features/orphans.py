@@ -2,8 +2,11 @@
 
 import math
 import os
+import select
 import signal
 import sys
+import threading
+import time
 
 import psutil
 
@@ -12,11 +15,14 @@ from ..signals import end_with_parent
 from ..topology import launcher_words
 
 
-def follow_launcher() -> None:
+def follow_launcher(timeout_s: float) -> None:
     """From now on the end of the launcher ends this process, also a `kill -9`.
 
     The launcher would leave its processes running, unseen and with the lock of the folder. The kernel now sends them a
     SIGTERM. Not without a launcher: then the parent is a shell, which may well end before the run does.
+
+    Args:
+        timeout_s: how long this process then has for its last step and the save.
 
     Raises:
         SystemExit: if the launcher is gone already, killed while this process imported torch.
@@ -27,6 +33,19 @@ def follow_launcher() -> None:
         end_with_parent(number=signal.SIGTERM)
         if is_orphan():
             stop("the launcher was killed: start the run again", alone=True)
+        threading.Thread(target=end_after_launcher, args=(os.getppid(), timeout_s), daemon=True).start()
+
+
+def end_after_launcher(launcher: int, timeout_s: float) -> None:
+    """End this process `timeout_s` seconds after the process `launcher`, in whatever it is stuck by then."""
+    try:
+        select.select([os.pidfd_open(launcher)], [], [])
+    except ProcessLookupError:  # it has just ended
+        pass
+    except OSError:  # an old Linux
+        return
+    time.sleep(timeout_s)
+    os._exit(1)  # a checkpoint that is being written stays an unnamed temporary folder
 
 
 def is_orphan() -> bool:
