@@ -31,7 +31,7 @@ UTILS = Path(__file__).resolve().parents[1]
 ROOT, NAME = UTILS.parent, UTILS.name
 ROOMS = ("features", "datasets")  # a script gets a module in one of these only if it asks for it
 COMMANDS = {path.parent.name: path.parent for path in sorted(UTILS.glob("*/__main__.py"))}
-OPTIONS = {path.stem: path for room in ROOMS for path in sorted(UTILS.glob(f"{room}/[!_]*"))} | COMMANDS
+OPTIONS = {path.stem: path for room in ROOMS for path in sorted(UTILS.glob(f"{room}/[!_]*.py"))} | COMMANDS
 CORE = {
     path
     for path in [*UTILS.glob("*.py"), *UTILS.glob("*/*.py")]
