@@ -182,8 +182,10 @@ def check_args(args, accelerator):
             "2 images or more, mixup and cutmix an even number, and --repeats "
             f"{args.repeats} must divide the batch"
         )
-    if args.bn == "sync" and accelerator.device.type != "cuda":
-        stop("--bn sync works on GPUs only, PyTorch has it for no other device: leave it out")
+    if args.bn == "sync" and accelerator.device.type not in ("cuda", "xpu", "hpu"):
+        stop(
+            f"--bn sync works on GPUs only, and PyTorch has no SyncBatchNorm for {accelerator.device.type}: leave it out"
+        )
     if args.bn == "sync" and data_parallel_gpus(accelerator) > 1:
         # Each GPU would use its own statistics, and PyTorch would not say so.
         stop("--bn sync needs a process for each GPU, and DataParallel runs here: use ddp.yaml")
