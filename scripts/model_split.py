@@ -71,6 +71,7 @@ def parse_args():
     add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--synthetic", action="store_true", help="random images in 1000 classes instead, to measure speed")
     add("--image_size", type=at_least(32), default=224, help="side of the --synthetic images, in pixels")
+    add("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
     # All of these may change when a run is resumed.
     add = parser.add_argument_group("pipeline").add_argument
@@ -374,7 +375,7 @@ def main():
     # one the labels.
     parts = {"shard": (layout.copy, layout.copies), "accumulation": layout.accumulation}
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, **parts)
-    test_loader = GlobalLoader(test_data, args.batch_size, accelerator, **parts)
+    test_loader = GlobalLoader(test_data, args.batch_size, accelerator, max_samples=args.max_test_samples, **parts)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
     check_batch_norm(args, layout, train_data, total_steps)
 
@@ -386,10 +387,11 @@ def main():
     optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
 
     batch_norm_sees = {"micro_batch_size": layout.micro_batch_size} if args.norm == "batch" else None
-    micro_batches = plural(args.num_microbatches, "micro-batch")
+    filling = plural(args.num_microbatches, "micro-batch")
+    title = f"{args.schedule}, {layout.num_stages} stages, {filling} of {layout.micro_batch_size}"  # of timeline.png
     model_parts = ModelParts(
         copy=layout.copy,
-        batch=f"{layout.micro_batch_size} per micro-batch x {micro_batches} x {plural(layout.copies, 'pipeline')}",
+        batch=f"{layout.micro_batch_size} per micro-batch x {filling} x {plural(layout.copies, 'pipeline')}",
         notes={"num_stages": layout.num_stages, "copies": layout.copies, "stages": table},
     )
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -420,7 +422,6 @@ def main():
                 optimizer.zero_grad()
         run.log_test(evaluate(model, pipeline, test_loader, run))
 
-    title = f"{args.schedule}, {layout.num_stages} stages, {micro_batches} of {layout.micro_batch_size}"
     measured = recorder.report(accelerator, pipeline.timeline, title, Path(args.output_dir) / "timeline.png")
     if measured:
         measured["idle_share_in_theory"] = idle_share_in_theory(args, layout, accelerator)

@@ -27,9 +27,11 @@ from torchvision.models.resnet import resnet50
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
 from utils.datasets.images_in_memory import MNIST_FOLDER, LabelledImages, load_images
+from utils.features import pipeline_timeline
 from utils.features.pipeline import (
     BlockCost,
     OneProcess,
+    OverProcesses,
     balance_stages,
     balanced_boundaries,
     measure_blocks,
@@ -258,8 +260,9 @@ def four_processes(shared_launcher, tiny_mnist):
 @pytest.mark.slow
 def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
     """Weights, learning rates and the test of the unsplit model, with values that are no
-    defaults; the stages are balanced by what the flag says."""
-    balanced_by = []
+    defaults; the stages are balanced by what the flag says; the timeline's title says what ran."""
+    balanced_by, titles = [], []
+    monkeypatch.setattr(pipeline_timeline, "plot_timeline", lambda spans, idle, title, picture: titles.append(title))
     balance_stages = model_split.balance_stages
 
     def record(costs, num_stages, by, *more):
@@ -268,9 +271,10 @@ def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
 
     monkeypatch.setattr(model_split, "balance_stages", record)
     flags = ["--seed", 3, "--lr", 1e-3, "--weight_decay", 0.5, "--max_steps", 3]
-    flags += ["--dtype", "float64", "--num_stages", 2, "--balance", "memory"]
+    flags += ["--dtype", "float64", "--num_stages", 2, "--balance", "memory", "--max_test_samples", 7]
     assert train(tmp_path / "run", *FLAGS, *flags) is None
     assert balanced_by == [(2, "memory")]
+    assert titles == ["1f1b, 2 stages, 4 micro-batches of 4"]
 
     data, test = load_images(str(tiny_mnist))
     torch.manual_seed(3)
@@ -293,7 +297,8 @@ def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
     assert [line["lr"] for line in run_reader.lines(tmp_path / "run", "train")] == rates
     (tested,) = run_reader.losses(tmp_path / "run", "test")
     with torch.no_grad():
-        assert tested == pytest.approx(loss_of(*test.tensors).item(), rel=1e-6)
+        images, labels = test.tensors
+        assert tested == pytest.approx(loss_of(images[:7], labels[:7]).item(), rel=1e-6)
     weights = run_reader.weights(tmp_path / "run")
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-8)
@@ -519,6 +524,28 @@ def test_each_schedule_runs_the_passes_in_its_order():
         "1f1b": ["f0", "f1", "b0", "f3", "b1", "b3"],
         "gpipe": ["f0", "f1", "f3", "b0", "b1", "b3"],
     }
+
+
+@pytest.mark.parametrize(("schedule", "fillings"), [("naive", 3), ("gpipe", 2)])
+def test_a_micro_batch_keeps_its_number_however_often_the_pipeline_is_filled(monkeypatch, schedule, fillings):
+    """Naive fills it for each micro-batch, the other schedules for each size; torch counts from 0 each time."""
+    filled = []
+
+    def fill(pipeline, size, micro_batches):
+        filled.append(size)
+        for number in range(len(micro_batches)):
+            with pipeline.timeline.span(0, 0, "forward", number, pipeline.device):
+                pass
+
+    monkeypatch.setattr(OverProcesses, "_fill_and_drain", fill)
+    pipeline = OverProcesses({}, [], schedule, None, torch.device("cpu"), row=0)
+    for _ in range(2):  # in the second step they count from 0 again
+        pipeline.timeline.begin()
+        pipeline.run([torch.zeros(size, 3) for size in (2, 2, 1)], [None] * 3, None)
+        pipeline.timeline.end()
+    for spans in pipeline.timeline.steps:
+        assert [micro_batch for _, _, _, micro_batch, _, _ in spans] == [0, 1, 2]
+    assert len(filled) == 2 * fillings
 
 
 def test_a_row_is_idle_where_it_has_no_span():

@@ -145,6 +145,46 @@ def test_a_timeline_is_a_picture(tmp_path, capsys):
     assert size_and_colours(tmp_path / "timeline.png")[1] > 10
 
 
+@pytest.mark.parametrize(
+    ("second_stage", "labels"),
+    [
+        (0, ["forward", "backward"]),
+        (2, ["forward, first stage", "forward, second stage", "backward, first stage", "backward, second stage"]),
+    ],
+)
+def test_the_legend_of_a_timeline_names_every_colour(second_stage, labels):
+    spans = [
+        (0, stage, kind, 3, began, began + 0.5)
+        for stage in {0, second_stage}
+        for began, kind in enumerate(("forward", "backward"))
+    ]
+    figure = plots.draw_timeline(spans, {0: 0.5}, "title")
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == labels
+    bars = {bar.get_facecolor() for bar in figure.axes[0].patches}
+    assert bars == {patch.get_facecolor() for patch in legend.get_patches()}
+    assert {text.get_text() for text in figure.axes[0].texts} == {"3"}
+
+
+def test_a_mean_of_few_steps_at_the_end_of_an_epoch_is_joined_with_the_mean_before_it(tmp_path):
+    lines = [
+        line("train", 100, loss=2.0, accuracy=0.5),
+        line("train", 120, loss=1.0, accuracy=0.6),  # a fifth of the steps
+        line("test", 120, loss=1.5),
+        {**line("train", 125, loss=9.0), "epoch": 2},  # few steps, but at the beginning of an epoch
+        {**line("train", 225, loss=4.0), "epoch": 2},
+        {**line("train", 250, loss=8.0), "epoch": 2},  # a quarter
+        {**line("train", 255, loss=math.nan), "epoch": 2},
+    ]
+    assert curves(tmp_path, lines) == {
+        "loss": {
+            "train": [(120, pytest.approx((100 * 2.0 + 20 * 1.0) / 120)), (125, 9.0), (225, 4.0), (255, 8.0)],
+            "test": [(120, 1.5)],
+        },
+        "accuracy": {"train": [(120, pytest.approx((100 * 0.5 + 20 * 0.6) / 120))]},
+    }
+
+
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     (tmp_path / ".part_confusion.png").symlink_to("/dev/full")
     plots.plot_confusion([[1]], ["a"], tmp_path / "confusion.png")

@@ -149,7 +149,7 @@ FREE_IN = {
         "virtual_processes",
     },
     "model_split": {
-        *{"balance", "cpu_threads", "image_size", "num_microbatches", "num_stages", "schedule"},
+        *{"balance", "cpu_threads", "image_size", "max_test_samples", "num_microbatches", "num_stages", "schedule"},
         *{"split", "synthetic"},
     },
 }

@@ -55,27 +55,53 @@ def plot_curves(metrics_file: Path, picture: Path, title: str = "") -> None:
 
     Each line of the file holds a split, "train" or "test", a step, an epoch and named numbers.
     The first six metric names are plotted; learning rates, timings and the number of samples are
-    not. Values that are not finite are left out. Without any metric there is no picture.
+    not. Values that are not finite are left out, and lines of few steps are joined with those before
+    them (`join_short_lines`). Without any metric there is no picture.
     """
     save_picture(picture, lambda: draw_curves(read_curves(metrics_file), title))
 
 
 def read_curves(metrics_file: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Read metrics.jsonl as {metric: {split: [(step, value), ...]}}, with finite values only."""
+    lines = map(json.loads, metrics_file.read_text().splitlines())
     curves = {}
-    for text in metrics_file.read_text().splitlines():
-        line = json.loads(text)
-        if line.get("split") not in COLOURS:
-            continue
+    for line in join_short_lines([line for line in lines if line.get("split") in COLOURS]):
         for name, value in line.items():
             if name in ("split", "step", "epoch") or not is_plotted(name):
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            if math.isfinite(value):
+            if is_finite_number(value):
                 splits = curves.setdefault(name, {})
                 splits.setdefault(line["split"], []).append((line["step"], value))
     return curves
+
+
+def join_short_lines(lines: list[dict]) -> list[dict]:
+    """Lines of metrics.jsonl, without training lines of very few steps.
+
+    A training line is a mean since the line before it. What is left at the end of an epoch may be a few steps, whose
+    mean is noise and would be drawn as a cliff. Such a line, of less than a quarter of the steps of the line before
+    it in the same epoch, becomes one with it: the mean of both, weighted by their steps.
+    """
+    joined, last, last_steps = [], None, 0
+    for line in lines:
+        if line["split"] != "train":
+            joined.append(line)
+            continue
+        steps = line["step"] - (last["step"] if last else 0)
+        if last and last.get("epoch") == line.get("epoch") and 4 * steps < last_steps:
+            for name, value in last.items():
+                if is_finite_number(value) and is_finite_number(line.get(name)) and name not in ("step", "epoch"):
+                    last[name] = (last_steps * value + steps * line[name]) / (last_steps + steps)
+            last["step"] = line["step"]
+            last_steps += steps
+        else:
+            last, last_steps = dict(line), steps
+            joined.append(last)
+    return joined
+
+
+def is_finite_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_plotted(name: str) -> bool:
@@ -323,8 +349,10 @@ def draw_timeline(spans: list[tuple], idle: dict[int, float], title: str):
     start = min(span[4] for span in spans)
     figure = Figure(figsize=(12, 1.2 + 0.6 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    # A row with two stages (an interleaved schedule) shows the second one in the lighter shade.
+    # In an interleaved schedule a row has two stages: the second one has the lighter shade.
     shades = {"forward": ("#4c78a8", "#9ecae9"), "backward": ("#f58518", "#ffbf79")}
+    has_two_stages = any(len(numbers) > 1 for numbers in stages.values())
+    stage_names = (", first stage", ", second stage") if has_two_stages else ("",)
     for row, stage, kind, micro_batch, began, ended in spans:
         left_ms = 1000 * (began - start)
         width_ms = 1000 * (ended - began)
@@ -337,8 +365,12 @@ def draw_timeline(spans: list[tuple], idle: dict[int, float], title: str):
     for row in rows:
         numbers = ", ".join(str(stage) for stage in stages[row])
         labels.append(f"{row}: stage {numbers}\nidle {idle[row]:.0%}")
-    axes.set(yticks=range(len(rows)), yticklabels=labels, xlabel="ms", title=title)
+    axes.set(yticks=range(len(rows)), yticklabels=labels, xlabel="ms; the number of the micro-batch in each bar")
+    axes.set_title(title)
     axes.invert_yaxis()
-    handles = [Patch(color=colours[0], label=kind) for kind, colours in shades.items()]
+    handles = []
+    for kind, colours in shades.items():
+        for colour, which in zip(colours, stage_names, strict=False):
+            handles.append(Patch(color=colour, label=kind + which))
     figure.legend(handles=handles, loc="outside right upper")
     return figure

@@ -296,13 +296,16 @@ class OverProcesses:
         self.loss_fn = loss_fn
         # torch's schedules need micro-batches of one size: the pipeline is filled once for each.
         micro_batches = zip(inputs, targets, strict=True)
+        self.timeline.first_micro_batch = 0
         for size, group in itertools.groupby(micro_batches, lambda pair: len(pair[0])):
             if size == 0:  # at the end of an epoch there may be fewer samples than micro-batches
                 continue
             same_size = list(group)
             at_once = self._micro_batches_at_once(len(same_size))
             for start in range(0, len(same_size), at_once):
-                self._fill_and_drain(size, same_size[start : start + at_once])
+                filling = same_size[start : start + at_once]
+                self._fill_and_drain(size, filling)
+                self.timeline.first_micro_batch += len(filling)
 
     def _micro_batches_at_once(self, count: int) -> int:
         if self.schedule == "naive":

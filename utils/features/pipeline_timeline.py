@@ -37,6 +37,7 @@ class Timeline:
     def __init__(self, devices: set[torch.device]):
         self.devices = devices
         self.recording = False
+        self.first_micro_batch = 0  # torch's schedules count from 0 each time the pipeline is filled
         self.spans = []
         self.steps = []
 
@@ -66,7 +67,8 @@ class Timeline:
             return
         began = self._mark(device)
         yield
-        self.spans.append((device, row, stage, kind, micro_batch, began, self._mark(device)))
+        number = self.first_micro_batch + micro_batch
+        self.spans.append((device, row, stage, kind, number, began, self._mark(device)))
 
     def draw(self, accelerator: Accelerator, title: str, picture: Path) -> list[float]:
         """Draw the step in the middle of the recording. Collective.
