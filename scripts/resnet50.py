@@ -183,9 +183,7 @@ def check_args(args, accelerator):
             f"{args.repeats} must divide the batch"
         )
     if args.bn == "sync" and accelerator.device.type not in ("cuda", "xpu", "hpu"):
-        stop(
-            f"--bn sync works on GPUs only, and PyTorch has no SyncBatchNorm for {accelerator.device.type}: leave it out"
-        )
+        stop("--bn sync works on GPUs only: leave it out")  # PyTorch has SyncBatchNorm for these
     if args.bn == "sync" and data_parallel_gpus(accelerator) > 1:
         # Each GPU would use its own statistics, and PyTorch would not say so.
         stop("--bn sync needs a process for each GPU, and DataParallel runs here: use ddp.yaml")

@@ -538,7 +538,7 @@ def test_a_micro_batch_keeps_its_number_however_often_the_pipeline_is_filled(mon
                 pass
 
     monkeypatch.setattr(OverProcesses, "_fill_and_drain", fill)
-    pipeline = OverProcesses({}, [], schedule, None, torch.device("cpu"), row=0)
+    pipeline = OverProcesses({}, [], schedule, SimpleNamespace(size=lambda: 2), torch.device("cpu"), row=0)
     for _ in range(2):  # in the second step they count from 0 again
         pipeline.timeline.begin()
         pipeline.run([torch.zeros(size, 3) for size in (2, 2, 1)], [None] * 3, None)
