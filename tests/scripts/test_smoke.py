@@ -14,6 +14,7 @@ FLAGS = {
     "from_scratch/data_parallel": ["--num_steps", 2, "--batch_size", 12],
     "from_scratch/collectives": ["--sizes", 8, "--repetitions", 1, "--warmup", 0],
     "from_scratch/gil": ["--rounds", 1],
+    "from_scratch/tutorial": ["--num_epochs", 1],
     "from_scratch/averaging": ["--size_mib", 1, "--repetitions", 1, "--warmup", 0],
     "from_scratch/async_sgd": ["--num_epochs", 1, "--sleep_ms", 1],
 }

@@ -1,16 +1,18 @@
-"""The programs of scripts/guides/torch_distributed.md that stand for the PyTorch tutorial's, in code that runs."""
+"""scripts/from_scratch/tutorial.py, and the programs of scripts/guides/torch_distributed.md."""
 
 import datetime
 import re
 import shlex
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
+import run_many
 import torch
 import torch.distributed as dist
 from conftest import ROOT, free_port
+
+from scripts.from_scratch import tutorial
 
 PAGE = (ROOT / "scripts" / "guides" / "torch_distributed.md").read_text()
 
@@ -21,7 +23,6 @@ def programs(title):
 
 
 HELLO, *STARTERS = programs("Start processes in four ways")
-(TUTORIAL,) = programs("The tutorial's program, with parts of any size")
 WAITS = programs(r"Before `wait\(\)`")
 
 
@@ -50,13 +51,6 @@ def test_processes_started_in_four_ways_find_each_other(launcher, tmp_path):
             assert f"rank {rank} of 2: the ranks add up to 1" in text
 
 
-@pytest.fixture
-def tutorial():
-    scope = {}
-    exec(TUTORIAL, scope)
-    return SimpleNamespace(**scope)
-
-
 def make_data(count=997):
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(count, 6, generator=generator, dtype=torch.float64)
@@ -72,19 +66,24 @@ def make_data(count=997):
         ((1.0,), True, True),
     ],
 )
-def test_unequal_parts_need_weights(threads, tutorial, fractions, weighted, is_right):
+def test_unequal_parts_need_weights(threads, fractions, weighted, is_right):
     """The same steps as one process with the batches of all together, or others."""
     images, labels = make_data(960)  # 20 batches of equal parts
     models = [torch.nn.Linear(6, 4).double() for _ in fractions]  # all differ: rank 0's counts
     expected = torch.nn.Linear(6, 4).double()
     expected.load_state_dict(models[0].state_dict())
 
-    threads.run(len(fractions), lambda rank: tutorial.train(models[rank], images, labels, fractions, weighted))
+    def run(rank):
+        losses = list(tutorial.train(models[rank], images, labels, fractions, 20, weighted))
+        assert len(losses) == 1  # epochs
+        return tutorial.partition_dataset(960, fractions, 20, seed=1234, epoch=0)
 
-    parts = tutorial.DataPartitioner(len(images), fractions).parts
-    assert torch.equal(torch.cat(parts).sort().values, torch.arange(960))
+    batches_of_ranks = threads.run(len(fractions), run)
+
+    indices = torch.cat([batch for batches in batches_of_ranks for batch in batches])
+    assert torch.equal(indices.sort().values, torch.arange(960))
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.01, momentum=0.5)
-    for batches in zip(*(part.tensor_split(20) for part in parts), strict=True):
+    for batches in zip(*batches_of_ranks, strict=True):
         batch = torch.cat(batches)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(expected(images[batch]), labels[batch]).backward()
@@ -94,10 +93,29 @@ def test_unequal_parts_need_weights(threads, tutorial, fractions, weighted, is_r
         assert difference < 1e-12 if is_right else difference > 1e-3
 
 
-def test_rounding_leaves_no_sample_over(tutorial):
+def test_rounding_leaves_no_sample_over():
     parts = tutorial.DataPartitioner(997).parts
     assert [len(part) for part in parts] == [699, 199, 99]
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(997))
+
+
+def test_each_epoch_has_an_order_of_its_own_and_the_same_part(threads):
+    def run(rank):
+        return [torch.cat(tutorial.partition_dataset(100, (0.5, 0.5), 4, seed=0, epoch=epoch)) for epoch in (0, 1)]
+
+    for first, second in threads.run(2, run):
+        assert not torch.equal(first, second)
+        assert torch.equal(first.sort().values, second.sort().values)
+
+
+@pytest.mark.parametrize("fractions", [["0.5"], ["0.5", "0.5"], ["0"]])
+def test_fractions_that_do_not_fit_are_one_sentence(tmp_path, capsys, fractions):
+    flags = ["--fractions", *fractions, "--output_dir", tmp_path / "run"]
+    assert run_many.run("from_scratch/tutorial", flags) == 2
+    assert (
+        "error: --fractions needs 1 number above 0, one for each process, that add up to 1" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
 
 
 class TwoThreads:
