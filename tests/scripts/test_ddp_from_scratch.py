@@ -105,7 +105,15 @@ def test_two_processes_end_with_a_table(launcher, small_mnist):
     (first, weights_of_first), (second, weights_of_second) = record["passed_on"]
     assert weights_of_first == weights_of_second > 0
     assert first != pytest.approx(second, rel=0.01)  # each rank's own, not averaged
-    assert (launcher.folder / "run" / "times.png").read_bytes().startswith(b"\x89PNG")
+    gradients, buckets = record["overlap"]["gradients"], record["overlap"]["buckets"]
+    assert [name for name, _ in gradients] == ["3.bias", "3.weight", "1.bias", "1.weight"]
+    assert [name for name, *_ in buckets] == ["3.bias .. 1.bias", "1.weight"]
+    assert all(sent < done for _, sent, done in buckets)
+    (_, first_sent, _), (_, last_sent, _) = buckets
+    last_gradient = gradients[-1][1]
+    assert first_sent < last_gradient < last_sent  # the first one is sent while the backward pass goes on
+    for picture in ("times.png", "buckets.png"):
+        assert (launcher.folder / "run" / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_local_sgd_ends_with_equal_weights(threads, monkeypatch):
