@@ -162,6 +162,11 @@ def describe_simulation(
         measured = f", measured {measured_s[f'broadcast {way}']:.4g} s" if measured_s else ""
         lines.append(f"  {way:<10} {rounds:>3} x {round_s:.4g} s = {total_s:.4g} s{measured}")
     both_s = {way: (1 if way == "ring" else 2) * total_s for way, (_, _, total_s) in ways.items()}
-    lines.append("  a reduce takes as long as its broadcast, in reverse; an all-reduce, which needs both:")
-    lines.append("  " + ", ".join(f"{way} {seconds:.4g} s" for way, seconds in both_s.items()))
+    reduce, all_reduce = "", ""
+    if measured_s:
+        reduce = f"; measured, tree: {measured_s['reduce tree']:.4g} s"
+        all_reduce = f"; measured: {measured_s['all_reduce SUM']:.4g} s"
+    lines.append(f"  a reduce takes as long as its broadcast, in reverse{reduce}")
+    both = ", ".join(f"{way} {seconds:.4g} s" for way, seconds in both_s.items())
+    lines.append(f"  an all-reduce needs both: {both}{all_reduce}")
     return "\n".join(lines)

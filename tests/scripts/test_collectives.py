@@ -82,6 +82,8 @@ def test_two_processes_leave_a_table_and_a_picture(launcher):
     assert record["num_processes"] == 2
     measured = rows["broadcast tree", 1024]["time_us"] / 1e6
     assert f"measured {measured:.4g} s" in done.stdout
+    measured = rows["reduce tree", 1024]["time_us"] / 1e6
+    assert f"a reduce takes as long as its broadcast, in reverse; measured, tree: {measured:.4g} s" in done.stdout
 
 
 def test_one_process_has_nothing_to_send(monkeypatch, capsys, tmp_path):

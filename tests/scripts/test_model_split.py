@@ -9,6 +9,7 @@ import copy
 import functools
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -587,3 +588,17 @@ def main():
 
 if __name__ == "__main__":
     main()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts the bytes")
+def test_what_ddp_accumulation_and_a_pipeline_send(launcher):
+    """The table of scripts/guides/model_split.md, with fewer and smaller images."""
+    program = Path(__file__).parents[1] / "programs" / "bytes_sent"
+    done = launcher("cpu_ddp", "--image_size", 32, "--batch_size", 16, script=program)
+    gradients, *ways = re.findall(r": ([\d., ]+) MiB", done.stdout)
+    each, held_back, pipeline = [[float(mib) for mib in way.split(", ")] for way in ways]
+    assert held_back == pytest.approx(2 * [float(gradients)], rel=0.01)  # a ring of two sends each gradient once
+    assert each == pytest.approx([4 * mib for mib in held_back], rel=0.01)
+    activations = 16 * 512 * 4 * 4 * 4 / 2**20  # images, channels, height, width and bytes of layer2's output
+    assert pipeline == pytest.approx(2 * [activations], abs=0.1)

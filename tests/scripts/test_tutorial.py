@@ -22,7 +22,7 @@ def programs(title):
     return re.findall(r"```python\n(.*?)```", text, re.S)
 
 
-HELLO, *STARTERS = programs("Start processes in four ways")
+HELLO, *STARTERS, POOL = programs("Start processes in four ways")
 WAITS = programs(r"Before `wait\(\)`")
 
 
@@ -49,6 +49,15 @@ def test_processes_started_in_four_ways_find_each_other(launcher, tmp_path):
     for text in printed.values():
         for rank in range(2):
             assert f"rank {rank} of 2: the ranks add up to 1" in text
+
+
+@pytest.mark.slow
+def test_pool_map_returns_in_order_and_shares_tensors_only(launcher, tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    printed = launcher.python("pool.py").stdout.splitlines()
+    expected = re.findall(r"  # (\[\d.*?\])(?::.*)?$", POOL, re.M)
+    assert len(expected) == 2
+    assert printed == expected
 
 
 def make_data(count=997):
