@@ -72,9 +72,22 @@ def test_the_saved_model_is_loaded_as_it_says(tmp_path, monkeypatch):
     safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     scope = {"images": torch.randint(256, (3, 1, 28, 28), dtype=torch.uint8)}
-    (block,) = blocks(guide("use_the_model"), "python")
+    (block,) = blocks(section(guide("use_the_model"), "Use the model"), "python")
     exec(block, scope)
     torch.testing.assert_close(scope["logits"], model(scope["images"]))
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_in_its_process_and_in_two(launcher, small_mnist):
+    """The cells as programs; their folder is not the repository's here."""
+    for number, block in enumerate(blocks(section(guide("use_the_model"), "In a notebook"), "python"), 1):
+        short = block.replace('"200"', f'"2", "--dataset", {str(small_mnist)!r}')
+        assert short != block
+        cell = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{short}"
+        (launcher.folder / f"cell_{number}.py").write_text(cell)
+        launcher.python(f"cell_{number}.py")
+    runs = [run_reader.launches(launcher.folder / "runs" / name)[0] for name in ("notebook", "two_processes")]
+    assert [launch["num_processes"] for launch in runs] == [1, 2]
 
 
 def test_the_picture_is_drawn_from_three_runs(tmp_path, monkeypatch):
