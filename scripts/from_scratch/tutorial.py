@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import flags, launch, topology
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import load_images
 from utils.run_folder import RunFolder
 
 MEAN, STD = 0.1307, 0.3081  # of the pixels of the training images, 0 to 1
@@ -40,10 +40,9 @@ def parse_args():
     add("--fractions", type=flags.non_negative_float, nargs="+", metavar="X", help=parts)
     add("--mean_of_means", action="store_true", help="average as the tutorial: wrong for parts of unequal size")
     add = parser.add_argument_group("training").add_argument
-    add("--dataset", default=BUNDLED_MNIST, help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
     add("--num_epochs", type=flags.positive_int, default=10, help="passes over the training images")
     add("--batch_size", type=flags.positive_int, default=128, help="samples per step, over all processes together")
-    add("--seed", type=flags.non_negative_int, default=1234, help="seed of the weights, parts and data order")
     parser.add_run_flags()
     return parser.parse_args()
 
@@ -153,8 +152,8 @@ def main():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
     train_data, test_data = load_images(args.dataset)
-    images, labels = (tensor.to(accelerator.device) for tensor in (train_data.images, train_data.labels))
-    test_images, test_labels = (tensor.to(accelerator.device) for tensor in (test_data.images, test_data.labels))
+    images, labels = (tensor.to(accelerator.device) for tensor in train_data.tensors)
+    test_images, test_labels = (tensor.to(accelerator.device) for tensor in test_data.tensors)
 
     torch.manual_seed(args.seed + rank)  # different weights, until rank 0 sends its own, and different dropout
     model = Net().to(accelerator.device)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from utils.datasets.images_in_memory import BUNDLED_MNIST, load_images
+from utils.datasets.images_in_memory import load_images
 
 DATA = TensorDataset(torch.arange(10.0))
 PAGE = guide("you_come_with_this_code")
@@ -110,15 +110,15 @@ def test_code_of_before_2018():
 def test_the_recipe_of_many_posts(mean, std, accuracy):
     """Other processors round differently."""
     assert accuracy in PAGE
-    train, test = load_images(BUNDLED_MNIST)
+    (images, labels), (test_images, test_labels) = (split.tensors for split in load_images("ylecun/mnist"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     for _ in range(2):
-        for batch in torch.randperm(len(train)).split(64):
+        for batch in torch.randperm(len(images)).split(64):
             optimizer.zero_grad()
-            logits = model((train.images[batch] - mean) / std)
-            nn.functional.cross_entropy(logits, train.labels[batch]).backward()
+            logits = model((images[batch] - mean) / std)
+            nn.functional.cross_entropy(logits, labels[batch]).backward()
             optimizer.step()
-    correct = model((test.images - mean) / std).argmax(1) == test.labels
+    correct = model((test_images - mean) / std).argmax(1) == test_labels
     assert correct.float().mean().item() == pytest.approx(float(accuracy[:-2]) / 100, abs=0.003)

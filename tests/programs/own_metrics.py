@@ -24,7 +24,6 @@ def parse_args():
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--batch_size", type=int, default=40)
     add("--lr", type=float, default=1e-2)
-    add("--seed", type=int, default=0)
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=int, default=2)
     add("--gradient_accumulation_steps", type=int, default=1)
