@@ -212,6 +212,19 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, tiny_mnist, fl
     assert sentence in error
 
 
+@pytest.mark.parametrize(("device", "runs"), [("cuda", True), ("xpu", True), ("hpu", True), ("mps", False)])
+def test_sync_batch_norm_runs_where_pytorch_has_it(monkeypatch, capsys, device, runs):
+    monkeypatch.setattr(resnet50, "data_parallel_gpus", lambda accelerator: 1)
+    accelerator = SimpleNamespace(device=SimpleNamespace(type=device), num_processes=1)
+    args = parse(monkeypatch, "--bn", "sync")
+    if runs:
+        resnet50.check_args(args, accelerator)
+        return
+    with pytest.raises(SystemExit):
+        resnet50.check_args(args, accelerator)
+    assert "--bn sync works on GPUs only" in capsys.readouterr().err
+
+
 def test_pretrained_weights_run_no_code(tmp_path, monkeypatch, capsys):
     class Trap:
         def __reduce__(self):
