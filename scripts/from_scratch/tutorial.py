@@ -23,10 +23,11 @@ from torch.nn import functional as F
 # Finds utils from any folder, without an install.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import flags, launch, topology
+from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
 from utils.datasets.images_in_memory import load_images
+from utils.features.banner import describe_topology
 from utils.run_folder import RunFolder
 
 MEAN, STD = 0.1307, 0.3081  # of the pixels of the training images, 0 to 1
@@ -165,7 +166,7 @@ def main():
         accuracy = test_accuracy(model, test_images, test_labels)
         epochs.append({"loss_of_rank_0": loss, "test_accuracy": accuracy, "s": time.perf_counter() - started})
         accelerator.print(f"epoch {epoch:>2}  loss of rank 0 {loss:.4f}  test accuracy {accuracy:.2%}", flush=True)
-    facts = {"arguments": flags.as_json(vars(args)), **topology.describe_topology(accelerator)}
+    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "fractions": fractions, "results": epochs})
         show(f"done: these numbers in {folder.path}/run.json", "green")
