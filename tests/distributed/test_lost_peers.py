@@ -76,6 +76,23 @@ def test_the_launcher_gets_the_sentence(on_alpha, said, monkeypatch, tmp_path):
     assert report["message"]["message"] == sentence.strip()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Connection closed by peer [10.0.0.11]:64",
+        "Read error [10.0.0.11]:64: Connection reset by peer",
+        "Connect to [10.0.0.11]:64: Connection refused",
+        "writev [10.0.0.11]:64: Broken pipe",
+        "Connect to [10.0.0.11]:64: No route to host",
+        "Connect to [10.0.0.11]:64: Network is unreachable",
+        "Connect to [10.0.0.11]:64: Connection timed out",
+        "NCCL error: remote process exited or there was a network error, 10.0.0.11",
+    ],
+)
+def test_whatever_a_network_says_of_a_process_that_is_gone_is_a_lost_peer(on_alpha, said, words):
+    assert said(RuntimeError(words)).startswith(f"error: rank 1 on alpha lost rank 2 on beta: {words}; to continue: ")
+
+
 def test_a_bug_keeps_its_traceback(on_alpha, said):
     for bug in (RuntimeError("mat1 and mat2 shapes differ"), KeyError("connection closed")):
         assert said(bug).startswith(type(bug).__name__)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from conftest import ROOT, free_port
 
 from utils import topology
@@ -59,6 +60,33 @@ def test_gpu_ids_choose_the_gpus(monkeypatch):
     options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     assert prepare_multi_gpu_env(options)["CUDA_VISIBLE_DEVICES"] == "1,2,3,4"
     assert options.nproc_per_node == "gpu"
+
+
+def launched_environment(name: str) -> dict[str, str]:
+    """The environment that the launcher gives to the processes of a config."""
+    config = str(ROOT / "accelerate_configs" / f"{name}.yaml")
+    words = ["--config_file", config, "--main_process_port", str(free_port()), "script.py"]
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if options.multi_gpu or options.use_fsdp:
+        return prepare_multi_gpu_env(options)
+    return prepare_simple_launcher_cmd_env(options)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "visible"), [("single_gpu", "0"), ("dp", None), ("ddp", None), ("multi_node", None), ("fsdp", None)]
+)
+def test_a_process_sees_the_first_gpu_alone_or_all_of_them(name, visible, monkeypatch):
+    """Several GPUs in one process would be DataParallel, and one GPU would make dp.yaml another single_gpu.yaml."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert launched_environment(name).get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_fsdp_frees_gathered_parameters_and_shards_large_modules_each_on_its_own(monkeypatch):
+    for variable, value in launched_environment("fsdp").items():
+        monkeypatch.setenv(variable, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.min_num_params) == (2, True, 100_000)
+    assert plugin.cpu_ram_efficient_loading is False
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu_ddp"])

@@ -451,6 +451,14 @@ def test_stages_have_the_names_and_the_numbers_of_torchvision():
         assert torch.equal(last(first(images)), fresh.eval()(x))
 
 
+def test_an_image_that_is_too_low_is_padded_above_and_below_and_one_that_is_too_narrow_at_the_sides():
+    images = torch.full((1, 1, 29, 40), 255, dtype=torch.uint8)
+    x = model_split.to_input(images, torch.float32)
+    assert x.shape == (1, 3, 32, 40)
+    assert (x > 0).all(dim=3)[0, 0].tolist() == [False] + [True] * 29 + [False] * 2
+    assert torch.equal(model_split.to_input(images.mT, torch.float32), x.mT)
+
+
 def test_even_cut_is_the_best_of_all_cuts():
     generator = torch.Generator().manual_seed(0)
     for num_blocks, num_stages in ((1, 1), (5, 5), (7, 3), (9, 4)):

@@ -415,7 +415,7 @@ def test_a_tensor_dataset_whose_items_are_its_own_is_read_item_by_item():
     for batch in each:
         assert torch.equal(batch.data[0], -batch.indices)
     assert each.reader.fetcher.deterministic is False
-    assert each.describe()["fingerprint"] != make(TensorDataset(torch.arange(23))).describe()
+    assert each.describe()["fingerprint"] != make(TensorDataset(torch.arange(23))).describe()["fingerprint"]
 
 
 def test_tensors_are_whole_slices_of_the_data():
@@ -532,12 +532,13 @@ def test_reading_leaves_the_random_numbers_of_this_process_alone(kind, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_what_collate_fn_draws_is_new_in_each_batch_and_the_same_on_a_resume(workers):
+@pytest.mark.parametrize("dataset", [BatchedSquares(), TensorDataset(torch.arange(23))], ids=["items", "tensors"])
+def test_what_collate_fn_draws_is_new_in_each_batch_and_the_same_on_a_resume(dataset, workers):
     def mask(items):
         return torch.rand(()), random.random(), np.random.rand()
 
     def drawn(epoch, first_step=0):
-        each = make(BatchedSquares(), 4, num_workers=workers, collate_fn=mask)
+        each = make(dataset, 4, num_workers=workers, collate_fn=mask)
         return [tuple(map(float, batch.data)) for batch in each.epoch(epoch, first_step)]
 
     masks = drawn(0) + drawn(1)

@@ -2,12 +2,16 @@ import re
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
+from fakes import fake_accelerator
 
+from utils import memory as process_memory
 from utils.errors import explain_errors
 from utils.features import out_of_memory as memory
 from utils.features.out_of_memory import (
@@ -67,6 +71,16 @@ def test_on_a_cpu_the_limit_is_cpu_memory_gib():
     assert largest_that_fits(attempt, 32, accelerator) == 32
 
 
+def test_on_a_cpu_the_processes_share_the_free_memory(monkeypatch):
+    weight = torch.ones(1, requires_grad=True)
+
+    def attempt(size):
+        (torch.ones(size * 2**18) * weight).sum()  # keeps size MiB
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=33 * 2**20))
+    assert largest_that_fits(attempt, 16, fake_accelerator(processes=4)) == 8
+
+
 def test_the_limit_counts_what_autograd_keeps():
     weight = torch.ones(1000, requires_grad=True)
     with limit_of_kept_tensors(4 * 3000):
@@ -99,6 +113,11 @@ def test_the_peak_of_one_process_is_its_own():
     accelerator = Accelerator(cpu=True)
     own = own_peak_memory_gib(accelerator.device)
     assert own <= peak_memory_gib(accelerator) < own + 0.1
+
+
+def test_the_peak_of_several_processes_is_the_largest(monkeypatch):
+    monkeypatch.setattr(process_memory, "gather_object", lambda mine: [*mine, 1000.0, 0.5])
+    assert peak_memory_gib(Accelerator(cpu=True)) == 1000
 
 
 @pytest.mark.slow

@@ -236,8 +236,9 @@ def test_is_better():
 class Small:
     """No metrics, no test, no schedule; two optimizers, if asked for."""
 
-    def __init__(self, optimizers=1, accumulate=True, leave_at=None, counted=False):
+    def __init__(self, optimizers=1, accumulate=True, leave_at=None, counted=False, added=()):
         self.optimizers = optimizers
+        self.added = added  # to the summary, in a call each
         self.accumulate = accumulate
         self.leave_at = leave_at
         self.counted = counted
@@ -279,6 +280,8 @@ class Small:
                 self.seen.append((run.step, torch.rand(()).item()))
                 if len(self.seen) == self.leave_at:
                     break
+        for numbers in self.added:
+            run.add_to_summary(**numbers)
         run.finish()
 
 
@@ -304,27 +307,44 @@ def test_a_learning_rate_for_each_optimizer(start, tmp_path):
     assert lines(tmp_path / "one", "train")[0]["lr"] == 0.01
 
 
-def test_the_model_is_seeded_by_the_place_in_the_run(start):
-    first, second = Small(), Small()
-    torch.manual_seed(1)
-    start(first)
-    torch.manual_seed(2)
-    start(second, "other")
-    assert first.seen == second.seen
-    assert len({number for _, number in first.seen}) == 4
+class Drawing:
+    """A loop that draws numbers, in training and in the test, and that drew others before.
+
+    Args:
+        before: how many numbers it draws at the end of each micro-batch, for the next ones to differ.
+        in_steps: the loop takes all micro-batches of a step at once.
+    """
+
+    def __init__(self, before, in_steps=False):
+        self.before, self.in_steps, self.drawn = before, in_steps, []
+
+    def draw(self):
+        self.drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
+        for _ in range(self.before):
+            torch.rand(()), random.random(), np.random.random()
+
+    def __call__(self, args):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
+        self.run = run = Run(accelerator, args)
+        train_loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        test_loader = GlobalLoader(data(7), 3, accelerator)
+        run.start(train_loader, test_loader, 8, checkpoint={})
+        for epoch in run.epochs():
+            for _ in (run.steps if self.in_steps else run.batches)(train_loader, epoch):
+                self.draw()
+            for _ in run.test_batches(test_loader):
+                self.draw()
+            run.log_test({})
+        run.finish()
 
 
-def test_test_batches_are_seeded_each_for_itself(start):
-    drawn = []
-
-    class Noisy(Regression):
-        def stop_if(self, step, kind):
-            if kind == "test":
-                drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
-
-    start(Noisy(epochs=2))
-    assert len(drawn) == 2 * 3
-    assert [len(set(numbers)) for numbers in zip(*drawn, strict=True)] == [6, 6, 6]
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_drawn_before(start, in_steps):
+    first, second = Drawing(before=0, in_steps=in_steps), Drawing(before=3, in_steps=in_steps)
+    assert start(first, "first") is start(second, "second") is None
+    assert first.drawn == second.drawn
+    # 4 steps and 3 batches of a test in each of 2 epochs; all of them draw numbers of their own.
+    assert [len(set(numbers)) for numbers in zip(*first.drawn, strict=True)] == [14, 14, 14]
 
 
 class Drawing:
@@ -378,10 +398,25 @@ def test_without_accumulation_steps_accumulate_may_be_left_out(start):
 
 
 def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path):
-    """As the docstring of `batches` says."""
     assert start(Small(leave_at=3)) is None
     assert summary(tmp_path / "run")["step"] == 2
-    assert "break" in Run.batches.__doc__
+
+
+class Normalised:
+    """A model with BatchNorm, of which this process computes every second micro-batch."""
+
+    def __call__(self, args):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
+        self.run = run = Run(accelerator, args)
+        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed, shard=(0, 2))
+        model = accelerator.prepare(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        run.start(loader, None, 4, checkpoint={"model": model})
+
+
+def test_batch_norm_needs_micro_batches_of_one_size_on_all_processes_together(start, capsys):
+    assert start(Normalised(), "even", batch_size=10) is None
+    assert start(Normalised(), "odd", batch_size=9) == 2
+    assert "--batch_size 9 does not divide by 2 micro-batches, and the model has BatchNorm" in capsys.readouterr().err
 
 
 def test_a_complete_run_ends_with_exit_code_0(start, tmp_path, capsys):
@@ -447,6 +482,13 @@ def test_a_tracker_that_fails_is_a_warning_and_the_run_goes_on(start, tmp_path, 
     assert (len(failing.logged), len(tracker.logged)) == (1, 3)
     assert capsys.readouterr().out.count("warning: the tracker") == 1
     assert summary(tmp_path / "run")["step"] == 4
+
+
+def test_a_second_call_adds_to_the_summary_and_keeps_what_the_first_one_added(start, tmp_path):
+    added = [{"parameters": 4, "note": "first"}, {"note": "second", "flops": 12}]
+    assert start(Small(added=added)) is None
+    found = summary(tmp_path / "run")
+    assert (found["parameters"], found["note"], found["flops"]) == (4, "second", 12)
 
 
 def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_path, capsys):
