@@ -507,7 +507,9 @@ def made_up(variant: prove.Variant) -> list[dict]:
 
     def samples(items, rank):
         mine = items[rank :: variant.processes]
-        values = {"loss": torch.tensor([1.0 + item for item in mine], dtype=torch.float64)}
+        values = {
+            name: torch.tensor([1.0 + item for item in mine], dtype=torch.float64) for name in ("loss", "accuracy")
+        }
         inputs = torch.tensor([[4.0, item] for item in mine], dtype=torch.float64).reshape(-1, 2)
         digests = [f"content {item}" for item in mine]
         return [{"indices": torch.tensor(mine), "digests": digests, "values": values, "inputs": inputs}]
@@ -524,7 +526,7 @@ def made_up(variant: prove.Variant) -> list[dict]:
         tests = []
         for step in (4, 6):
             passes = [samples(list(range(17)), rank), samples(list(range(17)), rank)]
-            tests.append({"step": step, "passes": passes, "result": {"loss": 1.5, "accuracy": 0.5}})
+            tests.append({"step": step, "passes": passes, "result": {"loss": 1.5, "accuracy": 0.5, "error": 1e-5}})
         ranks.append({"steps": steps, "tests": tests, "unsaved": [], "modules": ["Linear"]})
     checkpoint = "checkpoints/step_00000006"
     models = {file: copy.deepcopy(parameters) for file in ("model.safetensors", f"{checkpoint}/model.safetensors")}
@@ -563,7 +565,9 @@ PLACES = {
     "optimizer state": ("optimizer", lambda r: (r["steps"][3]["optimizer"], "optimizer: large/momentum_buffer")),
     "optimizer state 2": ("optimizer", lambda r: (r["steps"][3]["optimizer"], "optimizer: small/momentum_buffer")),
     "a test result": ("test result", lambda r: (r["tests"][1]["result"], "accuracy")),
+    "a small test result": ("test result", lambda r: (r["tests"][1]["result"], "error")),
     "a value": ("values", lambda r: (r["steps"][1]["samples"][0]["values"], "loss")),
+    "a second value": ("values", lambda r: (r["steps"][1]["samples"][0]["values"], "accuracy")),
     "a test value": ("test values", lambda r: (r["tests"][0]["passes"][1][0]["values"], "loss")),
 }
 
@@ -633,6 +637,7 @@ STRUCTURE = {
     "NaN": ("gradients", lambda r: r["steps"][2]["gradients"]["optimizer: small"].fill_(math.nan)),
     "no weight": ("weights", lambda r: remove(r["steps"][2]["weights"], "model: small")),
     "no state": ("optimizer", lambda r: remove(r["steps"][2]["optimizer"], "optimizer: large/momentum_buffer")),
+    "a value is NaN": ("values", lambda r: r["steps"][1]["samples"][0]["values"]["loss"].fill_(math.nan)),
     "a step less": ("steps", lambda r: r["steps"].pop()),
     "a test less": ("tests", lambda r: r["tests"].pop()),
     "a test item twice": ("test samples", lambda r: r["tests"][0]["passes"][0][0]["indices"].fill_(0)),
@@ -665,6 +670,36 @@ def test_a_run_that_ends_a_step_earlier_on_all_ranks_is_found(records, verdict, 
         record["tests"].pop()
     ranks[0]["files"] = {file.replace("6", "5"): held for file, held in ranks[0]["files"].items()}
     assert f", steps: {wanted}" in verdict(records).lines[variant.name]
+
+
+def test_a_resume_that_begins_too_late_is_found(records, verdict):
+    records[prove.RESUMED.name][0]["steps"].pop(0)
+    assert ", steps: 3 steps were made instead of 4" in verdict(records).lines[prove.RESUMED.name]
+
+
+def test_gradients_that_are_nan_on_every_rank_are_found(records, verdict):
+    for record in records[prove.THREE.name]:
+        record["steps"][2]["gradients"]["optimizer: small"].fill_(math.nan)
+    found = verdict(records)
+    assert "DIFFERENT in step 3, gradients: optimizer: small is NaN" in found.lines[prove.THREE.name]
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("change", ["a second call", "another content", "a weight"])
+def test_only_numbers_after_the_first_step_may_be_rounding_that_grows(records, verdict, step, change):
+    """Which is gone where each step begins with the weights of the reference."""
+    records[folder_name(prove.TWO, True)] = made_up(prove.TWO)
+    record = records[prove.TWO.name][0]["steps"][step]
+    if change == "a second call":
+        record["optimizer_calls"]["optimizer"] = 2
+    elif change == "another content":
+        record["samples"][0]["digests"][0] = "x"
+    else:
+        add(record["weights"], "model: large", 4e-4)
+    is_rounding = change == "a weight" and step > 0
+    found = verdict(records)
+    assert found.code == (not is_rounding), found.text
+    assert ("in each step from the same weights" in found.lines[prove.TWO.name]) == is_rounding
 
 
 def test_a_test_that_counts_each_sample_twice_everywhere_is_found(records, verdict):
