@@ -158,6 +158,51 @@ def test_gradients_of_a_bare_model_are_added_in_the_tree_also_where_some_are_mis
         assert gradients.nodes == []
 
 
+def test_a_micro_batch_without_any_gradient_keeps_its_place_in_the_tree():
+    accelerator = OneRank(0, 1, 8)
+    parameter = nn.Parameter(torch.zeros(100))
+    gradients = vp.GradientSum(nn.ParameterList([parameter]), vp.TreeSum(accelerator))
+    leaves = list(torch.randn(8, 100, generator=torch.Generator().manual_seed(0)))
+    for number, leaf in enumerate(leaves):
+        accelerator.step += 1
+        parameter.grad = None if number == 2 else leaf.clone()
+        gradients.collect()
+    first, second = (leaves[0] + leaves[1]) + leaves[3], (leaves[4] + leaves[5]) + (leaves[6] + leaves[7])
+    assert torch.equal(parameter.grad, first + second)
+    assert not torch.equal(parameter.grad, (leaves[0] + leaves[1]) + (leaves[3] + second))
+
+
+def test_one_process_of_torchrun_has_the_bits_of_a_model_without_ddp():
+    """Whose micro-batches all write their gradients into the same memory."""
+    inputs = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
+
+    def gradients_of(wrap):
+        torch.manual_seed(0)
+        accelerator, model = OneRank(0, 1, 4), nn.Linear(3, 2)
+        wrapped = wrap(model)
+        gradients = vp.GradientSum(wrapped, vp.TreeSum(accelerator))
+        for micro_batch in inputs:
+            accelerator.step += 1
+            wrapped(micro_batch).square().sum().backward()
+            gradients.collect()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients_of(lambda model: model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = gradients_of(lambda model: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):
+    flags = ["--virtual_processes", 8, "--sparse", "--output_dir", tmp_path / "run"]
+    assert run_many.run("sometimes", flags) == 2
+    assert "adds dense gradients, and embed has sparse ones" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
     accelerator = OneRank(0, 1, 2)
     model = nn.Linear(2, 1)
@@ -187,6 +232,9 @@ SCRIPTS = {
     "gan": ["--virtual_processes", 4, "--batch_size", 120, "--num_epochs", 2],
     # The generator trains in the fifth and in the last step; on 3 processes one has 2 micro-batches.
     "wgan": ["--virtual_processes", 4, "--batch_size", 56, "--num_epochs", 2],
+    # Parameters and a model without a gradient in some micro-batches.
+    "sometimes": ["--virtual_processes", 8],
+    "sometimes --complex": ["--virtual_processes", 8, "--complex"],
 }
 
 
@@ -198,9 +246,9 @@ def runs(shared_launcher, small_mnist):
     for processes in (1, 2, 3, 4):
         words = []
         for name, flags in SCRIPTS.items():
-            script = name
-            if name in ("gan", "wgan"):
-                script = ROOT / "tests" / "programs" / f"{name}.py"
+            script = name.split()[0]
+            if script in ("gan", "wgan", "sometimes"):
+                script = ROOT / "tests" / "programs" / f"{script}.py"
             else:
                 flags = [*flags, "--dataset", small_mnist]
             flags = [*flags, *COMMON]

@@ -228,14 +228,30 @@ class GradientSum:
         # torchrun with one process: DDP reduces nothing then, and Accelerate has no no_sync.
         self.in_buckets = is_wrapped and tree.world_size == 1
         self.is_ddp = is_wrapped and tree.world_size > 1
+        self.finds_unused = self.is_ddp and model.find_unused_parameters
+        self.used = set()  # parameters that got a gradient in this backward pass, if some may get none
         if self.is_ddp:
             self.ddp = model
             model.register_comm_hook(None, self._sum_bucket)
             self.buckets_of_step = (None, set())
+        if self.finds_unused:
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(self.used.add)
 
     def _begin_step(self) -> None:
         self.nodes = []  # of {parameter: gradient}; one that is not there is zero
         self.next_rank = self.tree.logical_ranks[0]
+
+    def prepare(self) -> None:
+        """Call it before each backward pass."""
+        if not self.finds_unused or not self.tree.accelerator.sync_gradients:
+            return
+        self.used.clear()
+        # DDP remembers which parameters it has seen a gradient of, and ends the run if that is gone in the last
+        # micro-batch. What is added to -0.0 stays what it is.
+        for parameter in {each for node in self.nodes for each in node.value}:
+            if parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, -0.0)
 
     def collect(self) -> None:
         """Call it after each backward pass."""
@@ -280,8 +296,12 @@ class GradientSum:
         last = self.tree.logical_ranks[-1]
         self._skip_to(last)
         buffer = bucket.buffer()
+        gradients = views_of(bucket, buffer)
+        if self.finds_unused:
+            for parameter in gradients.keys() - self.used:
+                gradients[parameter].zero_()
         nodes = list(self.nodes)
-        tree_push(nodes, Node(last, 1, views_of(bucket, buffer)), add_into_bucket)
+        tree_push(nodes, Node(last, 1, gradients), add_into_bucket)
         values = []
         for node in nodes[:-1]:  # what the tree does not add to the last micro-batch here
             values.append(torch.zeros_like(buffer))
@@ -303,6 +323,8 @@ def views_of(bucket: dist.GradBucket, buffer: torch.Tensor) -> dict:
 
     bucket.gradients() has the same parts, but not the strides of channels_last.
     """
+    if bucket.parameters()[0].is_complex():  # of which the buffer has the real and the imaginary parts
+        buffer = torch.view_as_complex(buffer.view(-1, 2))
     views = {}
     for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
         offset = part.storage_offset() - bucket.buffer().storage_offset()
@@ -345,7 +367,10 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
     """Have `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective.
 
     models: as `prepare` returned them.
+
+    Raises: SystemExit, if a layer has sparse gradients.
     """
+    check_dense(models)
     tree = TreeSum(accelerator)
     sums = [GradientSum(model, tree) for model in models if any_trained(model)]
     accumulation = accelerator.gradient_accumulation_steps
@@ -354,6 +379,8 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
     def collect_gradients():
         # accelerator.backward divides by the accumulation steps, which are those of this process.
         accelerator.gradient_accumulation_steps = 1
+        for each in sums:
+            each.prepare()
         try:
             yield
         finally:
@@ -363,6 +390,17 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
 
     accelerator.around_backward.append(collect_gradients)
     return tree
+
+
+def check_dense(models: list[nn.Module]) -> None:
+    """Raises: SystemExit, if an embedding makes sparse gradients, which DDP exchanges in another way."""
+    for name, module in (pair for model in models for pair in model.named_modules()):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            layer = name.removeprefix("module.")  # of DDP
+            stop(
+                f"--virtual_processes adds dense gradients, and {layer} has sparse ones: make it with sparse=False, "
+                "or leave --virtual_processes out"
+            )
 
 
 def any_trained(model: nn.Module) -> bool:

@@ -1,0 +1,88 @@
+"""Parameters that get a gradient in some micro-batches only, sparse and complex ones, and a model that is idle in some.
+
+Which micro-batch it is decides, so that runs with --virtual_processes must have the same bits on any number of
+processes.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils import flags, launch
+from utils.loader import GlobalLoader
+from utils.run import Run
+
+WORDS = 11
+IDLE = 2  # the micro-batch in which the second model does nothing: never the last one of a process
+
+
+def parse_args():
+    parser = flags.ArgumentParser(__doc__)
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add("--sparse", action="store_true", help="an embedding with sparse gradients")
+    add("--complex", action="store_true", help="a complex parameter")
+    add("--batch_size", type=int, default=24)
+    add("--seed", type=int, default=0)
+    add = parser.add_argument_group("length and memory").add_argument
+    add("--gradient_accumulation_steps", type=int, default=1)
+    parser.add_run_flags(log_every=1)
+    return parser.parse_args()
+
+
+class Net(nn.Module):
+    """Two outputs for a list of words; odd micro-batches use more parameters than even ones."""
+
+    def __init__(self, sparse, is_complex):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 8, sparse=sparse)
+        self.head = nn.Linear(8, 2)
+        self.rare = nn.Linear(8, 2)
+        self.unmoved = nn.Parameter(torch.ones(2))
+        self.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64)) if is_complex else None
+
+    def forward(self, words, is_odd):
+        x = self.embed(words).tanh().sum(1)
+        if self.phase is not None:
+            x = (x * self.phase).real
+        if is_odd:
+            return self.head(x) + self.rare(x).sin(), -0.0 * self.unmoved.sum()  # whose gradient is -0.0
+        return self.head(x), 0.0
+
+
+def main():
+    args = parse_args()
+    accelerator = launch.make_accelerator(args, cpu_threads=1, find_unused_parameters=True)
+    run = Run(accelerator, args)
+
+    words = torch.randint(WORDS, (60, 5), generator=torch.Generator().manual_seed(0))
+    loader = GlobalLoader(TensorDataset(words, words.sum(1) % 2), args.batch_size, accelerator, seed=args.seed)
+
+    state = {"model": Net(args.sparse, args.complex), "idle": nn.Linear(5, 2)}
+    for name in ("model", "idle"):
+        state[f"{name}_optimizer"] = torch.optim.SGD(state[name].parameters(), 0.1, momentum=0.9)
+    state = dict(zip(state, accelerator.prepare(*state.values()), strict=True))
+    run.start(loader, None, 6, checkpoint=state)
+
+    for epoch in run.epochs():
+        for batch in run.batches(loader, epoch):
+            words, labels = batch.data
+            with accelerator.accumulate(state["model"], state["idle"]):
+                logits, zero = state["model"](words, batch.slot % 2 == 1)
+                if batch.slot != IDLE:
+                    logits = logits + state["idle"](words / WORDS)
+                losses = nn.functional.cross_entropy(logits, labels, reduction="none") + zero
+                accelerator.backward(batch.mean_loss(losses))
+                for optimizer in (state["model_optimizer"], state["idle_optimizer"]):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            run.log_train(batch, loss=losses)
+    run.finish()
+
+
+if __name__ == "__main__":
+    main()
