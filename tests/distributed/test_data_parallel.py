@@ -233,6 +233,13 @@ def test_data_parallel_is_one_process_with_several_gpus(monkeypatch, model, visi
         assert data_parallel(model, accelerator) is model
 
 
+def test_virtual_processes_are_refused_where_one_process_has_several_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(SystemExit):
+        use_virtual_processes(fake_accelerator(device="cuda"), 4)
+    assert "--virtual_processes works with DDP, and DataParallel runs here" in capsys.readouterr().err
+
+
 def test_prepare_wraps_each_model_once(gpus, model):
     accelerator = TrainingAccelerator(cpu=True)
     optimizer = torch.optim.SGD(model.parameters())

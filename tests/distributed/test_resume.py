@@ -60,8 +60,8 @@ def test_stopped_twice_in_one_epoch(train, whole, tmp_path):
 
 
 def test_after_the_last_epoch_there_is_nothing_to_do(train, whole, tmp_path, capsys):
-    for flags, words in ([], "done: "), (["--resume"], "all 8 steps are done: nothing to do"):
-        assert train("run", *flags) is None
+    for flags, words, code in ([], "done: ", None), (["--resume"], "all 8 steps are done: nothing to do", 0):
+        assert train("run", *flags) == code
         assert words in capsys.readouterr().out
     assert contents(tmp_path / "run") == whole[1]
 

@@ -62,8 +62,10 @@ def load(script: str, path: Path):
 
 
 def run(script: str, flags: list) -> int | None:
-    """`main` of a script in this process; returns its exit code. Leaves no state of Accelerate, as
-    if it had ended, and no curves.png, which would be half of the time of a short run.
+    """`main` of a script in this process; returns its exit code: None after a run, 0 where there was nothing to do.
+
+    Leaves no state of Accelerate, as if it had ended, and no curves.png, which would be half of the time of a short
+    run.
 
     script: as in `path_of`. flags: of the script; with --float64 among them it makes its models in float64.
     """
@@ -83,7 +85,7 @@ def run(script: str, flags: list) -> int | None:
             module.main()
         return None
     except SystemExit as stopped:
-        return stopped.code or None  # 0: the run was complete
+        return stopped.code
     finally:
         torch.set_default_dtype(dtype)
         sys.argv = own_argv
@@ -130,8 +132,8 @@ def main():
                 back_to(Path(folder), int(step), Path(copied))
         with recording:
             code = run(script, flags)
-        if code and isinstance(recording, nullcontext):  # a record of a run that fails is missing
-            sys.exit(code)
+        if code is not None and isinstance(recording, nullcontext):  # a record of a run that fails is missing
+            sys.exit(code or f"nothing was left to do: {shlex.join(flags)}")
     if dist.is_initialized():
         end_group()
 

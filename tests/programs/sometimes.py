@@ -27,7 +27,6 @@ def parse_args():
     add("--sparse", action="store_true", help="an embedding with sparse gradients")
     add("--complex", action="store_true", help="a complex parameter")
     add("--batch_size", type=int, default=24)
-    add("--seed", type=int, default=0)
     add = parser.add_argument_group("length and memory").add_argument
     add("--gradient_accumulation_steps", type=int, default=1)
     parser.add_run_flags(log_every=1)

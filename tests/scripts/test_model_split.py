@@ -138,8 +138,9 @@ def largest_difference(tensors, expected) -> float:
 REFERENCES = {}
 
 
-def differences(accelerator, schedule, norm, num_stages) -> dict[str, float]:
-    """The largest difference of a gradient and of a buffer to the unsplit model's."""
+def differences(accelerator, schedule, norm, num_stages) -> dict:
+    """The largest difference of a gradient and of a buffer to the unsplit model's; and this process's passes, such as
+    "ffbb"."""
     copies = max(1, accelerator.num_processes // num_stages)
     data = random_images(copies)
     if (norm, copies) not in REFERENCES:
@@ -160,7 +161,9 @@ def differences(accelerator, schedule, norm, num_stages) -> dict[str, float]:
     metrics = Metrics(accelerator, all_ranks_add=False)
     model.train()
     window = list(load(data, accelerator, copy_index, copies))
+    pipeline.timeline.begin()
     pipeline.run([batch.data[0] for batch in window], window, make_loss_fn(metrics.add))
+    pipeline.timeline.end()
     sum_over_copies(model, group)
     assert metrics.reduce()["samples"] == len(data)
 
@@ -191,6 +194,7 @@ def differences(accelerator, schedule, norm, num_stages) -> dict[str, float]:
         "gradients": max(gradient for gradient, _, _ in everyone),
         "buffers": max(buffer for _, buffer, _ in everyone),
         "test_loss": abs(result["loss"] / test_loss - 1),
+        "passes": "".join(kind[0] for _, _, kind, *_ in pipeline.timeline.steps[-1]),
     }
 
 
@@ -311,6 +315,15 @@ def test_a_split_over_two_processes_changes_no_number(two_processes):
     assert len(found) == 8
     for case in found:
         check(case)
+
+
+@pytest.mark.slow
+def test_the_first_of_two_processes_runs_the_passes_in_the_order_of_its_schedule(two_processes):
+    """One micro-batch of 3 samples fills the pipeline alone, then five of 2: 1F1B has two in flight, GPipe all."""
+    passes = {case["schedule"]: case["passes"] for case in cases(two_processes[0])}
+    assert passes["naive"] == "fb" * 6
+    assert passes["gpipe"] == "fb" + "fffff" + "bbbbb"
+    assert passes["1f1b"] == "fb" + "ff" + "bfbfbf" + "bb"
 
 
 @pytest.mark.slow

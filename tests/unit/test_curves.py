@@ -19,9 +19,9 @@ def curves(tmp_path, lines):
     return plots.read_curves(path)
 
 
-def size_and_colours(path):
+def pixels(path):
     with Image.open(path) as picture:
-        return picture.size, len(picture.convert("RGB").getcolors(1 << 24))
+        return np.array(picture.convert("RGB"))
 
 
 def test_all_metrics_are_read_but_learning_rates_and_timings(tmp_path):
@@ -105,35 +105,46 @@ def test_curves_are_a_picture_and_no_metrics_are_none(tmp_path):
     lines = [line("train", step, loss=1 / step, accuracy=0.5) for step in range(1, 9)]
     curves(tmp_path, lines)
     plots.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", "run: 8 steps")
-    (width, _), colours = size_and_colours(tmp_path / "curves.png")
-    assert width > 800
-    assert colours > 100
+    before = pixels(tmp_path / "curves.png")
+    assert before.shape[1] > 800
+    curves(tmp_path, [line("train", step, loss=step, accuracy=0.5) for step in range(1, 9)])
+    plots.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", "run: 8 steps")
+    assert not np.array_equal(pixels(tmp_path / "curves.png"), before)
     curves(tmp_path, [line("train", 1, lr=0.1, loss=math.nan)])
     plots.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "none.png")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize("classes", [1, 10, 100])
-def test_a_confusion_matrix_is_a_picture(tmp_path, classes, capsys):
+def test_a_confusion_matrix_is_a_picture_of_its_counts(tmp_path, classes, capsys):
+    """The darker, the more of a class; each cell in its place."""
     confusion = np.random.default_rng(0).integers(0, 50, (classes, classes)).tolist()
     confusion[0] = [0] * classes  # a class without samples
     names = [f"class {number}" for number in range(classes)]
     plots.plot_confusion(confusion, names, tmp_path / "confusion.png")
     assert capsys.readouterr().out == ""
-    assert size_and_colours(tmp_path / "confusion.png")[1] > 10
+    assert len(np.unique(pixels(tmp_path / "confusion.png"))) > 1
+    image = plots.draw_confusion(confusion, names, "run").axes[0].images[0]
+    shown, counts = image.get_array(), np.array(confusion)
+    assert np.allclose(shown * np.maximum(counts.sum(1, keepdims=True), 1), counts)
 
 
 @pytest.mark.parametrize("count", [1, 6, 7])
-def test_a_grid_of_images_is_a_picture(tmp_path, count, capsys):
-    images = [np.full((8, 8, 3), 30 * number, np.uint8) for number in range(count)]
-    plots.plot_images(images, ["title"] * count, tmp_path / "worst.png")
+def test_a_grid_shows_each_image_under_its_title(tmp_path, count, capsys):
+    colours = [(200, 30 * number, 7) for number in range(count)]
+    images = [np.full((8, 8, 3), colour, np.uint8) for colour in colours]
+    titles = [f"title {number}" for number in range(count)]
+    plots.plot_images(images, titles, tmp_path / "worst.png")
     assert capsys.readouterr().out == ""
-    assert size_and_colours(tmp_path / "worst.png")[1] > count
+    seen = {tuple(colour) for colour in np.unique(pixels(tmp_path / "worst.png").reshape(-1, 3), axis=0).tolist()}
+    assert set(colours) <= seen
+    figure = plots.draw_images(images, titles, tmp_path / "worst.png")
+    assert [axes.get_title() for axes in figure.axes if axes.images] == titles
     plots.plot_images([], [], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 
-def test_a_timeline_is_a_picture(tmp_path, capsys):
+def test_a_timeline_has_a_bar_for_each_pass_in_the_row_of_its_process(tmp_path, capsys):
     spans = []
     for row in range(2):
         for micro_batch in range(3):
@@ -142,7 +153,12 @@ def test_a_timeline_is_a_picture(tmp_path, capsys):
             spans.append((row, row + 2, "backward", micro_batch, began + 0.1, began + 0.109))
     plots.plot_timeline(spans, {0: 0.5, 1: 0.4}, "gpipe", tmp_path / "timeline.png")
     assert capsys.readouterr().out == ""
-    assert size_and_colours(tmp_path / "timeline.png")[1] > 10
+    assert len(np.unique(pixels(tmp_path / "timeline.png"))) > 1
+    bars = plots.draw_timeline(spans, {0: 0.5, 1: 0.4}, "gpipe").axes[0].patches
+    places = [(bar.get_x(), round(bar.get_y() + bar.get_height() / 2), bar.get_width()) for bar in bars]
+    expected = [(1000 * (began - 5), row, 1000 * (ended - began)) for row, _, _, _, began, ended in spans]
+    assert np.allclose(places, expected)
+    assert len({bar.get_facecolor() for bar in bars}) == 2
 
 
 @pytest.mark.parametrize(
