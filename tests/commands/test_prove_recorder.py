@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import run_many
 import torch
@@ -118,6 +119,7 @@ def test_the_samples_of_a_step_are_recorded_once_each_with_content_values_and_wh
     for step, expected in zip(record["steps"], plain.steps, strict=True):
         items = expected.batch.indices.tolist()
         assert step["step_samples"] == len(items) == (2 if step["step"] == 4 else 12)
+        assert len(step["samples"]) == 3  # micro-batches
         contents = dict(zip(items, zip(*expected.batch.data, strict=True), strict=True))
         digests = by_item(step["samples"], lambda part: part["digests"])
         assert digests == {item: digest((point, int(label))) for item, (point, label) in contents.items()}
@@ -147,6 +149,7 @@ def test_each_pass_and_the_result_of_each_test_are_recorded(recorded, plain):
     assert [test["step"] for test in record["tests"]] == [4, 6]
     for test, expected in zip(record["tests"], plain.tests, strict=True):
         for micro_batches, losses in zip(test["passes"], expected.values(), strict=True):
+            assert len(micro_batches) == 2  # of 12 and 5, whatever the script says
             found = by_item(micro_batches, lambda part: part["values"]["loss"].tolist())
             assert found == pytest.approx(dict(enumerate(losses.tolist())), rel=1e-4)
             digests = by_item(micro_batches, lambda part: part["digests"])
@@ -194,3 +197,60 @@ def test_each_step_begins_with_the_weights_and_the_state_of_a_run_that_is_named(
                 torch.testing.assert_close(step["weights"][name][1:], tensor[1:] + moved, rtol=1e-5, atol=1e-7)
         for name, tensor in reference["optimizer"].items():
             torch.testing.assert_close(step["optimizer"][name], 0.9 * tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loop_over_whole_steps_is_recorded_alike(record_of, recorded, plain):
+    in_steps = ("for batch in run.batches(train_loader, epoch):", "for (batch,) in run.steps(train_loader, epoch):")
+    record, _ = record_of("in_steps", [*EDITS, in_steps])
+    for step, expected in zip(record["steps"], plain.steps, strict=True):
+        assert_sampled(step["gradients"], expected.gradients, "optimizer")
+        assert_sampled(step["weights"], expected.weights, "model")
+        assert len(step["samples"][0]["indices"]) == step["step_samples"]
+
+
+def test_the_script_runs_with_the_workers_threads_and_precision_that_prove_asks_for(record_of, recorded, monkeypatch):
+    """A number of workers and threads of the script's own would compare a run with itself, or with other sums."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 4)
+    in_worker = ("label = index % 3", "label = (index + (torch.utils.data.get_worker_info() is not None)) % 3")
+    in_float64 = ("self.body(points)", "self.body(points.to(self.body.weight.dtype))")
+    edits = [*EDITS, in_worker, in_float64, ("args, cpu_threads=1", "args")]
+    threads = torch.get_num_threads()
+    try:
+        record, _ = record_of("by_a_worker", edits, num_workers=1, float64=True)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    first, of_whole = record["steps"][0], recorded[0]["steps"][0]
+    digests, of_main = (by_item(step["samples"], lambda part: part["digests"]) for step in (first, of_whole))
+    assert digests.keys() == of_main.keys()
+    assert not set(digests.values()) & set(of_main.values())
+    weights = first["weights"]["model: body.weight"]
+    assert not torch.equal(weights, weights.float().double())
+
+
+def test_tensors_and_weighted_losses_are_recorded_too(record_of):
+    """Tensors that are not read item by item have contents as well, and weights still count in the mean."""
+    tensors = "TensorDataset(*default_collate([Points(200)[item] for item in range(200)]))"
+    imports = ("Dataset\n", "Dataset, TensorDataset, default_collate\n")
+    record, _ = record_of("tensors", [*EDITS, imports, ("GlobalLoader(Points(200)", f"GlobalLoader({tensors}")])
+    assert len(set(by_item(record["steps"][0]["samples"], lambda part: part["digests"]).values())) == 12
+    options = "args.batch_size, accelerator, loss_weights=lambda data: data[1] + 1.0"
+    record, _ = record_of("weighted", [*EDITS, ("args.batch_size, accelerator", options)])
+    torch.manual_seed(0)
+    model = planted.Net()
+    loader = GlobalLoader(planted.Points(200), 12, fake_accelerator(), seed=0, max_samples=38)
+    points, labels = next(loader.epoch(0)).data
+    losses = F.cross_entropy(model(points), labels, reduction="none")
+    ((labels + 1) * losses).sum().div((labels + 1).sum()).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_sampled(record["steps"][0]["gradients"], gradients, "optimizer")
+
+
+def test_a_process_that_leaves_no_record_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(prove.Launches, "_launch", lambda *_: 0)
+    args = SimpleNamespace(cpu=True, steps=6, float64=False)
+    launches = prove.Launches(args, tmp_path, ROOT / "accelerate_configs")
+    for records, said in (([{}], "1 of 2 processes left a record"), ([], "it left no record: does it train by Run?")):
+        monkeypatch.setattr(prove, "read_records", lambda _, records=records: records)
+        (tmp_path / "2_processes.log").write_text("")
+        assert launches.run(prove.TWO) == said
