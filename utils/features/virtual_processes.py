@@ -305,7 +305,9 @@ class GradientSum:
         values = []
         for node in nodes[:-1]:  # what the tree does not add to the last micro-batch here
             values.append(torch.zeros_like(buffer))
-            add_into_bucket(node.value, views_of(bucket, values[-1]))
+            views = {each: view for each, view in views_of(bucket, values[-1]).items() if each in node.value}
+            if views:  # not added to the zeros, which would change -0.0
+                torch._foreach_copy_(list(views.values()), [node.value[each] for each in views])
         return self.tree.start([*values, buffer], buffer)
 
     def _check_once(self, bucket: dist.GradBucket) -> None:
