@@ -108,7 +108,7 @@ def test_of_a_test_and_a_validation_split_the_test_is_used(tmp_path):
     folder = image_folder(tmp_path, splits=("train", "validation", "test"))
     (folder / "test" / "cat" / "0.png").unlink()
     _, test = data.load_images(str(folder))
-    assert len(test.labels) == 5
+    assert len(test) == 5
 
 
 def bad_missing(folder):

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from conftest import ROOT
 from fakes import fake_accelerator
 
-from utils import memory as process_memory
 from utils.errors import explain_errors
 from utils.features import out_of_memory as memory
+from utils.features import peak_memory
 from utils.features.out_of_memory import (
     is_out_of_memory,
     largest_that_fits,
@@ -116,7 +116,7 @@ def test_the_peak_of_one_process_is_its_own():
 
 
 def test_the_peak_of_several_processes_is_the_largest(monkeypatch):
-    monkeypatch.setattr(process_memory, "gather_object", lambda mine: [*mine, 1000.0, 0.5])
+    monkeypatch.setattr(peak_memory, "gather_object", lambda mine: [*mine, 1000.0, 0.5])
     assert peak_memory_gib(Accelerator(cpu=True)) == 1000
 
 

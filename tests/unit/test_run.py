@@ -307,7 +307,7 @@ def test_a_learning_rate_for_each_optimizer(start, tmp_path):
     assert lines(tmp_path / "one", "train")[0]["lr"] == 0.01
 
 
-class Drawing:
+class DrawingInTheLoop:
     """A loop that draws numbers, in training and in the test, and that drew others before.
 
     Args:
@@ -340,7 +340,7 @@ class Drawing:
 
 @pytest.mark.parametrize("in_steps", [False, True])
 def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_drawn_before(start, in_steps):
-    first, second = Drawing(before=0, in_steps=in_steps), Drawing(before=3, in_steps=in_steps)
+    first, second = (DrawingInTheLoop(before, in_steps) for before in (0, 3))
     assert start(first, "first") is start(second, "second") is None
     assert first.drawn == second.drawn
     # 4 steps and 3 batches of a test in each of 2 epochs; all of them draw numbers of their own.
