@@ -8,7 +8,7 @@ import run_many
 import torch
 from conftest import ROOT
 from fakes import fake_accelerator
-from test_prove import AFTER_SCHEDULE, AVERAGE, TWO_GROUPS, edited
+from test_prove import AFTER_SCHEDULE, AVERAGE, MISTAKES, TWO_GROUPS, edited
 from torch.nn import functional as F
 
 from tests.programs import planted
@@ -244,6 +244,15 @@ def test_tensors_and_weighted_losses_are_recorded_too(record_of):
     ((labels + 1) * losses).sum().div((labels + 1).sum()).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert_sampled(record["steps"][0]["gradients"], gradients, "optimizer")
+
+
+def test_each_call_of_a_step_and_parameters_that_no_checkpoint_has_are_recorded(record_of):
+    edits = MISTAKES["a step in each micro-batch"].edits + MISTAKES["a copy of the model is saved"].edits
+    record, folder = record_of("calls", edits, accumulation=3)
+    assert [step["optimizer_calls"] for step in record["steps"]] == [{"optimizer": 3}] * STEPS
+    assert len(record["unsaved"]) == 4
+    (folder / "record_rank1.pt").write_bytes((folder / "record_rank0.pt").read_bytes())
+    assert len(prove.read_records(folder)) == 2
 
 
 def test_a_process_that_leaves_no_record_is_a_failure(tmp_path, monkeypatch):
