@@ -70,8 +70,9 @@ class Batch:
         losses = self.counted(losses)
         if self.weights is None:
             return losses.sum() * (self.grad_divisor / self.step_samples)
-        total = (losses * self.counted(self.weights)).sum()
-        return total * self.grad_divisor / self.step_weight.to(losses.dtype)
+        # In the dtype of the sum, which may be too large for that of the weights.
+        shares = self.counted(self.weights).to(self.step_weight.dtype) / self.step_weight
+        return (losses * shares.to(losses.dtype)).sum() * self.grad_divisor
 
     def rand(self, *shape: int, stream: int = 0) -> torch.Tensor:
         """Uniform numbers in [0, 1), float32 (n, *shape): a function of (seed, epoch, sample), on any topology.

@@ -361,6 +361,8 @@ class Run:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
         self.checkpoints.wait()
         self._save_models()
+        if has("peak_memory"):
+            self.add_to_summary(peak_memory_gib=round(feature("peak_memory").peak_memory_gib(self.accelerator), 3))
         if self.accelerator.is_main_process:
             self.progress.close()
             self._write_summary()
@@ -376,10 +378,6 @@ class Run:
             best["best_step"] = self.best.values[self.best.monitor][1]
         elif self.args.save_best:
             show(f"warning: no best {self.best.monitor} was kept: the run has no test", "yellow")
-        peak_memory = {}
-        if has("peak_memory"):
-            gib = feature("peak_memory").own_peak_memory_gib(self.accelerator.device)
-            peak_memory = {"peak_memory_gib": round(gib, 3)}
         self.folder.write_summary(
             {
                 "step": self.step,
@@ -389,7 +387,6 @@ class Run:
                 "stopped_early": self.stopped_early,
                 "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
                 **self.progress.summary(self.step),
-                **peak_memory,
             }
         )
 

@@ -14,7 +14,9 @@ from conftest import ROOT
 from torch import nn
 
 from utils.features import virtual_processes as vp
+from utils.features.batch_norm import BatchNorms
 from utils.features.virtual_processes import Node, partial_sums, tree_push, tree_total
+from utils.launch import TrainingAccelerator
 from utils.sampler import logical_ranks
 
 
@@ -194,6 +196,19 @@ def test_one_process_of_torchrun_has_the_bits_of_a_model_without_ddp():
     finally:
         dist.destroy_process_group()
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_batch_norm_whose_statistics_no_process_averages_is_refused(capsys):
+    accelerator = TrainingAccelerator(cpu=True)
+    vp.use_virtual_processes(accelerator, 4)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    vp.sum_gradients_by_tree(accelerator, [model])
+    batch_norms = BatchNorms(model, accelerator)
+    with accelerator.accumulate(model), batch_norms.averaged():
+        accelerator.backward(model(torch.randn(4, 3)).sum())
+    with pytest.raises(SystemExit), accelerator.accumulate(model):
+        accelerator.backward(model(torch.randn(4, 3)).sum())
+    assert "use BatchNorms of utils/features/batch_norm.py" in capsys.readouterr().err
 
 
 def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):

@@ -78,7 +78,8 @@ def test_on_a_cpu_the_processes_share_the_free_memory(monkeypatch):
         (torch.ones(size * 2**18) * weight).sum()  # keeps size MiB
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=33 * 2**20))
-    assert largest_that_fits(attempt, 16, fake_accelerator(processes=4)) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # of 8 processes on two machines
+    assert largest_that_fits(attempt, 16, fake_accelerator(processes=8)) == 8
 
 
 def test_the_limit_counts_what_autograd_keeps():

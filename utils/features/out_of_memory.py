@@ -29,7 +29,7 @@ def largest_that_fits(
     waiting in an all-reduce.
 
     cpu_memory_gib: on a CPU, the limit for the tensors that autograd keeps for the backward pass.
-        0: the free memory of the machine, divided by the number of processes.
+        0: the free memory of the machine, divided by its processes.
 
     accelerate.utils.find_executable_batch_size is not enough. Only the process that ran out of
     memory starts again, with 0.9 of the batch size, while the others wait in their all-reduce. If
@@ -37,7 +37,7 @@ def largest_that_fits(
     for an out-of-memory error is taken from there.
     """
     if accelerator.device.type == "cpu":
-        free_bytes = psutil.virtual_memory().available / accelerator.num_processes
+        free_bytes = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         limit_bytes = int(cpu_memory_gib * 2**30 or free_bytes)
         limit = functools.partial(limit_of_kept_tensors, limit_bytes)
     else:

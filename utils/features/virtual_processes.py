@@ -31,6 +31,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ..atomic_files import read_entry
@@ -373,6 +374,8 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
     Raises: SystemExit, if a layer has sparse gradients.
     """
     check_dense(models)
+    batch_norms = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    own_momentum = {layer: layer.momentum for layer in batch_norms if layer.track_running_stats and layer.momentum != 1}
     tree = TreeSum(accelerator)
     sums = [GradientSum(model, tree) for model in models if any_trained(model)]
     accumulation = accelerator.gradient_accumulation_steps
@@ -387,6 +390,7 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
             yield
         finally:
             accelerator.gradient_accumulation_steps = accumulation
+        check_averaged(own_momentum)
         for each in sums:
             each.collect()
 
@@ -403,6 +407,22 @@ def check_dense(models: list[nn.Module]) -> None:
                 f"--virtual_processes adds dense gradients, and {layer} has sparse ones: make it with sparse=False, "
                 "or leave --virtual_processes out"
             )
+
+
+def check_averaged(own_momentum: dict[_BatchNorm, float | None]) -> None:
+    """Check that the running statistics of this micro-batch are averaged over all of the step.
+
+    Args:
+        own_momentum: of each layer. Inside `BatchNorms.averaged` it is 1.
+
+    Raises:
+        SystemExit: if each process keeps those of its own micro-batches.
+    """
+    if any(layer.training and layer.momentum == momentum for layer, momentum in own_momentum.items()):
+        stop(
+            "--virtual_processes needs BatchNorm statistics over all processes: use BatchNorms of "
+            f"{__package__.replace('.', '/')}/batch_norm.py, as in resnet50.py, or leave --virtual_processes out"
+        )
 
 
 def any_trained(model: nn.Module) -> bool:
