@@ -128,7 +128,7 @@ def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
 def test_what_comes_before_anything_else(monkeypatch):
     """The output outlives its reader, and the launcher is followed."""
     followed = []
-    monkeypatch.setattr(orphans, "follow_launcher", lambda: followed.append(sys.stdout))
+    monkeypatch.setattr(orphans, "follow_launcher", lambda timeout_s: followed.append(sys.stdout))
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     make_accelerator(run_flags())
