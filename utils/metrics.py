@@ -52,7 +52,8 @@ class Metrics:
         Args:
             values: (n,), one per sample, of any number type or bool, or a scalar, their mean; the same
                 names in every call.
-            weights: (n,); None: those of the batch, else all samples count alike.
+            weights: (n,); None: those of the batch, else all samples count alike. What has the weight 0 does not count
+                even if it is nan, as the mean loss of a text without tokens to predict.
             step: for the message about a loss that is not finite.
 
         Raises:
@@ -71,7 +72,8 @@ class Metrics:
         for name, value in values.items():
             check_shape(f"metric {name} has", value, batch)
         for name, value in values.items():
-            self.values.setdefault(name, []).append(batch.counted(value.detach()))
+            value = batch.counted(value.detach())
+            self.values.setdefault(name, []).append(value if weights is None else value.masked_fill(weights == 0, 0))
         self.weights.append(weights)  # None: all samples count alike
         self.indices.append(batch.counted(batch.indices))
         self.steps.append(step)

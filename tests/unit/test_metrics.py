@@ -109,6 +109,14 @@ def test_a_mean_over_no_weight_is_nan_and_does_not_stop(accelerator):
     assert Metrics(accelerator).reduce() == {"samples": 0}
 
 
+def test_what_has_no_weight_does_not_count_even_if_it_is_nan(accelerator):
+    """A micro-batch of texts without a masked token: transformers' mean loss over none is nan."""
+    stats = Metrics(accelerator)
+    stats.add(batch_of([0, 1], torch.tensor([1, 3])), loss=torch.tensor(2.0), hit=torch.tensor([True, False]))
+    stats.add(batch_of([2], torch.tensor([0])), loss=torch.tensor(torch.nan), hit=torch.tensor([True]))
+    assert stats.reduce() == {"loss": 2.0, "hit": 0.25, "samples": 3}
+
+
 def test_values_are_kept_without_their_graph(accelerator):
     stats = Metrics(accelerator)
     losses = torch.ones(2, requires_grad=True) * 2
