@@ -397,6 +397,37 @@ def test_without_accumulation_steps_accumulate_may_be_left_out(start):
     assert start(Small(accumulate=False)) is None
 
 
+class EvaluatedSeveralTimes:
+    """LBFGS with the closure that is right for one micro-batch per step."""
+
+    def __call__(self, args, **options):
+        accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
+        self.run = run = Run(accelerator, args)
+        loader = GlobalLoader(data(36), 36, accelerator, seed=args.seed)
+        model = nn.Linear(3, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+        run.start(loader, None, 2, checkpoint={"model": model, "optimizer": optimizer})
+        for epoch in run.epochs():
+            for batch in run.batches(loader, epoch):
+                inputs, targets = batch.data
+
+                def closure(inputs=inputs, targets=targets, batch=batch):
+                    optimizer.zero_grad()
+                    loss = batch.mean_loss((model(inputs) - targets).square().squeeze(1))
+                    accelerator.backward(loss)
+                    return loss
+
+                optimizer.step(closure)
+        run.finish()
+
+
+def test_lbfgs_may_take_single_micro_batches_only_where_these_are_whole_steps(start, capsys):
+    """Accelerate calls its closure for the last micro-batch of a step only, which would train on that one alone."""
+    assert start(EvaluatedSeveralTimes()) is None
+    assert start(EvaluatedSeveralTimes(), folder="other", gradient_accumulation_steps=2) == 2
+    assert "use `run.steps`" in capsys.readouterr().err
+
+
 def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path):
     assert start(Small(leave_at=3)) is None
     assert summary(tmp_path / "run")["step"] == 2
