@@ -202,16 +202,10 @@ class Run:
         A step is done when the next batch is asked for: do not leave the loop by `break`. Before every micro-batch,
         the generators of torch, Python and NumPy are seeded by its place in the run: dropout inside a model, or a
         mixup in the loop, is the same when resumed, and on P processes as on one with P accumulation steps.
-
-        Raises:
-            SystemExit: for LBFGS, which evaluates a whole step several times, where a step has several micro-batches.
         """
         optimizers = self.checkpoints.optimizers.values()
         if loader.sampler.num_slots > 1 and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
-            stop(
-                "LBFGS evaluates a step several times, so its closure needs all micro-batches of the step: use "
-                "`run.steps` in place of `run.batches`, as in scripts/guides/your_own_model.md"
-            )
+            stop("LBFGS needs all micro-batches of a step in its closure: take `run.steps` in place of `run.batches`")
         batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
         yield from self._loop(batches, loader.sampler.accumulation, epoch, self._seed_model)
 
@@ -370,6 +364,8 @@ class Run:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
         self.checkpoints.wait()
         self._save_models()
+        if has("peak_memory"):
+            self.add_to_summary(peak_memory_gib=round(feature("peak_memory").peak_memory_gib(self.accelerator), 3))
         if self.accelerator.is_main_process:
             self.progress.close()
             self._write_summary()
@@ -385,10 +381,6 @@ class Run:
             best["best_step"] = self.best.values[self.best.monitor][1]
         elif self.args.save_best:
             show(f"warning: no best {self.best.monitor} was kept: the run has no test", "yellow")
-        peak_memory = {}
-        if has("peak_memory"):
-            gib = feature("peak_memory").own_peak_memory_gib(self.accelerator.device)
-            peak_memory = {"peak_memory_gib": round(gib, 3)}
         self.folder.write_summary(
             {
                 "step": self.step,
@@ -398,7 +390,6 @@ class Run:
                 "stopped_early": self.stopped_early,
                 "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
                 **self.progress.summary(self.step),
-                **peak_memory,
             }
         )
 

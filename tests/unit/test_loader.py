@@ -814,6 +814,16 @@ def test_the_weighted_mean_is_that_of_all_parts_together(processes, accumulation
         assert total / processes / accumulation == pytest.approx(expected, rel=1e-6)
 
 
+def test_weights_whose_sum_is_no_float32_weigh_as_small_ones_do():
+    losses = torch.rand(23)
+    means = []
+    for factor in (1.0, 3e37):
+        (batch,) = make(Squares(), 23, loss_weights=lambda data, factor=factor: (data[0] % 3 + 1) * factor)
+        means.append(batch.mean_loss(losses).item())
+    assert means[0] == pytest.approx(means[1], rel=1e-6)
+    assert means[0] > 0
+
+
 def test_a_step_of_no_weight_has_no_gradient():
     each = make(Squares(), loss_weights=lambda data: torch.zeros(len(data[0])))
     losses = torch.ones(4, requires_grad=True)

@@ -425,7 +425,7 @@ def test_lbfgs_may_take_single_micro_batches_only_where_these_are_whole_steps(st
     """Accelerate calls its closure for the last micro-batch of a step only, which would train on that one alone."""
     assert start(EvaluatedSeveralTimes()) is None
     assert start(EvaluatedSeveralTimes(), folder="other", gradient_accumulation_steps=2) == 2
-    assert "use `run.steps`" in capsys.readouterr().err
+    assert "take `run.steps`" in capsys.readouterr().err
 
 
 def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path):
