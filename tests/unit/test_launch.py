@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import accelerate.optimizer
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from conftest import ROOT
@@ -184,13 +185,14 @@ def test_the_users_own_handlers_take_the_place_of_ours(handed_over):
     assert handler(handed, InitProcessGroupKwargs)
 
 
-def test_a_schedule_counts_steps_and_not_micro_batches():
+def test_a_schedule_counts_steps_and_neither_micro_batches_nor_processes(monkeypatch):
     accelerator = make_accelerator(run_flags(gradient_accumulation_steps=4), cpu_threads=1)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     counted = scheduler.scheduler._step_count
+    monkeypatch.setitem(AcceleratorState._shared_state, "num_processes", 3)
     for _ in range(8):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 1)).sum())
