@@ -123,6 +123,7 @@ UNUSUAL = {
     "compiled": (0, "proven: the same samples, gradients"),
     "mixed_precision": (0, "proven: the same samples, gradients"),
     "written_for_cuda": (0, "proven: the same samples, gradients"),
+    "teacher": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "exits_early": (3, "cannot tell: it ended before the first optimizer.step()"),
 }
 

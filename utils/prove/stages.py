@@ -574,6 +574,9 @@ class Evaluations:
 
     def __init__(self, reference: dict, ranks: list[dict]):
         self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
+        self.trained = {
+            part["key"] for step in reference["steps"] for micro in step["micro_batches"] for part in micro["samples"]
+        }
 
     def pairs(self) -> Iterator[tuple[dict, list[dict]]]:
         """The evaluations of the reference, and those of each rank after the same number of steps."""
@@ -598,8 +601,7 @@ class Evaluations:
     def share(self) -> Finding | None:
         """An evaluation in which no process learns of the samples of the others."""
         for wanted, ranks in self.pairs():
-            total = sum(len(samples) for samples in wanted["samples"].values())
-            own = sum(len(samples) for samples in ranks[0]["samples"].values())
+            total, own = self._count(wanted), self._count(ranks[0])
             if total and own < 0.9 * total and not any(rank["collectives"] for rank in ranks):
                 what = f"rank 0 sees {own} of {total} samples, and nothing adds up the parts of the processes"
                 return Finding("eval_share", "evaluation", what, None, ranks[0]["line"])
@@ -621,6 +623,10 @@ class Evaluations:
             what = f"{repeated} of {plural(len_of(wanted), 'sample')} counted twice: {says}"
             return Finding("eval_repeated", "evaluation", what, None, line)
         return Finding("eval_mean", "evaluation", f"{says}, from the same weights and samples", None, line)
+
+    def _count(self, test: dict) -> int:
+        """Samples that are tested, and not trained on."""
+        return sum(len(samples) for key, samples in test["samples"].items() if key not in self.trained)
 
     def _repeated(self, wanted: dict, ranks: list[dict]) -> int:
         extra = 0

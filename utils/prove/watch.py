@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, dataloader
 from .same_work import TAG, OnCpu, SameData, SwitchedOff, generator_states, install_fetch
 from .tensors import sampled
 
+PACKAGE = __package__.partition(".")[0]
 PASSES = 2  # over the training data
 STEPS_WITHOUT_LOADER = 10
 MOST_STEPS = 60
@@ -67,7 +68,7 @@ class Watch:
         self.fresh, self.used = [], []  # batches that no model has seen yet; that the next backward pass is of
         self.step, self.evaluation, self.initial = new_step(), None, None
         self.schedule_calls, self.train_passes, self.depth, self.in_library = 0, collections.Counter(), 0, 0
-        self.in_loss = 0
+        self.in_loss, self.in_backward = 0, False
         self.is_ending, self.has_ended = False, False
         self.expected_draws = generator_states()
         # What a process has called stands there also when it dies.
@@ -81,8 +82,13 @@ class Watch:
         return next(self._frames(), ("", 0))[0]
 
     def place(self) -> str:
-        """Tells apart two calls in one line, and two calls of a function that makes a loader."""
-        return " < ".join(f"{line}:{column}" for line, column in itertools.islice(self._frames(), 3))
+        """Tells apart two calls in one line, two calls of a function that makes a loader, and those of a library."""
+        frame = sys._getframe(1)
+        while frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", PACKAGE):
+            frame = frame.f_back
+        names = [f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"]
+        names += [f"{line}:{column}" for line, column in itertools.islice(self._frames(), 3)]
+        return " < ".join(names)
 
     def _frames(self) -> Iterator[tuple[str, int]]:
         frame = sys._getframe(1)
@@ -122,8 +128,9 @@ class Watch:
             _, content, digests, is_random = content
             if is_random:
                 self.off.switched_off.add("random augmentation, which is drawn by sample,")
-        self.fresh = [batch for batch in self.fresh if batch["pass"] is not current]  # the script has left it out
-        self.fresh.append({"pass": current, "digests": digests})
+        # What the script has left out, or has only looked at without a gradient.
+        self.fresh = [batch for batch in self.fresh if batch["pass"] is not current and not batch["is_tested"]]
+        self.fresh.append({"pass": current, "digests": digests, "is_tested": False})
         return content
 
     def expect_draws(self) -> None:
@@ -162,9 +169,10 @@ class Watch:
             self.evaluation = {"after": len(self.steps), "line": self.line(), "samples": {}, "collectives": []}
             self.evaluation |= {"said": [], "draws": False}
         for batch in self.fresh:
-            samples = self.evaluation["samples"].setdefault(batch["pass"]["key"], [])
-            samples += batch["digests"] or []
-        self.fresh = []
+            if not batch["is_tested"]:
+                samples = self.evaluation["samples"].setdefault(batch["pass"]["key"], [])
+                samples += batch["digests"] or []
+                batch["is_tested"] = True  # and may still be trained on, as where a teacher looks at it first
 
     def end_evaluation(self) -> None:
         """The next training step begins."""
@@ -483,9 +491,12 @@ def watch_data(watch: Watch) -> None:
     same = watch.data
     for name in ("RandomSampler", "SequentialSampler", "DistributedSampler"):
 
-        @wrap(getattr(torch_data, name) if name != "DistributedSampler" else torch_data.DistributedSampler, "__init__")
-        def init(original, sampler, data, *args, **kwargs):
-            original(sampler, same.cut(data), *args, **kwargs)
+        @wrap(getattr(torch_data, name), "__init__")
+        def init(original, sampler, *args, **kwargs):
+            for word in ("data_source", "dataset"):
+                if word in kwargs:
+                    kwargs[word] = same.cut(kwargs[word])
+            original(sampler, *map(same.cut, args[:1]), *args[1:], **kwargs)
             sampler.prove_generator = kwargs.get("generator") is not None
 
     for name in ("RandomSampler", "SubsetRandomSampler"):
@@ -581,9 +592,14 @@ def watch_steps(watch: Watch) -> None:
 
     @wrap(torch.autograd, "backward")
     def backward(original, *args, **kwargs):
-        if not watch.depth:
-            watch.begin_backward()
-        return original(*args, **kwargs)
+        if watch.depth or watch.in_backward:  # in a model's forward, or of a checkpointed part of it
+            return original(*args, **kwargs)
+        watch.begin_backward()
+        watch.in_backward = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            watch.in_backward = False
 
     optimizer.register_optimizer_step_pre_hook(watch.before_step)
     optimizer.register_optimizer_step_post_hook(watch.after_step)
@@ -631,15 +647,14 @@ def watch_processes(watch: Watch) -> None:
 
 def watch_files(watch: Watch) -> None:
     @wrap(torch, "save")
-    def save(original, content, f, *args, **kwargs):
+    def save(original, obj, f, *args, **kwargs):
         watch.in_library += 1
         try:
-            result = original(content, f, *args, **kwargs)
+            original(obj, f, *args, **kwargs)
         finally:
             watch.in_library -= 1
         if not watch.in_library:
-            watch.save(content, f)
-        return result
+            watch.save(obj, f)
 
     @wrap(torch, "load")
     def load(original, f, *args, **kwargs):
@@ -681,8 +696,9 @@ def watch_accelerate(watch: Watch) -> None:
         for name in ("prepare_data_loader", "skip_first_batches"):
 
             @wrap(module, name)
-            def prepared(original, loader, *args, **kwargs):
-                result = original(loader, *args, **kwargs)
+            def prepared(original, *args, **kwargs):
+                result = original(*args, **kwargs)
+                loader = args[0] if args else kwargs["dataloader"]
                 with contextlib.suppress(AttributeError):
                     result.prove_key = loader.prove_key
                     base = getattr(result, "base_dataloader", None)
@@ -752,8 +768,7 @@ def main(plan: dict, rank: int, script: str, flags: list[str]) -> None:
         OnCpu().install()
     start_timer(plan["timeout_s"] - 1, watch.end_waiting)
     sys.stdout = Listener(sys.stdout, watch)
-    package = __package__.partition(".")[0]
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
         del sys.modules[name]  # the script may have a module of this name
     error = None
     try:
