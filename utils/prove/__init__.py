@@ -1,16 +1,22 @@
 """Prove that a script trains the same model on any topology, or name the first thing that differs.
 
-    python -m utils.prove mine.py [flags of the script]
+    python -m utils.prove train.py [flags of the script]
+    python -m utils.prove --resume_flags "--resume last.pt" train.py --lr 0.1
     python -m utils.prove --steps 12 --keep proof/ mine.py --lr 0.1
 
-Runs the script for a few steps on one process, with accumulation, on several processes, with a different number of
-data workers, and with a resume in the middle, and compares what it does in the order in which things happen: samples,
-items, values of each sample, gradients, learning rates, weights, optimizer state, test, files. The script must train
-through `Run` and `GlobalLoader`. Nothing in it needs to be changed. With the flag --virtual_processes 6 of the script,
-all must agree bit for bit. Ends with 0 if all agree, 1 if something differs, 2 if the script fails.
+Any script that trains with Accelerate or with torch.distributed, unchanged: `any_script.py` runs it for a few steps on
+one process and on several, with the same samples per step, and compares in the order in which things happen.
+
+A script that trains through `Run` and `GlobalLoader` is looked at more closely: on one process, with accumulation, on
+several processes, with a different number of data workers, and with a resume in the middle; samples, items, values of
+each sample, gradients, learning rates, weights, optimizer state, test, files. With its flag --virtual_processes 6, all
+must agree bit for bit.
+
+Ends with 0 if all agree, 1 if something is wrong, 2 if the script fails, 3 if this cannot tell.
 """
 
 import argparse
+import ast
 import concurrent.futures
 import contextlib
 import json
@@ -66,6 +72,11 @@ def parse_args():
     add("--tolerance", type=non_negative_float, metavar="X", help=f"largest relative difference ({defaults})")
     add("--float64", action="store_true", help="make models in float64, to tell rounding from mistakes")
     add("--keep", type=Path, metavar="FOLDER", help="keep the runs and records")
+    any_script = "of a script with a loop of its own"
+    add("--processes", type=process_counts, default=(2, 3), metavar="N,N", help=f"{any_script} (default: 2,3)")
+    add("--resume_flags", metavar="FLAGS", help=f'{any_script}: with which it resumes, "" if it does so by itself')
+    add("--timeout_s", type=non_negative_float, default=60, metavar="X", help=f"per run, {any_script} (default: 60)")
+    add("--json", action="store_true", help=f"the report as JSON, {any_script}")
     add("--precision", default="no", choices=("no", "bf16", "fp16"))
     add("--cpu", action="store_true", help="leave GPUs alone")
     add("--jobs", type=positive_int, default=2, metavar="N", help="runs at a time (default: 2)")
@@ -92,6 +103,10 @@ def parse_args():
 
 def main() -> int:
     args = parse_args()
+    if not trains_through_run(args.script):
+        from . import any_script
+
+        return any_script.prove(args)
     configs = find_configs(args.script)
     folder = args.keep or Path(tempfile.mkdtemp(prefix="prove_"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,6 +115,26 @@ def main() -> int:
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def process_counts(text: str) -> tuple[int, ...]:
+    """An argparse type: numbers of processes, larger than one, with commas between them."""
+    counts = tuple(sorted({int(part) for part in text.split(",")}))
+    if counts[0] < 2:
+        raise ValueError(text)
+    return counts
+
+
+def trains_through_run(script: Path) -> bool:
+    """Whether a script imports GlobalLoader, or Run, of the package beside this one, by any name."""
+    tree = ast.parse(script.read_bytes())
+    names = {
+        (node.module or "").rpartition(".")[2] + "." + name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    return bool(names & {"loader.GlobalLoader", "run.Run"})
 
 
 def find_configs(script: Path) -> Path:
@@ -317,7 +352,7 @@ def read_records(run: Path) -> list[dict]:
     import torch
     from safetensors.torch import load_file
 
-    from .worker import sampled
+    from .tensors import sampled
 
     ranks = [torch.load(path, weights_only=True) for path in sorted(run.glob("record_rank*.pt"))]
     if ranks:

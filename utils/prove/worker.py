@@ -24,8 +24,7 @@ from torch.utils.data import default_collate
 
 from .. import launch, loader, run
 from ..fingerprint import digest
-
-MAX_ENTRIES = 2**14  # a larger tensor is recorded by so many of its entries, evenly spaced, and its norm
+from .tensors import sampled
 
 
 class Settings(NamedTuple):
@@ -60,16 +59,6 @@ class Settings(NamedTuple):
         args.checkpoint_every = args.log_every = 1
         args.keep_checkpoints = args.patience = args.profile = 0
         args.log_with = None
-
-
-def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as float64 on the CPU, flat: its norm, then its entries, or MAX_ENTRIES of them."""
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    flat = tensor.detach().flatten()
-    norm = torch.linalg.vector_norm(flat.double()).view(1)
-    step = max(1, flat.numel() // MAX_ENTRIES)
-    return torch.cat([norm, flat[::step].double()]).cpu()
 
 
 def tensors_in(state) -> Iterator[torch.Tensor]:

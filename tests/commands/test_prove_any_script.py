@@ -1,0 +1,438 @@
+"""`python -m utils.prove` with scripts that have a loop of their own: correct ones pass, and each mistake is named.
+
+The programs, and the mistakes that somebody has made in such programs, are in tests/programs/foreign. They run as the
+command runs them, in processes that are forked from this one.
+"""
+
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+
+from tests.programs.foreign.mistakes import MISTAKES
+from utils import prove
+from utils.prove import any_script, mistakes, resume, same_work, stages
+from utils.prove.tensors import sampled
+
+FOREIGN = ROOT / "tests" / "programs" / "foreign"
+CORRECT = sorted(path.stem for path in FOREIGN.glob("*.py") if path.stem not in ("__init__", "mistakes"))
+RESUMES = {
+    "own_trainer": "--resume",
+    "ddp_series": "",
+    "accelerate_cv": "--resume_from_checkpoint checkpoints/epoch_0",
+}
+
+
+class Said(NamedTuple):
+    code: int
+    text: str
+    verdict: str
+    advice: list[str]
+
+
+@pytest.fixture
+def prove_it(tmp_path, monkeypatch, capsys):
+    """Run the command on a program, after some edits, and check that it leaves the user's folder alone."""
+
+    def prove_it(path: Path, edits=(), *, flags=(), processes=(2,), **options) -> Said:
+        text = path.read_text()
+        for old, new in edits:
+            assert old in text
+            text = text.replace(old, new)
+        folder = tmp_path / "user"
+        folder.mkdir()
+        (folder / path.name).write_text(text)
+        monkeypatch.chdir(folder)
+        args = {"resume_flags": None, "timeout_s": 60, "json": False, "keep": None} | options
+        code = any_script.prove(
+            argparse.Namespace(script=Path(path.name), flags=list(flags), processes=processes, **args)
+        )
+        out = capsys.readouterr().out
+        assert [entry.name for entry in folder.iterdir()] == [path.name]
+        assert (folder / path.name).read_text() == text
+        lines = out.splitlines()
+        return Said(code, out, lines[-1], [line for line in lines if line.startswith("what to do: ")])
+
+    return prove_it
+
+
+# Programs
+
+
+def test_one_program_is_proven(prove_it):
+    said = prove_it(FOREIGN / "accelerate_accumulation.py")
+    assert said.code == 0, said.text
+
+
+def test_one_mistake_is_named(prove_it):
+    said = prove_it(FOREIGN / "ddp_series.py", MISTAKES["set_epoch is not called"].edits)
+    assert said.code == 1
+    assert "each epoch has the same order (samples, ddp_series.py:" in said.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", CORRECT)
+def test_a_correct_program_is_proven_on_one_two_and_three_processes(prove_it, program):
+    options = {"resume_flags": RESUMES[program]} if program in RESUMES else {}
+    said = prove_it(FOREIGN / f"{program}.py", processes=(2, 3), **options)
+    assert said.code == 0, said.text
+    assert said.verdict.startswith("proven: the same")
+    assert "gradients" in said.verdict
+    assert "learning rates" in said.verdict
+    assert ("samples" in said.verdict) == (program != "nanogpt"), "which draws its own batches"
+    assert ("evaluations" in said.verdict) == (program not in ("nanogpt", "ddp_series"))
+    assert not said.advice
+    if program in RESUMES:
+        assert "  resumed       the same after step" in said.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_that_somebody_has_made_is_named(prove_it, name):
+    mistake = MISTAKES[name]
+    options = {"flags": mistake.flags, "resume_flags": mistake.resume_flags, "timeout_s": 30}
+    said = prove_it(FOREIGN / f"{mistake.program}.py", mistake.edits, **options)
+    if mistake.kind:
+        assert said.code == 1, said.text
+        assert said.verdict.startswith("wrong: "), said.text
+        assert mistake.words in said.verdict, said.text
+        assert f"{mistakes.PAGE}#{mistake.kind.replace('_', '-')})" in said.advice[0]
+        # A line of the program, unless it is of no one line.
+        assert f"{mistake.program}.py:" in said.verdict
+    else:  # the numbers are right, or may be meant
+        assert said.code == 0, said.text
+        assert any(mistake.words in line for line in said.text.splitlines() if line.startswith("note: ")), said.text
+
+
+UNUSUAL = {
+    "plain": (3, "cannot tell: the script trains on one process only"),
+    "gan": (3, "cannot tell: gradients: the loop draws random numbers before gan.py:25"),
+    "lbfgs": (3, "cannot tell: LBFGS computes the loss several times"),
+    "generated_data": (0, "proven: the same averaged gradients"),
+    "forks": (3, "cannot tell: it starts its processes itself (forks.py:25)"),
+    "missing_file": (2, "fails: on one process, missing_file.py:5: FileNotFoundError"),
+    "hangs": (3, "cannot tell: on one process it did not end in 3 s, and stands at hangs.py:10"),
+    "prints": (0, "proven: the same samples, gradients"),
+    "compiled": (0, "proven: the same samples, gradients"),
+    "mixed_precision": (0, "proven: the same samples, gradients"),
+    "written_for_cuda": (0, "proven: the same samples, gradients"),
+    "teacher": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "exits_early": (3, "cannot tell: it ended before the first optimizer.step()"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", UNUSUAL)
+def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(prove_it, program):
+    code, words = UNUSUAL[program]
+    said = prove_it(FOREIGN / "unusual" / f"{program}.py", timeout_s=3 if program == "hangs" else 60)
+    assert (said.code, said.verdict[: len(words)]) == (code, words), said.text
+    assert "Traceback" not in said.text
+
+
+def test_every_unusual_program_is_tried():
+    assert {path.stem for path in (FOREIGN / "unusual").glob("*.py")} == {*UNUSUAL}
+
+
+# The command
+
+
+@pytest.mark.slow
+def test_the_command_prints_json_and_ends_with_the_code(launcher, tmp_path):
+    mistake = MISTAKES["divided by the processes, which DDP does"]
+    text = (FOREIGN / "ddp_series.py").read_text()
+    for old, new in mistake.edits:
+        text = text.replace(old, new)
+    (tmp_path / "mine.py").write_text(text)
+    words = ["-m", "utils.prove", "--json", "--processes", "2", tmp_path / "mine.py", "--batch_size", "16"]
+    done = launcher.python(*words, cwd=ROOT, check=False)
+    said = json.loads(done.stdout)
+    assert done.returncode == said["code"] == 1, done.stderr
+    finding = said["findings"][0]
+    assert (finding["kind"], finding["stage"], finding["step"]) == ("factor", "gradient", 1)
+    assert finding["line"] == "mine.py:53"
+
+
+@pytest.mark.slow
+def test_taken_alone_into_a_repository_with_another_utils_it_proves_a_script(launcher, tmp_path):
+    launcher.python("-m", "utils.take", "prove", tmp_path / "tools", cwd=ROOT)
+    repository = tmp_path / "repository"
+    (repository / "utils").mkdir(parents=True)
+    (repository / "utils" / "__init__.py").write_text("def lr():\n    return 1e-2\n")
+    text = (FOREIGN / "ddp_series.py").read_text()
+    text = text.replace("import torch\n", "import torch\nimport utils\n", 1).replace("lr=1e-2", "lr=utils.lr()")
+    shutil.move(repository / "utils", repository / "src" / "utils")
+    (repository / "src" / "train.py").write_text(text)
+    words = ["-m", "utils.prove", "--processes", "2", repository / "src" / "train.py"]
+    done = launcher.python(*words, cwd=tmp_path / "tools", check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("proven: ")
+
+
+def test_only_a_script_that_trains_through_run_is_looked_at_more_closely(tmp_path):
+    assert prove.trains_through_run(ROOT / "scripts" / "mnist_mlp.py")
+    assert prove.trains_through_run(ROOT / "tests" / "programs" / "planted.py")
+    for program in CORRECT:
+        assert not prove.trains_through_run(FOREIGN / f"{program}.py")
+
+
+@pytest.mark.parametrize("words", [["--processes", "1"], ["--processes", "two"], ["--processes", ""]])
+def test_bad_numbers_of_processes_are_an_error(monkeypatch, words):
+    monkeypatch.setattr("sys.argv", ["prove", *words, __file__])
+    with pytest.raises(SystemExit) as stopped:
+        prove.parse_args()
+    assert stopped.value.code == 2
+
+
+def test_every_mistake_has_its_section_with_wrong_and_right_lines_and_a_thread():
+    page = (ROOT / mistakes.PAGE).read_text()
+    sections = {part.splitlines()[0]: part for part in page.split("\n## ")[1:]}
+    assert sorted(sections) == sorted(kind.replace("_", "-") for kind in mistakes.ADVICE)
+    threads = {mistake.kind.replace("_", "-"): mistake.thread for mistake in MISTAKES.values() if mistake.kind}
+    for name, thread in threads.items():
+        assert thread.rpartition("/")[2] in sections[name], (name, thread)
+    kinds = {kind for kind in mistakes.ADVICE if kind.replace("_", "-") in threads}
+    for kind in kinds - {"hangs"}:
+        text = sections[kind.replace("_", "-")]
+        assert "\n-" in text or "\n+" in text, f"no lines in {kind}"
+
+
+# The same work
+
+
+class Items(Dataset):
+    def __init__(self, length):
+        self.length, self.classes = length, ["cat", "dog"]
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
+def test_a_cut_data_set_is_the_same_object_of_a_class_of_the_same_name():
+    data = Items(100)
+    assert same_work.cut(data, 10) is data
+    assert len(data) == 10
+    assert isinstance(data, Items)
+    assert type(data).__name__ == "Items"
+    assert data.classes == ["cat", "dog"]
+    assert len(same_work.cut(Items(5), 10)) == 5
+
+
+@pytest.mark.parametrize("data", [list(range(100)), tuple(range(100)), torch.arange(100)])
+def test_a_list_or_tensor_is_cut_too(data):
+    assert list(same_work.cut(data, 10)) == list(range(10))
+
+
+def test_the_parts_of_a_division_by_hand_are_parts_of_the_same_items():
+    parts = [same_work.cut(Subset(Items(100), range(rank, 100, 3)), 10) for rank in range(3)]
+    assert sorted(index for part in parts for index in part.indices) == list(range(10))
+    split = same_work.cut(Subset(Items(100), [90, 3, 50, 7]), 3)
+    assert split.indices == [90, 3, 50]
+
+
+@pytest.mark.parametrize(("given", "total"), [(64, 12), (12, 12), (8, 6), (1, 6)])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_the_batch_of_all_processes_is_the_same_on_each_number_of_them(given, total, processes):
+    data = same_work.SameData(processes, 77, False, None)
+    assert data.batch_size(given) * processes == total
+    data.splits_batches = True
+    assert data.batch_size(given) == total
+
+
+def test_an_epoch_divides_by_no_number_of_processes():
+    items = same_work.items_of_epoch()
+    for processes in (2, 3):
+        assert items % processes
+        assert len(DistributedSampler(Items(items), processes, 0)) * processes > items
+
+
+# The stages, on records that are made up
+
+
+def made_up(processes: int = 1, steps: int = 4) -> list[dict]:
+    """The records of a correct run: samples 0 to 5 in step 1, 6 to 11 in step 2 and so on."""
+    ranks = []
+    for rank in range(processes):
+        record = {"rank": rank, "error": None, "waits": None, "evaluations": [], "saves": [], "weights": [([], [])]}
+        record["facts"] = {
+            "loaders": {"loader": {"given": 6, "sampler": "RandomSampler", "line": "train.py:5", "drop_last": False}},
+            "optimizers": ["SGD"],
+            "schedules": 1,
+            "ddp": ["train.py:7"],
+            "around_ddp": [],
+            "group": "train.py:3",
+            "is_complete": True,
+            "starts_processes": "",
+            "local_sgd": "",
+        }
+        record["facts"]["loaders"]["loader"] |= {"shuffles": True, "is_iterable": False, "has_own_batches": False}
+        record["initial"] = {"weight": sampled(torch.ones(3))}
+        record["steps"] = [made_up_step(number, rank, processes) for number in range(steps)]
+        ranks.append(record)
+    return ranks
+
+
+def made_up_step(number: int, rank: int, processes: int) -> dict:
+    samples = [str(6 * number + index) for index in range(rank, 6, processes)]
+    gradient = {"weight": sampled(torch.tensor([1.0, 2.0, 3.0]) + number)}
+    micro = {
+        "samples": [{"key": "loader", "pass": 0, "digests": samples}],
+        "losses": [(1.0, len(samples), "train.py:8")],
+    }
+    micro |= {"syncs": True, "draws": False, "line": "train.py:9"}
+    step = {"micro_batches": [micro], "clips": [], "collectives": [], "holds": False, "line": "train.py:10"}
+    step |= {"gradients": gradient, "at_step": dict(gradient), "rates": [0.1 * 0.8**number], "options": ["lr"]}
+    step |= {"schedule_calls": number, "before": {"weight": sampled(torch.ones(3))}, "optimizer": 0}
+    step |= {"weights": {"weight": sampled(torch.ones(3) - 0.1 * gradient["weight"][1:])}, "state_before": {}}
+    return step
+
+
+def found(reference: dict, ranks: list[dict]) -> list[stages.Finding]:
+    return [*stages.Single(reference).findings(), *stages.Several(reference, ranks).findings()]
+
+
+def test_made_up_records_without_a_change_are_the_same():
+    (reference,), ranks = made_up(), made_up(2)
+    assert found(reference, ranks) == []
+    several = stages.Several(reference, ranks)
+    assert list(several.findings()) == []
+    assert {*several.compared} >= {"samples", "gradients", "learning rates", "weights"}
+
+
+def scale(entries: dict, factor: float) -> None:
+    entries["weight"] = entries["weight"] * factor
+
+
+CHANGES = {
+    "a gradient of all ranks": ("factor", lambda ranks: [scale(rank["steps"][2]["gradients"], 2) for rank in ranks]),
+    "a gradient of one rank": ("not_reduced", lambda ranks: scale(ranks[1]["steps"][2]["gradients"], 1.001)),
+    "a clipped gradient": ("clipped", lambda ranks: scale(ranks[1]["steps"][2]["at_step"], 1.001)),
+    "weights of one rank": ("weights", lambda ranks: scale(ranks[1]["steps"][2]["weights"], 1.001)),
+    "weights of all ranks": ("weights", lambda ranks: [scale(rank["steps"][2]["weights"], 1.1) for rank in ranks]),
+    "initial weights": ("initial_weights", lambda ranks: scale(ranks[1]["initial"], 1.001)),
+    "a learning rate": ("schedule", lambda ranks: ranks[1]["steps"][2].update(rates=[0.03])),
+    "what is left of a step": ("zero_grad", None),
+    "a parameter": ("unused", lambda ranks: [rank["steps"][0]["gradients"].clear() for rank in ranks]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_number_that_differs_in_one_place_is_found(change):
+    kind, apply = CHANGES[change]
+    (reference,), ranks = made_up(), made_up(2)
+    if apply is None:
+        reference["steps"][2]["holds"] = True
+    else:
+        apply(ranks)
+    assert [finding.kind for finding in found(reference, ranks)] == [kind]
+
+
+def test_a_schedule_that_is_too_fast_is_told_by_its_factor():
+    (reference,), ranks = made_up(steps=6), made_up(2, steps=6)
+    for rank in ranks:
+        for number, step in enumerate(rank["steps"]):
+            step["rates"] = [0.1 * 0.8 ** (2 * number)]
+    (finding,) = found(reference, ranks)
+    assert (finding.kind, finding.step) == ("schedule", 2)
+    assert "2 times too fast" in finding.what
+
+
+def test_samples_that_are_missing_or_come_twice_are_counted():
+    (reference,), ranks = made_up(), made_up(2)
+    ranks[1]["steps"][3]["micro_batches"][0]["samples"][0]["digests"] = ["0", "1", "2"]
+    (finding,) = found(reference, ranks)
+    assert finding.kind == "samples"
+    assert "3 of 24 samples" in finding.what
+
+
+def test_accumulation_weighs_each_micro_batch_alike():
+    (reference,) = made_up()
+    for step in reference["steps"]:
+        step["micro_batches"] = [dict(step["micro_batches"][0], losses=[(1.0, 6, "train.py:8")]) for _ in range(2)]
+    kinds = [finding.kind for finding in stages.Single(reference).findings()]
+    assert set(kinds) == {"not_divided"}
+    for step in reference["steps"]:
+        for micro in step["micro_batches"]:
+            micro["losses"] = [(0.5, 6, "train.py:8")]
+    assert list(stages.Single(reference).findings()) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differs"),
+    [
+        ("accuracy: 74.00", "accuracy: 75.00", True),
+        ("accuracy: 74.00", "accuracy: 74.01", False),
+        ("loss 2.3286, 17/23", "loss 2.3286, 18/23", True),
+        ("{'f1': 0.8135593220338984}", "{'f1': 0.8135593220338982}", False),
+        ("accuracy: 74.00", "something else: 75.00", False),
+    ],
+)
+def test_numbers_after_an_evaluation_may_differ_in_their_last_digit(one, other, differs):
+    assert bool(list(stages.differing([one], [other]))) == differs
+
+
+def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
+    (whole,), (resumed,) = made_up(), made_up()
+    resumed["steps"] = resumed["steps"][2:]
+    assert list(resume.compare(whole, resumed, 2)) == []
+    (replays,) = made_up()
+    kinds = [finding.stage for finding in resume.compare(whole, replays, 2)]
+    assert kinds == ["resumed learning rate", "resumed samples"]
+
+
+def test_a_call_that_one_rank_alone_makes_is_found():
+    calls = [["3 all_reduce train.py:4", "6 all_reduce train.py:4"], ["3 all_reduce train.py:4"]]
+    words, line = stages.uneven_call(calls)
+    assert (line, "rank 0 calls all_reduce, and rank 1 does not" in words) == ("train.py:4", True)
+    assert stages.uneven_call([calls[0], calls[0]]) is None
+
+
+def test_a_forked_process_does_not_write_to_the_folder_of_the_user(tmp_path):
+    user = tmp_path / "user"
+    user.mkdir()
+    pid = os.fork()
+    if not pid:
+        from utils.prove.forked import guard
+
+        guard([user])
+        try:
+            (tmp_path / "elsewhere").write_text("x")
+            (user / "file").write_text("x")
+        except PermissionError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert not list(user.iterdir())
+    assert (tmp_path / "elsewhere").exists()
+
+
+def test_random_items_are_the_same_in_each_process_and_told_as_random():
+    class Random(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.rand(3)
+
+    fetcher = argparse.Namespace(auto_collation=True, dataset=Random(), collate_fn=list)
+    state = torch.get_rng_state()
+    tag, items, digests, is_random = same_work.fetch_with_digests(fetcher, [0, 1])
+    assert is_random
+    assert tag == same_work.TAG
+    torch.rand(5)
+    again = argparse.Namespace(auto_collation=True, dataset=Random(), collate_fn=list)
+    assert same_work.fetch_with_digests(again, [0, 1])[2] == digests
+    assert torch.equal(same_work.fetch_with_digests(fetcher, [1])[1][0], items[1])
+    torch.set_rng_state(state)
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=4)
+    assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
