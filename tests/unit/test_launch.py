@@ -6,9 +6,9 @@ import weakref
 from types import SimpleNamespace
 
 import accelerate.optimizer
+import accelerate.scheduler
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from conftest import ROOT
@@ -192,7 +192,7 @@ def test_a_schedule_counts_steps_and_neither_micro_batches_nor_processes(monkeyp
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     counted = scheduler.scheduler._step_count
-    monkeypatch.setitem(AcceleratorState._shared_state, "num_processes", 3)
+    monkeypatch.setattr(accelerate.scheduler, "AcceleratorState", lambda: SimpleNamespace(num_processes=3))
     for _ in range(8):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 1)).sum())
