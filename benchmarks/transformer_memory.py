@@ -9,8 +9,9 @@ hidden features (8/3 d), L layers and V tokens in the vocabulary, numbers of 4 b
     activations of a token, kept for the backward pass: L (13 d + 4 h) + 3 d + V
 
 `kept` is what autograd keeps, each storage once. `peak` is what a process takes at most in three steps, above what it
-had before the model. Processor time is that of a step in all processes. On several processes, each is one of two, with
-half of the lines, or half of the blocks (the pipeline, with 4 micro-batches). Every process has one thread.
+had before the model; the C library is told to give freed tensors back at once. Processor time is that of a step in all
+processes. On several processes, each is one of two, with half of the lines, or half of the blocks (the pipeline, with 4
+micro-batches). Every process has one thread.
 """
 
 import contextlib
@@ -182,6 +183,8 @@ def worker(args) -> None:
 
 
 def measure(args) -> dict:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # otherwise glibc keeps much of what was freed
+
     def launch(size, way):
         print(f"{size}, {way}", file=sys.stderr, flush=True)
         return common.launch_workers(WAYS[way], __file__, "--sizes", size, "--way", way)
