@@ -9,11 +9,11 @@ import run_reader
 import torch
 import virtual_gpus
 from conftest import ROOT
-from docs.pages import blocks, guide
 from run_reader import lines, losses
 from torch.nn import functional as F
 
 from scripts.transformer import Transformer, write
+from tests.docs.pages import blocks, guide
 from utils.datasets.text import load_text
 from utils.datasets.tokens import END, BytePairs, load_tokenizer
 from utils.sampler import GlobalSampler
