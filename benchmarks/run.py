@@ -39,6 +39,8 @@ BENCHMARKS = {
     "gradient_accumulation": "--memory_steps 1 8",
     "model_split": "speed --microbatches 1 4 8",
     "model_split_exact": "",
+    "transformer": "",
+    "transformer_memory": "",
     "virtual_processes": "--rounds 4 --steps 4",
     "elastic": "",
 }

@@ -3,7 +3,7 @@
 import math
 
 # Words in the names of metrics of which less is better.
-LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perplexity", "wer", "cer"}
+LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perplexity", "bits", "wer", "cer"}
 
 
 class Best:

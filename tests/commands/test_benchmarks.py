@@ -18,7 +18,7 @@ from PIL import Image
 from benchmarks import common, run
 
 FOLDER = ROOT / "benchmarks"
-# The flags that make a benchmark as small as it gets; DATA is a small MNIST.
+# The flags that make a benchmark as small as it gets; DATA is a small MNIST, TEXT a folder of text.
 SMALLEST = {
     "accelerate_share": "--rounds 1 --steps 1",
     "before": "HEAD --rounds 1 --runs 1 --steps 4 --dataset DATA --only start mnist_epoch virtual_processes files",
@@ -34,6 +34,8 @@ SMALLEST = {
     "resnet50": "--rounds 1 --sizes 32 --steps 4 --images 4 --photos 2",
     "startup": "--rounds 1 --num_epochs 1 --dataset DATA",
     "topologies": "--rounds 1 --num_epochs 1 --dataset DATA",
+    "transformer": "--rounds 1 --steps 4 --dataset TEXT",
+    "transformer_memory": "--sizes tiny --compare tiny",
     "virtual_processes": "--rounds 1 --steps 1 --numbers 2 --resnet50_batch 4 --dataset DATA",
 }
 RESULTS = json.loads((FOLDER / "results.json").read_text())
@@ -49,7 +51,12 @@ def test_no_benchmark_is_forgotten():
 @pytest.mark.parametrize("name", SMALLEST)
 def test_every_benchmark_runs_at_its_smallest(name, launcher, small_mnist, tmp_path):
     out = tmp_path / "out.json"
-    flags = SMALLEST[name].replace("DATA", str(small_mnist)).replace("OUT", str(tmp_path / "out"))
+    flags = (
+        SMALLEST[name]
+        .replace("DATA", str(small_mnist))
+        .replace("TEXT", str(ROOT / "accelerate_configs"))
+        .replace("OUT", str(tmp_path / "out"))
+    )
     flags = [flag.replace("\0", " ") for flag in flags.replace("\\ ", "\0").split()]
     printed = launcher.python(FOLDER / f"{name}.py", *flags, "--json", out, timeout=600).stdout
     report = importlib.import_module(f"benchmarks.{name}").report(json.loads(out.read_text()))

@@ -36,6 +36,8 @@ def test_command_parses(command, monkeypatch):
         assert os.path.isfile(next(word for word in argv[1:] if not word.startswith("-")))
         script = next(word for word in argv if word.startswith("scripts/"))
         flags = argv[argv.index(script) + 1 :]
+    elif argv[0] == "python":
+        script, flags = argv[1], argv[2:]
     else:
         assert "accelerate" in argv[0]
         options, _, _ = _validate_launch_command(launch_command_parser().parse_args(argv[2:]))

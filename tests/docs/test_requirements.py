@@ -9,7 +9,7 @@ from utils.take.requirements import distribution, imported, missing
 FOLDERS = ("utils", "scripts", "tests", "benchmarks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 # Of programs whose tests are skipped where they are not installed.
-OPTIONAL = {"timm", "torchmetrics", "transformers"}
+OPTIONAL = {"timm", "torchmetrics", "transformers", "tokenizers"}
 OWN = {*FOLDERS, *(path.stem for path in FILES)}
 
 

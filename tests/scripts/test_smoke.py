@@ -10,6 +10,7 @@ FLAGS = {
     "resnet50": ["--max_steps", 1, "--batch_size", 4],
     "gradient_accumulation": ["--max_steps", 1, "--batch_size", 64, "--gradient_accumulation_steps", 2],
     "model_split": ["--max_steps", 1, "--batch_size", 8, "--norm", "group"],
+    "transformer": ["--max_steps", 1, "--vocabulary", 256, "--dataset", ROOT / "accelerate_configs"],
     "from_scratch/ddp": ["--num_epochs", 1, "--algorithm", "ring"],
     "from_scratch/data_parallel": ["--num_steps", 2, "--batch_size", 12],
     "from_scratch/collectives": ["--sizes", 8, "--repetitions", 1, "--warmup", 0],
@@ -18,10 +19,10 @@ FLAGS = {
     "from_scratch/averaging": ["--size_mib", 1, "--repetitions", 1, "--warmup", 0],
     "from_scratch/async_sgd": ["--num_epochs", 1, "--sleep_ms", 1],
 }
-NO_IMAGES = {"from_scratch/collectives", "from_scratch/averaging", "from_scratch/gil"}
+NO_IMAGES = {"transformer", "from_scratch/collectives", "from_scratch/averaging", "from_scratch/gil"}
 SEVERAL_PROCESSES = {"from_scratch/averaging", "from_scratch/async_sgd", "from_scratch/collectives"}
 ONE_PROCESS = {"from_scratch/data_parallel", "from_scratch/gil"}  # their own tests run them on one
-TRAINING = {"mnist_mlp", "resnet50", "gradient_accumulation", "model_split"}
+TRAINING = {"mnist_mlp", "resnet50", "gradient_accumulation", "model_split", "transformer"}
 RESNETS = {"resnet50", "model_split"}  # they test on 23 images
 
 
@@ -57,5 +58,6 @@ def test_a_script_runs(launcher, small_mnist, tiny_mnist, script, config):
     if script in TRAINING:
         summary = run_reader.summary(run)
         assert summary["step"] == FLAGS[script][1]
-        assert summary["test_samples"] == (23 if script in RESNETS else 203)
+        if script not in NO_IMAGES:
+            assert summary["test_samples"] == (23 if script in RESNETS else 203)
         assert (run / "model.safetensors").stat().st_size > 1000

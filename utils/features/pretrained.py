@@ -7,14 +7,14 @@ from torch import nn
 from ..console import stop
 
 
-def load_pretrained(model: nn.Module, source: str, head: str) -> None:
+def load_pretrained(model: nn.Module, source: str, head: str | None = None) -> None:
     """Copy weights from a file, or from the URL of one, into a model that is not yet prepared.
 
     Args:
         source: a .safetensors file, any other file of torch.save, or an https URL of one. Nothing in
             it is executed.
         head: name of the last layer, which keeps what it has if the weights are for a different
-            number of classes.
+            number of classes; None: all weights must fit.
 
     Raises:
         SystemExit: if they are not there, or of a different model.
@@ -26,9 +26,12 @@ def load_pretrained(model: nn.Module, source: str, head: str) -> None:
             state = safetensors.torch.load_file(source)
         else:
             state = torch.load(source, map_location="cpu", weights_only=True)
-        new_head = {f"{head}.{name}": tensor for name, tensor in model.get_submodule(head).state_dict().items()}
-        if any(state[name].shape != tensor.shape for name, tensor in new_head.items()):
-            state |= new_head
+        if head:
+            new_head = {f"{head}.{name}": tensor for name, tensor in model.get_submodule(head).state_dict().items()}
+            if any(state[name].shape != tensor.shape for name, tensor in new_head.items()):
+                state |= new_head
         model.load_state_dict(state)
     except Exception as error:  # no network, file, format, name: there are no such weights
-        stop(f"--pretrained {source} cannot be read, or is of another model: {str(error).splitlines()[0]}")
+        # The first line of what load_state_dict raises says only that there are errors.
+        reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
+        stop(f"--pretrained {source} cannot be read, or is of another model: {reason}")

@@ -1,0 +1,226 @@
+"""Memory of a transformer, by formula and measured.
+
+    python benchmarks/transformer_memory.py
+
+The model of scripts/transformer.py in three sizes, with AdamW, in float32, on the CPU. With N parameters, d features, h
+hidden features (8/3 d), L layers and V tokens in the vocabulary, numbers of 4 bytes:
+
+    parameters N = V d + L (4 d^2 + 3 d h + 2 d) + d; gradients N; AdamW's two moments 2 N
+    activations of a token, kept for the backward pass: L (13 d + 4 h) + 3 d + V
+
+`kept` is what autograd keeps, each storage once. `peak` is what a process takes at most in three steps, above what it
+had before the model; the C library is told to give freed tensors back at once. Processor time is that of a step in all
+processes. On several processes, each is one of two, with half of the lines, or half of the blocks (the pipeline, with 4
+micro-batches). Every process has one thread.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+from benchmarks import common
+from scripts.transformer import Blocks, Transformer
+from utils.features.peak_memory import own_peak_memory_gib
+
+STEPS = 3
+PARTS = 4  # micro-batches, where there are several
+
+
+class Size(NamedTuple):
+    vocabulary: int
+    dim: int
+    layers: int
+    heads: int
+    lines: int  # in a step
+    context: int = 256
+
+
+SIZES = {
+    "tiny": Size(300, 32, 2, 2, 8, 16),
+    "small": Size(1024, 128, 4, 4, 16),
+    "medium": Size(4096, 384, 6, 6, 16),
+    "large": Size(16384, 768, 12, 12, 2),
+}
+# By name, the config that launches it.
+WAYS = {
+    "one process": "cpu",
+    f"{PARTS} micro-batches": "cpu",
+    "activation checkpointing": "cpu",
+    "bf16": "cpu",
+    "DDP": "cpu_ddp",
+    "FSDP": "cpu_ddp",
+    "pipeline": "cpu_ddp",
+}
+
+
+def parse_args():
+    parser = common.make_parser(__doc__, worker=True)
+    parser.add_argument("--sizes", nargs="+", default=["small", "medium", "large"], choices=SIZES)
+    parser.add_argument("--compare", default="medium", choices=SIZES, help="the size for all ways (%(default)s)")
+    parser.add_argument("--way", default="one process", choices=WAYS, help="of a --worker, with the first of --sizes")
+    return parser.parse_args()
+
+
+def formula(size: Size) -> dict[str, float]:
+    """MiB of the parameters, and of the activations of a step."""
+    hidden = 32 * round(size.dim * 8 / 3 / 32)
+    block = 4 * size.dim**2 + 3 * size.dim * hidden + 2 * size.dim
+    parameters = size.vocabulary * size.dim + size.layers * block + size.dim
+    token = size.layers * (13 * size.dim + 4 * hidden) + 3 * size.dim + size.vocabulary
+    return {"parameters": 4 * parameters / 2**20, "activations": 4 * token * size.lines * size.context / 2**20}
+
+
+def kept_mib(model, tokens, targets) -> float:
+    """What autograd keeps for the backward pass of one forward pass, beside the parameters."""
+    parameters, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor  # the tensor, so that its memory is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens, targets)
+    return sum(size for size, _ in kept.values()) / 2**20
+
+
+def pipeline_step(model, tokens, targets) -> None:
+    """Forward and backward pass of one stage. The first sends activations, the second sends their gradients back."""
+    embed, parts = model.embed, list(zip(tokens.chunk(PARTS), targets.chunk(PARTS), strict=True))
+    shape, sends = (*parts[0][0].shape, embed.embedding_dim), []
+    if dist.get_rank() == 0:
+        embed.forward = lambda x: x if x.is_floating_point() else F.embedding(x, embed.weight)  # no logits
+        outputs = [model(part) for part, _ in parts]
+        sends += [dist.isend(output.detach(), 1) for output in outputs]
+        for output in outputs:
+            gradient = torch.empty(shape)
+            dist.recv(gradient, 1)
+            output.backward(gradient)
+    else:
+        for part, target in parts:
+            features = torch.empty(shape)
+            dist.recv(features, 0)
+            received = features.requires_grad_()
+            embed.forward = lambda x, received=received: (
+                F.linear(x, embed.weight) if x.is_floating_point() else received
+            )
+            (model(part, target).mean() / PARTS).backward()
+            sends.append(dist.isend(received.grad, 0))
+    for send in sends:
+        send.wait()
+    dist.all_reduce(embed.weight.grad)  # both stages have the matrix: for tokens, and for logits
+
+
+def worker(args) -> None:
+    size, way = SIZES[args.sizes[0]], args.way
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    before = psutil.Process().memory_info().rss
+    model = Transformer(*size[:4])
+    tokens = torch.randint(1, size.vocabulary, (size.lines, size.context))
+    if way in ("DDP", "FSDP"):
+        tokens = tokens.chunk(world_size)[rank]
+    targets = tokens.roll(-1, 1)
+    measured = {}
+    if way == "activation checkpointing":
+        model.blocks.checkpoint_activations = True
+    elif way == "DDP":
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    elif way == "FSDP":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.init_device_mesh("cpu", (world_size,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif way == "pipeline":
+        half = size.layers // 2
+        model.blocks = Blocks(list(model.blocks)[half * rank : half * (rank + 1)])
+        if rank == 0:
+            model.norm = torch.nn.Identity()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    autocast = torch.autocast("cpu", torch.bfloat16) if way == "bf16" else contextlib.nullcontext()
+    parts = PARTS if "micro-batches" in way else 1
+    seconds = []
+    for _ in range(STEPS):
+        began = time.process_time()
+        if way == "pipeline":
+            pipeline_step(model, tokens, targets)
+        else:
+            for part, target in zip(tokens.chunk(parts), targets.chunk(parts), strict=True):
+                with autocast:
+                    losses = (wrapped if way == "DDP" else model)(part, target)
+                (losses.mean() / parts).backward()
+        gradient = model.embed.weight.grad
+        measured["gradient_norm"] = (gradient.full_tensor() if way == "FSDP" else gradient).norm().item()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.process_time() - began)
+    measured["peak_mib"] = own_peak_memory_gib(tokens.device) * 1024 - before / 2**20
+    measured["processor_s"] = min(seconds[1:])
+    if way == "one process":
+        measured["kept_mib"] = kept_mib(model, tokens, targets)
+    gathered = [measured]
+    if world_size > 1:
+        gathered = [None] * world_size
+        dist.all_gather_object(gathered, measured)
+    common.finish_worker(args.worker, gathered)
+
+
+def measure(args) -> dict:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # otherwise glibc keeps much of what was freed
+
+    def launch(size, way):
+        print(f"{size}, {way}", file=sys.stderr, flush=True)
+        return common.launch_workers(WAYS[way], __file__, "--sizes", size, "--way", way)
+
+    sizes = {size: launch(size, "one process")[0] for size in args.sizes}
+    ways = {way: launch(args.compare, way) for way in WAYS}
+    return {"sizes": sizes, "compare": args.compare, "ways": ways}
+
+
+def report(measured) -> common.Report:
+    columns = {"size": "{}", "lines x context": "{}", "parameters N, million": "{:.1f}", "weights, MiB": "{:.0f}"}
+    columns |= {"gradients": "{:.0f}", "AdamW": "{:.0f}", "activations": "{:.0f}", "kept, measured": "{:.0f}"}
+    columns |= {"weights + AdamW + activations": "{:.0f}", "peak, measured": "{:.0f}"}
+    rows, goals = [], []
+    for name, each in measured["sizes"].items():
+        size, mib = SIZES[name], formula(SIZES[name])
+        weights, activations = mib["parameters"], mib["activations"]
+        facts = [f"{name}: {size.dim} x {size.layers}", f"{size.lines} x {size.context}", weights * 2**20 / 4e6]
+        total = 3 * weights + activations
+        rows.append([*facts, weights, weights, 2 * weights, activations, each["kept_mib"], total, each["peak_mib"]])
+        goals.append(common.Goal(f"Activations, formula / measured, {name}", activations / each["kept_mib"], 1.05))
+    tables = [common.table(columns, rows)]
+    ways = measured["ways"]
+    base = ways["one process"][0]
+    columns = {f"way, {measured['compare']}": "{}", "peak of a process, MiB": "{:.0f}", "/ one process": "{:.2f}"}
+    columns |= {"processor time of a step, s": "{:.2f}", "/ one process ": "{:.2f}"}
+    rows = []
+    for way, processes in ways.items():
+        peak = max(each["peak_mib"] for each in processes)
+        seconds = sum(each["processor_s"] for each in processes)
+        rows.append([way, peak, peak / base["peak_mib"], seconds, seconds / base["processor_s"]])
+    tables.append(common.table(columns, rows))
+    peaks = {row[0]: row[1] for row in rows}
+    return common.Report(tables, [common.Bars("transformer, peak MiB of a process", peaks, format="{:.0f}")], goals)
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    worker(args) if args.worker else common.main(args, measure, report)

@@ -1,0 +1,443 @@
+"""The language model: its numbers are those of a plain loop over whole documents, and of transformers' Llama."""
+
+import math
+
+import fsdp_on_cpu
+import pytest
+import run_many
+import run_reader
+import torch
+import virtual_gpus
+from conftest import ROOT
+from run_reader import lines, losses
+from torch.nn import functional as F
+
+from scripts.transformer import Transformer, write
+from tests.docs.pages import blocks, guide
+from utils.datasets.text import load_text
+from utils.datasets.tokens import END, BytePairs, load_tokenizer
+from utils.sampler import GlobalSampler
+
+# 23 documents in 46 lines, of which the last one is filled up; an epoch has 4 steps, the last of 10 lines.
+MODEL = ["--vocabulary", 300, "--context", 64, "--dim", 16, "--layers", 2, "--heads", 2]
+FLAGS = [*MODEL, "--batch_size", 12, "--max_steps", 10, "--num_tokens", 5, "--log_every", 1]
+CHECKPOINTS = ["--checkpoint_every", 4, "--keep_checkpoints", 0]
+WEIGHT_DECAY, LR = 0.5, 5e-3
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A folder of short texts, of 30 to 160 words."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = "def return for in the a of list if not None self x y = + ( )".split()  # noqa: SIM905
+    for number in range(24):
+        chosen = [words[(number * i + i * i // 3) % len(words)] for i in range(30 + number * 37 % 130)]
+        (folder / f"{number}.txt").write_text(" ".join(chosen) + "\n")
+    return folder
+
+
+@pytest.fixture
+def train(texts, tmp_path, home):
+    """Runs the script's main in this process; returns the run's folder."""
+
+    def train(name, *flags):
+        words = ["--dataset", texts, *FLAGS, "--output_dir", tmp_path / name, *flags]
+        assert run_many.run("transformer", words) is None
+        return tmp_path / name
+
+    return train
+
+
+def small_model(dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    return Transformer(**({"vocabulary": 300, "dim": 16, "layers": 2, "heads": 2} | options)).to(dtype)
+
+
+def lively_model():
+    """With weights so large that each token before counts: a new model's logits hardly depend on them."""
+    model = small_model().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def make_double(seed, **options):
+    """The model of a run with --float64: drawn in this type, its weights are not those of a float32 model."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(seed)
+        return Transformer(**options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def plain_logits(model, tokens):
+    """The logits of one document, or of a part of one, (T,) to (T, vocabulary): head by head, with complex numbers."""
+    weights = dict(model.named_parameters())
+    heads, dim = model.blocks[0].heads, model.embed.weight.shape[1]
+    width = dim // heads
+
+    def norm(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    def turn(x):
+        half = width // 2
+        frequency = 10000 ** (-2 * torch.arange(half, dtype=torch.float64) / width)
+        angle = torch.arange(len(x))[:, None] * frequency
+        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([turned.real, turned.imag], 1)
+
+    x = weights["embed.weight"][tokens]
+    for number in range(len(model.blocks)):
+        block = {name: weights[f"blocks.{number}.{name}.weight"] for name in ("norm1", "norm2", "qkv", "out", "down")}
+        q, k, v = (norm(x, block["norm1"]) @ block["qkv"].T).split(dim, 1)
+        parts = []
+        for head in range(heads):
+            own = slice(head * width, (head + 1) * width)
+            scores = turn(q[:, own]) @ turn(k[:, own]).T / math.sqrt(width)
+            later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            parts.append(scores.masked_fill(later, -math.inf).softmax(1) @ v[:, own])
+        x = x + torch.cat(parts, 1) @ block["out"].T
+        gate, up = (norm(x, block["norm2"]) @ weights[f"blocks.{number}.gate_up.weight"].T).chunk(2, 1)
+        x = x + (gate * gate.sigmoid() * up) @ block["down"].T
+    return norm(x, weights["norm.weight"]) @ weights["embed.weight"].T
+
+
+def parts_of_documents(line):
+    """Cut the tokens of a line, with the one after it, where documents begin: lists of two tokens or more."""
+    parts = [[]]
+    for token in line:
+        if token == END:
+            parts[-1].append(END)
+            parts.append([])
+        parts[-1].append(token)
+    return [part for part in parts if len(part) > 1]
+
+
+def packed_by_hand(texts, tokenizer, context):
+    """The lines of token numbers, each with the token after it; the last line is short."""
+    stream = [END]
+    for text in texts:
+        stream += [*tokenizer.encode(text).tolist(), END]
+    return [stream[start : start + context + 1] for start in range(0, len(stream) - 1, context)]
+
+
+def test_ten_steps_are_those_of_a_plain_loop_over_documents(train, texts):
+    """Each part of a document for itself; the mean over all tokens of a step; matrices decay, norms do not."""
+    accumulation = ["--gradient_accumulation_steps", 5, "--max_grad_norm", 0.5]
+    folder = train("run", "--float64", *accumulation, "--weight_decay", WEIGHT_DECAY, "--lr", LR)
+    train_texts, test_texts = load_text(str(texts))
+    tokenizer = BytePairs.learn(train_texts, 300)
+    packed = packed_by_hand(train_texts, tokenizer, 64)
+    assert len(packed[-1]) < 60
+
+    model = make_double(0, vocabulary=300, dim=16, layers=2, heads=2)
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if "norm" not in name], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for name, p in model.named_parameters() if "norm" in name], "weight_decay": 0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    expected, rates, norms = [], [], []
+    order = torch.cat([GlobalSampler(len(packed), 12, seed=0).items(epoch)[0] for epoch in range(10)])
+    steps = [batch for epoch in order.split(len(packed)) for batch in epoch.split(12)][:10]
+    for step, batch in enumerate(steps):
+        nats = []
+        for row in batch.tolist():
+            for part in parts_of_documents(packed[row]):
+                part = torch.tensor(part)
+                nats.append(F.cross_entropy(plain_logits(model, part[:-1]), part[1:], reduction="none"))
+        loss = torch.cat(nats).mean()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        rate = min((step + 1) / 1.5, (1 + math.cos(math.pi * step / 10)) / 2) * LR
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+        rates.append(rate)
+    assert max(norms) > 0.5  # clipped
+    assert losses(folder) == pytest.approx(expected, rel=1e-12)
+    assert [line["lr"] for line in lines(folder, "train")] == pytest.approx(rates, rel=1e-12)
+    found = run_reader.weights(folder)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
+
+    nats = []
+    for line in packed_by_hand(test_texts, tokenizer, 64):
+        for part in parts_of_documents(line):
+            part = torch.tensor(part)
+            nats.append(F.cross_entropy(plain_logits(model, part[:-1]), part[1:], reduction="none"))
+    summary = run_reader.summary(folder)
+    assert summary["test_loss"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-9)
+    bits = torch.cat(nats).sum().item() / math.log(2) / sum(map(len, test_texts))
+    assert summary["test_bits_per_byte"] == pytest.approx(bits, rel=1e-9)
+    assert set(summary["bits_per_byte_of_others"]) == {"gzip", "xz", "order3"}
+    assert load_tokenizer(folder / "tokenizer.json").decode(tokenizer.encode(b"return x").tolist()) == "return x"
+
+
+def test_logits_are_those_of_llama():
+    transformers = pytest.importorskip("transformers")
+    ours = small_model(dim=32, layers=3, heads=4)
+    for norm in [module for module in ours.modules() if isinstance(module, torch.nn.RMSNorm)]:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=ours.blocks[0].down.in_features,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        rope_theta=10000.0,
+    )
+    theirs = transformers.LlamaForCausalLM(config).double().eval()
+    state = {"model.embed_tokens.weight": ours.embed.weight, "lm_head.weight": ours.embed.weight}
+    state["model.norm.weight"] = ours.norm.weight
+    for number, block in enumerate(ours.blocks):
+        q, k, v = block.qkv.weight.chunk(3)
+        gate, up = block.gate_up.weight.chunk(2)
+        parts = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": block.out}
+        parts |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": block.down}
+        parts |= {"input_layernorm": block.norm1, "post_attention_layernorm": block.norm2}
+        for name, part in parts.items():
+            state[f"model.layers.{number}.{name}.weight"] = getattr(part, "weight", part)
+    theirs.load_state_dict(state)
+    tokens = torch.randint(1, 300, (3, 50))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_logits_with_a_cache_are_those_of_the_whole_text():
+    model = lively_model()
+    tokens = torch.tensor([END, *torch.randint(1, 300, (11,)).tolist()])
+    caches = [[] for _ in model.blocks]
+    with torch.no_grad():
+        parts = [model(part[None], caches=caches)[0] for part in (tokens[:5], *tokens[5:].split(1))]
+        torch.testing.assert_close(torch.cat(parts), plain_logits(model, tokens), rtol=0, atol=1e-4)
+
+
+def test_a_token_written_with_a_cache_is_the_one_of_the_whole_text():
+    """Also where the context is full, and a new cache begins with the last half."""
+    model = lively_model()
+    prompt = torch.randint(1, 300, (9,)).tolist()
+    for temperature in (0, 1.0):
+        written = write(model, prompt, num_tokens=40, context=16, temperature=temperature, seed=3)
+        generator = torch.Generator().manual_seed(3)
+        tokens = [END, *prompt]
+        window = tokens[-8:]
+        with torch.no_grad():
+            while len(tokens) < len(written):
+                if len(window) > 16:
+                    window = tokens[-8:]
+                logits = plain_logits(model, torch.tensor(window))[-1].float()
+                token = int(logits.argmax())
+                if temperature:
+                    token = int(torch.multinomial(logits.softmax(0), 1, generator=generator))
+                tokens.append(token)
+                window = [*window, token]
+        assert tokens == written
+        assert len(written) == 50 or written[-1] == END
+
+
+def test_writing_ends_with_the_document():
+    model = small_model().eval()
+    with torch.no_grad():
+        model.embed.weight.zero_()
+        model.embed.weight[END] = 1  # the largest logit, whatever the token before it
+    assert write(model, [5, 6], num_tokens=9, context=8, temperature=0, seed=0)[3:] == [END]
+
+
+def test_a_finished_run_continues_a_prompt_in_plain_pytorch(train, capsys):
+    folder = train("run")
+    capsys.readouterr()
+    for _ in range(2):
+        words = ["--output_dir", folder, "--prompt", "def x", "--num_tokens", 7, "--temperature", 0]
+        assert run_many.run("transformer", words) is None
+    first, second = capsys.readouterr().out.split("def x")[1:]
+    assert first == second
+    model = Transformer(300, dim=16, layers=2, heads=2)
+    model.load_state_dict(run_reader.weights(folder))
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    tokens = write(model.eval(), tokenizer.encode(b"def x").tolist(), 7, 64, 0, 0)
+    assert tokenizer.decode(tokens) + "\n" == "def x" + first
+
+
+def test_the_program_in_the_guide_writes_what_the_script_writes(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    train("runs/mine", "--dim", 128, "--layers", 4, "--heads", 4, "--context", 128, "--max_steps", 2)
+    capsys.readouterr()
+    words = ["--output_dir", "runs/mine", "--prompt", "import ", "--num_tokens", 50, "--temperature", 0]
+    assert run_many.run("transformer", words) is None
+    by_script = capsys.readouterr().out
+    exec(blocks(guide("transformer"), "python")[0], {})
+    assert capsys.readouterr().out == by_script
+
+
+def test_activation_checkpointing_changes_no_bit_also_with_dropout(train):
+    flags = ["--dropout", 0.2, "--max_steps", 4]
+    whole, twice = train("whole", *flags), train("twice", *flags, "--checkpoint_activations")
+    assert lines(whole) == lines(twice)
+    assert run_reader.sha256(whole / "model.safetensors") == run_reader.sha256(twice / "model.safetensors")
+
+
+def test_dropout_drops_attention_and_features_in_training_alone():
+    model = small_model(dropout=0.5)
+    tokens = torch.randint(1, 300, (2, 12))
+    torch.testing.assert_close(model.eval()(tokens), model(tokens), rtol=0, atol=0)
+    assert not torch.equal(model.train()(tokens), model(tokens))
+    for block in model.blocks:
+        block.dropout = torch.nn.Identity()
+        block.dropout.p = 0.5  # of attention alone
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+def test_a_stopped_run_resumes_bit_by_bit(train, tmp_path):
+    flags = ["--dropout", 0.1, "--gradient_accumulation_steps", 2]
+    whole = train("whole", *flags, *CHECKPOINTS)
+    resumed = run_many.back_to(whole, 4, tmp_path / "resumed")
+    train("resumed", *flags, *CHECKPOINTS, "--resume")
+    assert [launch["from_step"] for launch in run_reader.launches(resumed)] == [0, 4]
+    assert lines(resumed) == lines(whole)
+    assert run_reader.sha256(resumed / "model.safetensors") == run_reader.sha256(whole / "model.safetensors")
+    assert run_reader.summary(resumed)["test_sample"] == run_reader.summary(whole)["test_sample"]
+
+
+def test_data_parallel_has_the_numbers_of_one_device(train, monkeypatch):
+    one = train("one", "--max_steps", 4)
+    virtual_gpus.install(monkeypatch.setattr, 3)
+    several = train("several", "--max_steps", 4)
+    assert losses(several) == pytest.approx(losses(one), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--dim", 20, "--heads", 4], "--dim 20 must be a multiple of 2 x --heads 4"),
+        (["--vocabulary", 255], "argument --vocabulary: must be at least 256"),
+        (["--prompt", "a"], "--prompt needs the model of a finished run"),
+        (["--dataset", "empty"], "--dataset empty has 0 text files or rows that are not empty"),
+        (["--tokenizer", "nowhere.json"], "--tokenizer nowhere.json is not a readable tokenizer"),
+        (["--pretrained", "small.safetensors"], "size mismatch for embed.weight"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_any_training(texts, tmp_path, monkeypatch, capsys, flags, sentence):
+    from safetensors.torch import save_file
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    state = small_model(torch.float32, vocabulary=299).state_dict()
+    save_file(state, "small.safetensors")
+    words = ["--dataset", texts, *FLAGS, "--output_dir", tmp_path / "run", *flags]
+    assert run_many.run("transformer", words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+    assert sentence in error
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_the_best_model_is_the_one_with_the_fewest_bits_per_byte(train):
+    """With a learning rate of 1 the second epoch is worse than the first one."""
+    folder = train("run", "--max_steps", 8, "--lr", 1, "--save_best", "bits_per_byte")
+    tests = [line["bits_per_byte"] for line in lines(folder, "test")]
+    assert len(tests) == 2
+    assert run_reader.summary(folder)["best_bits_per_byte"] == min(tests)
+    best, last = (run_reader.sha256(folder / f"{name}.safetensors") for name in ("model_best", "model"))
+    assert (best == last) == (tests[1] == min(tests))
+
+
+def test_training_goes_on_from_the_weights_of_another_run(train):
+    first = train("first", "--max_steps", 3)
+    second = train("second", "--max_steps", 1, "--lr", 0, "--pretrained", first / "model.safetensors")
+    assert lines(second, "test")[0]["loss"] == lines(first, "test")[0]["loss"]
+
+
+def test_a_context_longer_than_any_document_and_a_batch_larger_than_the_data_train(train):
+    folder = train("run", "--context", 900, "--batch_size", 99, "--max_steps", 2)
+    assert losses(folder)[1] < losses(folder)[0]
+
+
+DROPOUT = ["--dropout", 0.1, "--float64"]
+VIRTUAL = [*DROPOUT, "--virtual_processes", 4, *CHECKPOINTS]
+
+
+@pytest.fixture(scope="module")
+def runs(shared_launcher, texts):
+    """Runs on 1 to 4 processes: with accumulation, with virtual processes, and a chain of resumes from 1 to 4."""
+    flags = ["--dataset", texts, *FLAGS]
+    for processes in (1, 2, 3, 4):
+        virtual = [*flags, *VIRTUAL, "--output_dir", f"virtual-{processes}"]
+        words = [virtual]
+        for accumulation in {1: (4, 1), 2: (2,), 4: (1,)}.get(processes, ()):
+            own = ["--gradient_accumulation_steps", accumulation]
+            name = f"{processes}x{accumulation}"
+            words.append([*flags, *DROPOUT, *own, "--output_dir", name])
+        if processes in (2, 4):  # one process to step 4, two to step 8, four to the end
+            before, step = ("virtual-1", 4) if processes == 2 else ("chain-2", 8)
+            chain = f"chain-{processes}"
+            words.append(["--back_to", before, step, chain, *virtual[:-1], chain, "--resume"])
+        config, launch_flags = ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
+        many = run_many.words("transformer", *words)
+        shared_launcher(config, *many, script=run_many.FILE, launch_flags=launch_flags, timeout=300)
+    return shared_launcher.folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["2x2", "4x1"])
+def test_processes_and_accumulation_change_no_number_also_with_dropout(runs, run):
+    """The micro-batches of a step are the same four, and so is what dropout drops in them."""
+    assert losses(runs / run) == pytest.approx(losses(runs / "1x4"), rel=1e-12)
+    assert losses(runs / run, "test") == pytest.approx(losses(runs / "1x4", "test"), rel=1e-12)
+    weights, others = run_reader.weights(runs / run), run_reader.weights(runs / "1x4")
+    for name, tensor in others.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12)
+    assert losses(runs / "1x1") != pytest.approx(losses(runs / "1x4"), rel=1e-6)  # dropout did something
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["virtual-2", "virtual-3", "virtual-4", "chain-2", "chain-4"])
+def test_virtual_processes_have_the_same_bits_on_any_number_and_along_a_chain_of_resumes(runs, run):
+    assert lines(runs / run) == lines(runs / "virtual-1")
+    assert run_reader.sha256(runs / run / "model.safetensors") == run_reader.sha256(
+        runs / "virtual-1" / "model.safetensors"
+    )
+    if run == "chain-4":
+        numbers = [launch["num_processes"] for launch in run_reader.launches(runs / run)]
+        assert numbers == [1, 2, 4]
+
+
+@pytest.mark.slow
+def test_two_sharded_processes_have_the_numbers_of_one(shared_launcher, texts, home):
+    """The embedding is sharded on its own, and used twice: for tokens and for logits."""
+    flags = ["--dataset", texts, *FLAGS, "--float64", "--dim", 512, "--layers", 1, "--max_steps", 4, "--lr", 1e-3]
+    folder = shared_launcher.folder
+    assert run_many.run("transformer", [*flags, "--output_dir", folder / "whole"]) is None
+    checkpointed = ["--checkpoint_activations", "--gradient_accumulation_steps", 2, "--output_dir", "sharded_twice"]
+    words = run_many.words("transformer", [*flags, "--output_dir", "sharded"], [*flags, *checkpointed])
+    shared_launcher("fsdp", *words, timeout=300, **fsdp_on_cpu.LAUNCH)
+    for run in ("sharded", "sharded_twice"):
+        assert run_reader.launches(folder / run)[0]["distributed_type"] == "FSDP"
+        assert losses(folder / run) == pytest.approx(losses(folder / "whole"), rel=1e-10)
+        assert run_reader.summary(folder / run)["test_sample"] == run_reader.summary(folder / "whole")["test_sample"]
+
+
+@pytest.mark.slow
+def test_bf16_is_near_float32(launcher, train, texts):
+    whole = train("whole")
+    flags = ["--dataset", texts, *FLAGS, "--output_dir", "bf16"]
+    launcher("cpu", *flags, script="transformer", launch_flags=["--mixed_precision", "bf16"])
+    assert losses(launcher.folder / "bf16") == pytest.approx(losses(whole), rel=2**-7)
+    assert losses(launcher.folder / "bf16") != losses(whole)
+
+
+@pytest.mark.slow
+def test_a_copy_taken_along_trains_and_is_proved(launcher, texts, tmp_path):
+    copy = tmp_path / "mine"
+    launcher.python("-m", "utils.take", "transformer", copy, "--with", "prove", cwd=ROOT)
+    flags = ["--dataset", texts, *MODEL, "--max_steps", 4, "--num_tokens", 3]
+    done = launcher.python("-m", "utils.prove", "scripts/transformer.py", *flags, cwd=copy, timeout=400)
+    assert "proven" in done.stdout
+    assert not (copy / "utils" / "datasets" / "images_in_memory.py").exists()
