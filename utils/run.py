@@ -93,7 +93,7 @@ class Run:
         """Load the newest checkpoint (with --resume), print the banner, open the log files. Collective.
 
         Args:
-            total_steps: optimizer steps of the whole run.
+            total_steps: optimizer steps of the whole run, an int.
             checkpoint: by name, everything that a checkpoint must hold, as `prepare` returned it: any number of
                 models, optimizers, schedules, moving averages, and objects of your own with state_dict and
                 load_state_dict.
@@ -104,7 +104,10 @@ class Run:
         Raises:
             SystemExit: on every rank, if processes have different data or the checkpoint does not fit; with exit
                 code 0 if the run was completed before.
+            ValueError: if total_steps is less than 1, or not an int: no step would be the last one.
         """
+        if not isinstance(total_steps, int) or total_steps < 1:
+            raise ValueError(f"total_steps must be an int of at least 1, and is {total_steps!r}")
         accelerator, args = self.accelerator, self.args
         self.total_steps, self.steps_per_epoch = total_steps, len(train_loader)
         self.batch_size, self.state = train_loader.sampler.batch_size, checkpoint

@@ -450,6 +450,13 @@ def test_batch_norm_needs_micro_batches_of_one_size_on_all_processes_together(st
     assert "--batch_size 9 does not divide by 2 micro-batches, and the model has BatchNorm" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("epochs", [0, -1, 0.625, math.inf])
+def test_a_number_of_steps_at_which_no_step_would_be_the_last_is_refused(start, tmp_path, epochs):
+    with pytest.raises(ValueError, match="total_steps must be an int of at least 1, and is "):
+        start(Regression(epochs=epochs))
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 def test_a_complete_run_ends_with_exit_code_0(start, tmp_path, capsys):
     assert start(Small()) is None
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
