@@ -13,7 +13,8 @@ from .randomness import widest_float
 from .sampler import virtual_processes
 
 # What a line of metrics.jsonl has beside the metrics.
-RESERVED = {"split", "step", "epoch", "samples"}
+LINE = {"split", "step", "epoch"}
+RESERVED = LINE | {"samples", "lr", "samples_per_s", "data_wait_pct"}
 
 
 class Metrics:

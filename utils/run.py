@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from .best import Best, is_number
+from .best import Best, is_number, plain
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
 from .features import feature, has
 from .flags import as_json
 from .loader import Batch, GlobalLoader, describe_data
-from .metrics import Metrics
+from .metrics import LINE, Metrics
 from .progress import Progress, metric_text
 from .randomness import combine, seed_generators_for
 from .run_folder import RunFolder
@@ -304,6 +304,7 @@ class Run:
             step: steps done; None: `self.step`, in which the step under way does not count yet.
         """
         step = self.step if step is None else step
+        metrics = {name: plain(value) for name, value in metrics.items()}
         metrics = {name: value for name, value in metrics.items() if is_number(value)}
         if self.trackers is not None:
             self.trackers.log({f"{split}/{name}": value for name, value in metrics.items()}, step)
@@ -336,16 +337,25 @@ class Run:
 
         Keeps the best value of every number, and with --save_best the model that had it.
 
+        Args:
+            result: by name, numbers, and what else may be of interest: tensors, arrays, lists.
+
         Raises:
-            SystemExit: if --save_best or --patience names a metric that the result does not have.
+            SystemExit: if --save_best or --patience names a metric that the result does not have, or if the numbers
+                differ between processes.
+            ValueError: if a name is taken.
         """
-        result = {name: v.item() if isinstance(v, torch.Tensor) else v for name, v in result.items()}
+        for name in LINE & result.keys():
+            raise ValueError(f"a number of a test cannot be named {name}: a line of metrics.jsonl has that already")
+        result = {name: plain(value) for name, value in result.items()}
         numbers = {name: value for name, value in result.items() if is_number(value)}
         args, monitor = self.args, self.best.monitor
         if (args.save_best or args.patience) and monitor not in numbers:
             known = ", ".join(name for name in numbers if name != "samples") or "none"
             flag = f"--save_best {monitor}" if args.save_best else "--patience"
             stop(f"{flag} needs the metric {monitor}, and the test has {known}: name one of these with --save_best")
+        if self.same_weights is not None:
+            self.same_weights.check_result(numbers)
         self.best.add(numbers, self.step)
         if args.save_best and self.best.tests_since_best == 0:
             self._save_models("_best")
@@ -360,8 +370,8 @@ class Run:
             save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors", self.model_copy)
 
     def add_to_summary(self, **values) -> None:
-        """Add numbers of your own to summary.json."""
-        self.more_summary |= values
+        """Add values of your own to summary.json."""
+        self.more_summary |= {name: plain(value) for name, value in values.items()}
 
     def finish(self) -> None:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""

@@ -168,7 +168,7 @@ def test_a_wrong_shape_is_named(accelerator, shape):
     assert stats.reduce() == {"samples": 0}  # nothing is left half counted
 
 
-@pytest.mark.parametrize("name", ["split", "epoch", "samples"])
+@pytest.mark.parametrize("name", ["split", "epoch", "samples", "lr", "samples_per_s"])
 def test_a_taken_name_is_refused(accelerator, name):
     with pytest.raises(ValueError, match=f"a metric cannot be named {name}"):
         Metrics(accelerator).add(batch_of([0]), **{name: torch.ones(1)})
