@@ -274,3 +274,5 @@ def test_half_a_record_of_a_process_that_was_killed_is_not_read(tmp_path, monkey
     (tmp_path / "1_process" / "record_rank0.pt").write_bytes(b"PK")
     (tmp_path / "1_process.log").write_text("")
     assert launches.run(prove.REFERENCE) == "exit code -9"
+    (tmp_path / "1_process.log").write_text("  rmtree(path, onerror)\nOSError: gone\nend\n")
+    assert launches.run(prove.REFERENCE) == "OSError: gone"

@@ -303,7 +303,7 @@ class Launches:
                 return records
             return f"{len(records)} of {variant.processes} processes left a record: does it train by Run, to the end?"
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "rror" in line] or lines[-1:]
+        errors = [line for line in lines if "rror: " in line] or lines[-1:]
         return errors[0].strip() if errors else f"exit code {code}"
 
     def _launch(self, variant: Variant, settings: Path, log: Path) -> int | None:
