@@ -34,8 +34,11 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write `content` as indented JSON, as `write` does. Raises: SystemExit, if it cannot be written."""
-    text = json.dumps(content, indent=2)
+    """Write `content` as indented JSON, as `write` does; what JSON cannot hold becomes text.
+
+    Raises: SystemExit, if it cannot be written.
+    """
+    text = json.dumps(content, indent=2, default=str)
     # A list of numbers, such as a row of a confusion matrix, goes on one line.
     text = re.sub(r"\[[\d\s,]+\]", lambda row: " ".join(row[0].split()), text)
     try:

@@ -40,6 +40,11 @@ class Best:
         self.tests_since_best = state.get("tests_since_best", 0)
 
 
+def plain(value):
+    """A tensor, an array or a number of NumPy's as numbers of Python's, alone or in lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def is_number(value) -> bool:
     """Whether a value can be compared and drawn: no bool, text or list."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

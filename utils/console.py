@@ -13,6 +13,7 @@ CLEAR_LINE = "\r\033[K"
 # What a terminal would obey, without the tab and the line end. In file names, the last range stands for bytes that are
 # not UTF-8.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+LAUNCH = str(Path(__file__).with_name("launch.py"))
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
@@ -72,8 +73,12 @@ def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
 
 
 def own_line(trace) -> str:
-    """The innermost line in a traceback that is in no library, as " at FILE:LINE"; "" without."""
-    own = [frame for frame in traceback.extract_tb(trace) if "site-packages" not in frame.filename]
+    """The innermost line in a traceback that is in no library, as " at FILE:LINE"; "" without.
+
+    Nor in launch.py, through which each backward pass of a script goes.
+    """
+    frames = [frame for frame in traceback.extract_tb(trace) if frame.filename != LAUNCH]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
     return f" at {os.path.relpath(own[-1].filename)}:{own[-1].lineno}" if own else ""
 
 

@@ -75,7 +75,7 @@ class ItemFetcher(Dataset):
     def __init__(self, dataset, collate_fn: Callable, seed: int, deterministic: bool | None):
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
         self.deterministic = getattr(dataset, "deterministic", False) if deterministic is None else deterministic
-        self.whole_batches = hasattr(dataset, "__getitems__")
+        self.whole_batches = getattr(dataset, "__getitems__", None) is not None
 
     def fetch(self, request: Request) -> Any:
         """The batch of a request, in a process that goes on with its own random numbers afterwards."""

@@ -13,7 +13,8 @@ from .randomness import widest_float
 from .sampler import virtual_processes
 
 # What a line of metrics.jsonl has beside the metrics.
-RESERVED = {"split", "step", "epoch", "samples"}
+LINE = {"split", "step", "epoch"}
+RESERVED = LINE | {"samples", "lr", "samples_per_s", "data_wait_pct"}
 
 
 class Metrics:
@@ -50,8 +51,8 @@ class Metrics:
         """Count the samples of a Batch: `add(batch, loss=losses, accuracy=logits.argmax(1) == labels)`.
 
         Args:
-            values: (n,), one per sample, of any number type or bool, or a scalar, their mean; the same
-                names in every call.
+            values: (n,), one per sample, of any number type or bool, or a scalar, their mean: tensors, or what
+                torch.as_tensor makes one of; the same names in every call.
             weights: (n,); None: those of the batch, else all samples count alike. What has the weight 0 does not count
                 even if it is nan, as the mean loss of a text without tokens to predict.
             step: for the message about a loss that is not finite.
@@ -68,6 +69,7 @@ class Metrics:
         if weights is not None:
             check_shape("weights have", weights, batch)
             weights = batch.counted(weights)
+        values = {name: torch.as_tensor(value, device=self.accelerator.device) for name, value in values.items()}
         values = {name: value.expand(len(batch)) if value.ndim == 0 else value for name, value in values.items()}
         for name, value in values.items():
             check_shape(f"metric {name} has", value, batch)

@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from .best import Best, is_number
+from .best import Best, is_number, plain
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
 from .features import feature, has
 from .flags import as_json
 from .loader import Batch, GlobalLoader, describe_data
-from .metrics import Metrics
+from .metrics import LINE, Metrics
 from .progress import Progress, metric_text
 from .randomness import combine, seed_generators_for
 from .run_folder import RunFolder
@@ -93,7 +93,7 @@ class Run:
         """Load the newest checkpoint (with --resume), print the banner, open the log files. Collective.
 
         Args:
-            total_steps: optimizer steps of the whole run.
+            total_steps: optimizer steps of the whole run, an int.
             checkpoint: by name, everything that a checkpoint must hold, as `prepare` returned it: any number of
                 models, optimizers, schedules, moving averages, and objects of your own with state_dict and
                 load_state_dict.
@@ -104,7 +104,10 @@ class Run:
         Raises:
             SystemExit: on every rank, if processes have different data or the checkpoint does not fit; with exit
                 code 0 if the run was completed before.
+            ValueError: if total_steps is less than 1, or not an int: no step would be the last one.
         """
+        if not isinstance(total_steps, int) or total_steps < 1:
+            raise ValueError(f"total_steps must be an int of at least 1, and is {total_steps!r}")
         accelerator, args = self.accelerator, self.args
         self.total_steps, self.steps_per_epoch = total_steps, len(train_loader)
         self.batch_size, self.state = train_loader.sampler.batch_size, checkpoint
@@ -301,6 +304,7 @@ class Run:
             step: steps done; None: `self.step`, in which the step under way does not count yet.
         """
         step = self.step if step is None else step
+        metrics = {name: plain(value) for name, value in metrics.items()}
         metrics = {name: value for name, value in metrics.items() if is_number(value)}
         if self.trackers is not None:
             self.trackers.log({f"{split}/{name}": value for name, value in metrics.items()}, step)
@@ -333,16 +337,25 @@ class Run:
 
         Keeps the best value of every number, and with --save_best the model that had it.
 
+        Args:
+            result: by name, numbers, and what else may be of interest: tensors, arrays, lists.
+
         Raises:
-            SystemExit: if --save_best or --patience names a metric that the result does not have.
+            SystemExit: if --save_best or --patience names a metric that the result does not have, or if the numbers
+                differ between processes.
+            ValueError: if a name is taken.
         """
-        result = {name: v.item() if isinstance(v, torch.Tensor) else v for name, v in result.items()}
+        for name in LINE & result.keys():
+            raise ValueError(f"a number of a test cannot be named {name}: a line of metrics.jsonl has that already")
+        result = {name: plain(value) for name, value in result.items()}
         numbers = {name: value for name, value in result.items() if is_number(value)}
         args, monitor = self.args, self.best.monitor
         if (args.save_best or args.patience) and monitor not in numbers:
             known = ", ".join(name for name in numbers if name != "samples") or "none"
             flag = f"--save_best {monitor}" if args.save_best else "--patience"
             stop(f"{flag} needs the metric {monitor}, and the test has {known}: name one of these with --save_best")
+        if self.same_weights is not None:
+            self.same_weights.check_result(numbers)
         self.best.add(numbers, self.step)
         if args.save_best and self.best.tests_since_best == 0:
             self._save_models("_best")
@@ -357,8 +370,8 @@ class Run:
             save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors", self.model_copy)
 
     def add_to_summary(self, **values) -> None:
-        """Add numbers of your own to summary.json."""
-        self.more_summary |= values
+        """Add values of your own to summary.json."""
+        self.more_summary |= {name: plain(value) for name, value in values.items()}
 
     def finish(self) -> None:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""

@@ -84,7 +84,10 @@ class RunFolder:
             "launches": [*launches, launch],
         }
         path = self.path / "metrics.jsonl"
-        self.metrics_file = open(path, "ab")  # noqa: SIM115  until the end
+        try:
+            self.metrics_file = open(path, "ab")  # noqa: SIM115  until the end
+        except OSError as error:  # it may be another user's
+            stop(f"{path} cannot be written: {error.strerror}")
         if path.stat().st_size < metrics_bytes:  # `truncate` would lengthen it
             lost = f"lines before step {step + 1} are missing"
             show(f"warning: {path} is shorter than when the checkpoint was saved: {lost}", "yellow")

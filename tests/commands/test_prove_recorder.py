@@ -259,7 +259,20 @@ def test_a_process_that_leaves_no_record_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(prove.Launches, "_launch", lambda *_: 0)
     args = SimpleNamespace(cpu=True, steps=6, float64=False)
     launches = prove.Launches(args, tmp_path, ROOT / "accelerate_configs")
-    for records, said in (([{}], "1 of 2 processes left a record"), ([], "it left no record: does it train by Run?")):
+    for records in ([{}], []):
         monkeypatch.setattr(prove, "read_records", lambda _, records=records: records)
-        (tmp_path / "2_processes.log").write_text("")
+        (tmp_path / "2_processes.log").write_text("step 1: the output of a script, which is no reason\n")
+        said = f"{len(records)} of 2 processes left a record: does it train by Run, to the end?"
         assert launches.run(prove.TWO) == said
+
+
+def test_half_a_record_of_a_process_that_was_killed_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(prove.Launches, "_launch", lambda *_: -9)
+    args = SimpleNamespace(cpu=True, steps=6, float64=False)
+    launches = prove.Launches(args, tmp_path, ROOT / "accelerate_configs")
+    (tmp_path / "1_process").mkdir()
+    (tmp_path / "1_process" / "record_rank0.pt").write_bytes(b"PK")
+    (tmp_path / "1_process.log").write_text("")
+    assert launches.run(prove.REFERENCE) == "exit code -9"
+    (tmp_path / "1_process.log").write_text("  rmtree(path, onerror)\nOSError: gone\nend\n")
+    assert launches.run(prove.REFERENCE) == "OSError: gone"

@@ -12,6 +12,7 @@ import time
 import pytest
 from conftest import ROOT
 
+from utils import launch
 from utils.features.hang_watchdog import UNKNOWN, place_of, sentence_about
 
 PROGRAM = ROOT / "tests" / "programs" / "hangs.py"
@@ -131,14 +132,16 @@ def test_a_place_is_the_innermost_line_outside_of_libraries():
     line = own_place.__code__.co_firstlineno + 1
     assert own_place() == {"at": f"{here}:{line}", "waits_in": None}
     names = {"sys": sys}
-    # As if these functions were torch's.
+    # As if these functions were torch's; the last one is accelerator.backward, in which the script's line is asked for.
+    torch = sysconfig.get_path("purelib") + "/torch/"
     for file, name, waits_in in (
-        ("torch/distributed/distributed_c10d.py", "all_gather", "all_gather"),
-        ("torch/autograd/graph.py", "_engine_run_backward", "backward"),
-        ("torch/nn/functional.py", "linear", None),
+        (torch + "distributed/distributed_c10d.py", "all_gather", "all_gather"),
+        (torch + "autograd/graph.py", "_engine_run_backward", "backward"),
+        (torch + "nn/functional.py", "linear", None),
+        (launch.__file__, "backward", None),
     ):
         code = f"def {name}(function): return function(sys._getframe())"
-        exec(compile(code, sysconfig.get_path("purelib") + "/" + file, "exec"), names)
+        exec(compile(code, file, "exec"), names)
         line = sys._getframe().f_lineno + 1
         found = names[name](place_of)
         assert found == {"at": f"{here}:{line}", "waits_in": waits_in}

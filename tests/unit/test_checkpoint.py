@@ -617,6 +617,25 @@ def test_what_cannot_be_saved_is_named_at_the_start(tmp_path, accelerator, capsy
     assert sentence in capsys.readouterr().err
 
 
+def test_what_a_model_keeps_besides_tensors_is_named_at_the_start(tmp_path, accelerator, capsys):
+    class Counting(nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 3}
+
+    with pytest.raises(SystemExit):
+        checkpoints(accelerator, tmp_path, {"model": nn.Sequential(Counting(1, 1))})
+    sentence = "error: 0._extra_state of the model cannot be saved: it is a dict, and not a tensor\n"
+    assert capsys.readouterr().err == sentence
+
+
+@pytest.mark.parametrize("name", ["encoder/model", "../model", "..", "", 1])
+def test_a_name_that_cannot_be_that_of_a_file_is_refused_at_the_start(tmp_path, accelerator, capsys, name):
+    with pytest.raises(SystemExit):
+        checkpoints(accelerator, tmp_path / "run", {name: nn.Linear(1, 1)})
+    assert f"the name {name!r} in the checkpoint is not a valid file name" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_the_name_of_the_checkpoints_own_file_is_taken(tmp_path, accelerator, capsys):
     with pytest.raises(SystemExit):
         checkpoints(accelerator, tmp_path, {"processes": nn.Linear(1, 1)})

@@ -142,7 +142,7 @@ def bad_size(folder):
 def bad_columns(folder):
     for split in ("train", "test"):
         datasets.Dataset.from_dict({"a": [1, 2]}).to_parquet(folder / f"{split}.parquet")
-    return folder, "needed are an image and a label column"
+    return folder, "{'a': 'int64'}; needed are an Image column, and a ClassLabel column or a column `label` of integers"
 
 
 def bad_shapes(folder):
@@ -152,14 +152,14 @@ def bad_shapes(folder):
     return folder, "test images of (1, 3, 3)"
 
 
-def parquet(folder, split, names=("cat", "dog"), labels=(0, 1), images=None):
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+def parquet(folder, split, names=("cat", "dog"), labels=(0, 1), images=None, dtype="int64"):
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value(dtype)})
     if names:
         features["label"] = datasets.ClassLabel(names=list(names))
     images = images or [Image.new("L", (4, 4))] * len(labels)
     # Not as ClassLabel: that would refuse labels out of range itself.
     columns = {"image": images, "label": list(labels)}
-    plain = datasets.Features({**features, "label": datasets.Value("int64")})
+    plain = datasets.Features({**features, "label": datasets.Value(dtype)})
     rows = datasets.Dataset.from_dict(columns, features=plain)
     table = rows.data.table.replace_schema_metadata(features.arrow_schema.metadata)
     pyarrow.parquet.write_table(table, folder / f"{split}.parquet")
@@ -223,6 +223,15 @@ def test_unusable_data_is_one_sentence(tmp_path, capsys, make):
     assert sentence in error
     assert error.startswith("error: --dataset ")
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint64"])
+def test_labels_without_names_are_integers_of_any_kind(tmp_path, dtype):
+    for split in ("train", "test"):
+        parquet(tmp_path, split, names=None, labels=(0, 1, 1), dtype=dtype)
+    train, _ = data.load_images(str(tmp_path))
+    assert train.tensors[1].tolist() == [0, 1, 1]
+    assert train.classes == ["0", "1"]
 
 
 def test_a_cache_that_cannot_be_used_is_not_blamed_on_the_data(tmp_path, capsys, monkeypatch):

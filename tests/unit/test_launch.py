@@ -203,6 +203,24 @@ def test_a_schedule_counts_steps_and_neither_micro_batches_nor_processes(monkeyp
     assert scheduler.scheduler._step_count == counted + 2
 
 
+def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_path):
+    """`same_on_all` compares what it is given; here a change in the script or in utils must change that."""
+    script, package = tmp_path / "train.py", tmp_path / "utils"
+    (package / "features").mkdir(parents=True)
+    monkeypatch.setattr(launch.sys, "argv", [str(script)])
+    monkeypatch.setattr(launch, "__file__", str(package / "launch.py"))
+    compared = []
+    monkeypatch.setattr(launch, "same_on_all", compared.append)
+    for path in (script, package / "loader.py", package / "features" / "banner.py"):
+        for text in ("a = 1", "a = 2"):
+            path.write_text(text)
+            make_accelerator(run_flags())
+    make_accelerator(run_flags())
+    *digests, again = (facts["SHA-256 of script and utils"] for facts in compared)
+    assert len(set(digests)) == len(digests) == 6
+    assert again == digests[-1]
+
+
 def test_an_own_tracker_logs_beside_those_of_the_flag(handed_over):
     notes = Notes()
     handed = handed_over(run_flags(log_with="all"), log_with=notes)

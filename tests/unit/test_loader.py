@@ -572,6 +572,13 @@ def test_whole_batches_are_asked_for_where_nothing_is_drawn():
     assert data.calls == {"batch": 6}
 
 
+def test_a_dataset_that_says_none_to_whole_batches_is_read_item_by_item():
+    data = BatchedSquares()
+    data.__getitems__ = None
+    list(make(data).epoch(0))
+    assert data.calls == {"item": 23}
+
+
 def test_item_by_item_as_soon_as_something_was_drawn():
     data = BatchedNoisy()
     list(make(data).epoch(0))

@@ -152,6 +152,12 @@ def test_a_scalar_is_the_mean_of_the_batch(accelerator):
     assert stats.reduce() == {"loss": 4, "samples": 3}
 
 
+def test_arrays_lists_and_numbers_count_like_tensors(accelerator):
+    stats = Metrics(accelerator)
+    stats.add(batch_of([0, 1]), array=np.array([1.0, 2.0]), list=[True, False], number=torch.tensor(0.5).item())
+    assert stats.reduce() == {"array": 1.5, "list": 0.5, "number": 0.5, "samples": 2}
+
+
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (3,)])
 def test_a_wrong_shape_is_named(accelerator, shape):
     stats = Metrics(accelerator)
@@ -162,7 +168,7 @@ def test_a_wrong_shape_is_named(accelerator, shape):
     assert stats.reduce() == {"samples": 0}  # nothing is left half counted
 
 
-@pytest.mark.parametrize("name", ["split", "epoch", "samples"])
+@pytest.mark.parametrize("name", ["split", "epoch", "samples", "lr", "samples_per_s"])
 def test_a_taken_name_is_refused(accelerator, name):
     with pytest.raises(ValueError, match=f"a metric cannot be named {name}"):
         Metrics(accelerator).add(batch_of([0]), **{name: torch.ones(1)})

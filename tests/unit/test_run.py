@@ -450,6 +450,13 @@ def test_batch_norm_needs_micro_batches_of_one_size_on_all_processes_together(st
     assert "--batch_size 9 does not divide by 2 micro-batches, and the model has BatchNorm" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("epochs", [0, -1, 0.625, math.inf])
+def test_a_number_of_steps_at_which_no_step_would_be_the_last_is_refused(start, tmp_path, epochs):
+    with pytest.raises(ValueError, match="total_steps must be an int of at least 1, and is "):
+        start(Regression(epochs=epochs))
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 def test_a_complete_run_ends_with_exit_code_0(start, tmp_path, capsys):
     assert start(Small()) is None
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
@@ -530,6 +537,34 @@ def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_pa
     peak = peak_memory.own_peak_memory_gib(torch.device("cpu"))  # by now
     assert peak - 0.2 < found["peak_memory_gib"] <= peak + 0.001
     assert f"done: test loss {test['loss']:.4f}, test bias " in capsys.readouterr().out
+
+
+class Logging(Regression):
+    """Writes a line of its own in each step."""
+
+    def stop_if(self, *place):
+        if place[1] == "step":
+            self.run.log("own", 0, norm=torch.tensor(2.5), words="not a number")
+
+
+def test_numbers_of_torch_and_numpy_are_logged_and_summarised(start, tmp_path):
+    marker = object()
+    result = {"f1": np.float32(0.5), "ema_loss": torch.tensor(0.25), "recall": torch.tensor([1.0, 0.5])}
+    result |= {"shares": np.array([[1, 2]]), "marker": marker}
+    assert start(Logging({4: result}, epochs=1)) is None
+    (test,) = lines(tmp_path / "run", "test")
+    assert (test["f1"], test["ema_loss"]) == (0.5, 0.25)
+    assert not {"recall", "shares", "marker"} & test.keys()
+    assert [line["norm"] for line in lines(tmp_path / "run", "own")] == [2.5] * 4
+    found = summary(tmp_path / "run")
+    assert (found["test_f1"], found["best_ema_loss"], found["test_recall"]) == (0.5, 0.25, [1.0, 0.5])
+    assert (found["test_shares"], found["test_marker"]) == ([[1, 2]], str(marker))
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "split"])
+def test_a_number_of_a_test_cannot_have_the_name_of_its_place(start, name):
+    with pytest.raises(ValueError, match=f"a number of a test cannot be named {name}"):
+        start(Regression({4: {name: 99}}, epochs=1))
 
 
 @pytest.mark.slow

@@ -194,6 +194,15 @@ def test_a_run_that_never_began_leaves_no_folder(make, tmp_path, monkeypatch):
     assert (tmp_path / "other" / "run.json").exists()
 
 
+def test_metrics_that_cannot_be_written_are_one_sentence(make, tmp_path, capsys):
+    folder = make()
+    (tmp_path / "run" / "metrics.jsonl").mkdir()  # another user's file would be refused to all but root
+    with pytest.raises(SystemExit) as stopped:
+        started(folder)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/run/metrics.jsonl cannot be written: Is a directory\n"
+
+
 @pytest.mark.parametrize("name", ["run.json", "summary.json"])
 def test_a_full_disk_is_one_sentence(make, tmp_path, capsys, name):
     folder = make()

@@ -63,7 +63,9 @@ class Checkpoints:
         if accelerator.scaler is not None:
             state = {**state, "scaler": accelerator.scaler}
         for name, instance in state.items():  # each without what `prepare` put around it
-            if f"{name}.safetensors" == PROCESSES:
+            if not isinstance(name, str) or name in ("", "..") or name != Path(name).name:
+                stop(f"the name {name!r} in the checkpoint is not a valid file name: take a word, such as model")
+            elif f"{name}.safetensors" == PROCESSES:
                 stop(f"the name {name} is taken by the checkpoint itself: give that entry of the state another one")
             elif isinstance(instance, nn.Module):
                 self.models[name] = accelerator.unwrap_model(instance, keep_torch_compile=False)

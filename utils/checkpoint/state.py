@@ -30,6 +30,9 @@ class ModelState:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):
         self.model, self.fsdp = model, sharding(accelerator)
+        for name, value in model.state_dict().items():  # stops now, and not at the first checkpoint
+            if not isinstance(value, torch.Tensor):  # what a get_extra_state returns
+                stop(f"{name} of the model cannot be saved: it is a {type(value).__name__}, and not a tensor")
 
     def layouts(self, tensors: Tensors, _) -> tuple[dict, dict]:
         return layout(tensors), layout(self.model.state_dict())

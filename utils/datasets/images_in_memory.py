@@ -123,18 +123,21 @@ def check_class_names(dataset: str, folder: Path) -> None:
 
 
 def find_columns(rows, dataset: str) -> Split:
-    """The Image column and the ClassLabel (or integer) column of a `datasets.Dataset`."""
+    """The Image column and the ClassLabel column, or else the integer column "label", of a `datasets.Dataset`."""
     import datasets
 
     def first_of(kind):
         return next((name for name, feature in rows.features.items() if isinstance(feature, kind)), None)
 
     image_column, label_column = first_of(datasets.Image), first_of(datasets.ClassLabel)
-    if label_column is None and getattr(rows.features.get("label"), "dtype", "").startswith("int"):
+    if label_column is None and getattr(rows.features.get("label"), "dtype", "").startswith(("int", "uint")):
         label_column = "label"
     if image_column is None or label_column is None or len(rows) == 0:
-        columns = list(rows.features)
-        stop(f"--dataset {dataset} has {len(rows)} rows of {columns}; needed are an image and a label column")
+        columns = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in rows.features.items()}
+        stop(
+            f"--dataset {dataset} has {len(rows)} rows of {columns}; needed are an Image column, and a ClassLabel "
+            "column or a column `label` of integers"
+        )
     # From the table itself: through a numpy format it takes six times as long.
     labels = torch.tensor(rows.data.column(label_column).to_numpy(), dtype=torch.int64)
     if labels.min() < 0:

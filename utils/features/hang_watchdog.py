@@ -19,7 +19,7 @@ from types import FrameType
 
 from torch import distributed
 
-from ..console import show
+from ..console import LAUNCH, show
 
 PATIENCE = 0.1  # of the time-out: a longer wait is told
 LOOKS = 20  # at the own main thread, in that time
@@ -43,7 +43,7 @@ def place_of(frame: FrameType | None) -> dict:
             waits_in = code.co_name
         elif code.co_name == BACKWARD and waits_in is None:
             waits_in = "backward"
-        elif not code.co_filename.startswith((*LIBRARIES, "<")):
+        elif not code.co_filename.startswith((*LIBRARIES, LAUNCH, "<")):  # in LAUNCH is accelerator.backward
             at = f"{os.path.relpath(code.co_filename)}:{frame.f_lineno}"
             break
         frame = frame.f_back

@@ -1,9 +1,12 @@
-"""All processes have the same weights: checked before a checkpoint is saved.
+"""All processes have the same weights and the same test result: checked before a checkpoint, and after a test.
 
 DDP averages the gradients of the parameters that it knew at its start. A layer that is thawed during the run, a
 second `loss.backward()` beside accelerator.backward, or a rank that changes a weight leaves each process with a
-model of its own, and no error.
+model of its own, and no error. A test result that differs is of each process's own samples only, and by --save_best or
+--patience each process would go its own way.
 """
+
+import math
 
 import torch
 from accelerate import Accelerator
@@ -45,3 +48,28 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
                     "the gradients of what had requires_grad when prepare() was called, in accelerator.backward only: "
                     "thaw layers before prepare(), and call no other backward"
                 )
+
+
+def check_result(numbers: dict[str, float]) -> None:
+    """Compare the numbers of a test. Collective.
+
+    Raises:
+        SystemExit: on every rank, naming the first number that differs by more than rounding.
+    """
+    everyone = gather_object([numbers])
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for name in sorted(first.keys() | theirs.keys()):
+            value, other = first.get(name), theirs.get(name)
+            if not is_close(value, other):
+                stop(
+                    f"the processes have different test results: {name} is {other} on rank {rank}, and {value} on rank "
+                    "0; count by run.new_metrics(), or add the parts of all processes up by accelerator.reduce"
+                )
+
+
+def is_close(value: float | None, other: float | None) -> bool:
+    """Whether two numbers differ by no more than rounding; None: there is none."""
+    if value is None or other is None:
+        return value is other
+    return math.isclose(value, other, rel_tol=1e-3, abs_tol=1e-6) or (math.isnan(value) and math.isnan(other))

@@ -297,14 +297,14 @@ class Launches:
         code = self._launch(variant, file, log)
         if code is None:
             return f"it did not end in {TIMEOUT_S} s"
-        records = read_records(run)
-        if code == 0 and len(records) == variant.processes:
-            return records
+        if code == 0:
+            records = read_records(run)
+            if len(records) == variant.processes:
+                return records
+            return f"{len(records)} of {variant.processes} processes left a record: does it train by Run, to the end?"
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "rror" in line] or lines[-1:]
-        if code or not records:
-            return errors[0].strip() if errors else "it left no record: does it train by Run?"
-        return f"{len(records)} of {variant.processes} processes left a record"
+        errors = [line for line in lines if "rror: " in line] or lines[-1:]
+        return errors[0].strip() if errors else f"exit code {code}"
 
     def _launch(self, variant: Variant, settings: Path, log: Path) -> int | None:
         """Returns the exit code; None if the script did not end in time."""
