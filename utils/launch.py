@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import datetime
 import gc
-import hashlib
 import os
 import sys
 import time
@@ -115,7 +114,8 @@ def make_accelerator(
     attach_to_group(lost_peers, settings.timeout_s)
     if restarts and restarts.was_restarted():
         args.resume = True  # nobody is there to type --resume
-    same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})
+    code = feature("provenance").code_digest() if has("provenance") else ""
+    same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code, **vars(args)})
     accelerator.split_batch = split_batch
     if settings.virtual_processes:
         module = feature("virtual_processes", "--virtual_processes")
@@ -165,15 +165,6 @@ def create_accelerator(settings: argparse.Namespace, errors: ExplainedErrors, ha
             raise
         reason = " ".join(str(error).split())
         stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
-
-
-def code_digest() -> str:
-    """Of the script and this package: machines with different code would train one model in two ways."""
-    digest = hashlib.sha256()
-    for path in (Path(sys.argv[0]), *sorted(Path(__file__).parent.rglob("*.py"))):
-        if path.is_file():  # not in a notebook
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def new_output_dir() -> str:

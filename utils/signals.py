@@ -37,7 +37,7 @@ class StopSignal:
 
     def __init__(self, accelerator: Accelerator, check_every_s: float = 0.25):
         self.accelerator, self.check_every_s = accelerator, check_every_s
-        self.received = None
+        self.received, self.had_ctrl_c = None, False
         self.pid = os.getpid()
         self.calls, self.next_check, self.checked_at = 0, 1, time.perf_counter()
         numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
@@ -52,7 +52,8 @@ class StopSignal:
             return
         # torchrun passes a second Ctrl-C on as SIGTERM.
         again = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
-        second_ctrl_c = self.received == signal.SIGINT and number in again
+        second_ctrl_c = self.had_ctrl_c and number in again
+        self.had_ctrl_c = self.had_ctrl_c or number == signal.SIGINT
         self.received = number
         if (number == signal.SIGINT or second_ctrl_c) and self.accelerator.is_main_process:
             message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"

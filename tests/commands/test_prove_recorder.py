@@ -15,7 +15,7 @@ from tests.programs import planted
 from utils import prove
 from utils.fingerprint import digest
 from utils.loader import GlobalLoader
-from utils.prove import worker
+from utils.prove import tensors, worker
 
 STEPS = 6
 # The second group has another learning rate, and a moving average of the model is tested too.
@@ -168,15 +168,15 @@ def test_the_layers_and_what_the_files_hold_are_recorded(recorded, plain):
 
 
 def test_a_large_tensor_is_recorded_by_its_norm_and_entries_of_all_of_it():
-    large = torch.zeros(4 * worker.MAX_ENTRIES)
-    large[-worker.MAX_ENTRIES // 2 :] = 1
-    norm, *entries = worker.sampled(large).tolist()
+    large = torch.zeros(4 * tensors.MAX_ENTRIES)
+    large[-tensors.MAX_ENTRIES // 2 :] = 1
+    norm, *entries = tensors.sampled(large).tolist()
     assert norm == pytest.approx(large.norm().item())
-    assert len(entries) == worker.MAX_ENTRIES
-    assert sum(entries) == worker.MAX_ENTRIES / 8
+    assert len(entries) == tensors.MAX_ENTRIES
+    assert sum(entries) == tensors.MAX_ENTRIES / 8
     last = large.clone()
     last[-2] = 5  # between two entries that are recorded: the norm tells
-    assert worker.sampled(last)[0] != norm
+    assert tensors.sampled(last)[0] != norm
 
 
 def test_each_step_begins_with_the_weights_and_the_state_of_a_run_that_is_named(recorded, record_of):

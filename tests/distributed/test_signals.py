@@ -261,6 +261,19 @@ def test_ctrl_c_says_what_comes_of_it(monkeypatch, capfd):
     assert ends == [130]
 
 
+def test_the_end_of_the_launcher_between_two_ctrl_c_changes_nothing(monkeypatch):
+    """The launcher of one process ends at the first one, and the kernel then sends SIGTERM."""
+    ends = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(signals, "resume_command", lambda folder: "COMMAND --resume")
+    signals.StopSignal(fake_accelerator())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    assert ends == []
+    os.kill(os.getpid(), signal.SIGINT)
+    assert ends == [130]
+
+
 def test_ctrl_c_before_training_is_no_traceback(monkeypatch, capsys):
     explain_errors()
     monkeypatch.setenv("WORLD_SIZE", "2")

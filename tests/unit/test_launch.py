@@ -15,7 +15,7 @@ from conftest import ROOT
 from torch import nn
 
 from utils import launch
-from utils.features import orphans, trackers
+from utils.features import orphans, provenance, trackers
 from utils.features.lasting_output import LastingOutput
 from utils.flags import ArgumentParser
 from utils.launch import make_accelerator
@@ -208,7 +208,7 @@ def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_pat
     script, package = tmp_path / "train.py", tmp_path / "utils"
     (package / "features").mkdir(parents=True)
     monkeypatch.setattr(launch.sys, "argv", [str(script)])
-    monkeypatch.setattr(launch, "__file__", str(package / "launch.py"))
+    monkeypatch.setattr(provenance, "__file__", str(package / "features" / "provenance.py"))
     compared = []
     monkeypatch.setattr(launch, "same_on_all", compared.append)
     for path in (script, package / "loader.py", package / "features" / "banner.py"):

@@ -1,7 +1,9 @@
 """Which code and which packages made a run, for run.json."""
 
+import hashlib
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +19,15 @@ def describe_code() -> dict:
         except metadata.PackageNotFoundError:
             continue
     return {"versions": versions, "git_commit": git_commit()}
+
+
+def code_digest() -> str:
+    """Of the script and of utils/: machines with different code would train one model in two ways."""
+    digest = hashlib.sha256()
+    for path in (Path(sys.argv[0]), *sorted(Path(__file__).parents[1].rglob("*.py"))):
+        if path.is_file():  # not in a notebook
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def git_commit() -> str | None:
