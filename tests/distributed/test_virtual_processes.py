@@ -1,5 +1,6 @@
 """--virtual_processes: the same bits on any number of processes."""
 
+import contextlib
 import itertools
 import json
 import threading
@@ -198,17 +199,18 @@ def test_one_process_of_torchrun_has_the_bits_of_a_model_without_ddp():
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_batch_norm_whose_statistics_no_process_averages_is_refused(capsys):
+@pytest.mark.parametrize("is_averaged", [True, False])
+def test_batch_norm_whose_statistics_no_process_averages_is_refused(is_averaged, capsys):
     accelerator = TrainingAccelerator(cpu=True)
     vp.use_virtual_processes(accelerator, 4)
-    model = accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    vp.sum_gradients_by_tree(accelerator, [model])
+    model, average = (accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))) for _ in range(2))
+    vp.sum_gradients_by_tree(accelerator, [model, average])  # the second one as a moving average: without a forward
     batch_norms = BatchNorms(model, accelerator)
-    with accelerator.accumulate(model), batch_norms.averaged():
+    around = batch_norms.averaged() if is_averaged else contextlib.nullcontext()
+    expected = contextlib.nullcontext() if is_averaged else pytest.raises(SystemExit)
+    with expected, accelerator.accumulate(model), around:
         accelerator.backward(model(torch.randn(4, 3)).sum())
-    with pytest.raises(SystemExit), accelerator.accumulate(model):
-        accelerator.backward(model(torch.randn(4, 3)).sum())
-    assert "use BatchNorms of utils/features/batch_norm.py" in capsys.readouterr().err
+    assert ("use BatchNorms of utils/features/batch_norm.py" in capsys.readouterr().err) is not is_averaged
 
 
 def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):

@@ -374,8 +374,8 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
     Raises: SystemExit, if a layer has sparse gradients.
     """
     check_dense(models)
-    batch_norms = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    own_momentum = {layer: layer.momentum for layer in batch_norms if layer.track_running_stats and layer.momentum != 1}
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    before = [(layer, layer.momentum, batches_of(layer)) for layer in layers]
     tree = TreeSum(accelerator)
     sums = [GradientSum(model, tree) for model in models if any_trained(model)]
     accumulation = accelerator.gradient_accumulation_steps
@@ -390,7 +390,8 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
             yield
         finally:
             accelerator.gradient_accumulation_steps = accumulation
-        check_averaged(own_momentum)
+        check_averaged(before)
+        before.clear()  # once is enough
         for each in sums:
             each.collect()
 
@@ -409,20 +410,26 @@ def check_dense(models: list[nn.Module]) -> None:
             )
 
 
-def check_averaged(own_momentum: dict[_BatchNorm, float | None]) -> None:
-    """Check that the running statistics of this micro-batch are averaged over all of the step.
+def batches_of(layer: _BatchNorm) -> int:
+    """Micro-batches that went into its running statistics; 0 if it has none."""
+    return int(layer.num_batches_tracked) if layer.track_running_stats else 0
+
+
+def check_averaged(before: list[tuple[_BatchNorm, float | None, int]]) -> None:
+    """Check that a micro-batch's running statistics go into the mean of its step.
 
     Args:
-        own_momentum: of each layer. Inside `BatchNorms.averaged` it is 1.
+        before: layers with their momentum and `batches_of` before the first micro-batch.
 
     Raises:
-        SystemExit: if each process keeps those of its own micro-batches.
+        SystemExit: if each process would keep those of its own micro-batches.
     """
-    if any(layer.training and layer.momentum == momentum for layer, momentum in own_momentum.items()):
-        stop(
-            "--virtual_processes needs BatchNorm statistics over all processes: use BatchNorms of "
-            f"{__package__.replace('.', '/')}/batch_norm.py, as in resnet50.py, or leave --virtual_processes out"
-        )
+    for layer, momentum, batches in before:
+        if batches_of(layer) > batches and layer.momentum == momentum != 1:  # in `BatchNorms.averaged` it is 1
+            stop(
+                "--virtual_processes needs BatchNorm statistics over all processes: use BatchNorms of "
+                f"{__package__.replace('.', '/')}/batch_norm.py, as in resnet50.py, or leave --virtual_processes out"
+            )
 
 
 def any_trained(model: nn.Module) -> bool:
