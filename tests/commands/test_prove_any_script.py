@@ -78,6 +78,17 @@ def test_one_mistake_is_named(prove_it):
 
 
 @pytest.mark.slow
+def test_a_picture_shows_samples_that_are_read_twice_and_changes_no_verdict(prove_it, tmp_path):
+    file = tmp_path / "samples.svg"
+    said = prove_it(FOREIGN / "ddp_series.py", MISTAKES["no DistributedSampler"].edits, picture=file)
+    assert said.code == 1
+    assert "each counts 2 times" in said.verdict
+    drawn = file.read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in ("rank 0", "rank 1", "twice"))
+    assert "<!-- missing -->" not in drawn
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("program", CORRECT)
 def test_a_correct_program_is_proven_on_one_two_and_three_processes(prove_it, program):
     options = {"resume_flags": RESUMES[program]} if program in RESUMES else {}

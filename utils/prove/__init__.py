@@ -77,6 +77,7 @@ def parse_args():
     add("--resume_flags", metavar="FLAGS", help=f'{any_script}: with which it resumes, "" if it does so by itself')
     add("--timeout_s", type=non_negative_float, default=60, metavar="X", help=f"per run, {any_script} (default: 60)")
     add("--json", action="store_true", help=f"the report as JSON, {any_script}")
+    add("--picture", type=Path, metavar="FILE", help=f"draw who read which sample (.png, .svg, .pdf), {any_script}")
     add("--precision", default="no", choices=("no", "bf16", "fp16"))
     add("--cpu", action="store_true", help="leave GPUs alone")
     add("--jobs", type=positive_int, default=2, metavar="N", help="runs at a time (default: 2)")
@@ -98,6 +99,13 @@ def parse_args():
         stop(f"--steps {args.steps} does not reach over the end of an epoch: use 5 or more")
     if args.keep and args.keep.exists() and not (args.keep.is_dir() and not any(args.keep.iterdir())):
         stop(f"--keep {args.keep} is not an empty folder: name a new one")
+    if args.picture:
+        from .picture import ENDINGS
+
+        if args.picture.suffix not in ENDINGS or args.picture.is_dir():
+            stop(f"--picture {args.picture} is not a file that ends in {', '.join(ENDINGS)}")
+        if not os.access(args.picture.absolute().parent, os.W_OK):
+            stop(f"--picture {args.picture}: its folder does not exist or cannot be written to")
     return args
 
 

@@ -29,6 +29,7 @@ class Report:
         self.script, self.as_json = args.script, args.json
         self.findings, self.notes, self.lines = [], [], []
         self.verdict, self.code = None, None
+        self.picture, self.compared_runs = getattr(args, "picture", None), []
 
     def say(self, text: str, colour: str = "") -> None:
         self.lines.append(text)
@@ -74,6 +75,10 @@ class Report:
         self.say(verdict, {PROVEN: "green", CANNOT_TELL: "yellow"}.get(code, "red"))
         if self.as_json:
             print(json.dumps(self.as_dict(), indent=2))
+        if self.picture:
+            from .picture import save
+
+            save(self.picture, self.compared_runs, verdict)
         return code
 
     def as_dict(self) -> dict:
@@ -171,6 +176,7 @@ class Proof:
         name = plural(processes, "process")
         outcome = self.runs(processes, self.plan | repeat)
         if len(outcome.records) == processes and not outcome.error:
+            self.report.compared_runs.append((reference, outcome.records))
             several = Several(reference, outcome.records)
             if several.is_plain():
                 what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
