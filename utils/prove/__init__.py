@@ -115,6 +115,8 @@ def main() -> int:
         from . import any_script
 
         return any_script.prove(args)
+    if args.picture or args.json:
+        stop(f"--picture and --json are for a script with a loop of its own, and {args.script} trains through Run")
     configs = find_configs(args.script)
     folder = args.keep or Path(tempfile.mkdtemp(prefix="prove_"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,12 @@ from .stages import passes_of, step_size
 
 ENDINGS = (".png", ".svg", ".pdf")
 RANKS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#cc79a7")
-COLOURS = {"twice": "red", "missing": "red", "repeated to fill the last step": "grey"}
-MARKERS = {"twice": "D", "missing": "x"}
+PADDING = "repeated to fill the last step"
+STYLES = {  # of what stands over the ranks: a ring around what is there, a cross where nothing is
+    "twice": {"marker": "o", "s": 50, "facecolors": "none", "edgecolors": "red"},
+    "missing": {"marker": "x", "s": 40, "color": "red"},
+    PADDING: {"marker": "s", "s": 14, "color": "grey"},
+}
 
 
 def reads(record: dict):
@@ -45,7 +49,7 @@ def marks(reference: dict, ranks: list[dict]) -> dict[str, list[tuple[int, int]]
         found[f"rank {rank}"].append((step, order[digest]))
         if key in wanted and counted[key][digest] > max(wanted[key][digest], 1):
             is_padding = step == last[key] and (seen[key] - wanted[key]).total() <= batch
-            found["repeated to fill the last step" if is_padding else "twice"].append((step, order[digest]))
+            found[PADDING if is_padding else "twice"].append((step, order[digest]))
     for key, step, digest in reads(reference):
         if key in seen and not seen[key][digest]:
             found["missing"].append((step, order[digest]))
@@ -62,9 +66,11 @@ def draw(runs: list[tuple[dict, list[dict]]], verdict: str):
         return None
     figure = Figure(figsize=(max(6 * len(panels), 8), 6), dpi=100, layout="constrained")
     for axes, (processes, found) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for name, points in sorted(found.items()):
-            colour = COLOURS.get(name) or RANKS[int(name.split()[1]) % len(RANKS)]
-            axes.scatter(*zip(*points, strict=True), s=14, color=colour, marker=MARKERS.get(name, "s"), label=name)
+        for name in sorted(found, key=lambda name: (name in STYLES, name)):
+            style = STYLES.get(name)
+            if style is None:
+                style = {"marker": "s", "s": 14, "color": RANKS[int(name.removeprefix("rank ")) % len(RANKS)]}
+            axes.scatter(*zip(*found[name], strict=True), label=name, **style)
         axes.set(title=f"{processes} processes", xlabel="optimizer step", ylabel="sample, by first use on 1 process")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
     figure.suptitle(textwrap.fill(verdict, 90))
