@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from .console import is_local_main, show, stop
 from .fingerprint import digest
-from .randomness import combine, seed_generators
+from .randomness import combine, generators_restored, seed_generators
 from .sampler import MicroBatch
 from .signals import end_with_parent
 
@@ -52,18 +52,6 @@ def watch_draws(function: Callable, *args) -> tuple[Any, bool]:
     seed_generators(0)
     result = function(*args)
     return result, first_draws() != untouched
-
-
-@contextlib.contextmanager
-def generators_restored() -> Iterator[None]:
-    """Whatever is drawn inside, the three global generators go on afterwards as if it had not been drawn."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
 
 
 class ItemFetcher(Dataset):

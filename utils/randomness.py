@@ -4,8 +4,10 @@ A generator's numbers depend on how often it was used, and so on the number of p
 the run was resumed. The functions here compute their numbers from a key instead.
 """
 
+import contextlib
 import math
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -101,3 +103,15 @@ def seed_generators_for(device: torch.device, key: int) -> None:
     seed_generators(key)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(key)
+
+
+@contextlib.contextmanager
+def generators_restored() -> Iterator[None]:
+    """Whatever is drawn inside, the three global generators go on afterwards as if it had not been drawn."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])

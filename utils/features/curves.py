@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..atomic_files import write
+from ..best import is_number
 from ..console import show
 
 COLOURS = {"train": "#0072b2", "test": "#d55e00"}
@@ -101,7 +102,7 @@ def join_short_lines(lines: list[dict]) -> list[dict]:
 
 
 def is_finite_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def is_plotted(name: str) -> bool:

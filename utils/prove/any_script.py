@@ -4,6 +4,7 @@ The script runs for two passes over a few samples on one process, the reference,
 on two and three processes. `same_work.py` makes them the same, `watch.py` records, and `stages.py` compares.
 """
 
+import contextlib
 import json
 import linecache
 import tempfile
@@ -13,7 +14,7 @@ from ..console import plural, show
 from .forked import Outcome, Runs
 from .mistakes import advice
 from .same_work import items_of_epoch, micro_batch
-from .stages import Evaluations, Finding, Several, Single, note, uneven_call
+from .stages import Evaluations, Finding, Several, Single, note, trained_on, uneven_call
 
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
 CHANGES = (
@@ -98,6 +99,9 @@ def prove(args) -> int:
     import torch
     import torch._dynamo  # which every optimizer imports: once for all processes
 
+    with contextlib.suppress(ImportError):  # a script in plain PyTorch does not need it
+        import accelerate.local_sgd  # noqa: F401  and all that `watch.py` asks of it, also once
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process that has started threads must not be forked
     try:
@@ -157,7 +161,7 @@ class Proof:
 
     def _begin(self, reference: dict) -> None:
         facts = reference["facts"]
-        training = {part["key"] for step in reference["steps"] for m in step["micro_batches"] for part in m["samples"]}
+        training = trained_on(reference)
         loaders = [loader for key, loader in facts["loaders"].items() if key in training and loader["given"]]
         words = f"{self.args.script} on the CPU"
         if loaders:
@@ -218,8 +222,7 @@ class Proof:
         if not again.records:
             return []
         noise = {suspect[:2] for suspect in Evaluations(reference, again.records).suspects()}
-        trained = {part["key"] for step in reference["steps"] for m in step["micro_batches"] for part in m["samples"]}
-        keys = [key for test in reference["evaluations"] for key in test["samples"] if key not in trained]
+        keys = [key for test in reference["evaluations"] for key in test["samples"] if key not in tests.trained]
         fewer = self.runs(1, self.plan | {"shorter": keys})
         results = {suspect[:2] for suspect in Evaluations(reference, fewer.records).suspects()} if fewer.records else {}
         found = []

@@ -28,7 +28,6 @@ class Outcome(NamedTuple):
 
     records: list[dict]
     error: str | None  # of the first rank that failed
-    seconds: float
     folder: Path  # the copy
     waits: list[str]  # where each rank stood when the time was over
     calls: list[list[str]]  # the collective calls of each rank: after how many steps, the name, the line
@@ -118,7 +117,6 @@ class Runs:
         variables |= {"LOCAL_WORLD_SIZE": str(processes), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         variables |= {"ACCELERATE_MIXED_PRECISION": "no", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         variables |= {"TORCHELASTIC_RUN_ID": "prove", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
-        begin = time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
         ranks = {}
@@ -130,7 +128,7 @@ class Runs:
         finally:
             for pid in ranks:
                 end_session(pid)
-        return self._outcome(output, processes, folder, time.monotonic() - begin, is_over)
+        return self._outcome(output, processes, folder, is_over)
 
     def _fork(self, plan: dict, rank: int, variables: dict, flags: list[str]) -> int:
         pid = os.fork()
@@ -185,7 +183,7 @@ class Runs:
             time.sleep(0.01)
         return False
 
-    def _outcome(self, output: Path, processes: int, folder: Path, seconds: float, is_over: bool) -> Outcome:
+    def _outcome(self, output: Path, processes: int, folder: Path, is_over: bool) -> Outcome:
         import torch
 
         records, errors, waits, calls = [], [], [], []
@@ -204,7 +202,7 @@ class Runs:
             error = min(errors, key=lambda text: "onnection" in text)  # rather the cause than what followed
         elif len(records) < processes and not waits:
             error = f"it did not end in {self.timeout_s:g} s" if is_over else "a process ended without a record"
-        return Outcome(records, error, seconds, folder, [] if error else waits, calls)
+        return Outcome(records, error, folder, [] if error else waits, calls)
 
 
 def end_session(pid: int) -> None:

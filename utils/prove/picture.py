@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 from ..console import show
-from .stages import passes_of, step_size
+from .stages import parts_of, passes_of, step_size
 
 ENDINGS = (".png", ".svg", ".pdf")
 RANKS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#cc79a7")
@@ -21,11 +21,10 @@ STYLES = {  # of what stands over the ranks: a ring around what is there, a cros
 def reads(record: dict):
     """Yield (pass, step, sample) for each sample that a process read; a pass is a loader and a number."""
     for number, step in enumerate(record["steps"], start=1):
-        for micro in step["micro_batches"]:
-            for part in micro["samples"]:
-                if part["key"] is not None:
-                    for digest in part["digests"] or []:
-                        yield (part["key"], part["pass"]), number, digest
+        for part in parts_of(step):
+            if part["key"] is not None:
+                for digest in part["digests"] or []:
+                    yield (part["key"], part["pass"]), number, digest
 
 
 def marks(reference: dict, ranks: list[dict]) -> dict[str, list[tuple[int, int]]]:

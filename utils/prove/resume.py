@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ..console import plural
-from .stages import Finding, differ, named, note, passes_of, samples_of
+from .stages import Finding, differ, named, note, parts_of, passes_of, samples_of
 
 SAME = 1e-6
 
@@ -67,7 +67,7 @@ def _samples(whole: dict, resumed: dict, done: int, line: str) -> Iterator[Findi
         if skipped > 0:
             what = f"{plural(skipped, 'sample')} of the epoch are skipped"
         yield Finding("resume", "resumed samples", what, done + 1, line)
-    elif resumed["steps"] and first == samples_of(whole["steps"][0]):
+    elif first == samples_of(whole["steps"][0]):
         what = "the epoch after the checkpoint has the order of the first one"
         yield Finding("resume", "resumed samples", what, done + 1, line)
     else:
@@ -75,5 +75,5 @@ def _samples(whole: dict, resumed: dict, done: int, line: str) -> Iterator[Findi
 
 
 def _pass_of(step: dict) -> tuple[str, int] | None:
-    parts = [part for micro in step["micro_batches"] for part in micro["samples"]]
-    return (parts[0]["key"], parts[0]["pass"]) if parts else None
+    first = next(parts_of(step), None)
+    return first and (first["key"], first["pass"])

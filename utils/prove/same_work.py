@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, Subset
 from torch.utils.data._utils import fetch
 
 from ..fingerprint import digest
+from ..randomness import generators_restored, seed_generators
 
 TAG = "batch with digests"  # a plain tuple that begins with this: scripts may have a package of our name
 BATCHES = 6  # whole micro-batches of an epoch
@@ -67,16 +68,9 @@ def cut(data, limit: int):
 @contextlib.contextmanager
 def seeded(seed: int):
     """Seed all global generators, and set them back at the end."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
+    with generators_restored():
+        seed_generators(seed)
         yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
 
 
 def generator_states() -> int:
@@ -142,7 +136,7 @@ class SwitchedOff:
         return input
 
     def _no_autocast(self) -> None:
-        enter, start = torch.autocast.__enter__, torch.autocast.__init__
+        start = torch.autocast.__init__
 
         def off(autocast, device_type, dtype=None, enabled=True, cache_enabled=None):
             if enabled:
@@ -150,7 +144,6 @@ class SwitchedOff:
             start(autocast, "cpu", torch.bfloat16, False)
 
         torch.autocast.__init__ = off
-        torch.autocast.__enter__ = enter
 
     def _not_compiled(self, model=None, **options):
         self.switched_off.add("torch.compile")

@@ -50,10 +50,19 @@ def close(one: float, other: float, tolerance: float = 1e-3) -> bool:
     return math.isclose(one, other, rel_tol=tolerance)
 
 
+def parts_of(step: dict) -> Iterator[dict]:
+    """The batches, or parts of them, that a step of one process was made of."""
+    return (part for micro in step["micro_batches"] for part in micro["samples"])
+
+
 def samples_of(step: dict) -> collections.Counter:
     """How often each sample is in a step of one process."""
-    parts = (part for micro in step["micro_batches"] for part in micro["samples"])
-    return collections.Counter(digest for part in parts for digest in part["digests"] or [])
+    return collections.Counter(digest for part in parts_of(step) for digest in part["digests"] or [])
+
+
+def trained_on(record: dict) -> set[str]:
+    """The loaders of the training data."""
+    return {part["key"] for step in record["steps"] for part in parts_of(step)}
 
 
 def united(steps: list[dict]) -> collections.Counter:
@@ -64,10 +73,9 @@ def passes_of(record: dict) -> dict[tuple[str, int], list[str]]:
     """The samples of each pass over the training data, in order, by loader and number."""
     found = {}
     for step in record["steps"]:
-        for micro in step["micro_batches"]:
-            for part in micro["samples"]:
-                if part["key"] is not None:
-                    found.setdefault((part["key"], part["pass"]), []).extend(part["digests"] or [])
+        for part in parts_of(step):
+            if part["key"] is not None:
+                found.setdefault((part["key"], part["pass"]), []).extend(part["digests"] or [])
     return found
 
 
@@ -129,7 +137,7 @@ class Single:
         if step.get("holds") and len(self.facts["optimizers"]) == 1:
             what = "the gradients of the step before are still there when the next one begins"
             yield Finding("zero_grad", "gradient", what, number, micro[0]["line"])
-        epochs = {(part["key"], part["pass"]) for each in micro for part in each["samples"] if part["key"]}
+        epochs = {(part["key"], part["pass"]) for part in parts_of(step) if part["key"]}
         if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
             what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
             yield Finding("leftover", "gradient", what, number, micro[0]["line"])
@@ -295,7 +303,7 @@ class Several:
     def _own_batches(self) -> Iterator[Finding]:
         self.not_compared["samples and gradients with 1 process"] = "the script draws its own batches"
         for number, steps in enumerate(zip(*(rank["steps"] for rank in self.ranks), strict=False), 1):
-            drawn = [[part["digests"] for m in step["micro_batches"] for part in m["samples"]] for step in steps]
+            drawn = [[part["digests"] for part in parts_of(step)] for step in steps]
             for rank, batches in enumerate(drawn[1:], 1):
                 if any(batch and batch in drawn[0] for batch in batches):
                     what = f"ranks 0 and {rank} draw the same batch: each of its samples counts twice"
@@ -574,9 +582,7 @@ class Evaluations:
 
     def __init__(self, reference: dict, ranks: list[dict]):
         self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
-        self.trained = {
-            part["key"] for step in reference["steps"] for micro in step["micro_batches"] for part in micro["samples"]
-        }
+        self.trained = trained_on(reference)
 
     def pairs(self) -> Iterator[tuple[dict, list[dict]]]:
         """The evaluations of the reference, and those of each rank after the same number of steps."""

@@ -19,10 +19,10 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.utils.data import default_collate
 
 from .. import launch, loader, run
+from ..checkpoint.state import parameters_of
 from ..fingerprint import digest
 from .tensors import sampled
 
@@ -298,11 +298,6 @@ class Recorder:
             for parameter in parameters_of(optimizer)
             if parameter.data_ptr() not in saved
         ]
-
-
-def parameters_of(optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 @contextlib.contextmanager
