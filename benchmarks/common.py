@@ -288,7 +288,7 @@ def machine() -> dict[str, str]:
 
     import torch
 
-    from utils.features.banner import cpu_name
+    from utils.extras.banner import cpu_name
 
     gpus, kind = "no GPU", device().type
     if kind != "cpu":

@@ -37,7 +37,7 @@ from scripts import gradient_accumulation as script
 from scripts.gradient_accumulation import CellNet, count_ink_cells, losses_and_predictions
 from utils.console import plural
 from utils.datasets.images_in_memory import load_images
-from utils.features.peak_memory import peak_memory_gib, reset_peak_memory
+from utils.extras.peak_memory import peak_memory_gib, reset_peak_memory
 from utils.run import Run
 from utils.sampler import GlobalSampler
 

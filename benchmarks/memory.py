@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from utils.features.peak_memory import own_peak_memory_gib
+from utils.extras.peak_memory import own_peak_memory_gib
 
 
 def parse_args():

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts import model_split
-from utils.features.pipeline import OneProcess, balance_stages, measure_blocks
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
+from utils.parallel.pipeline import OneProcess, balance_stages, measure_blocks
 
 STAGES = 2
 

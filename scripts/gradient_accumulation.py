@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils import launch
 from utils.console import stop
 from utils.datasets.images_in_memory import load_images
-from utils.features.data_parallel import data_parallel, on_each_gpu
-from utils.features.out_of_memory import largest_that_fits
+from utils.extras.out_of_memory import largest_that_fits
 from utils.flags import ArgumentParser, non_negative_float, positive_int
 from utils.loader import GlobalLoader
+from utils.parallel.data_parallel import data_parallel, on_each_gpu
 from utils.run import Run
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.

@@ -36,7 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from
 from utils import launch
 from utils.console import plural, stop
 from utils.datasets.images_in_memory import LabelledImages, load_images
-from utils.features.pipeline import (
+from utils.extras.pretrained import load_pretrained
+from utils.flags import ArgumentParser, at_least, non_negative_float, non_negative_int, positive_int
+from utils.loader import GlobalLoader
+from utils.parallel.pipeline import (
     ModelParts,
     OneProcess,
     OverProcesses,
@@ -46,10 +49,7 @@ from utils.features.pipeline import (
     stage_table,
     sum_over_copies,
 )
-from utils.features.pipeline_timeline import StepRecorder
-from utils.features.pretrained import load_pretrained
-from utils.flags import ArgumentParser, at_least, non_negative_float, non_negative_int, positive_int
-from utils.loader import GlobalLoader
+from utils.parallel.pipeline_timeline import StepRecorder
 from utils.run import Run
 
 # Of ImageNet, 0 to 255, for torchvision's weights: https://pytorch.org/vision/stable/models.html.

@@ -36,15 +36,15 @@ from utils.datasets.image_files import (
     without_bad_images,
 )
 from utils.datasets.images_in_memory import load_splits
-from utils.features.batch_norm import BatchNorms
-from utils.features.curves import draw_images, plot_confusion, save_picture
-from utils.features.data_parallel import on_each_gpu
-from utils.features.fsdp import memory_format, moving_average, shard, supports_fused_step
-from utils.features.gather_samples import gather_samples
-from utils.features.pretrained import load_pretrained
-from utils.features.sampling import Repeated
+from utils.extras.curves import draw_images, plot_confusion, save_picture
+from utils.extras.pretrained import load_pretrained
+from utils.extras.sampling import Repeated
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
+from utils.parallel.batch_norm import BatchNorms
+from utils.parallel.data_parallel import on_each_gpu
+from utils.parallel.fsdp import memory_format, moving_average, shard, supports_fused_step
+from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
 from utils.topology import data_parallel_gpus
 

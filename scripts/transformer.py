@@ -30,7 +30,7 @@ from utils.atomic_files import read_entry
 from utils.console import stop
 from utils.datasets.text import STDLIB, PackedText, bits_per_byte_of_others, count_targets, load_text
 from utils.datasets.tokens import END, BytePairs, load_tokenizer
-from utils.features.pretrained import load_pretrained
+from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, positive_int
 from utils.loader import GlobalLoader
 from utils.run import Run

@@ -1,6 +1,6 @@
 """The map of this folder: what every script takes along, what can be left out, and the commands.
 
-The core, in the order in which a script meets it:
+Copy it whole beside a script. The core, in the order in which a script meets it:
 
     launch             the Accelerator for the topology that the config file asks for
     topology           what the config asks for, and whether that runs
@@ -21,7 +21,35 @@ The core, in the order in which a script meets it:
     console            lines on the screen
     atomic_files       files that are there whole or not at all
 
-features/: each module can be left out, and its flag goes with it; its README.md lists them.
+parallel/: what a config file or a script asks for.
+
+    data_parallel      nn.DataParallel (dp.yaml), with the loss on each GPU
+    fsdp               sharded models (fsdp.yaml)
+    same_weights       compares the weights of the processes before each checkpoint, and the numbers of each test
+    virtual_processes  --virtual_processes: the same bits on any number of processes
+    batch_norm         BatchNorm statistics over all processes
+    gather_samples     every sample's value on every process
+    pipeline           a model cut over several devices
+    pipeline_timeline  a picture of when each stage computes
+
+extras/: what a flag asks for, and what a run shows and watches.
+
+    banner             what is going to run, on the screen and in run.json
+    provenance         versions and commit in run.json
+    progress_bar       a bar on a terminal
+    peak_memory        peak memory, in summary.json
+    curves             curves.png at the end of a run
+    lasting_output     a closed pipe or a full disk does not end a run
+    orphans            processes end when their launcher is gone
+    out_of_memory      advice, and the largest batch that fits
+    hang_watchdog      names the rank that the others wait for
+    lost_peers         names the rank that is gone
+    restarts           --max_restarts of the launcher: continue after a failure
+    early_stopping     --patience: stop when the test no longer gets better
+    trackers           --log_with: log to tensorboard and the like, too
+    profiling          --profile: a table and a trace of some steps
+    pretrained         --pretrained: start from weights of others
+    sampling           weighted draws, repeated augmentation
 
 datasets/: where items come from.
 
@@ -34,9 +62,6 @@ datasets/: where items come from.
 Commands: `python -m utils.NAME`, from the folder above.
 
     doctor/            inspects the machine, and names the config that fits
-    take/              copies a script and what it needs into a folder of yours
     prove/             runs a script on several topologies, and names the first thing that differs
     compare/           compares runs: where their numbers begin to differ, and by how much
-
-No core module imports a feature or a command at the top of its file, and no feature imports a command.
 """

@@ -5,7 +5,6 @@ import sys
 import textwrap
 
 from .console import is_local_main, stop
-from .features import has
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -61,8 +60,6 @@ class ArgumentParser(argparse.ArgumentParser):
     def add_run_flags(self, log_every: int | None = None, *, virtual_processes: bool = True) -> None:
         """Add the last group, "run": the seed, where the output goes, and how to save, resume and log.
 
-        Flags of features that are not there are left out.
-
         Args:
             log_every: default of --log_every. None: for a script that neither logs its steps nor can be resumed; it
                 gets --seed, --output_dir and --timeout_s only.
@@ -77,15 +74,11 @@ class ArgumentParser(argparse.ArgumentParser):
             add("--keep_checkpoints", type=non_negative_int, default=2, help="keep the newest N checkpoints; 0: all")
             add("--save_best", metavar="METRIC", help="also keep the model of the best test METRIC, such as accuracy")
             add("--log_every", type=positive_int, default=log_every, help="log every N steps")
-        if log_every and has("early_stopping"):
-            stops = "stop after N tests without a better one; 0: never"
-            add("--patience", type=non_negative_int, default=0, help=stops)
-        if log_every and has("trackers"):
+            add("--patience", type=non_negative_int, default=0, help="stop after N tests without a better; 0: never")
             add("--log_with", metavar="TRACKER", help="also log to a tracker of Accelerate, such as tensorboard")
-        if log_every and has("profiling"):
             profile = {"nargs": "?", "type": positive_int, "const": 10, "default": 0, "metavar": "STEPS"}
             add("--profile", **profile, help="table and trace of STEPS steps (10) after the first ten (default: none)")
-        if log_every and virtual_processes and has("virtual_processes"):
+        if log_every and virtual_processes:
             add("--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes; 0: off")
         seconds = at_least(1, below=10**8)  # more overflow in torch, which then hangs
         add("--timeout_s", type=seconds, default=600, help="how long a process waits for another, also during a save")

@@ -3,12 +3,14 @@
 import argparse
 import contextlib
 import datetime
+import functools
 import gc
 import os
 import sys
 import time
 from pathlib import Path
 
+import accelerate.optimizer
 import psutil
 import torch
 from accelerate import Accelerator
@@ -23,7 +25,10 @@ from accelerate.utils import (
 
 from .console import stop
 from .errors import ExplainedErrors, explain_errors
-from .features import feature, has
+from .extras import hang_watchdog, lost_peers, out_of_memory, restarts
+from .extras.lasting_output import outlive_readers
+from .extras.orphans import follow_launcher
+from .extras.provenance import code_digest
 from .topology import check_topology, data_parallel_gpus, same_on_all, wants_cpu
 
 DEFAULTS = {
@@ -38,7 +43,7 @@ DEFAULTS = {
 
 
 class TrainingAccelerator(Accelerator):
-    """Accelerate's Accelerator, and what the features of a run attach to it.
+    """Accelerate's Accelerator, and what a run attaches to it.
 
     Attributes:
         virtual_processes: as --virtual_processes asked for; 0: off.
@@ -65,7 +70,9 @@ class TrainingAccelerator(Accelerator):
         """As in Accelerate, which has no nn.DataParallel: with dp.yaml, the model is wrapped in that."""
         is_new = not evaluation_mode and not getattr(model, "_is_accelerate_prepared", False)
         if is_new and data_parallel_gpus(self) > 1 and not self.verify_device_map(model):
-            model = feature("data_parallel", "one process with several GPUs (dp.yaml)").data_parallel(model, self)
+            from .parallel.data_parallel import data_parallel
+
+            model = data_parallel(model, self)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
 
@@ -79,7 +86,7 @@ def make_accelerator(
 ) -> TrainingAccelerator:
     """The Accelerator for the topology in the config file, checked against what runs. Collective.
 
-    Also seeds all generators, sets the number of CPU threads, and attaches the features that need no flag.
+    Also seeds all generators, sets the number of CPU threads, and attaches what needs no flag.
 
     Args:
         args: the parsed flags; for those of DEFAULTS that it does not have, the default counts. Sets `output_dir` to
@@ -98,28 +105,29 @@ def make_accelerator(
     if "triton" not in sys.modules:  # at the end it would report what is frozen of it as leaked
         gc.freeze()  # to search for garbage in what the imports made, again and again, takes a second of a start
     errors = explain_errors()
-    lost_peers = attach_to_process(errors, args)
+    peers = attach_to_process(errors, args)
     is_new_folder = not settings.output_dir
     settings.output_dir = settings.output_dir or new_output_dir()
-    restarts = None
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        restarts = feature("restarts", "--max_restarts")
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if may_restart:
         restarts.check_that_it_can_continue(is_new_folder)
     if settings.log_with or log_with:
-        settings.log_with = feature("trackers", "--log_with").check_trackers(settings.log_with, log_with)
+        from .extras.trackers import check_trackers
+
+        settings.log_with = check_trackers(settings.log_with, log_with)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
     accelerator = create_accelerator(settings, errors, [ddp, *kwargs_handlers])
     # From here on, the processes can talk to each other.
     check_topology(accelerator)
-    attach_to_group(lost_peers, settings.timeout_s)
-    if restarts and restarts.was_restarted():
+    attach_to_group(peers, settings.timeout_s)
+    if may_restart and restarts.was_restarted():
         args.resume = True  # nobody is there to type --resume
-    code = feature("provenance").code_digest() if has("provenance") else ""
-    same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code, **vars(args)})
+    same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})
     accelerator.split_batch = split_batch
     if settings.virtual_processes:
-        module = feature("virtual_processes", "--virtual_processes")
-        module.use_virtual_processes(accelerator, settings.virtual_processes)
+        from .parallel.virtual_processes import use_virtual_processes
+
+        use_virtual_processes(accelerator, settings.virtual_processes)
         cpu_threads = cpu_threads or 1
     if split_batch and settings.batch_size is not None:
         parts = accelerator.num_processes * settings.gradient_accumulation_steps
@@ -173,38 +181,32 @@ def new_output_dir() -> str:
 
 
 def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace):
-    """The features that need no flag, before the process group is made: each only where its file is.
+    """What needs no flag, before the process group is made.
 
     Returns:
         The LostPeers to introduce to each other, or None.
     """
-    if has("lasting_output"):
-        feature("lasting_output").outlive_readers()
-    if has("orphans"):
-        feature("orphans").follow_launcher(getattr(args, "timeout_s", DEFAULTS["timeout_s"]))
-    if has("quick_steps"):
-        feature("quick_steps").ask_once()
-    if has("out_of_memory"):
-        out_of_memory = feature("out_of_memory")
-        errors.explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))
-    if not {"RANK", "MASTER_ADDR"} <= os.environ.keys() or not has("lost_peers"):
+    outlive_readers()
+    follow_launcher(getattr(args, "timeout_s", DEFAULTS["timeout_s"]))
+    # In every step Accelerate's optimizer asks twice whether a package is installed, which searches the disk: 0.1 ms.
+    if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
+        accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
+    errors.explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))
+    if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         return None
-    module = feature("lost_peers")
-    lost_peers = module.LostPeers(args)
-    errors.explanations.append((module.is_lost_peer, lost_peers.sentence))
-    module.bind_gloo_to_the_route()
-    return lost_peers
+    peers = lost_peers.LostPeers(args)
+    errors.explanations.append((lost_peers.is_lost_peer, peers.sentence))
+    lost_peers.bind_gloo_to_the_route()
+    return peers
 
 
-def attach_to_group(lost_peers, timeout_s: float) -> None:
-    """The features that need no flag, once the process group is there. Collective."""
-    if lost_peers:
-        lost_peers.introduce()
-    if has("hang_watchdog"):
-        hang_watchdog = feature("hang_watchdog")
-        hang_watchdog.watch_ranks(timeout_s)
-        if lost_peers:
-            lost_peers.who_is_late = hang_watchdog.who_is_late
+def attach_to_group(peers, timeout_s: float) -> None:
+    """What needs no flag, once the process group is there. Collective."""
+    if peers:
+        peers.introduce()
+    hang_watchdog.watch_ranks(timeout_s)
+    if peers:
+        peers.who_is_late = hang_watchdog.who_is_late
 
 
 def check_batch_size(batch_size: int, micro_batches: int) -> None:

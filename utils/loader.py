@@ -113,7 +113,7 @@ class GlobalLoader:
         accumulation: micro-batches of a step on each process; None: the accelerator's in training, 1 in tests.
             Virtual processes decide it otherwise.
         drop_last: see GlobalSampler.
-        order: of the training data, in place of a permutation: see features/sampling.py.
+        order: of the training data, in place of a permutation: see extras/sampling.py.
 
     Raises:
         SystemExit: if the dataset is not map-style, empty, or smaller than a dropped batch, or the order does not fit.

@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from .console import stop
-from .features import feature
 from .randomness import widest_float
 from .sampler import virtual_processes
 
@@ -110,7 +109,9 @@ class Metrics:
         if virtual_processes(self.accelerator):
             columns = [*(self.values[name] for name in names), self._known_weights()] if self.indices else []
             columns = [torch.cat(parts) for parts in columns]
-            sums = feature("virtual_processes").exact_sums(self.accelerator, columns, len(names))
+            from .parallel.virtual_processes import exact_sums
+
+            sums = exact_sums(self.accelerator, columns, len(names))
         else:
             sums = self.accelerator.reduce(self._own_sums(names), "sum").tolist()
         for name, total in zip(names, sums, strict=False):

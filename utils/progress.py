@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 
 from .console import show
-from .features import feature, has
 
 TEST_LINE_EVERY_S = 20  # where no bar shows it
 
@@ -32,8 +31,10 @@ class Progress:
         self.test_s: float | None = None
         self.is_testing = False
         self.bar = None
-        if shows and sys.stderr.isatty() and has("progress_bar"):
-            self.bar = feature("progress_bar").ProgressBar(step, total_steps)
+        if shows and sys.stderr.isatty():
+            from .extras.progress_bar import ProgressBar
+
+            self.bar = ProgressBar(step, total_steps)
 
     def timed(self, batches: Iterable, batches_per_step: int) -> Iterator:
         """The same batches; adds up the time in this loop, and draws the bar between steps."""

@@ -18,7 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 from .best import Best, is_number, plain
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
-from .features import feature, has
+from .extras import banner, hang_watchdog
+from .extras.curves import plot_curves
+from .extras.peak_memory import peak_memory_gib
 from .flags import as_json
 from .loader import Batch, GlobalLoader, describe_data
 from .metrics import LINE, Metrics
@@ -99,7 +101,7 @@ class Run:
                 load_state_dict.
             data: more about the data, for run.json and the screen; its "fingerprint" replaces the loaders' own.
             resume_invariants: what else a resumed run must have the same value for, by name.
-            model_parts: a features.pipeline.ModelParts, if the processes share the model.
+            model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
 
         Raises:
             SystemExit: on every rank, if processes have different data or the checkpoint does not fit; with exit
@@ -120,8 +122,7 @@ class Run:
         invariants |= {"data": data["fingerprint"], "total_steps": total_steps}
         invariants |= {"save_best": args.save_best}  # the file of the best model is of this metric
         invariants |= resume_invariants or {}
-        banner = feature("banner") if has("banner") else None
-        topology = banner.describe_topology(accelerator) if banner else {}
+        topology = banner.describe_topology(accelerator)
         # 2. Go on where the newest checkpoint is.
         folder = self.folder.path / "checkpoints"
         self.checkpoints = Checkpoints(
@@ -132,13 +133,12 @@ class Run:
         self.metrics = Metrics(accelerator, saved_metrics, all_ranks_add=model_parts is None)
         # 3. Say so; a run that was completed before ends here.
         batch = model_parts.batch if model_parts else None
-        if banner:
-            banner.announce(
-                accelerator, topology, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
-            )
+        banner.announce(
+            accelerator, topology, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
+        )
         self._exit_if_completed()
-        # 4. From here on it is a run: features, log files.
-        self._attach_features(topology)
+        # 4. From here on it is a run: what flags ask for, log files.
+        self._attach_extras(topology)
         test_samples = test_loader.num_samples if test_loader else 0
         test_steps = test_samples / self.batch_size / 3  # forward is a third of a step
         is_main = accelerator.is_main_process
@@ -158,29 +158,37 @@ class Run:
         self.accelerator.end_training()
         raise SystemExit(0)
 
-    def _attach_features(self, topology: dict) -> None:
+    def _attach_extras(self, topology: dict) -> None:
         """Everything that a run may have beside its core; what concerns the process is in launch.py. Collective."""
         accelerator, args, parts = self.accelerator, self.args, self.state.values()
         models = [part for part in parts if isinstance(part, nn.Module)]
-        self.watchdog = feature("hang_watchdog") if has("hang_watchdog") else None
         self.early_stopping = self.trackers = self.profiler = self.same_weights = None
-        if has("same_weights") and accelerator.num_processes > 1 and self.model_copy is None:
-            self.same_weights = feature("same_weights")
+        if accelerator.num_processes > 1 and self.model_copy is None:
+            from .parallel import same_weights
+
+            self.same_weights = same_weights
         if getattr(accelerator, "virtual_processes", 0):
-            virtual_processes = feature("virtual_processes", "--virtual_processes")
+            from .parallel import virtual_processes
+
             virtual_processes.sum_gradients_by_tree(accelerator, models)
-            if self.step and topology:
+            if self.step:
                 virtual_processes.warn_of_other_rounding(accelerator, self.folder.path, topology)
         if args.patience:
-            self.early_stopping = feature("early_stopping", "--patience").EarlyStopping(args.patience, self.best)
+            from .extras.early_stopping import EarlyStopping
+
+            self.early_stopping = EarlyStopping(args.patience, self.best)
         if args.profile:
+            from .extras.profiling import Profiler
+
             optimizers = [part for part in parts if isinstance(part, AcceleratedOptimizer)]
-            self.profiler = feature("profiling", "--profile").Profiler(
+            self.profiler = Profiler(
                 accelerator, self.folder.path, args.profile, models, optimizers, self.total_steps - self.step
             )
         if accelerator.log_with:
+            from .extras.trackers import Trackers
+
             config = {name: v for name, v in vars(args).items() if isinstance(v, (int, float, str))}
-            self.trackers = feature("trackers", "--log_with").Trackers(accelerator, config)
+            self.trackers = Trackers(accelerator, config)
 
     def epochs(self) -> Iterator[int]:
         """The numbers of the epochs to go, until `total_steps` steps are done or --patience ends the run.
@@ -244,8 +252,7 @@ class Run:
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 in training; in a test, the number of the batch from 1 on."""
-        if self.watchdog is not None:
-            self.watchdog.reached(self.step)
+        hang_watchdog.reached(self.step)
         seed_generators_for(self.accelerator.device, combine(self.args.seed, self.step, batch.slot, test_batch))
 
     def _step_done(self, epoch: int, samples: int) -> None:
@@ -377,8 +384,7 @@ class Run:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
         self.checkpoints.wait()
         self._save_models()
-        if has("peak_memory"):
-            self.add_to_summary(peak_memory_gib=round(feature("peak_memory").peak_memory_gib(self.accelerator), 3))
+        self.add_to_summary(peak_memory_gib=round(peak_memory_gib(self.accelerator), 3))
         if self.accelerator.is_main_process:
             self.progress.close()
             self._write_summary()
@@ -407,16 +413,14 @@ class Run:
         )
 
     def _draw_and_say_done(self) -> None:
-        path, curves = self.folder.path, ""
-        if has("curves"):
-            curves = ", curves"
-            title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
-            feature("curves").plot_curves(path / "metrics.jsonl", path / "curves.png", title)
+        path = self.folder.path
+        title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
+        plot_curves(path / "metrics.jsonl", path / "curves.png", title)
         numbers = {n: v for n, v in self.last_test.items() if is_number(v) and n != "samples"}
         shown = [f"test {metric_text(name, value)}" for name, value in numbers.items()]
         result = ", ".join(shown[:3]) or f"{self.step} steps"
         train_s = self.progress.timer.train_s
-        show(f"done: {result} in {train_s:.1f} s of training; model{curves} and summary in {path}", "green")
+        show(f"done: {result} in {train_s:.1f} s of training; model, curves and summary in {path}", "green")
 
 
 def check_batch_norms(state: Iterable, sampler: GlobalSampler) -> None:

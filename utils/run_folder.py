@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from .atomic_files import fsync, read_entry, write_json
 from .console import show, stop
-from .features import feature, has
+from .extras.provenance import describe_code
 
 
 class RunFolder:
@@ -80,7 +80,7 @@ class RunFolder:
         content = {
             **about_run,
             "command": sys.argv,
-            **(feature("provenance").describe_code() if has("provenance") else {}),
+            **describe_code(),
             "launches": [*launches, launch],
         }
         path = self.path / "metrics.jsonl"

@@ -50,7 +50,7 @@ class GlobalSampler:
         length: items of the dataset.
         seed: None: in the order of the dataset.
         drop_last: leave out a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
-        order: a function of (sampler, epoch, positions) in place of a permutation: see features/sampling.py.
+        order: a function of (sampler, epoch, positions) in place of a permutation: see extras/sampling.py.
         virtual_processes: cut each step into so many micro-batches instead of accumulation x world_size;
             each process has consecutive ones, and not all have equally many. 0: off.
     """

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import show, stop
-from utils.features.banner import describe_topology
-from utils.features.curves import RUN_COLOURS, save_picture
+from utils.extras.banner import describe_topology
+from utils.extras.curves import RUN_COLOURS, save_picture
 from utils.run_folder import RunFolder
 
 MIB = 2**20

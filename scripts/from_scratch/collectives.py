@@ -34,8 +34,8 @@ from network_timing import leave_together, share_verdicts
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural
-from utils.features.banner import describe_topology
-from utils.features.curves import save_picture
+from utils.extras.banner import describe_topology
+from utils.extras.curves import save_picture
 from utils.run_folder import RunFolder
 
 # A check makes the inputs of all processes. Sizes for which these take more are only timed.

@@ -42,8 +42,8 @@ from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
 from utils.datasets.images_in_memory import load_images
-from utils.features.banner import describe_topology
-from utils.features.curves import save_picture
+from utils.extras.banner import describe_topology
+from utils.extras.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.run_folder import RunFolder
 

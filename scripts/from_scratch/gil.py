@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
-from utils.features.banner import describe_topology
-from utils.features.curves import save_picture
+from utils.extras.banner import describe_topology
+from utils.extras.curves import save_picture
 from utils.run_folder import RunFolder
 
 MODELS = {"large layers": (2, 512, 128, 1), "small layers": (100, 8, 8, 4)}  # layers, width, rows, forward passes

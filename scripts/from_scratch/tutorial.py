@@ -27,7 +27,7 @@ from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural, show, stop
 from utils.datasets.images_in_memory import load_images
-from utils.features.banner import describe_topology
+from utils.extras.banner import describe_topology
 from utils.run_folder import RunFolder
 
 MEAN, STD = 0.1307, 0.3081  # of the pixels of the training images, 0 to 1

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from utils import compare, flags
 from utils.compare import differences
-from utils.features import curves as plots
+from utils.extras import curves as plots
 
 
 def line(step, split="train", **metrics):

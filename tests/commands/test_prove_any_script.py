@@ -7,7 +7,6 @@ command runs them, in processes that are forked from this one.
 import argparse
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,22 +168,6 @@ def test_the_command_prints_json_and_ends_with_the_code(launcher, tmp_path):
     finding = said["findings"][0]
     assert (finding["kind"], finding["stage"], finding["step"]) == ("factor", "gradient", 1)
     assert finding["line"] == "mine.py:53"
-
-
-@pytest.mark.slow
-def test_taken_alone_into_a_repository_with_another_utils_it_proves_a_script(launcher, tmp_path):
-    launcher.python("-m", "utils.take", "prove", tmp_path / "tools", cwd=ROOT)
-    repository = tmp_path / "repository"
-    (repository / "utils").mkdir(parents=True)
-    (repository / "utils" / "__init__.py").write_text("def lr():\n    return 1e-2\n")
-    text = (FOREIGN / "ddp_series.py").read_text()
-    text = text.replace("import torch\n", "import torch\nimport utils\n", 1).replace("lr=1e-2", "lr=utils.lr()")
-    shutil.move(repository / "utils", repository / "src" / "utils")
-    (repository / "src" / "train.py").write_text(text)
-    words = ["-m", "utils.prove", "--processes", "2", repository / "src" / "train.py"]
-    done = launcher.python(*words, cwd=tmp_path / "tools", check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("proven: ")
 
 
 def test_only_a_script_that_trains_through_run_is_looked_at_more_closely(tmp_path):

@@ -18,10 +18,10 @@ from torch import nn
 
 from scripts import resnet50
 from utils.checkpoint import read_checkpoint
-from utils.features.batch_norm import BatchNorms
-from utils.features.data_parallel import data_parallel, on_each_gpu
-from utils.features.virtual_processes import Node, use_virtual_processes
 from utils.launch import TrainingAccelerator
+from utils.parallel.batch_norm import BatchNorms
+from utils.parallel.data_parallel import data_parallel, on_each_gpu
+from utils.parallel.virtual_processes import Node, use_virtual_processes
 from utils.topology import data_parallel_gpus
 
 GPUS = 4
@@ -260,14 +260,6 @@ def test_prepare_leaves_a_model_alone_that_is_only_evaluated_or_shared(gpus, mod
     shared = fake_accelerator(device="cuda", split_batch=False)
     assert data_parallel_gpus(shared) == 1
     assert data_parallel(model, shared) is model
-
-
-def test_without_its_file_a_sentence_names_the_feature(gpus, model, monkeypatch, capsys):
-    accelerator = TrainingAccelerator(cpu=True)
-    monkeypatch.setattr("utils.features.has", lambda name: False)
-    with pytest.raises(SystemExit):
-        accelerator.prepare(model)
-    assert "(dp.yaml) needs the feature data_parallel" in capsys.readouterr().err
 
 
 def test_virtual_processes_are_refused(gpus, capsys):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.checkpoint import read_checkpoint
-from utils.features.fsdp import moving_average
+from utils.parallel.fsdp import moving_average
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
 # 5 steps, the last one of 3 images. fc1 is sharded on its own (over 100,000 parameters), into

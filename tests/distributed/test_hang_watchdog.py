@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 from utils import launch
-from utils.features.hang_watchdog import UNKNOWN, place_of, sentence_about
+from utils.extras.hang_watchdog import UNKNOWN, place_of, sentence_about
 
 PROGRAM = ROOT / "tests" / "programs" / "hangs.py"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from utils.errors import explain_errors
-from utils.features import lost_peers as peers
+from utils.extras import lost_peers as peers
 
 
 @pytest.fixture

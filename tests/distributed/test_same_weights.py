@@ -5,7 +5,7 @@ import math
 import pytest
 from conftest import ROOT
 
-from utils.features import same_weights
+from utils.parallel import same_weights
 
 PROGRAM = ROOT / "tests" / "programs" / "drifting"
 

@@ -22,7 +22,7 @@ from fakes import fake_accelerator
 
 from utils import signals
 from utils.errors import explain_errors
-from utils.features import orphans
+from utils.extras import orphans
 
 FLAGS = ["--hidden", 32, "--batch_size", 128, "--log_every", 100, "--output_dir", "run"]
 

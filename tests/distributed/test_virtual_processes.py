@@ -14,10 +14,10 @@ import torch.distributed as dist
 from conftest import ROOT
 from torch import nn
 
-from utils.features import virtual_processes as vp
-from utils.features.batch_norm import BatchNorms
-from utils.features.virtual_processes import Node, partial_sums, tree_push, tree_total
 from utils.launch import TrainingAccelerator
+from utils.parallel import virtual_processes as vp
+from utils.parallel.batch_norm import BatchNorms
+from utils.parallel.virtual_processes import Node, partial_sums, tree_push, tree_total
 from utils.sampler import logical_ranks
 
 
@@ -210,7 +210,7 @@ def test_batch_norm_whose_statistics_no_process_averages_is_refused(is_averaged,
     expected = contextlib.nullcontext() if is_averaged else pytest.raises(SystemExit)
     with expected, accelerator.accumulate(model), around:
         accelerator.backward(model(torch.randn(4, 3)).sum())
-    assert ("use BatchNorms of utils/features/batch_norm.py" in capsys.readouterr().err) is not is_averaged
+    assert ("use BatchNorms of utils/parallel/batch_norm.py" in capsys.readouterr().err) is not is_averaged
 
 
 def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):

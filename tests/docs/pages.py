@@ -4,16 +4,15 @@ import re
 
 from conftest import ROOT
 
-GUIDES = ROOT / "scripts" / "guides"
+GUIDES = ROOT / "guides"
 PAGES = ["README.md", "scripts/README.md", "accelerate_configs/README.md", "benchmarks/RESULTS.md"]
-PAGES += ["utils/features/README.md"]
 PAGES += [str(path.relative_to(ROOT)) for path in sorted(GUIDES.glob("*.md"))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 README = TEXTS["README.md"]
 
 
 def guide(name: str) -> str:
-    return TEXTS[f"scripts/guides/{name}.md"]
+    return TEXTS[f"guides/{name}.md"]
 
 
 def section(text: str, title: str) -> str:

@@ -18,8 +18,7 @@ def on_the_map() -> dict[str, set[str]]:
             room = heading[1] if heading else ""
         elif entry := re.match(r"    ([\w/]+) {2,}\S", line):
             names.setdefault(room, set()).add(entry[1])
-    features = re.findall(r"^\| \[(\w+)\]\(\1\.py\)", (UTILS / "features" / "README.md").read_text(), re.M)
-    return names | {"features/": set(features)}
+    return names
 
 
 def modules(folder) -> set[str]:

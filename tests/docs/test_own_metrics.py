@@ -1,4 +1,4 @@
-"""The adapter for torchmetrics of scripts/guides/your_own_model.md: tests/programs/own_metrics.py runs with it."""
+"""The adapter for torchmetrics of guides/your_own_model.md: tests/programs/own_metrics.py runs with it."""
 
 import inspect
 

@@ -33,7 +33,7 @@ def test_every_script_config_and_guide_can_be_found_from_an_index():
         helper = path.parent.name == "from_scratch" and "def main(" not in path.read_text()
         assert helper or f"({path.relative_to(ROOT / 'scripts')})" in index, path
     for path in GUIDES.glob("*.md"):
-        assert f"(guides/{path.name})" in index, path
+        assert f"(../guides/{path.name})" in index, path
     for path in [*(ROOT / "scripts").glob("*.py"), *(ROOT / "accelerate_configs").glob("*.yaml")]:
         assert f"({path.relative_to(ROOT)})" in README, path
 

@@ -1,4 +1,4 @@
-"""The recipes of scripts/guides/your_own_model.md keep the promises: tests/programs/schedules.py has each of them."""
+"""The recipes of guides/your_own_model.md keep the promises: tests/programs/schedules.py has each of them."""
 
 import pytest
 import run_many

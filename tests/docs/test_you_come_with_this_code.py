@@ -1,4 +1,4 @@
-"""What scripts/guides/you_come_with_this_code.md says of each piece of code, where it needs no GPU."""
+"""What guides/you_come_with_this_code.md says of each piece of code, where it needs no GPU."""
 
 import re
 

@@ -12,8 +12,8 @@ import torch
 from benchmarks.common import table
 from utils.console import plural
 from utils.doctor import output_of
-from utils.features.banner import cpu_name
-from utils.features.provenance import git_commit
+from utils.extras.banner import cpu_name
+from utils.extras.provenance import git_commit
 
 COLUMNS = dict.fromkeys(("config", "check", "figure", "tolerance", "outcome"), "{}")
 SPEED_COLUMNS = {"config": "{}", "processes": "{}", "devices": "{}"}

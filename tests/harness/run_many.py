@@ -81,7 +81,7 @@ def run(script: str, flags: list) -> int | None:
     gc.freeze()  # what was imported is not collected below, which takes half a second
     try:
         with ExitStack() as patches:
-            patches.enter_context(mock.patch("utils.features.curves.plot_curves"))
+            patches.enter_context(mock.patch("utils.run.plot_curves"))
             module.main()
         return None
     except SystemExit as stopped:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from utils import launch, topology
-from utils.features import banner, data_parallel, virtual_processes
+from utils.extras import banner
+from utils.parallel import data_parallel, virtual_processes
 
 
 class Broadcast(torch.autograd.Function):

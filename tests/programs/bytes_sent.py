@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.from_scratch.averaging import MIB, written_bytes
 from scripts.model_split import BLOCKS, Stage, make_pipeline, make_resnet
-from utils.features.pipeline import measure_blocks
+from utils.parallel.pipeline import measure_blocks
 
 MICRO_BATCHES = 4
 WARMUP, STEPS = 1, 2

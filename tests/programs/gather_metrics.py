@@ -8,8 +8,8 @@ from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils.features.gather_samples import gather_samples
 from utils.metrics import Metrics
+from utils.parallel.gather_samples import gather_samples
 
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import launch
-from utils.features import hang_watchdog as watchdog
+from utils.extras import hang_watchdog as watchdog
 
 accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=12, output_dir="run"))
 rank, ones = accelerator.process_index, torch.ones(2)

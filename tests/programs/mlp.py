@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.mnist_mlp import MEAN, STD
 from utils import launch
 from utils.datasets.images_in_memory import load_images
-from utils.features.data_parallel import on_each_gpu
 from utils.flags import ArgumentParser, fraction, non_negative_float, positive_int
 from utils.loader import GlobalLoader
+from utils.parallel.data_parallel import on_each_gpu
 from utils.run import Run
 
 TEST_BATCH_SIZE = 2000

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.features.batch_norm import BatchNorms  # noqa: F401  for a mistake
 from utils.loader import GlobalLoader
+from utils.parallel.batch_norm import BatchNorms  # noqa: F401  for a mistake
 from utils.run import Run
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import flags, launch
-from utils.features.gather_samples import gather_samples
 from utils.loader import GlobalLoader
+from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
 
 

@@ -1,4 +1,4 @@
-"""Four recipes of scripts/guides/your_own_model.md: a schedule that is not torch's, a learning rate that falls when
+"""Four recipes of guides/your_own_model.md: a schedule that is not torch's, a learning rate that falls when
 the test no longer improves, two optimizers, and torch.compile."""
 
 import sys

@@ -1,4 +1,4 @@
-"""Accumulation with two models: what scripts/guides/two_models.md says of the wrong and the right loop."""
+"""Accumulation with two models: what guides/two_models.md says of the wrong and the right loop."""
 
 import copy
 import re
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.programs import gan
 
-TEXT = (ROOT / "scripts" / "guides" / "two_models.md").read_text()
+TEXT = (ROOT / "guides" / "two_models.md").read_text()
 WRONG, RIGHT = re.findall(r"```python\n# (?:wrong|right)\n(.*?)```", TEXT, re.S)
 UPDATES, BATCH = 3, 8
 

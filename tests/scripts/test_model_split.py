@@ -28,8 +28,10 @@ from torchvision.models.resnet import resnet50
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
 from utils.datasets.images_in_memory import MNIST_FOLDER, LabelledImages, load_images
-from utils.features import pipeline_timeline
-from utils.features.pipeline import (
+from utils.loader import GlobalLoader
+from utils.metrics import Metrics
+from utils.parallel import pipeline_timeline
+from utils.parallel.pipeline import (
     BlockCost,
     OneProcess,
     OverProcesses,
@@ -38,9 +40,7 @@ from utils.features.pipeline import (
     measure_blocks,
     sum_over_copies,
 )
-from utils.features.pipeline_timeline import StepRecorder, Timeline, idle_fractions
-from utils.loader import GlobalLoader
-from utils.metrics import Metrics
+from utils.parallel.pipeline_timeline import StepRecorder, Timeline, idle_fractions
 from utils.sampler import GlobalSampler
 from utils.signals import EXIT_REQUEUE, StopSignal
 
@@ -614,7 +614,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts the bytes")
 def test_what_ddp_accumulation_and_a_pipeline_send(launcher):
-    """The table of scripts/guides/model_split.md, with fewer and smaller images."""
+    """The table of guides/model_split.md, with fewer and smaller images."""
     program = Path(__file__).parents[1] / "programs" / "bytes_sent"
     done = launcher("cpu_ddp", "--image_size", 32, "--batch_size", 16, script=program)
     gradients, *ways = re.findall(r": ([\d., ]+) MiB", done.stdout)

@@ -25,8 +25,8 @@ from scripts import resnet50
 from utils.checkpoint import read_checkpoint
 from utils.datasets import image_files as images
 from utils.datasets.images_in_memory import load_splits
-from utils.features.batch_norm import BatchNorms
-from utils.features.pretrained import load_pretrained
+from utils.extras.pretrained import load_pretrained
+from utils.parallel.batch_norm import BatchNorms
 from utils.sampler import GlobalSampler
 
 FLOAT64 = ROOT / "tests" / "programs" / "float64_resnet"

@@ -8,7 +8,6 @@ import run_many
 import run_reader
 import torch
 import virtual_gpus
-from conftest import ROOT
 from run_reader import lines, losses
 from torch.nn import functional as F
 
@@ -431,13 +430,3 @@ def test_bf16_is_near_float32(launcher, train, texts):
     launcher("cpu", *flags, script="transformer", launch_flags=["--mixed_precision", "bf16"])
     assert losses(launcher.folder / "bf16") == pytest.approx(losses(whole), rel=2**-7)
     assert losses(launcher.folder / "bf16") != losses(whole)
-
-
-@pytest.mark.slow
-def test_a_copy_taken_along_trains_and_is_proved(launcher, texts, tmp_path):
-    copy = tmp_path / "mine"
-    launcher.python("-m", "utils.take", "transformer", copy, "--with", "prove", cwd=ROOT)
-    flags = ["--dataset", texts, *MODEL, "--max_steps", 4, "--num_tokens", 3]
-    done = launcher.python("-m", "utils.prove", "scripts/transformer.py", *flags, cwd=copy, timeout=400)
-    assert "proven" in done.stdout
-    assert not (copy / "utils" / "datasets" / "images_in_memory.py").exists()

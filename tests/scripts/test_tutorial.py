@@ -1,4 +1,4 @@
-"""scripts/from_scratch/tutorial.py, and the programs of scripts/guides/torch_distributed.md."""
+"""scripts/from_scratch/tutorial.py, and the programs of guides/torch_distributed.md."""
 
 import datetime
 import re
@@ -14,7 +14,7 @@ from conftest import ROOT, free_port
 
 from scripts.from_scratch import tutorial
 
-PAGE = (ROOT / "scripts" / "guides" / "torch_distributed.md").read_text()
+PAGE = (ROOT / "guides" / "torch_distributed.md").read_text()
 
 
 def programs(title):

@@ -12,7 +12,6 @@ import run_reader
 import safetensors.torch
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from fakes import fake_accelerator
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -808,16 +807,6 @@ def test_a_trained_parameter_without_an_entry_is_refused(tmp_path, accelerator, 
     checkpoints(accelerator, tmp_path, {"model": model, "optimizer": few}).save(1, {}, {})
     refused(accelerator, tmp_path, {"model": model, "optimizer": more})
     assert "optimizer.1.weight was None and is 'group 0'" in capsys.readouterr().err
-
-
-def test_a_sharded_model_without_its_feature_is_one_sentence(tmp_path, accelerator, capsys, monkeypatch):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setattr("utils.features.has", lambda name: False)
-    with pytest.raises(SystemExit):
-        checkpoints(accelerator, tmp_path, {"model": nn.Linear(2, 2)})
-    error = capsys.readouterr().err
-    assert "a sharded model needs the feature fsdp" in error
-    assert len(error.splitlines()) == 1
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_stays(tmp_path, accelerator, capsys):

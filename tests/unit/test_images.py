@@ -13,7 +13,7 @@ from torchvision import transforms
 
 from utils.datasets import image_files as images
 from utils.datasets.images_in_memory import load_splits
-from utils.features.sampling import Repeated
+from utils.extras.sampling import Repeated
 from utils.loader import GlobalLoader
 
 ONE = fake_accelerator()

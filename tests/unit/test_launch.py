@@ -15,8 +15,8 @@ from conftest import ROOT
 from torch import nn
 
 from utils import launch
-from utils.features import orphans, provenance, trackers
-from utils.features.lasting_output import LastingOutput
+from utils.extras import provenance, trackers
+from utils.extras.lasting_output import LastingOutput
 from utils.flags import ArgumentParser
 from utils.launch import make_accelerator
 from utils.topology import resume_command
@@ -129,7 +129,7 @@ def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
 def test_what_comes_before_anything_else(monkeypatch):
     """The output outlives its reader, and the launcher is followed."""
     followed = []
-    monkeypatch.setattr(orphans, "follow_launcher", lambda timeout_s: followed.append(sys.stdout))
+    monkeypatch.setattr(launch, "follow_launcher", lambda timeout_s: followed.append(sys.stdout))
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     make_accelerator(run_flags())
@@ -206,12 +206,12 @@ def test_a_schedule_counts_steps_and_neither_micro_batches_nor_processes(monkeyp
 def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_path):
     """`same_on_all` compares what it is given; here a change in the script or in utils must change that."""
     script, package = tmp_path / "train.py", tmp_path / "utils"
-    (package / "features").mkdir(parents=True)
+    (package / "extras").mkdir(parents=True)
     monkeypatch.setattr(launch.sys, "argv", [str(script)])
-    monkeypatch.setattr(provenance, "__file__", str(package / "features" / "provenance.py"))
+    monkeypatch.setattr(provenance, "__file__", str(package / "extras" / "provenance.py"))
     compared = []
     monkeypatch.setattr(launch, "same_on_all", compared.append)
-    for path in (script, package / "loader.py", package / "features" / "banner.py"):
+    for path in (script, package / "loader.py", package / "extras" / "banner.py"):
         for text in ("a = 1", "a = 2"):
             path.write_text(text)
             make_accelerator(run_flags())

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from utils import sampler as sampler_module
-from utils.features import sampling
-from utils.features.sampling import Repeated, Weighted
+from utils.extras import sampling
+from utils.extras.sampling import Repeated, Weighted
 from utils.items import UnreadableItem
 from utils.loader import GlobalLoader
 from utils.sampler import GlobalSampler

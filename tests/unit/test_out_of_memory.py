@@ -12,14 +12,14 @@ from conftest import ROOT
 from fakes import fake_accelerator
 
 from utils.errors import explain_errors
-from utils.features import out_of_memory as memory
-from utils.features import peak_memory
-from utils.features.out_of_memory import (
+from utils.extras import out_of_memory as memory
+from utils.extras import peak_memory
+from utils.extras.out_of_memory import (
     is_out_of_memory,
     largest_that_fits,
     limit_of_kept_tensors,
 )
-from utils.features.peak_memory import own_peak_memory_gib, peak_memory_gib, reset_peak_memory
+from utils.extras.peak_memory import own_peak_memory_gib, peak_memory_gib, reset_peak_memory
 
 
 @pytest.mark.parametrize(

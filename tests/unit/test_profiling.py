@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import run_reader
 
-from utils.features.profiling import summarize, total_length
+from utils.extras.profiling import summarize, total_length
 
 
 def span(name, begin, end, cat="user_annotation"):

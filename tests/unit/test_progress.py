@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from utils import console, progress
-from utils.features import progress_bar
+from utils.extras import progress_bar
 from utils.progress import Progress
 
 

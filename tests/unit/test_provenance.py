@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from utils.features import provenance
+from utils.extras import provenance
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from utils import launch
 from utils.best import is_better, metric_direction
-from utils.features import curves, peak_memory
+from utils.extras import curves, peak_memory
 from utils.loader import GlobalLoader
 from utils.run import Run
 from utils.signals import EXIT_REQUEUE, StopSignal

@@ -9,7 +9,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from fakes import fake_accelerator
 
 from utils import topology
-from utils.features import banner
+from utils.extras import banner
 
 
 def cluster(**keys):

@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from ..console import stop
-from ..features import feature, has
+from ..extras.orphans import warn_if_killed_sooner
 from .folder import PROCESSES, Files, Tensors, copy_to_cpu, read_checkpoint, read_newest, write_checkpoint, write_model
 from .state import ModelState, ObjectState, OptimizerState, differences, join_parts, name_parameters, plain_name
 
@@ -43,7 +43,7 @@ class Checkpoints:
             of them differs is refused, and so is one with other classes or hyperparameters of optimizer and schedule,
             other parameters or another precision.
         keep: how many of the newest ones stay; 0: all of them.
-        model_copy: for a model in parts on several processes; see features/pipeline.py.
+        model_copy: for a model in parts on several processes; see parallel/pipeline.py.
 
     Raises:
         SystemExit: if something in `state` cannot be saved.
@@ -151,8 +151,8 @@ class Checkpoints:
             sync()
         write_checkpoint(self.folder, manifest, self.copies, self.keep)
         # A stop waits for the checkpoint under way, and then saves another one.
-        if not self.is_slow and has("orphans"):
-            self.is_slow = feature("orphans").warn_if_killed_sooner(2 * (time.perf_counter() - began))
+        if not self.is_slow:
+            self.is_slow = warn_if_killed_sooner(2 * (time.perf_counter() - began))
 
     def failed(self) -> bool:
         """Whether this process could not write the last checkpoint; the others do not know yet."""

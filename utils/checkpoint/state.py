@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..console import stop
-from ..features import feature
 from .folder import Tensors
 
 # How an optimizer computes its step, and not what it is: may change between a run and its resume.
@@ -183,15 +182,21 @@ def plain_values(state, leave_out: set[str]):
 
 
 def sharding(accelerator: Accelerator):
-    """The feature fsdp where models are sharded, elsewhere None."""
-    return feature("fsdp", "a sharded model") if accelerator.distributed_type == DistributedType.FSDP else None
+    """The module fsdp where models are sharded, elsewhere None."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return None
+    from ..parallel import fsdp
+
+    return fsdp
 
 
 def join_parts(accelerator: Accelerator, entries: dict, model_copy: int | None) -> dict:
     """`entries`, and those of the other processes where each has a part of the model. Collective."""
     if model_copy is None or accelerator.num_processes == 1:
         return entries
-    return feature("pipeline", "a model in parts").join_parts(accelerator, entries, model_copy)
+    from ..parallel import pipeline
+
+    return pipeline.join_parts(accelerator, entries, model_copy)
 
 
 def plain_name(name: str) -> str:

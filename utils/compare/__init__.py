@@ -19,7 +19,6 @@ from pathlib import Path
 
 from ..best import is_number
 from ..console import show, stop
-from ..features import feature, has
 from ..flags import non_negative_float
 from . import runs, text
 from .differences import number_difference, same_bits, tensor_difference
@@ -499,9 +498,11 @@ def compare_all(args) -> int:
     for name, verdict in zip(names[1:], verdicts, strict=True):
         hint = f"; {verdict['hint']}" if verdict["hint"] else ""
         show(f"{name}: {verdict['sentence']}{hint}", "green" if verdict["same"] else "red")
-    if args.picture or has("curves"):
-        picture = args.picture or args.others[0] / "compare.png"
-        feature("curves", "--picture").plot_comparison(pictured, args.tolerance, picture)
+    if args.picture:
+        from ..extras.curves import plot_comparison
+
+        picture = args.picture
+        plot_comparison(pictured, args.tolerance, picture)
     if any(verdict["same"] is None for verdict in verdicts):
         return 2
     return int(not all(verdict["same"] for verdict in verdicts))

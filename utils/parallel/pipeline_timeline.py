@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from .curves import plot_timeline
-from .peak_memory import own_peak_memory_gib, reset_peak_memory
+from ..extras.curves import plot_timeline
+from ..extras.peak_memory import own_peak_memory_gib, reset_peak_memory
 
 
 def synchronize(device: torch.device) -> None:
