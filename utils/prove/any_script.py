@@ -7,6 +7,7 @@ on two and three processes. `same_work.py` makes them the same, `watch.py` recor
 import contextlib
 import json
 import linecache
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ..console import plural, show
 from .forked import Outcome, Runs
 from .mistakes import advice
 from .same_work import items_of_epoch, micro_batch
+from .sandbox import TooLarge
 from .stages import Evaluations, Finding, Several, Single, note, trained_on, uneven_call
 
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
@@ -30,7 +32,7 @@ class Report:
         self.script, self.as_json = args.script, args.json
         self.findings, self.notes, self.lines = [], [], []
         self.verdict, self.code = None, None
-        self.picture, self.compared_runs = getattr(args, "picture", None), []
+        self.picture, self.compared_runs = args.picture, []
 
     def say(self, text: str, colour: str = "") -> None:
         self.lines.append(text)
@@ -106,9 +108,16 @@ def prove(args) -> int:
     torch.set_num_threads(1)  # a process that has started threads must not be forked
     try:
         with tempfile.TemporaryDirectory(prefix="prove_", ignore_cleanup_errors=True) as folder:
-            top = Path(args.keep or folder)
-            top.mkdir(parents=True, exist_ok=True)
-            return Proof(args, Runs(args.script, args.flags, top, args.timeout_s), Report(args)).result()
+            top, scratch = Path(args.keep or folder, "runs"), Path(folder, "t")
+            for each in (top, scratch):
+                each.mkdir(parents=True, exist_ok=True)
+            runs, report = Runs(args.script, args.flags, top, scratch, args.timeout_s), Report(args)
+            try:
+                return Proof(args, runs, report).result()
+            finally:
+                who = "another program has changed" if runs.is_mounted else "CHANGED while prove ran:"
+                for path in runs.changed(except_for=args.picture):
+                    show(f"{who} {path}", "yellow" if runs.is_mounted else "red", file=sys.stderr)
     finally:
         torch.set_num_threads(threads)
 
@@ -120,7 +129,10 @@ class Proof:
         self.refused = []  # numbers of processes on which the script does not want to run
 
     def result(self) -> int:
-        outcome = self._reference()
+        try:
+            outcome = self._reference()
+        except TooLarge as large:
+            return self._cannot_tell(f"{large} is too large to be copied, and cannot be mounted: move it elsewhere")
         if not outcome.records or outcome.error or outcome.waits:
             return self._failed(outcome)
         reference = outcome.records[0]
@@ -245,7 +257,7 @@ class Proof:
             self.report.notes.append(note("resume", "not compared: it saved nothing after its first step"))
             return
         done = len(first.records[0]["steps"])
-        second = self.runs(1, self.plan | {"is_resumed": True}, flags, first.folder)
+        second = self.runs(1, self.plan | {"is_resumed": True}, flags, first.changes)
         if second.error or not second.records:
             self.report.wrong("resumed", self.report.add([Finding("fails", "the run that resumes", str(second.error))]))
             return

@@ -35,6 +35,7 @@ from .same_work import TAG, OnCpu, SameData, SwitchedOff, generator_states, inst
 from .tensors import sampled
 
 PACKAGE = __package__.partition(".")[0]
+OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 PASSES = 2  # over the training data
 STEPS_WITHOUT_LOADER = 10
 MOST_STEPS = 60
@@ -77,6 +78,11 @@ class Watch:
 
     # Where
 
+    def is_own(self, file: str) -> bool:
+        """Whether it is a file of the script's folder: neither installed there, nor of this package."""
+        is_inside = file.startswith(self.root + os.sep) and not file.startswith(OWN_FOLDER)
+        return is_inside and "site-packages" not in file
+
     def line(self) -> str:
         """The innermost line of the script's own files, as "train.py:64"."""
         return next(self._frames(), ("", 0))[0]
@@ -94,7 +100,7 @@ class Watch:
         frame = sys._getframe(1)
         while frame is not None:
             name, code = frame.f_code.co_filename, frame.f_code
-            if name.startswith(self.root):
+            if self.is_own(name):
                 column = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))[2]
                 yield f"{os.path.relpath(name, self.root)}:{frame.f_lineno}", column
             frame = frame.f_back
@@ -358,7 +364,7 @@ class Watch:
         """The time is over: end, and say where the script stands."""
         frame = sys._current_frames()[threading.main_thread().ident]
         stack = traceback.extract_stack(frame)
-        own = [each for each in stack if each.filename.startswith(self.root)]
+        own = [each for each in stack if self.is_own(each.filename)]
         where = f"{os.path.relpath(own[-1].filename, self.root)}:{own[-1].lineno}" if own else "?"
         self.end(waits=None if self.is_ending else where)
 
@@ -779,7 +785,7 @@ def main(plan: dict, rank: int, script: str, flags: list[str]) -> None:
     except BaseException as raised:  # whatever it is, it goes into the record
         traceback.print_exc()
         frames = traceback.extract_tb(raised.__traceback__)
-        own = [frame for frame in frames if frame.filename.startswith(watch.root)]
+        own = [frame for frame in frames if watch.is_own(frame.filename)]
         where = f"{os.path.relpath(own[-1].filename, watch.root)}:{own[-1].lineno}: " if own else ""
         words = str(raised).strip().splitlines() or [""]
         error = f"{where}{type(raised).__name__}: {words[0][:300]}"

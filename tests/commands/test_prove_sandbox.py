@@ -1,0 +1,86 @@
+"""Whatever a script does under prove, the user's files stay as they are, and no process stays."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PROGRAM = ROOT / "tests" / "programs" / "writes_files.py"
+FILES = ("best.pt", "predictions.npy", "log.bin", "mapped.bin", "renamed.bin", "train.log", "truncated.bin")
+FILES += ("child.bin", "shared.bin", "checkpoints/step_1/model.bin")
+
+
+def contents(folder: Path) -> dict:
+    return {
+        path: (path.lstat().st_size, path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.fixture
+def users_folder(tmp_path):
+    """With files of 3 MB, and a link to a file elsewhere; must be the same at the end."""
+    folder, elsewhere = tmp_path / "user", tmp_path / "elsewhere"
+    (folder / "checkpoints" / "step_1").mkdir(parents=True)
+    elsewhere.mkdir()
+    for name in FILES:
+        (folder / name).write_bytes(os.urandom(3_000_000))
+    (elsewhere / "linked.bin").write_bytes(os.urandom(3_000_000))
+    (folder / "link.bin").symlink_to("../elsewhere/linked.bin")
+    shutil.copy(PROGRAM, folder / "train.py")
+    before = contents(tmp_path)
+    yield folder
+    assert contents(tmp_path).keys() == before.keys()
+    assert {path for path, content in contents(tmp_path).items() if content != before[path]} == set()
+
+
+WAYS = {
+    "mounts": "pass",
+    "a copy and Landlock": "sandbox.can_mount = lambda *_: False",
+    "a copy alone": "sandbox.can_mount = lambda *_: False; sandbox.can_forbid_writes = lambda: False",
+}
+COMMAND = "import sys; sys.path.insert(0, {root!r}); from utils.prove import main, sandbox; {way}; sys.exit(main())"
+
+
+def prove(folder: Path, *words, way: str = "pass", **options):
+    command = [sys.executable, "-c", COMMAND.format(root=str(ROOT), way=way), "--processes", "2", *map(str, words)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_ways_to_write_a_file_change_nothing_and_the_script_is_proven(users_folder, tmp_path, way):
+    done = prove(users_folder, "--keep", "../proof", "train.py", way=WAYS[way])
+    written = list((tmp_path / "proof").rglob("written"))
+    shutil.rmtree(tmp_path / "proof")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("proven"), done.stdout + done.stderr
+    assert not done.stderr, done.stderr
+    assert len(written) == 2, "each run has come to its end"
+    assert "sleep\0001234" not in [each.read_text() for each in Path("/proc").glob("[0-9]*/cmdline")]
+
+
+def test_a_file_that_has_changed_is_named(users_folder, tmp_path):
+    """Also where neither mounts nor Landlock keep the script from it, by its absolute path."""
+    text = (users_folder / "train.py").read_text()
+    (tmp_path / "user2").mkdir()
+    best = tmp_path / "user2" / "best.pt"
+    best.write_bytes(bytes(3_000_000))
+    (tmp_path / "user2" / "train.py").write_text(
+        text.partition("if accelerator.is_main")[0] + f"torch.save(1, {str(best)!r})"
+    )
+    done = prove(best.parent, "train.py", way=WAYS["a copy alone"])
+    shutil.rmtree(best.parent)
+    assert f"CHANGED while prove ran: {best}" in done.stderr
+
+
+def test_what_cannot_be_copied_is_not_used_at_all(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    with open(tmp_path / "data.bin", "w") as file:
+        os.truncate(file.fileno(), 10**10)
+    done = prove(tmp_path, "train.py", way=WAYS["a copy alone"])
+    assert done.returncode == 3
+    assert "data.bin is too large to be copied" in done.stdout
