@@ -22,7 +22,7 @@ def test_lost_and_returned_machines_change_no_bit(launcher, small_mnist, tmp_pat
 
 
 def test_the_documented_command_has_the_settings_that_are_tested():
-    page = (ROOT / "accelerate_configs" / "README.md").read_text()
+    page = (ROOT / "guides" / "reference" / "elastic.md").read_text()
     for words in (
         "store_type=file,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",

@@ -31,7 +31,7 @@ def whole(shared_launcher, small_mnist):
 
 
 def shown(name, hosts, codes, seconds):
-    """A row of the table in the README (pytest -rP)."""
+    """A row of the table in guides/reference/faults.md (pytest -rP)."""
     print(f"{name}: exit codes {codes} after {seconds} s")
     for host in (0, 1):
         lines = [line for line in hosts.log(host).splitlines() if "rror: " in line or "exitcode  :" in line]
