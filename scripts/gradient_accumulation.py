@@ -216,7 +216,7 @@ def main():
 
     for epoch in run.epochs():
         model.train()
-        for batch in run.batches(train_loader, epoch):  # the micro-batches of all steps; some of the last may be empty
+        for batch in run.batches(train_loader, epoch):  # the micro-batches of all steps
             images, labels = batch.data
             # DDP's no_sync(): no all-reduce before the last micro-batch of a step. Forward and backward are inside.
             with accelerator.accumulate(model):

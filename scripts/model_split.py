@@ -234,7 +234,6 @@ def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
     last_step = len(train_data) % args.batch_size
     ends_an_epoch = total_steps * args.batch_size >= len(train_data)
     if last_step and ends_an_epoch:
-        # Micro-batches without any image are left out.
         smallest = max(1, last_step // (layout.accumulation * layout.copies))
     if smallest == 1:
         stop(
@@ -334,9 +333,7 @@ def make_loss_fn(count):
         correct = logits.argmax(1) == labels
         device = batch.indices.device  # with several GPUs in one process, that of the first stage
         count(batch, loss=losses.detach().to(device), accuracy=correct.to(device))
-        # Gradients of micro-batches and copies are summed: this makes them the mean's. Not
-        # batch.mean_loss, which is for DDP and accelerator.backward.
-        return losses.sum() / batch.step_samples
+        return batch.mean_loss(losses)  # gradients of micro-batches and copies are summed: the loader knows it
 
     return loss_fn
 

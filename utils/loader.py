@@ -28,11 +28,11 @@ class Batch:
     indices: torch.Tensor  # int64 (n,): which items these are; the same numbers on any topology
     random_ids: torch.Tensor  # int64 (n,): what `rand` depends on
     is_stand_in: bool
-    step_samples: int  # samples of the whole step, over all processes and micro-batches
+    _step_samples: int  # of all processes; private, because `losses.sum() / step_samples` would count stand-ins
     micro_step: int  # number of this micro-batch within the step, on this process, from 0
     slot: int  # the same over all processes
     # Those of the loader:
-    grad_divisor: int  # what DDP and accelerator.backward will divide its gradient by
+    grad_divisor: int  # what DDP and accelerator.backward will divide its gradient by; 1 in a pipeline
     key: int  # of the epoch's random numbers
     weights: torch.Tensor | None = None  # (n,): what each sample counts in means; None: all count alike
     step_weight: torch.Tensor | None = None  # the sum of the weights of the whole step
@@ -48,11 +48,12 @@ class Batch:
         return values[:0] if self.is_stand_in else values
 
     def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's part of the mean loss of the step, for `accelerator.backward`.
+        """This micro-batch's part of the mean loss of the step, for `accelerator.backward`; a stand-in adds 0.
 
         DDP divides gradients by the number of processes, and accelerator.backward by the accumulation steps. Both are
         right only where all parts of a step are equally large. So the sum of the losses is multiplied by both numbers,
-        and divided by the samples (the weight) of the whole step. With virtual processes nothing divides.
+        and divided by the samples (the weight) of the whole step. In a pipeline and with virtual processes, which sum
+        gradients, nothing divides.
 
         Args:
             losses: (n,), one per sample. With weights, the mean is sum(weights * losses) / sum(weights).
@@ -69,7 +70,7 @@ class Batch:
             )
         losses = self.counted(losses)
         if self.weights is None:
-            return losses.sum() * (self.grad_divisor / self.step_samples)
+            return losses.sum() * (self.grad_divisor / self._step_samples)
         # In the dtype of the sum, which may be too large for that of the weights.
         shares = self.counted(self.weights).to(self.step_weight.dtype) / self.step_weight
         return (losses * shares.to(losses.dtype)).sum() * self.grad_divisor
@@ -109,7 +110,8 @@ class GlobalLoader:
         deterministic: promise that neither items nor collate_fn draw random numbers; None: what an attribute of that
             name of the dataset says, else unknown.
         max_samples: take the first ones only.
-        shard: (rank, world size), where not every process takes samples of its own; None: the accelerator's.
+        shard: (rank, world size) of a pipeline's copies, whose processes share their samples and sum gradients; None:
+            the accelerator's.
         accumulation: micro-batches of a step on each process; None: the accelerator's in training, 1 in tests.
             Virtual processes decide it otherwise.
         drop_last: see GlobalSampler.
@@ -150,6 +152,7 @@ class GlobalLoader:
         if accumulation is None:
             accumulation = 1 if seed is None else accelerator.gradient_accumulation_steps
         self.dataset, self.accelerator, self.loss_weights = dataset, accelerator, loss_weights
+        self.sums_gradients = shard is not None or virtual_processes(accelerator) > 0
         self.sampler = GlobalSampler(
             length,
             batch_size,
@@ -184,7 +187,7 @@ class GlobalLoader:
 
     def epoch(self, epoch: int = 0, first_step: int = 0) -> Iterator[Batch]:
         """This process's micro-batches of an epoch, from step `first_step` on. Collective if `loss_weights` is set."""
-        grad_divisor = 1 if self.sampler.virtual_processes else self.sampler.num_slots
+        grad_divisor = 1 if self.sums_gradients else self.sampler.num_slots
         key = combine(self.sampler.seed or 0, epoch, 3)
         read = self._read(epoch, first_step)
         batches = (Batch(data, *micro_batch, grad_divisor, key) for micro_batch, data in read)

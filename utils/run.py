@@ -112,6 +112,7 @@ class Run:
             raise ValueError(f"total_steps must be an int of at least 1, and is {total_steps!r}")
         accelerator, args = self.accelerator, self.args
         self.total_steps, self.steps_per_epoch = total_steps, len(train_loader)
+        self.samples_per_epoch = train_loader.num_samples
         self.batch_size, self.state = train_loader.sampler.batch_size, checkpoint
         self.model_copy = model_parts.copy if model_parts else None
         check_batch_norms(checkpoint.values(), train_loader.sampler)
@@ -244,8 +245,7 @@ class Run:
                     "in one call)"
                 )
             if is_last:
-                batch = item[0] if isinstance(item, list) else item
-                self._step_done(epoch, batch.step_samples)
+                self._step_done(epoch)
                 if self.step == self.total_steps:
                     break
         seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 2))
@@ -255,10 +255,11 @@ class Run:
         hang_watchdog.reached(self.step)
         seed_generators_for(self.accelerator.device, combine(self.args.seed, self.step, batch.slot, test_batch))
 
-    def _step_done(self, epoch: int, samples: int) -> None:
+    def _step_done(self, epoch: int) -> None:
         """Count a step; then what is due after it: a log line, a checkpoint, a stop. Collective."""
+        samples_before = self.step % self.steps_per_epoch * self.batch_size
+        self.progress.timer.samples += min(self.batch_size, self.samples_per_epoch - samples_before)
         self.step += 1
-        self.progress.timer.samples += samples
         if self.profiler is not None:
             self.profiler.step()
         args = self.args
@@ -326,12 +327,11 @@ class Run:
 
     def test_steps(self, loader: GlobalLoader) -> Iterator[list[Batch]]:
         """As `test_batches`, but in lists of as many micro-batches as the loader's `accumulation`. Collective."""
-        done = 0
         windows = zip(*[loader.epoch()] * loader.sampler.accumulation, strict=True)
         for number, window in enumerate(windows, 1):
             self._seed_model(window[0], test_batch=number)
             yield list(window)
-            done += window[0].step_samples
+            done = min(number * loader.sampler.batch_size, loader.num_samples)
             self.progress.show_test(self.step, done, loader.num_samples)
             self._stop_if_asked()
 

@@ -73,8 +73,8 @@ def backward(model, batch, scale=1):
     The sum of all processes' gradients is the gradient of the mean over the whole batch.
     """
     losses, _ = losses_and_hits(model, batch)
-    losses = batch.counted(losses)  # none on a process without a sample, which computes a stand-in
-    (losses.sum() * scale / batch.step_samples).backward()
+    loss = batch.mean_loss(losses) / batch.grad_divisor  # undo the factor that mean_loss has for DDP
+    (loss * scale).backward()
 
 
 def make_step(optimizer):

@@ -71,7 +71,7 @@ MISTAKES = {
         *("1 process, 2 accumulation steps", 1, "gradients", "0.5 times", "factor"),
     ),
     "divided by the processes twice": Planted(
-        [(BACKWARD, "accelerator.backward(losses.sum() / batch.step_samples)")],
+        [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) / accelerator.num_processes)")],
         *("3 processes", 1, "gradients", "0.3333 times", "factor"),
     ),
     "the schedule steps in each micro-batch": Planted(
@@ -245,7 +245,7 @@ MISTAKES = {
             ("    for epoch in run.epochs():", "    seen = 0\n    for epoch in run.epochs():"),
             (
                 '                losses = F.cross_entropy(logits, labels, reduction="none")\n                acc',
-                "                seen += batch.step_samples / 1000\n"
+                "                seen += len(batch) / 1000\n"
                 "                losses = F.cross_entropy(logits * (1 + seen), labels, "
                 'reduction="none")\n                acc',
             ),

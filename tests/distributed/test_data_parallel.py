@@ -99,14 +99,6 @@ def test_a_small_batch_uses_as_many_gpus_as_samples(gpus, model):
     assert [size for size, _, _ in seen] == [1, 1]
 
 
-def test_an_empty_batch_gives_empty_results_that_have_a_gradient(gpus, model):
-    losses, hits = losses_and_hits(gpus(model), *batch(0))
-    assert [size for size, _, _ in seen] == [0]
-    assert losses.shape == hits.shape == (0,)
-    losses.sum().backward()
-    assert all((parameter.grad == 0).all() for parameter in model.parameters())
-
-
 def test_without_gradients_none_are_recorded(gpus, model):
     with torch.no_grad():
         losses, _ = losses_and_hits(gpus(model), *batch(8))

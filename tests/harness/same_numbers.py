@@ -24,3 +24,23 @@ def differences(run: Path, other: Path, steps: int) -> tuple[float, float]:
     assert weights.keys() == other_weights.keys()
     largest = max(float((other_weights[name] - w).abs().max() / w.abs().max()) for name, w in weights.items())
     return losses, largest
+
+
+def largest_difference(one, other) -> float:
+    """Of all logged numbers and all weights of two runs, relative to them (to the largest of a tensor).
+
+    Those below 1e-3 count as 1e-3: BERT's key biases have no gradient but rounding errors.
+    """
+    largest = 0.0
+    for line, expected in zip(run_reader.lines(other), run_reader.lines(one), strict=True):
+        assert line.keys() == expected.keys()
+        assert line["split"] == expected["split"]
+        for name in line.keys() - {"split"}:
+            largest = max(largest, abs(line[name] - expected[name]) / max(abs(expected[name]), 1e-3))
+    for file in one.glob("*.safetensors"):
+        weights, expected = run_reader.weights(other, file.stem), run_reader.weights(one, file.stem)
+        assert weights.keys() == expected.keys()
+        for name, tensor in expected.items():
+            difference = (weights[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)
+            largest = max(largest, float(difference))
+    return largest

@@ -53,7 +53,7 @@ class Stripes(Dataset):
                 image = image[::-1]
             image = image + 0.3 * np.random.randn(24, 24)
         crop = image[top : top + 20, left : left + 20]
-        return torch.tensor(crop.copy(), dtype=torch.float32)[None], label
+        return torch.tensor(crop.copy(), dtype=torch.get_default_dtype())[None], label
 
 
 class CNN(nn.Module):

@@ -30,7 +30,7 @@ def parse_args():
 
 
 def make_ring(count):
-    angle = torch.arange(count) * 2.399963
+    angle = torch.arange(count, dtype=torch.get_default_dtype()) * 2.399963
     return TensorDataset(torch.stack([angle.cos(), angle.sin()], dim=1))
 
 

@@ -36,7 +36,7 @@ def transformed(split, *augmentation):
             transforms.ToImage(),
             transforms.RGB(),
             *augmentation,
-            transforms.ToDtype(torch.float32, scale=True),
+            transforms.ToDtype(torch.get_default_dtype(), scale=True),
             transforms.Normalize([0.1307] * 3, [0.3081] * 3),
         ]
     )

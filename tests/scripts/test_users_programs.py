@@ -12,6 +12,7 @@ import run_many
 import run_reader
 from conftest import ROOT
 from run_reader import lines
+from same_numbers import largest_difference
 
 # Name, and the library that it needs beside ours.
 PROGRAMS = {
@@ -40,25 +41,6 @@ FLAGS = ["--float64", "--checkpoint_every", 3, "--keep_checkpoints", 0]
 
 INSTALLED = [name for name, library in PROGRAMS.items() if importlib.util.find_spec(library)]
 each_program = pytest.mark.parametrize("name", PROGRAMS)
-
-
-def largest_difference(one, other) -> float:
-    """Of all logged numbers and all weights of two runs, relative to them (to the largest of a tensor).
-
-    Those below 1e-3 count as 1e-3: BERT's key biases have no gradient but rounding errors.
-    """
-    largest = 0.0
-    for line, expected in zip(lines(other), lines(one), strict=True):
-        assert line.keys() == expected.keys()
-        assert line["split"] == expected["split"]
-        for name in line.keys() - {"split"}:
-            largest = max(largest, abs(line[name] - expected[name]) / max(abs(expected[name]), 1e-3))
-    weights, expected = run_reader.weights(other), run_reader.weights(one)
-    assert weights.keys() == expected.keys()
-    for name, tensor in expected.items():
-        difference = (weights[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)
-        largest = max(largest, float(difference))
-    return largest
 
 
 @pytest.fixture(scope="module")

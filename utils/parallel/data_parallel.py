@@ -6,7 +6,6 @@ from collections.abc import Callable
 from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32, is_compiled_module
 from torch import nn
-from torch.nn.parallel.parallel_apply import get_a_var
 from torch.nn.parallel.scatter_gather import scatter
 
 from ..console import stop
@@ -78,9 +77,6 @@ def on_each_gpu(function):
         # nn.DataParallel's own scatter makes a part for each GPU of keyword arguments without
         # tensors, whatever the number of parts of the others.
         parts = scatter((args, kwargs), model.device_ids, model.dim)
-        first_tensor = get_a_var(parts[0])
-        if first_tensor is not None and len(first_tensor) == 0:
-            parts = parts[:1]  # an empty batch gives an empty part for each GPU: one is enough
         replicas = model.replicate(model.module, model.device_ids[: len(parts)])
         functions = [functools.partial(function, replica) for replica in replicas]
         part_args, part_kwargs = zip(*parts, strict=True)

@@ -203,15 +203,13 @@ class OneProcess:
         """The forward pass of each micro-batch and, where gradients are enabled, the backward pass.
 
         Args:
-            inputs: a tensor (n, ...) for each micro-batch; n may differ, and may be 0.
+            inputs: a tensor (n, ...) for each micro-batch; n may differ.
             targets: anything, one for each micro-batch.
-            loss_fn: loss_fn(output, target) returns a scalar. The gradients of all micro-batches are added up: divide
-                by the number of samples of the whole step in it.
+            loss_fn: loss_fn(output, target) returns a scalar, such as `batch.mean_loss(losses)`. The gradients of all
+                micro-batches are summed.
         """
         in_flight = deque()
         for number, (x, target) in enumerate(zip(inputs, targets, strict=True)):
-            if len(x) == 0:
-                continue
             tensors = self.forward(number, x, target, loss_fn)
             if torch.is_grad_enabled():
                 in_flight.append((number, tensors))
@@ -298,8 +296,6 @@ class OverProcesses:
         micro_batches = zip(inputs, targets, strict=True)
         self.timeline.first_micro_batch = 0
         for size, group in itertools.groupby(micro_batches, lambda pair: len(pair[0])):
-            if size == 0:  # at the end of an epoch there may be fewer samples than micro-batches
-                continue
             same_size = list(group)
             at_once = self._micro_batches_at_once(len(same_size))
             for start in range(0, len(same_size), at_once):
@@ -342,7 +338,7 @@ class OverProcesses:
             stages.append(stage)
         options = {
             "loss_fn": lambda output, target: self.loss_fn(output, target),
-            # It would divide by the number of micro-batches; loss_fn divides by the samples.
+            # It would divide by the number of micro-batches; loss_fn does so by the samples.
             "scale_grads": False,
         }
         if self.schedule == "interleaved":
@@ -368,8 +364,6 @@ def sum_over_copies(model: nn.Module, group) -> None:
         return
     tensors = []
     for parameter in model.parameters():
-        if parameter.grad is None:  # at the end of an epoch this copy may have had no sample
-            parameter.grad = torch.zeros_like(parameter)
         tensors.append(parameter.grad)
     for buffer in model.buffers():
         if buffer.is_floating_point():

@@ -192,7 +192,7 @@ class Recorder:
     def begin_step(self, batch, steps_done: int) -> None:
         if self.settings.weights_of is not None and steps_done:
             self._load_weights(Path(self.settings.weights_of) / "checkpoints" / f"step_{steps_done:08d}")
-        self.step = {"step": steps_done + 1, "step_samples": batch.step_samples, "samples": [], "gradients": {}}
+        self.step = {"step": steps_done + 1, "step_samples": batch._step_samples, "samples": [], "gradients": {}}
         self.step |= {"at_step": {}, "optimizer_calls": {}, "learning_rates": {}}
 
     def begin_micro_batch(self, batch) -> None:
