@@ -16,6 +16,7 @@ Copy it whole beside a script. The core, in the order in which a script meets it
     run_folder         the files that a run leaves
     progress           what a run shows, and how long its parts take
     best               which test was the best so far
+    processes          output that is closed, a launcher that is killed or restarts its processes
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop on all processes
     errors             a sentence in place of a traceback, where a user can do something about it
     console            lines on the screen
@@ -39,17 +40,13 @@ extras/: what a flag asks for, and what a run shows and watches.
     progress_bar       a bar on a terminal
     peak_memory        peak memory, in summary.json
     curves             curves.png at the end of a run
-    lasting_output     a closed pipe or a full disk does not end a run
-    orphans            processes end when their launcher is gone
     out_of_memory      advice, and the largest batch that fits
     hang_watchdog      names the rank that the others wait for
     lost_peers         names the rank that is gone
-    restarts           --max_restarts of the launcher: continue after a failure
-    early_stopping     --patience: stop when the test no longer gets better
     trackers           --log_with: log to tensorboard and the like, too
     profiling          --profile: a table and a trace of some steps
     pretrained         --pretrained: start from weights of others
-    sampling           weighted draws, repeated augmentation
+    sampling           repeated augmentation
 
 datasets/: where items come from.
 

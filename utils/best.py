@@ -31,6 +31,10 @@ class Best:
                 if name == self.monitor:
                     self.tests_since_best = 0
 
+    def is_stuck(self, patience: int) -> bool:
+        """Whether the last `patience` tests were not better than the best one; never with patience 0."""
+        return 0 < patience <= self.tests_since_best
+
     def state(self) -> dict:
         """For a checkpoint, as JSON."""
         return {"best": dict(self.values), "tests_since_best": self.tests_since_best}

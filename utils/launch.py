@@ -25,10 +25,9 @@ from accelerate.utils import (
 
 from .console import stop
 from .errors import ExplainedErrors, explain_errors
-from .extras import hang_watchdog, lost_peers, out_of_memory, restarts
-from .extras.lasting_output import outlive_readers
-from .extras.orphans import follow_launcher
+from .extras import hang_watchdog, lost_peers, out_of_memory
 from .extras.provenance import code_digest
+from .processes import check_restarts, follow_launcher, outlive_readers, was_restarted
 from .topology import check_topology, data_parallel_gpus, same_on_all, wants_cpu
 
 DEFAULTS = {
@@ -108,9 +107,7 @@ def make_accelerator(
     peers = attach_to_process(errors, args)
     is_new_folder = not settings.output_dir
     settings.output_dir = settings.output_dir or new_output_dir()
-    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if may_restart:
-        restarts.check_that_it_can_continue(is_new_folder)
+    check_restarts(is_new_folder)
     if settings.log_with or log_with:
         from .extras.trackers import check_trackers
 
@@ -120,7 +117,7 @@ def make_accelerator(
     # From here on, the processes can talk to each other.
     check_topology(accelerator)
     attach_to_group(peers, settings.timeout_s)
-    if may_restart and restarts.was_restarted():
+    if was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})
     accelerator.split_batch = split_batch

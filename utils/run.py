@@ -163,7 +163,7 @@ class Run:
         """Everything that a run may have beside its core; what concerns the process is in launch.py. Collective."""
         accelerator, args, parts = self.accelerator, self.args, self.state.values()
         models = [part for part in parts if isinstance(part, nn.Module)]
-        self.early_stopping = self.trackers = self.profiler = self.same_weights = None
+        self.trackers = self.profiler = self.same_weights = None
         if accelerator.num_processes > 1 and self.model_copy is None:
             from .parallel import same_weights
 
@@ -174,10 +174,6 @@ class Run:
             virtual_processes.sum_gradients_by_tree(accelerator, models)
             if self.step:
                 virtual_processes.warn_of_other_rounding(accelerator, self.folder.path, topology)
-        if args.patience:
-            from .extras.early_stopping import EarlyStopping
-
-            self.early_stopping = EarlyStopping(args.patience, self.best)
         if args.profile:
             from .extras.profiling import Profiler
 
@@ -201,11 +197,12 @@ class Run:
         for epoch in range(first, math.ceil(self.total_steps / self.steps_per_epoch)):
             seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 1))
             yield epoch
-            if self.early_stopping is not None and self.early_stopping.is_due():
+            if self.best.is_stuck(self.args.patience):
                 self.stopped_early = self.step < self.total_steps
                 self._save()
                 if self.stopped_early and self.accelerator.is_main_process:
-                    self.early_stopping.announce()
+                    tests = plural(self.best.tests_since_best, "test")
+                    show(f"stopped early: {tests} in a row without a better {self.best.monitor}")
                 return
 
     def batches(self, loader: GlobalLoader, epoch: int) -> Iterator[Batch]:

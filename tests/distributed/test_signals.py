@@ -20,9 +20,8 @@ import run_reader
 from conftest import ROOT
 from fakes import fake_accelerator
 
-from utils import signals
+from utils import processes, signals
 from utils.errors import explain_errors
-from utils.extras import orphans
 
 FLAGS = ["--hidden", 32, "--batch_size", 128, "--log_every", 100, "--output_dir", "run"]
 
@@ -200,7 +199,7 @@ def test_a_launcher_that_is_process_1_of_a_container_is_alive(monkeypatch):
     def adopted_by(pid, name, exe):
         parent = SimpleNamespace(pid=pid, name=lambda: name, exe=lambda: exe)
         monkeypatch.setattr(psutil.Process, "parent", lambda _: parent)
-        return orphans.is_orphan()
+        return processes.is_orphan()
 
     assert not adopted_by(1, "accelerate", "/usr/bin/python3.11")
     assert adopted_by(1, "tini", "/usr/bin/tini")

@@ -890,20 +890,6 @@ def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path, accelerator, caps
     assert names(tmp_path) == ["step_00000001"]
 
 
-def test_a_save_that_takes_as_long_as_the_launcher_waits_is_told_once(tmp_path, accelerator, capsys, monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
-    saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
-    saver.save(1, {}, {})
-    assert capsys.readouterr().out == ""  # `accelerate launch` of one process does not kill
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    for step in (2, 3):
-        saver.save(step, {}, {})
-    said = capsys.readouterr().out
-    assert said.startswith("warning: ")
-    assert said.count("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=2") == said.count("\n") == 1
-
-
 # --- what was damaged ---------------------------------------------------------------------------
 
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from utils import launch
 from utils.extras import provenance, trackers
-from utils.extras.lasting_output import LastingOutput
 from utils.flags import ArgumentParser
 from utils.launch import make_accelerator
+from utils.processes import LastingOutput
 from utils.topology import resume_command
 
 

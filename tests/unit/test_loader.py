@@ -19,8 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from utils import sampler as sampler_module
-from utils.extras import sampling
-from utils.extras.sampling import Repeated, Weighted
+from utils.extras.sampling import Repeated
 from utils.items import UnreadableItem
 from utils.loader import GlobalLoader
 from utils.sampler import GlobalSampler
@@ -257,9 +256,6 @@ def test_max_samples_takes_the_first_ones(max_samples):
     expected = 10 if max_samples == 10 else 23
     assert each.num_samples == each.describe()["items"] == expected
     assert sorted(indices(each)) == list(range(expected))
-    weights = [1.0] * 23
-    weighted = make(list(range(23)), max_samples=max_samples, order=Weighted(weights))
-    assert max(indices(weighted)) < expected
 
 
 @pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
@@ -278,69 +274,6 @@ def test_repeats_are_in_one_step_with_draws_of_their_own(processes, accumulation
     plain = by_step(1, 1, 1, **options)
     assert list(map(indices, steps)) == list(map(indices, plain))
     assert len(set(itertools.chain(*map(indices, steps)))) == pytest.approx(64 / 4, abs=3)
-
-
-def weighted(weights):
-    order = Weighted(weights)
-    order.fit(len(weights), len(weights), 1)
-    return order
-
-
-def test_sampling_weights_are_frequencies():
-    weights = torch.tensor([0.0, 1, 2, 0, 3, 4, 0]).repeat(1000)
-    sampler = GlobalSampler(7000, 70, seed=3, order=weighted(weights))
-    drawn = torch.cat([sampler.items(epoch)[0] for epoch in range(10)])
-    counts = torch.bincount(drawn % 7, minlength=7)
-    assert counts[[0, 3, 6]].tolist() == [0, 0, 0]
-    expected = 70_000 * torch.tensor([1, 2, 3, 4]) / 10
-    assert ((counts[[1, 2, 4, 5]] - expected).abs() < 5 * expected.sqrt()).all()
-
-
-@pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
-def test_weighted_draws_are_the_same_on_any_topology(processes, accumulation):
-    options = {"dataset": Noisy(50), "batch_size": 12, "order": Weighted([0.0, 1, 2, 0, 5] * 10)}
-    plain = by_step(1, 1, 1, **options)
-    ours = by_step(processes, accumulation, 1, **options)
-    assert list(map(indices, ours)) == list(map(indices, plain))
-    for one, other in zip(plain, ours, strict=True):
-        for place in (1, 2, 3):
-            parts = [torch.cat([b.counted(b.data[place]) for b in batches]) for batches in (one, other)]
-            assert torch.equal(*parts)
-
-
-def test_a_level_rounded_up_to_the_sum_draws_an_item_with_a_weight(monkeypatch):
-    monkeypatch.setattr(sampling, "combine", lambda *numbers: torch.full((5,), 2**32 - 1))
-    sampler = GlobalSampler(5, 5, seed=0, order=weighted([0.1, 0.2, 0.3, 0.0, 0.0]))
-    assert sampler.items(0)[0].tolist() == [2] * 5
-
-
-@pytest.mark.parametrize(
-    ("weights", "max_samples"),
-    [
-        ([1.0] * 22, None),
-        ([-1.0] + [1.0] * 22, None),
-        ([0.0] * 23, None),
-        ([float("nan")] + [1.0] * 22, None),
-        ([float("inf")] + [1.0] * 22, None),
-        ([0.0] * 10 + [1.0] * 13, 10),
-    ],
-)
-def test_bad_sampling_weights_are_one_sentence(capsys, weights, max_samples):
-    with pytest.raises(SystemExit):
-        make(Squares(), order=Weighted(weights), max_samples=max_samples)
-    assert capsys.readouterr().err.startswith("error: sampling weights must be 23 finite numbers")
-
-
-@pytest.mark.parametrize("weights", ["abc", None, {1: 2}])
-def test_sampling_weights_that_are_not_numbers_say_so(weights):
-    with pytest.raises(TypeError, match="weights must be numbers, one per item"):
-        Weighted(weights)
-
-
-def test_a_single_sampling_weight_is_one_sentence(capsys):
-    with pytest.raises(SystemExit):
-        make(Squares(), order=Weighted(3))
-    assert capsys.readouterr().err.startswith("error: sampling weights must be 23 finite numbers")
 
 
 @pytest.mark.parametrize(
@@ -909,7 +842,6 @@ def test_the_facts_that_a_resume_compares():
         {"batch_size": 6},
         {"drop_last": True},
         {"order": Repeated(2)},
-        {"order": Weighted([1.0] * 23)},
         {"max_samples": 9},
     ):
         assert make(Squares(), **options).resume_invariants() != facts

@@ -26,7 +26,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from ..console import stop
-from ..extras.orphans import warn_if_killed_sooner
 from .folder import PROCESSES, Files, Tensors, copy_to_cpu, read_checkpoint, read_newest, write_checkpoint, write_model
 from .state import ModelState, ObjectState, OptimizerState, differences, join_parts, name_parameters, plain_name
 
@@ -90,7 +89,6 @@ class Checkpoints:
         self.writing: Future | None = None
         self.copies: Files = {}  # whose memory the next checkpoint takes
         self.save_time_s = 0.0  # in which training waited
-        self.is_slow = False
 
     def save(self, step: int, metrics: Tensors, extra: dict, sync: Callable[[], None] | None = None) -> None:
         """Copy the state after `step` steps into memory; a thread writes it to the disk. Collective.
@@ -138,7 +136,6 @@ class Checkpoints:
 
     def _write(self, manifest: dict, sync: Callable[[], None] | None) -> None:
         """What the thread does."""
-        began = time.perf_counter()
         for model_name, model in self.models.items():
             buffers = {plain_name(name) for name, _ in model.named_buffers()}  # may well be infinite, as masks are
             for name, tensor in self.copies[f"{model_name}.safetensors"].items():
@@ -150,9 +147,6 @@ class Checkpoints:
         if sync is not None:
             sync()
         write_checkpoint(self.folder, manifest, self.copies, self.keep)
-        # A stop waits for the checkpoint under way, and then saves another one.
-        if not self.is_slow:
-            self.is_slow = warn_if_killed_sooner(2 * (time.perf_counter() - began))
 
     def failed(self) -> bool:
         """Whether this process could not write the last checkpoint; the others do not know yet."""
