@@ -5,7 +5,7 @@ import re
 from conftest import ROOT
 
 GUIDES = ROOT / "guides"
-PAGES = ["README.md", "scripts/README.md", "accelerate_configs/README.md", "benchmarks/RESULTS.md"]
+PAGES = ["README.md", "accelerate_configs/README.md", "benchmarks/RESULTS.md"]
 PAGES += [str(path.relative_to(ROOT)) for path in sorted(GUIDES.rglob("*.md"))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 README = TEXTS["README.md"]
@@ -28,5 +28,6 @@ def commands(text: str) -> list[str]:
     """The lines of all bash blocks, each command in one line."""
     found = []
     for block in blocks(text, "bash"):
-        found += re.sub(r"\\\n\s*", "", block).strip().splitlines()
+        block = re.sub(r"\\\n\s*", "", block)
+        found += re.sub(r"&&\n\s*", "&& ", block).strip().splitlines()
     return found
