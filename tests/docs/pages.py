@@ -5,7 +5,7 @@ import re
 from conftest import ROOT
 
 GUIDES = ROOT / "guides"
-PAGES = ["README.md", "accelerate_configs/README.md", "benchmarks/RESULTS.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "accelerate_configs/README.md", "benchmarks/RESULTS.md"]
 PAGES += [str(path.relative_to(ROOT)) for path in sorted(GUIDES.rglob("*.md"))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 README = TEXTS["README.md"]
