@@ -72,7 +72,7 @@ def test_the_saved_model_is_loaded_as_it_says(tmp_path, monkeypatch):
     safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     scope = {"images": torch.randint(256, (3, 1, 28, 28), dtype=torch.uint8)}
-    (block,) = blocks(section(guide("use_the_model"), "Use the model"), "python")
+    (block,) = blocks(section(guide("your_own_model"), "Use the model"), "python")
     exec(block, scope)
     torch.testing.assert_close(scope["logits"], model(scope["images"]))
 
@@ -80,7 +80,7 @@ def test_the_saved_model_is_loaded_as_it_says(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_notebook_trains_in_its_process_and_in_two(launcher, small_mnist):
     """The cells as programs; their folder is not the repository's here."""
-    for number, block in enumerate(blocks(section(guide("use_the_model"), "In a notebook"), "python"), 1):
+    for number, block in enumerate(blocks(section(guide("reference/recipes"), "In a notebook"), "python"), 1):
         short = block.replace('"200"', f'"2", "--dataset", {str(small_mnist)!r}')
         assert short != block
         cell = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{short}"

@@ -1,4 +1,4 @@
-"""The adapter for torchmetrics of guides/your_own_model.md: tests/programs/own_metrics.py runs with it."""
+"""The adapter for torchmetrics of guides/reference/recipes.md: tests/programs/own_metrics.py runs with it."""
 
 import inspect
 
@@ -17,7 +17,7 @@ PROGRAM = ROOT / "tests" / "programs" / "own_metrics.py"
 def test_the_adapter_on_the_page_is_the_programs():
     from tests.programs.own_metrics import OverAllSamples
 
-    (block,) = blocks(section(guide("your_own_model"), "Your own metrics by torchmetrics"), "python")
+    (block,) = blocks(section(guide("reference/recipes"), "Metrics of torchmetrics"), "python")
     assert inspect.getsource(OverAllSamples) in block
 
 
