@@ -60,5 +60,4 @@ Commands: `python -m utils.NAME`, from the folder above.
 
     doctor/            inspects the machine, and names the config that fits
     prove/             runs a script on several topologies, and names the first thing that differs
-    compare/           compares runs: where their numbers begin to differ, and by how much
 """

@@ -27,6 +27,8 @@ def test_command_parses(command, monkeypatch):
     if argv[1:2] == ["-m"]:
         assert argv[2] == "pytest" or os.path.isfile(argv[2].replace(".", "/") + "/__main__.py")
         return
+    if argv[0] == "python" and os.path.isfile(f"{argv[1]}/__main__.py"):
+        return
     if argv[0] == "cp":
         assert all(os.path.exists(source) for source in argv[1:-1])
         return

@@ -15,14 +15,8 @@ from ..best import is_number
 from ..console import show
 
 COLOURS = {"train": "#0072b2", "test": "#d55e00"}
-# Where several runs are in one panel, the colour says which run, and the line which split.
+# Where several runs are in one panel, the colour says which run.
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-SPLIT_LINES = {
-    "train": {"linestyle": "-", "marker": "o"},
-    "test": {"linestyle": "--", "marker": "D", "markerfacecolor": "white"},
-}
-TOLERANCE_LINE = {"color": "grey", "linewidth": 1, "linestyle": ":"}
-INFINITE = 10  # where an infinite relative difference is drawn; finite ones are at most 2
 # They are in metrics.jsonl, but nobody judges a model by them: timings, and the size of the test.
 TIMINGS = ("samples_per_s", "data_wait_pct")
 NOT_PLOTTED = (*TIMINGS, "samples")
@@ -166,109 +160,6 @@ def set_axes(axes, name: str, values: list[float]) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
     if is_named(name, "accuracy"):
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-
-
-def plot_comparison(runs: dict[str, tuple[dict, dict]], tolerance: float, picture: Path) -> None:
-    """Plot the metrics of several runs, and below each metric the relative difference to the first.
-
-    runs: by name, the curves of a run, as `read_curves` returns them, and in the same form its
-    relative differences to the first run, which may be infinite. The first run has {} there.
-    tolerance: drawn as a line among the differences. Without any metric there is no picture.
-    """
-    save_picture(picture, lambda: draw_comparison(runs, tolerance))
-
-
-def draw_comparison(runs: dict[str, tuple[dict, dict]], tolerance: float):
-    """Draw for `plot_comparison`; returns a Figure, or None if there is nothing to draw."""
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    names = []
-    for curves, _ in runs.values():
-        names += [name for name in curves if is_plotted(name) and name not in names]
-    names = names[:MAX_PANELS]
-    if not names:
-        return None
-    columns = min(len(names), MAX_COLUMNS)
-    rows = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(max(5 * columns, 7), 6 * rows), layout="constrained")
-    grid = figure.subplots(2 * rows, columns, squeeze=False, height_ratios=[2, 1] * rows)
-    for place in range(rows * columns):
-        row, column = divmod(place, columns)
-        above, below = grid[2 * row][column], grid[2 * row + 1][column]
-        if place >= len(names):
-            above.remove()
-            below.remove()
-            continue
-        name = names[place]
-        draw_runs(above, name, [curves.get(name, {}) for curves, _ in runs.values()])
-        draw_differences(below, [found.get(name, {}) for _, found in runs.values()], tolerance)
-        below.sharex(above)
-        above.set_xlabel("")
-    handles = []
-    for number, name in enumerate(runs):
-        handles.append(Line2D([], [], **run_style(number), label=name))
-    for split, line in SPLIT_LINES.items():
-        handles.append(Line2D([], [], color="grey", markersize=4, label=split, **line))
-    handles.append(Line2D([], [], **TOLERANCE_LINE, label=f"tolerance {tolerance:g}"))
-    # Below a single panel there is room for fewer names.
-    figure.legend(handles=handles, loc="outside lower center", ncols=4 if columns == 1 else 6)
-    reference, *others = runs
-    figure.suptitle(f"{', '.join(others)} compared with {reference}")
-    return figure
-
-
-def run_style(number: int) -> dict:
-    """The line of a run. The first is broad and pale: an equal one can be seen on top of it."""
-    colour = RUN_COLOURS[number % len(RUN_COLOURS)]
-    if number == 0:
-        return {"color": colour, "linewidth": 4, "alpha": 0.4}
-    return {"color": colour, "linewidth": 1.5}
-
-
-def draw_runs(axes, name: str, runs: list[dict[str, list[tuple[int, float]]]]) -> None:
-    """Draw one metric of all runs into a panel. runs: for each, its points by split."""
-    draw_lines(axes, runs)
-    values = []
-    for splits in runs:
-        for split in SPLIT_LINES:
-            values += [value for _, value in splits.get(split, [])]
-    set_axes(axes, name, values)
-
-
-def draw_lines(axes, runs: list[dict[str, list[tuple[int, float]]]]) -> None:
-    for number, splits in enumerate(runs):
-        for split, line in SPLIT_LINES.items():
-            points = splits.get(split, [])
-            steps = [step for step, _ in points]
-            values = [value for _, value in points]
-            style = {**run_style(number), **line, "markersize": 4}
-            if len(points) >= MARKERS_BELOW:
-                style["marker"] = None
-            axes.plot(steps, values, **style)
-
-
-def draw_differences(axes, runs: list[dict[str, list[tuple[int, float]]]], tolerance: float):
-    """Draw relative differences on a logarithmic axis that has a zero too."""
-    from matplotlib.ticker import NullLocator
-
-    shown = []
-    for splits in runs:
-        finite = {}
-        for split, points in splits.items():
-            finite[split] = [(step, min(value, INFINITE)) for step, value in points]
-        shown.append(finite)
-    draw_lines(axes, shown)
-    axes.axhline(tolerance, **TOLERANCE_LINE)
-    # Linear below 1e-17, which is less than one bit of a float64.
-    axes.set_yscale("symlog", linthresh=1e-17, linscale=0.5)
-    ticks = ("0", "1e-16", "1e-12", "1e-8", "1e-4", "1")
-    axes.set_yticks([float(tick) for tick in ticks], ticks)
-    axes.yaxis.set_minor_locator(NullLocator())
-    # Markers at both ends are whole.
-    axes.set(ylim=(-1e-17, 10 * INFINITE), xlabel="step (optimizer steps)")
-    axes.set_ylabel("relative difference")
-    axes.grid(alpha=0.3)
 
 
 def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path) -> None:

@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..compare.differences import tensor_difference
 from ..console import plural
 from .causes import cause
+from .differences import tensor_difference
 
 ROUNDING = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding
 APART = 1e-6  # what the ranks of one run may differ by, relative to the largest entry

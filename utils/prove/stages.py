@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..compare.differences import tensor_difference
 from ..console import plural
+from .differences import tensor_difference
 
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry, in one step from the same weights
 APART = 1e-6  # between ranks
