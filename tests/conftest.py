@@ -13,17 +13,12 @@ from pathlib import Path
 import pytest
 import run_many
 from filelock import FileLock
-from forkserver import Forkserver, Popen
 from hosts import environment, free_port
 
 # Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they
 # wait. By default they spin, and with more threads than cores (two tests at a time) a step of
 # ResNet-50 takes four times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-# What tests start has the variables of its moment. The process that forks for them has these, also
-# if the first test to ask for it has changed one.
-VARIABLES = dict(os.environ)
 
 ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT / "data" / "mnist"
@@ -115,10 +110,8 @@ class Launcher:
     """`launcher(config, *flags)` runs `accelerate launch` and waits for its end.
 
     `launcher.start(...)` returns the process. `launcher.python(*words)` and `start_python` run any
-    other program. fresh_interpreter: not by a fork, as in forkserver.py.
+    other program.
     """
-
-    forkserver: Forkserver | None = None  # one for all launches of this process
 
     def __init__(self, folder: Path, home: Path):
         self.folder, self.home, self.processes = folder, home, []
@@ -130,15 +123,11 @@ class Launcher:
         script = Path(f"{script}.py") if Path(script).is_absolute() else run_many.path_of(script)
         return self.start_python(*words, script, *flags, **options)
 
-    def start_python(self, *words, cwd=None, stderr=subprocess.PIPE, fresh_interpreter=False) -> subprocess.Popen:
-        variables = environment(self.home)
-        if Launcher.forkserver is None and not fresh_interpreter:
-            Launcher.forkserver = Forkserver.start(environment(self.home, VARIABLES))
-        process = Popen(
+    def start_python(self, *words, cwd=None, stderr=subprocess.PIPE) -> subprocess.Popen:
+        process = subprocess.Popen(
             [sys.executable, *map(str, words)],
-            forkserver=None if fresh_interpreter else Launcher.forkserver,
             cwd=cwd or self.folder,
-            env=variables,
+            env=environment(self.home),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,

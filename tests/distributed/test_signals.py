@@ -127,7 +127,7 @@ def last_step(run) -> int:
 def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, small_mnist, config):
     # A fork of the tests has imported everything already, and would end by the kernel's signal, without a word.
     flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 5000]
-    process = launcher.start(config, *flags, fresh_interpreter=True)
+    process = launcher.start(config, *flags)
     count = 2 if config == "cpu_ddp" else 1
     ranks = []
     while len(ranks) < count:

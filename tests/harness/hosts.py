@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-from forkserver import Forkserver, Popen
 from network import ADDRESSES, NAMES, Network
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,14 +19,14 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def environment(home: Path, variables=os.environ) -> dict:
+def environment(home: Path) -> dict:
     """The variables of what tests start.
 
     With a home of its own: a default_config.yaml of whoever runs the tests must not change them.
     """
     rooms = [str(ROOT / "tests"), str(ROOT / "tests" / "harness")]
     own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(rooms)}
-    return {**variables, **own}
+    return {**os.environ, **own}
 
 
 class Hosts:
@@ -39,16 +38,16 @@ class Hosts:
 
     def __init__(self, folder: Path, home: Path, count: int = 2):
         self.folder, self.home, self.processes = folder, home, []
-        self.forkservers: dict[int, Forkserver] = {}
         self.network = Network(count)
         self.spaces = self.network.spaces  # one for each host
 
-    def start(self, host: int, *command, cwd: Path | None = None, log: str | None = None, **variables) -> Popen:
+    def start(
+        self, host: int, *command, cwd: Path | None = None, log: str | None = None, **variables
+    ) -> subprocess.Popen:
         """Run a command on a host; its output goes to the file `log`, by default alpha.log or beta.log."""
         with open(self.folder / (log or f"{NAMES[host]}.log"), "w") as file:
-            process = Popen(
-                [str(word) for word in command],
-                forkserver=self.forkserver(host),
+            process = subprocess.Popen(
+                [*self.network.enter(host), *map(str, command)],
                 cwd=cwd or self.folder,
                 env=environment(self.home) | variables,
                 stdin=subprocess.DEVNULL,
@@ -57,13 +56,6 @@ class Hosts:
             )
         self.processes.append(process)
         return process
-
-    def forkserver(self, host: int) -> Forkserver:
-        """The one on a host. All are made when the first is asked for: no host starts seconds after another."""
-        for n in [host] if self.forkservers else range(len(self.spaces)):
-            if n not in self.forkservers or self.forkservers[n].process.poll() is not None:
-                self.forkservers[n] = Forkserver.start(environment(self.home), self.network.enter(n))
-        return self.forkservers[host]
 
     def launch(self, *flags, launch_flags=(), each=({}, {}), only=(0, 1), processes=2, **environment):
         """`accelerate launch` of mnist_mlp.py on both hosts.
@@ -119,19 +111,13 @@ class Hosts:
     def ends(self, running, timeout=120) -> tuple[list[int], list[float]]:
         """As `end`, and nothing is left on either host."""
         codes_and_seconds = self.end(running, timeout)
-        end = time.monotonic() + 5  # the forkserver of a launcher ends just after it
-        while self.pids(0) + self.pids(1):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        assert not self.pids(0) + self.pids(1)
         return codes_and_seconds
 
     def pids(self, host: int, **environment) -> list[int]:
         """The processes on a host that have these environment variables."""
         found = []
-        pids = set(self.network.pids(host))
-        if host in self.forkservers:
-            pids.discard(self.forkservers[host].process.pid)
-        for pid in pids:
+        for pid in self.network.pids(host):
             try:
                 words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:  # it has just ended
@@ -159,8 +145,5 @@ class Hosts:
         self.network.restore()
 
     def remove(self) -> None:
-        for server in self.forkservers.values():
-            server.process.kill()
-            server.process.wait()
         self.clear()
         self.network.remove()

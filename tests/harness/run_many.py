@@ -14,13 +14,16 @@ import gc
 import importlib
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import sys
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
+
+from hosts import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -78,10 +81,8 @@ def run(script: str, flags: list) -> int | None:
         torch.set_default_dtype(torch.float64)
     own_argv, sys.argv = sys.argv, [str(path), *map(str, flags)]
     module = load(script, path)
-    gc.freeze()  # what was imported is not collected below, which takes half a second
     try:
-        with ExitStack() as patches:
-            patches.enter_context(mock.patch("utils.run.plot_curves"))
+        with mock.patch("utils.run.plot_curves"):
             module.main()
         return None
     except SystemExit as stopped:
@@ -90,7 +91,6 @@ def run(script: str, flags: list) -> int | None:
         torch.set_default_dtype(dtype)
         sys.argv = own_argv
         gc.collect()  # the lock of the folder goes with the RunFolder
-        gc.unfreeze()
         # The end of a process waits for the checkpoint that is being written.
         for thread in threading.enumerate():
             if thread.name.startswith("checkpoint"):
@@ -112,11 +112,18 @@ def back_to(run: Path, step: int, copied: Path) -> Path:
 def main():
     import torch.distributed as dist
 
-    # Each run ends the group of the processes, and a second one is not to be had: the launcher's
-    # store still has the addresses of the first.
-    end_group, dist.destroy_process_group = dist.destroy_process_group, lambda group=None: None
     script, *runs = sys.argv[1:]
-    for flags in map(shlex.split, runs):
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    store = None
+    if world_size > 1:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    for number, flags in enumerate(map(shlex.split, runs)):
+        if store is not None:
+            # Each run has a store of its own: the launcher's keeps the addresses of earlier process groups.
+            if rank == 0:
+                store.set(f"port {number}", str(free_port()))
+            os.environ["MASTER_PORT"] = store.get(f"port {number}").decode()
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         if flags[0] == "--script":
             script, flags = flags[1], flags[2:]
         recording = nullcontext()
@@ -127,15 +134,12 @@ def main():
             flags = flags[2:]
         if flags[:1] == ["--back_to"]:
             (_, folder, step, copied), flags = flags[:4], flags[4:]
-            # The other ranks wait for it in `make_accelerator`.
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if rank == 0:  # the others wait for it in `make_accelerator`
                 back_to(Path(folder), int(step), Path(copied))
         with recording:
             code = run(script, flags)
         if code is not None and isinstance(recording, nullcontext):  # a record of a run that fails is missing
             sys.exit(code or f"nothing was left to do: {shlex.join(flags)}")
-    if dist.is_initialized():
-        end_group()
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def test_a_run_imports_nothing_that_it_does_not_need(launcher, small_mnist, monk
     run = launcher.folder / "run"
     flags = ["--dataset", small_mnist, "--output_dir", run, "--max_steps", 2]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    done = launcher.python("-c", code, *flags, cwd=ROOT, fresh_interpreter=True)
+    done = launcher.python("-c", code, *flags, cwd=ROOT)
     assert done.stdout.endswith("imported []\nfrozen True\n"), done.stdout + done.stderr
     assert done.stderr == ""  # nor does anything complain when the process ends
     assert (run / "curves.png").exists()

@@ -558,7 +558,7 @@ def test_the_default_run_reads_digits(launcher):
     table = pyarrow.parquet.read_table(MNIST / test).slice(0, 200)
     pyarrow.parquet.write_table(table, data / test)
     flags = ["--dataset", data, "--max_steps", 36, "--output_dir", "run"]
-    done = launcher("cpu", *flags, script="resnet50", timeout=600, fresh_interpreter=True)
+    done = launcher("cpu", *flags, script="resnet50", timeout=600)
     assert "leaked" not in done.stderr  # triton's word for what it finds frozen at the end
     run = launcher.folder / "run"
     losses = run_reader.losses(run)

@@ -1,4 +1,7 @@
-"""Every script once on each CPU config, launched as a user does, as short as it can be."""
+"""Every script once on each CPU config, launched as a user does, as short as it can be.
+
+The quick ones: mnist_mlp.py on both configs, and the other training scripts on two processes.
+"""
 
 import pytest
 import run_reader
@@ -32,8 +35,10 @@ def test_every_script_is_here():
     assert programs - {"from_scratch/network_timing"} == set(FLAGS)
 
 
+QUICK = [("mnist_mlp", "cpu"), *((script, "cpu_ddp") for script in sorted(TRAINING))]
 CASES = [(script, "cpu") for script in FLAGS if script not in SEVERAL_PROCESSES]
 CASES += [(script, "cpu_ddp") for script in FLAGS]
+CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
 
 
 @pytest.mark.parametrize(("script", "config"), CASES)
