@@ -22,9 +22,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT / "data" / "mnist"
-# These files run first, in this order, and then the other long tests: no worker is left with a long
-# one at the end.
-LONGEST = ("slurm", "faults", "topologies", "parity", "resnet50", "model_split", "signals", "resume")
 
 
 def pytest_addoption(parser):
@@ -40,12 +37,6 @@ def pytest_collection_modifyitems(items):
     import machine_report
     import torch
 
-    def turn(item):
-        name = item.path.stem.removeprefix("test_")
-        position = LONGEST.index(name) if name in LONGEST else len(LONGEST)
-        return item.get_closest_marker("slow") is None, position
-
-    items.sort(key=turn)
     for place, item in enumerate(items):
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

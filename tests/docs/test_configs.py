@@ -29,8 +29,6 @@ def test_all_topologies_are_there_and_explained():
 def test_config_is_accepted_and_its_header_command_parses(path):
     load_config_from_file(str(path))
     header = re.split(r"^[^#]", path.read_text(), maxsplit=1, flags=re.M)[0]
-    assert "ested" in header or "Not yet run" in header
-    assert "# Edit:" in header
     commands = re.findall(r"accelerate launch (.+?[^\\])$", header.replace("\\\n#", ""), flags=re.M)
     assert commands
     for command in commands:

@@ -113,31 +113,6 @@ def test_the_loss_in_the_replicas_is_the_loss_of_the_batch():
     torch.testing.assert_close(scope["loss"], F.cross_entropy(model(scope["images"]), scope["labels"]))
 
 
-def test_a_sampler_and_shuffle_exclude_each_other():
-    data = TensorDataset(torch.zeros(4))
-    with pytest.raises(ValueError, match="mutually exclusive"):
-        DataLoader(data, shuffle=True, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-
-
-def test_what_backward_step_and_zero_grad_each_do():
-    model, x = nn.Linear(2, 1), torch.randn(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    start = model.weight.detach().clone()
-    loss = model(x).square().mean()
-    loss.backward()
-    once = model.weight.grad.clone()
-    assert torch.equal(model.weight, start)
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-    model(x).square().mean().backward()
-    torch.testing.assert_close(model.weight.grad, 2 * once)  # added
-    optimizer.step()
-    torch.testing.assert_close(model.weight, start - 0.2 * once)
-    torch.testing.assert_close(model.weight.grad, 2 * once)
-    optimizer.zero_grad()
-    assert model.weight.grad is None
-
-
 def test_one_loop_four_ways(monkeypatch):
     """They end with the same weights: one batch has all the data, so the order does not matter."""
     from accelerate import Accelerator

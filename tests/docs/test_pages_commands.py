@@ -12,13 +12,6 @@ from pages import TEXTS, commands
 COMMANDS = [command for text in TEXTS.values() for command in commands(text)]
 
 
-def test_the_two_commands_install_and_train_and_install_and_test():
-    install = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/"
-    train = "accelerate launch --config_file accelerate_configs/cpu.yaml scripts/mnist_mlp.py"
-    assert COMMANDS[:2] == [install + train, install + "python -m pytest"]
-    assert 'python" -m pytest' in (ROOT / ".ci" / "run").read_text()
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_parses(command, monkeypatch):
     argv = shlex.split(command.rpartition("&&")[2])
