@@ -106,7 +106,7 @@ def test_the_picture_is_drawn_from_three_runs(tmp_path, monkeypatch):
 
 
 def test_the_loss_in_the_replicas_is_the_loss_of_the_batch():
-    (block,) = blocks(guide("data_parallel"), "python")
+    (block,) = blocks(guide("ddp"), "python")
     model = nn.Linear(6, 4)
     scope = {"nn": nn, "F": F, "model": model, "images": torch.randn(5, 6), "labels": torch.arange(5) % 4}
     exec(block, scope)
