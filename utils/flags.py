@@ -1,4 +1,4 @@
-"""Command-line flags: argparse with one-sentence errors, and the flags that every script has."""
+"""Command-line flags: argparse with short errors, and the flags that every script has."""
 
 import argparse
 import sys
@@ -8,20 +8,15 @@ from .console import is_local_main, stop
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Names the default of a flag that has one, keeps the lines of the examples, and shows N for an integer and X for a
-    float."""
+    """Shows the default of each flag that has one, and keeps the lines of the examples."""
 
     def _get_help_string(self, action):
         has_default = action.default is not None and action.default is not False
-        return super()._get_help_string(action) if has_default and "default" not in action.help else action.help
-
-    def _get_default_metavar_for_optional(self, action):
-        metavars = {"int": "N", "float": "X"}
-        return metavars.get(getattr(action.type, "__name__", "")) or super()._get_default_metavar_for_optional(action)
+        return super()._get_help_string(action) if has_default else action.help
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose help and errors are printed once a machine, an error as one sentence.
+    """argparse whose help and errors are printed once per machine, an error as one line.
 
     The parsed namespace has an attribute `resume_invariants`: the names (dest) of all flags that must have the same
     value when a run is resumed, as a tuple: "seed", and those in groups made with `resume_invariant=True`.
@@ -30,8 +25,8 @@ class ArgumentParser(argparse.ArgumentParser):
         docstring: the script's. --help shows its first line, and its indented lines as examples.
     """
 
-    def __init__(self, docstring: str = ""):
-        first, *others = docstring.splitlines() or [""]
+    def __init__(self, docstring: str | None = None):
+        first, *others = (docstring or "").splitlines() or [""]  # python -OO removes docstrings
         commands = [f"  {' '.join(line.split())}" for line in others if line.startswith("    ")]
         sets = "CONFIG alone sets the number of processes, devices and precision."
         super().__init__(
@@ -65,23 +60,30 @@ class ArgumentParser(argparse.ArgumentParser):
                 gets --seed, --output_dir and --timeout_s only.
             virtual_processes: whether the script has --virtual_processes. False where the processes share the model.
         """
-        add = self.add_argument_group("run").add_argument
-        add("--seed", type=non_negative_int, default=0, help="seed of all random numbers")
-        add("--output_dir", type=folder_name, metavar="FOLDER", help="of this run (default: a new one under runs/)")
-        if log_every:
-            add("--resume", action="store_true", help="continue from the newest checkpoint in --output_dir, if any")
-            add("--checkpoint_every", type=non_negative_int, default=0, help="save every N steps; 0: after each epoch")
-            add("--keep_checkpoints", type=non_negative_int, default=2, help="keep the newest N checkpoints; 0: all")
-            add("--save_best", metavar="METRIC", help="also keep the model of the best test METRIC, such as accuracy")
-            add("--log_every", type=positive_int, default=log_every, help="log every N steps")
-            add("--patience", type=non_negative_int, default=0, help="stop after N tests without a better; 0: never")
-            add("--log_with", metavar="TRACKER", help="also log to a tracker of Accelerate, such as tensorboard")
-            profile = {"nargs": "?", "type": positive_int, "const": 10, "default": 0, "metavar": "STEPS"}
-            add("--profile", **profile, help="table and trace of STEPS steps (10) after the first ten (default: none)")
-        if log_every and virtual_processes:
-            add("--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes; 0: off")
-        seconds = at_least(1, below=10**8)  # more overflow in torch, which then hangs
-        add("--timeout_s", type=seconds, default=600, help="how long a process waits for another, also during a save")
+        run = self.add_argument_group("run")
+        run.add_argument("--seed", type=non_negative_int, default=0, help="seed of all random numbers")
+        run.add_argument("--output_dir", help="folder of this run (default: a new one under runs/)")
+        run.add_argument("--timeout_s", type=positive_int, default=600, help="how long a process waits for another")
+        if log_every is None:
+            return
+        run.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output_dir")
+        run.add_argument("--checkpoint_every", type=non_negative_int, default=0, help="steps; 0: after each epoch")
+        run.add_argument("--keep_checkpoints", type=non_negative_int, default=2, help="how many to keep; 0: all")
+        run.add_argument("--save_best", metavar="METRIC", help="also keep the model of the best test METRIC")
+        run.add_argument(
+            "--patience", type=non_negative_int, default=0, help="tests without a better one; 0: never stop"
+        )
+        run.add_argument("--log_every", type=positive_int, default=log_every, help="steps per log line")
+        run.add_argument(
+            "--log_with", metavar="TRACKER", help="also log to a tracker of Accelerate: tensorboard, wandb"
+        )
+        run.add_argument(
+            "--profile", nargs="?", type=positive_int, const=10, default=0, help="profile so many steps (10)"
+        )
+        if virtual_processes:
+            run.add_argument(
+                "--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes"
+            )
 
     def print_help(self, file=None):
         if is_local_main():
@@ -91,17 +93,15 @@ class ArgumentParser(argparse.ArgumentParser):
         stop(f"{message} (--help lists all flags)")
 
 
-def folder_name(text: str) -> str:
-    """An argparse type: the name of a folder, which a person can read and type."""
-    if not text or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid folder name")
-    return text
+def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    """A copy of `args` in which the run flags that it lacks have their defaults."""
+    parser = ArgumentParser()
+    parser.add_run_flags(log_every=10)
+    return argparse.Namespace(**{**vars(parser.parse_args([])), **vars(args)})
 
 
 def at_least(minimum: float, kind: type = int, below: float = float("inf")):
     """An argparse type: a number of type `kind` with minimum <= number < below."""
-    if kind is int:
-        below = min(below, 2**31)  # more overflow later, in one of the libraries
 
     def number(text: str):
         value = kind(text)
@@ -118,10 +118,3 @@ non_negative_int = at_least(0)
 positive_int = at_least(1)
 non_negative_float = at_least(0.0, float)
 fraction = at_least(0.0, float, below=1.0)
-
-
-def as_json(flags: dict) -> dict:
-    """The parsed flags for run.json, without `resume_invariants`; what JSON cannot hold becomes text."""
-    known = (bool, int, float, str, list, tuple, type(None))
-    shown = {name: value for name, value in flags.items() if name != "resume_invariants"}
-    return {name: value if isinstance(value, known) else str(value) for name, value in shown.items()}

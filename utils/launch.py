@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import datetime
 import functools
-import gc
 import os
 import sys
 import time
@@ -27,18 +26,9 @@ from .console import stop
 from .errors import ExplainedErrors, explain_errors
 from .extras import hang_watchdog, lost_peers, out_of_memory
 from .extras.provenance import code_digest
+from .flags import with_defaults
 from .processes import check_restarts, follow_launcher, outlive_readers, was_restarted
 from .topology import check_topology, data_parallel_gpus, same_on_all, wants_cpu
-
-DEFAULTS = {
-    "batch_size": None,
-    "gradient_accumulation_steps": 1,
-    "virtual_processes": 0,
-    "seed": 0,
-    "timeout_s": 600,
-    "log_with": None,
-    "output_dir": None,
-}
 
 
 class TrainingAccelerator(Accelerator):
@@ -88,8 +78,8 @@ def make_accelerator(
     Also seeds all generators, sets the number of CPU threads, and attaches what needs no flag.
 
     Args:
-        args: the parsed flags; for those of DEFAULTS that it does not have, the default counts. Sets `output_dir` to
-            a new folder under runs/ if there is none, and `resume` to True if the launcher restarted a failed run.
+        args: the parsed flags; run flags that it does not have get their defaults. Sets `output_dir` to a new
+            folder under runs/ if there is none, and `resume` to True if the launcher restarted a failed run.
         cpu_threads: threads of each process for work on the CPU. None: the cores of the machine divided by its
             processes; 1 with virtual processes, since a different number of threads adds in a different order.
         split_batch: each process gets a part of the batch. False if the processes share the model.
@@ -100,11 +90,10 @@ def make_accelerator(
     Raises:
         SystemExit: what runs is not what the config file and the flags ask for, or differs between processes.
     """
-    settings = argparse.Namespace(**{**DEFAULTS, **vars(args)})
-    if "triton" not in sys.modules:  # at the end it would report what is frozen of it as leaked
-        gc.freeze()  # to search for garbage in what the imports made, again and again, takes a second of a start
+    settings = with_defaults(args)
+    accumulation = getattr(args, "gradient_accumulation_steps", 1)
     errors = explain_errors()
-    peers = attach_to_process(errors, args)
+    peers = attach_to_process(errors, settings)
     is_new_folder = not settings.output_dir
     settings.output_dir = settings.output_dir or new_output_dir()
     check_restarts(is_new_folder)
@@ -113,7 +102,7 @@ def make_accelerator(
 
         settings.log_with = check_trackers(settings.log_with, log_with)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-    accelerator = create_accelerator(settings, errors, [ddp, *kwargs_handlers])
+    accelerator = create_accelerator(settings, accumulation, errors, [ddp, *kwargs_handlers])
     # From here on, the processes can talk to each other.
     check_topology(accelerator)
     attach_to_group(peers, settings.timeout_s)
@@ -126,9 +115,8 @@ def make_accelerator(
 
         use_virtual_processes(accelerator, settings.virtual_processes)
         cpu_threads = cpu_threads or 1
-    if split_batch and settings.batch_size is not None:
-        parts = accelerator.num_processes * settings.gradient_accumulation_steps
-        check_batch_size(settings.batch_size, settings.virtual_processes or parts)
+    if split_batch and getattr(args, "batch_size", None) is not None:
+        check_batch_size(args.batch_size, settings.virtual_processes or accelerator.num_processes * accumulation)
     set_cpu_threads(cpu_threads)
     set_seed(settings.seed)
     if is_new_folder:  # its name has a time and a process id: all take that of the main process
@@ -137,7 +125,9 @@ def make_accelerator(
     return accelerator
 
 
-def create_accelerator(settings: argparse.Namespace, errors: ExplainedErrors, handlers: list) -> TrainingAccelerator:
+def create_accelerator(
+    settings: argparse.Namespace, accumulation: int, errors: ExplainedErrors, handlers: list
+) -> TrainingAccelerator:
     """Accelerate's object, with the defaults that are traps set otherwise.
 
     Args:
@@ -161,7 +151,7 @@ def create_accelerator(settings: argparse.Namespace, errors: ExplainedErrors, ha
             dataloader_config=DataLoaderConfiguration(split_batches=True),
             # adjust_scheduler would have the scheduler count micro-batches as steps.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
-                settings.gradient_accumulation_steps, sync_with_dataloader=False, adjust_scheduler=False
+                accumulation, sync_with_dataloader=False, adjust_scheduler=False
             ),
             kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
         )
@@ -184,7 +174,7 @@ def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace):
         The LostPeers to introduce to each other, or None.
     """
     outlive_readers()
-    follow_launcher(getattr(args, "timeout_s", DEFAULTS["timeout_s"]))
+    follow_launcher(args.timeout_s)
     # In every step Accelerate's optimizer asks twice whether a package is installed, which searches the disk: 0.1 ms.
     if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)

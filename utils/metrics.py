@@ -1,7 +1,6 @@
 """Metrics over all processes in which every sample counts once."""
 
 import math
-import zlib
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +23,6 @@ class Metrics:
     Args:
         state: what another one's `state()` returned, to go on from it.
         all_ranks_add: False if some ranks never call `add`, as in a pipeline, where only the last stage has losses.
-            Then `reduce` and `check` ask all ranks for the names.
         test_after: optimizer steps before a test, for the message about a loss that is not finite; None: these
             are metrics of the training.
     """
@@ -101,11 +99,7 @@ class Metrics:
 
     def _sums(self) -> tuple[list[str], list[float]]:
         """The names; and the weighted sum of each, the sum of the weights, and the samples, over all processes."""
-        # Sorted: values that come from a checkpoint may stand in another order than on other ranks.
-        names = sorted(self.values)
-        if not self.all_ranks_add:
-            names = sorted(set(gather_object(names)))
-        self._check_names(names)
+        names = self._names()
         if virtual_processes(self.accelerator):
             columns = [*(self.values[name] for name in names), self._known_weights()] if self.indices else []
             columns = [torch.cat(parts) for parts in columns]
@@ -119,14 +113,16 @@ class Metrics:
                 self._stop_at_first_bad(name)
         return names, sums
 
-    def _check_names(self, names: list[str]) -> None:
-        """Raises: SystemExit on every rank, if ranks have metrics of different names: their sums would be mixed up."""
-        number = zlib.crc32(",".join(names).encode()) % 2**20
-        numbers = torch.tensor([1, number, number**2], device=self.accelerator.device)
-        ranks, total, total_of_squares = self.accelerator.reduce(numbers, "sum").tolist()
-        if ranks * total_of_squares != total**2:  # equal only if all numbers are
-            found = " | ".join(dict.fromkeys(gather_object([", ".join(names) or "none"])))
-            stop(f"the ranks have metrics of different names: {found}; add the same ones on each")
+    def _names(self) -> list[str]:
+        """The names of all ranks, sorted: a checkpoint may have restored them in a different order. Collective.
+
+        Raises: SystemExit on every rank, if ranks have metrics of different names: their sums would be mixed up.
+        """
+        by_rank = gather_object([sorted(self.values)])
+        if self.all_ranks_add and any(names != by_rank[0] for names in by_rank):
+            shown = " | ".join(dict.fromkeys(", ".join(names) or "none" for names in by_rank))
+            stop(f"the ranks have metrics of different names: {shown}; add the same ones on each")
+        return sorted({name for names in by_rank for name in names})
 
     def _own_sums(self, names: list[str]) -> torch.Tensor:
         """This process's part of `_sums`."""
@@ -140,8 +136,8 @@ class Metrics:
                 sums[-2] = weights.sum()
                 # Not `values @ weights`: a dot product adds in another order on other numbers of threads.
                 columns = [values * weights for values in columns]
-            for place, values in enumerate(columns):
-                sums[place] = values.sum()
+            for column, values in enumerate(columns):
+                sums[column] = values.sum()
         return sums
 
     def _known_weights(self) -> list[torch.Tensor]:
@@ -168,7 +164,9 @@ class Metrics:
         """What this process collected since the last `reduce`, for a checkpoint: tensors with one entry per sample."""
         if not self.indices:
             return {}
-        steps = [torch.as_tensor(step).expand(len(each)) for step, each in zip(self.steps, self.indices, strict=True)]
+        steps = [
+            torch.as_tensor(step).expand(len(indices)) for step, indices in zip(self.steps, self.indices, strict=True)
+        ]
         lists = {"indices": self.indices, "weights": self._known_weights(), "steps": steps}
         lists |= {f"value:{name}": parts for name, parts in self.values.items()}
         return {name: torch.cat([part.cpu() for part in parts]) for name, parts in lists.items()}

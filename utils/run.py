@@ -4,6 +4,7 @@ Forward, loss, backward, clipping and the optimizer's step stay in the script; n
 """
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,33 +16,21 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from .best import Best, is_number, plain
+from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
-from .extras import banner, hang_watchdog
+from .extras import hang_watchdog
+from .extras.banner import announce
 from .extras.curves import plot_curves
 from .extras.peak_memory import peak_memory_gib
-from .flags import as_json
+from .flags import with_defaults
 from .loader import Batch, GlobalLoader, describe_data
-from .metrics import LINE, Metrics
+from .metrics import Metrics
 from .progress import Progress, metric_text
 from .randomness import combine, seed_generators_for
 from .run_folder import RunFolder
-from .sampler import GlobalSampler
 from .signals import StopSignal
 from .topology import same_on_all
-
-DEFAULTS = {
-    "seed": 0,
-    "resume": False,
-    "checkpoint_every": 0,
-    "keep_checkpoints": 2,
-    "save_best": None,
-    "patience": 0,
-    "log_every": 10,
-    "log_with": None,
-    "profile": 0,
-}
 
 
 class Run:
@@ -57,9 +46,9 @@ class Run:
         run.finish()
 
     Args:
-        args: `output_dir`, and those of DEFAULTS that your parser has (`ArgumentParser.add_run_flags` adds all of
-            them); run.json records everything. A resumed run must have the same values for the flags that
-            `args.resume_invariants` names: see ArgumentParser.
+        args: the parsed flags. Those of `ArgumentParser.add_run_flags` that it does not have get their defaults;
+            run.json records everything. When resuming, the flags that `args.resume_invariants` names must have the
+            same values.
 
     Attributes:
         step: optimizer steps done, the one number that says where the run is.
@@ -70,16 +59,14 @@ class Run:
     """
 
     def __init__(self, accelerator: Accelerator, args: argparse.Namespace):
-        self.accelerator = accelerator
-        self.args = argparse.Namespace(**{**DEFAULTS, **vars(args)})
+        self.accelerator, self.args = accelerator, with_defaults(args)
         self.stop_signal = StopSignal(accelerator)
         self.folder = RunFolder(accelerator, Path(args.output_dir), self.args.resume)
-        self.best = Best(self.args.save_best)
+        self.best = Best(self.args.save_best, self.args.patience)
         self.step = 0
         self.before_test = None  # what a checkpoint has from before the test of this step
         self.stopped_early = False
-        self.last_test = {}
-        self.more_summary = {}
+        self.last_test, self.more_summary = {}, {}
 
     def start(
         self,
@@ -95,7 +82,7 @@ class Run:
         """Load the newest checkpoint (with --resume), print the banner, open the log files. Collective.
 
         Args:
-            total_steps: optimizer steps of the whole run, an int.
+            total_steps: optimizer steps of the whole run.
             checkpoint: by name, everything that a checkpoint must hold, as `prepare` returned it: any number of
                 models, optimizers, schedules, moving averages, and objects of your own with state_dict and
                 load_state_dict.
@@ -106,46 +93,45 @@ class Run:
         Raises:
             SystemExit: on every rank, if processes have different data or the checkpoint does not fit; with exit
                 code 0 if the run was completed before.
-            ValueError: if total_steps is less than 1, or not an int: no step would be the last one.
+            ValueError: if total_steps is not a positive int.
         """
         if not isinstance(total_steps, int) or total_steps < 1:
-            raise ValueError(f"total_steps must be an int of at least 1, and is {total_steps!r}")
+            raise ValueError(f"total_steps must be a positive int, got {total_steps!r}")
         accelerator, args = self.accelerator, self.args
         self.total_steps, self.steps_per_epoch = total_steps, len(train_loader)
         self.samples_per_epoch = train_loader.num_samples
-        self.batch_size, self.state = train_loader.sampler.batch_size, checkpoint
-        self.model_copy = model_parts.copy if model_parts else None
-        check_batch_norms(checkpoint.values(), train_loader.sampler)
-        # 1. What must be the same on all processes, and when the run is resumed.
+        self.batch_size, self.state, self.model_parts = train_loader.sampler.batch_size, checkpoint, model_parts
+        models = [part for part in checkpoint.values() if isinstance(part, nn.Module)]
+        if any(isinstance(layer, _BatchNorm) for model in models for layer in model.modules()):
+            from .parallel.batch_norm import check_micro_batches
+
+            check_micro_batches(models, train_loader.sampler)
         data = same_on_all(describe_data(train_loader, test_loader, data or {}))
-        invariants = {name: vars(args)[name] for name in vars(args).get("resume_invariants", ())}
+        invariants = {name: vars(args)[name] for name in args.resume_invariants}
         invariants |= train_loader.resume_invariants()
         invariants |= {"data": data["fingerprint"], "total_steps": total_steps}
         invariants |= {"save_best": args.save_best}  # the file of the best model is of this metric
         invariants |= resume_invariants or {}
-        topology = banner.describe_topology(accelerator)
-        # 2. Go on where the newest checkpoint is.
+        self.join_parts = None
+        if model_parts is not None and accelerator.num_processes > 1:
+            self.join_parts = functools.partial(model_parts.join, accelerator)
         folder = self.folder.path / "checkpoints"
         self.checkpoints = Checkpoints(
-            accelerator, folder, checkpoint, invariants, args.keep_checkpoints, self.model_copy
+            accelerator, folder, checkpoint, invariants, args.keep_checkpoints, self.join_parts
         )
         self.step, extra, saved_metrics = self.checkpoints.load()
         self.best.load_state(extra)
         self.metrics = Metrics(accelerator, saved_metrics, all_ranks_add=model_parts is None)
-        # 3. Say so; a run that was completed before ends here.
         batch = model_parts.batch if model_parts else None
-        banner.announce(
-            accelerator, topology, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
+        topology = announce(
+            accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
         )
         self._exit_if_completed()
-        # 4. From here on it is a run: what flags ask for, log files.
-        self._attach_extras(topology)
-        test_samples = test_loader.num_samples if test_loader else 0
-        test_steps = test_samples / self.batch_size / 3  # forward is a third of a step
-        is_main = accelerator.is_main_process
-        self.progress = Progress(self.step, total_steps, self.steps_per_epoch, test_steps, shows=is_main)
-        if is_main:
-            about_run = {"arguments": as_json(vars(args)), "data": data, "total_steps": total_steps}
+        self._attach(models, topology)
+        self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
+        if accelerator.is_main_process:
+            arguments = {name: value for name, value in vars(args).items() if name != "resume_invariants"}
+            about_run = {"arguments": arguments, "data": data, "total_steps": total_steps}
             about_launch = {**topology, **(model_parts.notes if model_parts else {})}
             self.folder.open(self.step, extra.get("metrics_bytes", 0), about_run, about_launch)
 
@@ -159,12 +145,11 @@ class Run:
         self.accelerator.end_training()
         raise SystemExit(0)
 
-    def _attach_extras(self, topology: dict) -> None:
-        """Everything that a run may have beside its core; what concerns the process is in launch.py. Collective."""
-        accelerator, args, parts = self.accelerator, self.args, self.state.values()
-        models = [part for part in parts if isinstance(part, nn.Module)]
+    def _attach(self, models: list[nn.Module], topology: dict) -> None:
+        """What flags and the topology ask for, beside what launch.py attaches to the process. Collective."""
+        accelerator, args = self.accelerator, self.args
         self.trackers = self.profiler = self.same_weights = None
-        if accelerator.num_processes > 1 and self.model_copy is None:
+        if accelerator.num_processes > 1 and self.model_parts is None:
             from .parallel import same_weights
 
             self.same_weights = same_weights
@@ -177,7 +162,7 @@ class Run:
         if args.profile:
             from .extras.profiling import Profiler
 
-            optimizers = [part for part in parts if isinstance(part, AcceleratedOptimizer)]
+            optimizers = [part for part in self.state.values() if isinstance(part, AcceleratedOptimizer)]
             self.profiler = Profiler(
                 accelerator, self.folder.path, args.profile, models, optimizers, self.total_steps - self.step
             )
@@ -197,12 +182,9 @@ class Run:
         for epoch in range(first, math.ceil(self.total_steps / self.steps_per_epoch)):
             seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 1))
             yield epoch
-            if self.best.is_stuck(self.args.patience):
-                self.stopped_early = self.step < self.total_steps
+            self.stopped_early = self.step < self.total_steps and self.best.is_stuck(self.accelerator.is_main_process)
+            if self.stopped_early:
                 self._save()
-                if self.stopped_early and self.accelerator.is_main_process:
-                    tests = plural(self.best.tests_since_best, "test")
-                    show(f"stopped early: {tests} in a row without a better {self.best.monitor}")
                 return
 
     def batches(self, loader: GlobalLoader, epoch: int) -> Iterator[Batch]:
@@ -213,7 +195,7 @@ class Run:
         mixup in the loop, is the same when resumed, and on P processes as on one with P accumulation steps.
         """
         optimizers = self.checkpoints.optimizers.values()
-        if loader.sampler.num_slots > 1 and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        if loader.sampler.num_slots > 1 and any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
             stop("LBFGS needs all micro-batches of a step in its closure: take `run.steps` in place of `run.batches`")
         batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
         yield from self._loop(batches, loader.sampler.accumulation, epoch, self._seed_model)
@@ -248,14 +230,14 @@ class Run:
         seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 2))
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
-        """test_batch: 0 in training; in a test, the number of the batch from 1 on."""
+        """test_batch: 0 during training; during testing, the number of the batch from 1 on."""
         hang_watchdog.reached(self.step)
         seed_generators_for(self.accelerator.device, combine(self.args.seed, self.step, batch.slot, test_batch))
 
     def _step_done(self, epoch: int) -> None:
         """Count a step; then what is due after it: a log line, a checkpoint, a stop. Collective."""
         samples_before = self.step % self.steps_per_epoch * self.batch_size
-        self.progress.timer.samples += min(self.batch_size, self.samples_per_epoch - samples_before)
+        self.progress.samples += min(self.batch_size, self.samples_per_epoch - samples_before)
         self.step += 1
         if self.profiler is not None:
             self.profiler.step()
@@ -264,7 +246,7 @@ class Run:
         if self.step % args.log_every == 0 or epoch_ends:
             means = self.metrics.reduce()
             del means["samples"]
-            self.log("train", epoch, **means, **self.learning_rates, **self.progress.timer.since_last_line())
+            self.log("train", epoch, **means, **self.learning_rates, **self.progress.since_last_line())
         self.before_test = self._extra() if epoch_ends else None
         due = self.step % args.checkpoint_every == 0 if args.checkpoint_every else epoch_ends
         if due or self.step == self.total_steps:
@@ -309,7 +291,7 @@ class Run:
             step: steps done; None: `self.step`, in which the step under way does not count yet.
         """
         step = self.step if step is None else step
-        metrics = {name: plain(value) for name, value in metrics.items()}
+        metrics = {name: to_python(value) for name, value in metrics.items()}
         metrics = {name: value for name, value in metrics.items() if is_number(value)}
         if self.trackers is not None:
             self.trackers.log({f"{split}/{name}": value for name, value in metrics.items()}, step)
@@ -318,7 +300,7 @@ class Run:
             self.progress.show_line(split, step, epoch + 1, metrics)
 
     def test_batches(self, loader: GlobalLoader) -> Iterator[Batch]:
-        """The batches of a test set. Shows how far the test is; stops the run after a signal. Collective."""
+        """The batches of a test set. Stops the run after a signal. Collective."""
         for batches in self.test_steps(loader):
             yield from batches
 
@@ -328,13 +310,11 @@ class Run:
         for number, window in enumerate(windows, 1):
             self._seed_model(window[0], test_batch=number)
             yield list(window)
-            done = min(number * loader.sampler.batch_size, loader.num_samples)
-            self.progress.show_test(self.step, done, loader.num_samples)
             self._stop_if_asked()
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
-        return Metrics(self.accelerator, all_ranks_add=self.model_copy is None, test_after=self.step)
+        return Metrics(self.accelerator, all_ranks_add=self.model_parts is None, test_after=self.step)
 
     def log_test(self, result: dict) -> None:
         """Log the numbers of `result`, the same on every rank; all of it goes to summary.json. Collective.
@@ -347,35 +327,25 @@ class Run:
         Raises:
             SystemExit: if --save_best or --patience names a metric that the result does not have, or if the numbers
                 differ between processes.
-            ValueError: if a name is taken.
         """
-        for name in LINE & result.keys():
-            raise ValueError(f"a number of a test cannot be named {name}: a line of metrics.jsonl has that already")
-        result = {name: plain(value) for name, value in result.items()}
-        numbers = {name: value for name, value in result.items() if is_number(value)}
-        args, monitor = self.args, self.best.monitor
-        if (args.save_best or args.patience) and monitor not in numbers:
-            known = ", ".join(name for name in numbers if name != "samples") or "none"
-            flag = f"--save_best {monitor}" if args.save_best else "--patience"
-            stop(f"{flag} needs the metric {monitor}, and the test has {known}: name one of these with --save_best")
+        self.last_test = {name: to_python(value) for name, value in result.items()}
+        numbers = {name: value for name, value in self.last_test.items() if is_number(value)}
         if self.same_weights is not None:
             self.same_weights.check_result(numbers)
-        self.best.add(numbers, self.step)
-        if args.save_best and self.best.tests_since_best == 0:
+        if self.best.add(numbers, self.step) and self.args.save_best:
             self._save_models("_best")
         self.log("test", math.ceil(self.step / self.steps_per_epoch) - 1, **numbers)
-        self.last_test = result
 
     def _save_models(self, suffix: str = "") -> None:
         for name in self.checkpoints.models:
             model = self.state[name]
             if isinstance(model, AveragedModel):
                 model = model.module
-            save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors", self.model_copy)
+            save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors", self.join_parts)
 
     def add_to_summary(self, **values) -> None:
         """Add values of your own to summary.json."""
-        self.more_summary |= {name: plain(value) for name, value in values.items()}
+        self.more_summary |= {name: to_python(value) for name, value in values.items()}
 
     def finish(self) -> None:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
@@ -384,52 +354,30 @@ class Run:
         self.add_to_summary(peak_memory_gib=round(peak_memory_gib(self.accelerator), 3))
         if self.accelerator.is_main_process:
             self.progress.close()
-            self._write_summary()
+            self.folder.write_summary(
+                {
+                    "step": self.step,
+                    **{f"test_{name}": value for name, value in self.last_test.items()},
+                    **self.best.summary(),
+                    **self.more_summary,
+                    "stopped_early": self.stopped_early,
+                    "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
+                    **self.progress.summary(self.step),
+                }
+            )
         if self.trackers is not None:
             self.trackers.finish()
         self.accelerator.end_training()
         if self.accelerator.is_main_process:
             self._draw_and_say_done()
 
-    def _write_summary(self) -> None:
-        best = {f"best_{name}": value for name, (value, _) in self.best.values.items() if name != "samples"}
-        if self.args.save_best and self.best.monitor in self.best.values:
-            best["best_step"] = self.best.values[self.best.monitor][1]
-        elif self.args.save_best:
-            show(f"warning: no best {self.best.monitor} was kept: the run has no test", "yellow")
-        self.folder.write_summary(
-            {
-                "step": self.step,
-                **{f"test_{name}": value for name, value in self.last_test.items()},
-                **best,
-                **self.more_summary,
-                "stopped_early": self.stopped_early,
-                "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
-                **self.progress.summary(self.step),
-            }
-        )
-
     def _draw_and_say_done(self) -> None:
         path = self.folder.path
         title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
         plot_curves(path / "metrics.jsonl", path / "curves.png", title)
         numbers = {n: v for n, v in self.last_test.items() if is_number(v) and n != "samples"}
-        shown = [f"test {metric_text(name, value)}" for name, value in numbers.items()]
-        result = ", ".join(shown[:3]) or f"{self.step} steps"
-        train_s = self.progress.timer.train_s
-        show(f"done: {result} in {train_s:.1f} s of training; model, curves and summary in {path}", "green")
-
-
-def check_batch_norms(state: Iterable, sampler: GlobalSampler) -> None:
-    """Check that models with BatchNorm get micro-batches of one size: their statistics would not count alike.
-
-    Raises:
-        SystemExit: if not.
-    """
-    models = [part for part in state if isinstance(part, nn.Module)]
-    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
-        stop(
-            f"--batch_size {sampler.batch_size} does not divide by {sampler.num_slots} micro-batches, and the model "
-            "has BatchNorm, which needs micro-batches of one size"
+        result = (
+            ", ".join(f"test {metric_text(name, value)}" for name, value in numbers.items()) or f"{self.step} steps"
         )
+        train_s = self.progress.train_s
+        show(f"done: {result} in {train_s:.1f} s of training; model, curves and summary in {path}", "green")

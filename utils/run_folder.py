@@ -77,12 +77,7 @@ class RunFolder:
             show(f"warning: {self.path}/run.json is missing or damaged, and is written anew", "yellow")
             launches = []
         launch = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": step, **about_launch}
-        content = {
-            **about_run,
-            "command": sys.argv,
-            **describe_code(),
-            "launches": [*launches, launch],
-        }
+        content = {**about_run, "command": sys.argv, **describe_code(), "launches": [*launches, launch]}
         path = self.path / "metrics.jsonl"
         try:
             self.metrics_file = open(path, "ab")  # noqa: SIM115  until the end

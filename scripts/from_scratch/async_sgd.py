@@ -298,7 +298,7 @@ def main():
         for name in WAYS:
             results.append(run(name, straggler, data, args, group))
             accelerator.print(row(results[-1]), flush=True)
-    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
+    facts = {"arguments": vars(args), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": results})
         save_picture(folder.path / "accuracy.png", lambda: draw(results, args, num_workers))

@@ -172,7 +172,7 @@ def main():
                 numbers = f"{measured['time_ms']:>9.2f} {measured['sent_mib']:>12.2f}"
                 accelerator.print(f"{n:>9}  {name:<18}{numbers}", flush=True)
             dist.barrier()
-    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
+    facts = {"arguments": vars(args), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": rows})
         title = f"Mean of a gradient of {args.size_mib} MiB, {facts['backend']}"

@@ -606,7 +606,7 @@ def main():
         largest, link = max(row["bytes"] for row in rows), network_timing.median_pair(pairs)
         accelerator.print("\n" + network_timing.describe_simulation("this run", n, largest, *link, rows))
     if accelerator.is_main_process:
-        record = {"arguments": flags.as_json(vars(args)), **facts, "results": as_json(rows, unsupported, pairs)}
+        record = {"arguments": vars(args), **facts, "results": as_json(rows, unsupported, pairs)}
         write_json(folder.path / "run.json", record)
         save_picture(folder.path / "collectives.png", lambda: draw(rows, pairs, n, title))
         print(f"\ndone: numbers and a picture in {folder.path}/run.json and collectives.png", flush=True)

@@ -775,7 +775,7 @@ def main():
     found = measure_answers(args, batches, kind)
     print(answers_as_text(found, args.num_devices), flush=True)
 
-    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
+    facts = {"arguments": vars(args), **describe_topology(accelerator)}
     answers = {**found, "parts": {f"{inputs} on {n}": sizes for (inputs, n), sizes in found["parts"].items()}}
     write_json(folder.path / "run.json", {**facts, "results": summary, "answers": answers})
     title = f"one step of {args.batch_size} images on {args.num_devices} {kind.kind}"

@@ -426,7 +426,7 @@ def main():
     overlap = None
     if accelerator.device.type == "cpu":  # a GPU computes and sends later than it is told to: see --profile
         overlap = record_overlap(new_model(), next(iter(train_loader.epoch(0))), args.bucket_kib[0])
-    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
+    facts = {"arguments": vars(args), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": results, "passed_on": sums, "overlap": overlap})
         title = f"{plural(args.layers, 'hidden layer')}, {plural(accelerator.num_processes, 'process')}"

@@ -138,7 +138,7 @@ def main():
             for way, found in ways.items()
         ]
         print(f"  {f'{name}, {which}':<24}" + "   ".join(columns), flush=True)
-    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
+    facts = {"arguments": vars(args), **describe_topology(accelerator)}
     record = {", ".join(key): ways for key, ways in ratios.items()}
     write_json(folder.path / "run.json", {**facts, "results": record})
     title = f"{plural(args.workers, 'worker')}, in threads and in processes, {args.rounds} rounds"

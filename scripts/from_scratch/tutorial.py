@@ -166,7 +166,7 @@ def main():
         accuracy = test_accuracy(model, test_images, test_labels)
         epochs.append({"loss_of_rank_0": loss, "test_accuracy": accuracy, "s": time.perf_counter() - started})
         accelerator.print(f"epoch {epoch:>2}  loss of rank 0 {loss:.4f}  test accuracy {accuracy:.2%}", flush=True)
-    facts = {"arguments": flags.as_json(vars(args)), **describe_topology(accelerator)}
+    facts = {"arguments": vars(args), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "fractions": fractions, "results": epochs})
         show(f"done: these numbers in {folder.path}/run.json", "green")

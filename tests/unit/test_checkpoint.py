@@ -627,18 +627,12 @@ def test_what_a_model_keeps_besides_tensors_is_named_at_the_start(tmp_path, acce
     assert capsys.readouterr().err == sentence
 
 
-@pytest.mark.parametrize("name", ["encoder/model", "../model", "..", "", 1])
+@pytest.mark.parametrize("name", ["encoder/model", "../model", "..", "", "processes"])
 def test_a_name_that_cannot_be_that_of_a_file_is_refused_at_the_start(tmp_path, accelerator, capsys, name):
     with pytest.raises(SystemExit):
         checkpoints(accelerator, tmp_path / "run", {name: nn.Linear(1, 1)})
-    assert f"the name {name!r} in the checkpoint is not a valid file name" in capsys.readouterr().err
+    assert f"{name!r} in the checkpoint cannot be a file name" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-def test_the_name_of_the_checkpoints_own_file_is_taken(tmp_path, accelerator, capsys):
-    with pytest.raises(SystemExit):
-        checkpoints(accelerator, tmp_path, {"processes": nn.Linear(1, 1)})
-    assert "the name processes is taken" in capsys.readouterr().err
 
 
 # --- what does not fit ------------------------------------------------------------------------
@@ -780,25 +774,6 @@ def rewrite(path, change):
     write_manifest(path / "manifest.json", manifest)
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path, accelerator, prefix):
-    """It has no list of the parameters, and names of torch.compile if several processes saved it."""
-    first, second = build(0, accelerator), build(1, accelerator)
-    saved(accelerator, tmp_path, first)
-    path = tmp_path / "checkpoints" / "step_00000002"
-    content = safetensors.torch.load_file(path / "optimizer.safetensors")
-    content = {prefix + name: tensor for name, tensor in content.items()}
-    digest = disk.write_tensors(path / "optimizer.safetensors", content)
-
-    def change(manifest):
-        manifest["sha256"]["optimizer.safetensors"] = digest
-        del manifest["state"]["optimizer"]["parameters"]
-
-    rewrite(path, change)
-    assert checkpoints(accelerator, tmp_path, second).load()[0] == 2
-    assert_equal(first, second)
-
-
 def test_a_trained_parameter_without_an_entry_is_refused(tmp_path, accelerator, capsys):
     """Also where no state tells: this SGD has none."""
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
@@ -814,8 +789,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays(tmp_path, accelera
     rewrite(tmp_path / "checkpoints" / "step_00000002", lambda manifest: manifest.update(format=1))
     refused(accelerator, tmp_path, build(0, accelerator))
     error = capsys.readouterr().err
-    assert "was written by another version of this code (format 1, this one reads 2): end" in error
-    assert len(error.splitlines()) == 1
+    assert "none of the 1 checkpoints" in error
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
 
 
@@ -961,7 +935,7 @@ def test_state_of_another_version_that_cannot_be_loaded_is_one_sentence(tmp_path
 def test_another_number_of_processes_takes_all_metrics(tmp_path, accelerator):
     saver = checkpoints(accelerator, tmp_path, {})
     saver.accelerator = fake_accelerator(3)
-    tensors = {"0/indices": torch.tensor([1, 2]), "1/indices": torch.tensor([3]), "1/random_cpu": torch.zeros(1)}
+    tensors = {"0/indices": torch.tensor([1, 2]), "1/indices": torch.tensor([3])}
     assert [(name, each.tolist()) for name, each in saver._metrics(tensors, 2).items()] == [("indices", [1, 2, 3])]
     saver.accelerator.process_index = 1
     assert [(name, each.tolist()) for name, each in saver._metrics(tensors, 2).items()] == [("indices", [])]

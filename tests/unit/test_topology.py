@@ -141,7 +141,7 @@ def test_what_differs_between_processes_is_named(monkeypatch, capsys):
     assert capsys.readouterr().err == ("error: rank 2 on gamma has lr 0.2, not 0.1 as rank 0 on alpha\n")
 
 
-def test_the_banner_says_what_will_run(capsys):
+def test_the_banner_says_what_will_run(monkeypatch, capsys):
     process = {"device": "cpu", "device_name": None, "cpu_threads": 1}
     runs = {
         "config_file": "some.yaml",
@@ -155,7 +155,8 @@ def test_the_banner_says_what_will_run(capsys):
         "processes": [process | {"host": host} for host in ("alpha", "alpha", "beta", "beta")],
     }
     data = {"dataset": "mnist", "train samples": 1003}
-    banner.announce(fake_accelerator(4), runs, "runs/a", 10, 25, data, 64)
+    monkeypatch.setattr(banner, "describe_topology", lambda accelerator: runs)
+    banner.announce(fake_accelerator(4), "runs/a", 10, 25, data, 64)
     assert capsys.readouterr().out.splitlines() == [
         "topology      4 processes on 2 machines (MULTI_CPU over gloo), each cpu with 1 thread, precision bf16",
         "config        some.yaml",
@@ -164,9 +165,9 @@ def test_the_banner_says_what_will_run(capsys):
         "data          dataset mnist, train samples 1003",
         "output        runs/a",
     ]
-    banner.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
+    banner.announce(fake_accelerator(4), "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
     assert "dataset a\\x1b[31m\n" in capsys.readouterr().out  # and not in red
-    banner.announce(fake_accelerator(4), runs, "runs/a", 10, 25, {}, 64, batch="4 micro-batches")
+    banner.announce(fake_accelerator(4), "runs/a", 10, 25, {}, 64, batch="4 micro-batches")
     assert "64 = 4 micro-batches x 2 accumulation steps" in capsys.readouterr().out
 
 

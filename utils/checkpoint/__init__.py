@@ -5,14 +5,14 @@ checkpoints/step_00000938/
                             of each optimizer: its state as <parameter name>/<state name>
                             of any other object: the tensors of its state_dict
     processes.safetensors   by rank: metrics since the last log line
-    manifest.json           written last: step, what must match on resume, all that is not a tensor,
+    manifest.json           written last: step, what must match when resuming, all that is not a tensor,
                             SHA-256 of each file
 
-When a run saves and resumes stands here; what an object is on the disk, in state.py; how files get there whole, in
-folder.py.
+This file says when a run saves and loads; state.py, what an object is on the disk; folder.py, how files get there.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +27,7 @@ from torch import nn
 
 from ..console import stop
 from .folder import PROCESSES, Files, Tensors, copy_to_cpu, read_checkpoint, read_newest, write_checkpoint, write_model
-from .state import ModelState, ObjectState, OptimizerState, differences, join_parts, name_parameters, plain_name
+from .state import ModelState, ObjectState, OptimizerState, differences, name_parameters, plain_name
 
 __all__ = ["Checkpoints", "read_checkpoint", "save_model"]
 
@@ -39,10 +39,11 @@ class Checkpoints:
         state: by name, whatever has a state_dict: models and optimizers as `prepare` returned them, schedules, moving
             averages, objects of your own.
         resume_invariants: what else decides the numbers (flags, data, total steps), as JSON. A checkpoint in which one
-            of them differs is refused, and so is one with other classes or hyperparameters of optimizer and schedule,
-            other parameters or another precision.
+            of them differs is refused, and so is one with different classes or hyperparameters of optimizer and
+            schedule, different parameters or another precision.
         keep: how many of the newest ones stay; 0: all of them.
-        model_copy: for a model in parts on several processes; see parallel/pipeline.py.
+        join_parts: collective function of the entries of all processes, where each has a part of the model; see
+            parallel/pipeline.py.
 
     Raises:
         SystemExit: if something in `state` cannot be saved.
@@ -55,18 +56,16 @@ class Checkpoints:
         state: dict,
         resume_invariants: dict,
         keep: int = 2,
-        model_copy: int | None = None,
+        join_parts: Callable[[dict], dict] | None = None,
     ):
-        self.accelerator, self.folder, self.keep, self.model_copy = accelerator, Path(folder), keep, model_copy
+        self.accelerator, self.folder, self.keep, self.join_parts = accelerator, Path(folder), keep, join_parts
         self.models, self.optimizers, objects = {}, {}, {}
         if accelerator.scaler is not None:
             state = {**state, "scaler": accelerator.scaler}
         for name, instance in state.items():  # each without what `prepare` put around it
-            if not isinstance(name, str) or name in ("", "..") or name != Path(name).name:
-                stop(f"the name {name!r} in the checkpoint is not a valid file name: take a word, such as model")
-            elif f"{name}.safetensors" == PROCESSES:
-                stop(f"the name {name} is taken by the checkpoint itself: give that entry of the state another one")
-            elif isinstance(instance, nn.Module):
+            if not re.fullmatch(r"[\w.-]*\w", name) or f"{name}.safetensors" == PROCESSES:
+                stop(f"{name!r} in the checkpoint cannot be a file name: take another word, such as model")
+            if isinstance(instance, nn.Module):
                 self.models[name] = accelerator.unwrap_model(instance, keep_torch_compile=False)
             elif isinstance(instance, (AcceleratedOptimizer, torch.optim.Optimizer)):
                 self.optimizers[name] = getattr(instance, "optimizer", instance)
@@ -74,12 +73,12 @@ class Checkpoints:
                 objects[name] = instance.scheduler if isinstance(instance, AcceleratedScheduler) else instance
             else:
                 stop(f"{name} cannot be saved: a {type(instance).__name__} has no state_dict and load_state_dict")
-        self.parameter_names = name_parameters(self.models, self.optimizers)
+        names = name_parameters(self.models, self.optimizers)
         # Models first: after a test FSDP has some whole parameters, which no optimizer knows, and asking for the state
         # of a model makes them shards again.
         self.entries = {name: ModelState(accelerator, model) for name, model in self.models.items()}
         for name, optimizer in self.optimizers.items():
-            self.entries[name] = OptimizerState(accelerator, optimizer, self.parameter_names, self.models.values())
+            self.entries[name] = OptimizerState(accelerator, optimizer, names, self.models.values())
         self.entries |= {name: ObjectState(name, instance) for name, instance in objects.items()}
         derived = {name: entry.settings for name, entry in self.entries.items() if name not in self.models}
         derived["precision"] = accelerator.mixed_precision
@@ -87,14 +86,14 @@ class Checkpoints:
         self.invariants = json.loads(json.dumps({"fixed": resume_invariants, "derived": derived}))
         self.saved_step = None
         self.writing: Future | None = None
-        self.copies: Files = {}  # whose memory the next checkpoint takes
-        self.save_time_s = 0.0  # in which training waited
+        self.copies: Files = {}  # the next checkpoint reuses their memory
+        self.save_time_s = 0.0  # how long training waited
 
     def save(self, step: int, metrics: Tensors, extra: dict, sync: Callable[[], None] | None = None) -> None:
         """Copy the state after `step` steps into memory; a thread writes it to the disk. Collective.
 
-        Before it copies, it waits for the one before. Older checkpoints are removed at the end: at no moment is there
-        less than the last whole one.
+        Waits for the previous checkpoint first. Older checkpoints are removed at the end: at no moment is there less
+        than the last whole one.
 
         Args:
             metrics: this process's tensors.
@@ -102,23 +101,24 @@ class Checkpoints:
             sync: called in the thread first, to flush what `extra` speaks of.
 
         Raises:
-            SystemExit: on every rank, if the one before could not be written, or had a parameter that is not finite:
-                each resume would end with it.
+            SystemExit: on every rank, if the previous one could not be written, or had a parameter that is not finite.
         """
         began = time.perf_counter()
         self.wait()
-        if step == self.saved_step:  # a stop just after a checkpoint, or before the first step after a resume
+        if step == self.saved_step:  # a stop just after a checkpoint, or before the first step after resuming
             return
         self.saved_step = step
         tensors, state = {}, {}
         for name, entry in self.entries.items():
-            found, state[name] = entry.save()
-            if found is not None:
-                tensors[f"{name}.safetensors"] = found
-        whole = join_parts(self.accelerator, {"tensors": tensors, "state": state}, self.model_copy)
+            saved, state[name] = entry.save()
+            if saved is not None:
+                tensors[f"{name}.safetensors"] = saved
+        whole = {"tensors": tensors, "state": state}
+        if self.join_parts is not None:
+            whole = self.join_parts(whole)
         by_rank = gather_object([metrics])
         if self.accelerator.is_main_process:
-            processes = {f"{rank}/{name}": t for rank, found in enumerate(by_rank) for name, t in found.items()}
+            processes = {f"{rank}/{name}": t for rank, saved in enumerate(by_rank) for name, t in saved.items()}
             files = {**whole["tensors"], PROCESSES: processes}
             self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
             manifest = {
@@ -126,7 +126,7 @@ class Checkpoints:
                 **self.invariants,
                 "num_processes": self.accelerator.num_processes,
                 "torch": torch.__version__,
-                "state": {name: found for name, found in whole["state"].items() if name not in self.models},
+                "state": {name: saved for name, saved in whole["state"].items() if name not in self.models},
                 "extra": extra,
             }
             writer = ThreadPoolExecutor(1, "checkpoint")  # the interpreter waits for it at its end
@@ -181,39 +181,40 @@ class Checkpoints:
         return manifest["step"], manifest["extra"], self._metrics(tensors[PROCESSES], manifest["num_processes"])
 
     def _metrics(self, tensors: Tensors, num_processes: int) -> Tensors:
-        """This process's metrics of those that so many processes saved; of another number, the first one takes all."""
+        """The metrics this rank saved; with a different process count, rank 0 takes them all."""
         rank, same = self.accelerator.process_index, num_processes == self.accelerator.num_processes
         metrics = {}
-        for key in sorted(tensors):
+        for key, tensor in tensors.items():
             saved_rank, _, name = key.partition("/")
-            if not name.startswith("random_"):  # earlier versions saved the states of generators
-                is_own = int(saved_rank) == rank if same else rank == 0
-                # Elsewhere no samples, under the same names: `Metrics.reduce` needs the same ones on all processes.
-                metrics.setdefault(name, []).append(tensors[key] if is_own else tensors[key][:0])
+            is_own = int(saved_rank) == rank if same else rank == 0
+            # The others have no samples, under the same names: `Metrics.reduce` needs these on all processes.
+            metrics.setdefault(name, []).append(tensor if is_own else tensor[:0])
         return {name: torch.cat(parts) for name, parts in metrics.items()}
 
     def _check_fits(self, manifest: dict, tensors: Files) -> None:
         """Stop at the first kind of difference; what the script said goes before what follows from it."""
         names = {file.removesuffix(".safetensors") for file in tensors.keys() - {PROCESSES}} | manifest["state"].keys()
-        kinds = [[{"checkpoint": ", ".join(sorted(each))} for each in (names, self.entries)]]
+        kinds = [[{"checkpoint": ", ".join(sorted(known))} for known in (names, self.entries)]]
         kinds += [(manifest[kind], self.invariants[kind]) for kind in ("fixed", "derived")]
         saved, current = {}, {}
         for name in (*self.models, *self.optimizers):
-            found = tensors.get(f"{name}.safetensors", {}), manifest["state"].get(name, {})
-            saved[name], current[name] = self.entries[name].layouts(*found)
-            if self.model_copy is not None:  # this process has some of the parameters
+            content = tensors.get(f"{name}.safetensors", {}), manifest["state"].get(name, {})
+            saved[name], current[name] = self.entries[name].layouts(*content)
+            if self.join_parts is not None:  # this process has some of the parameters
                 saved[name] = {key: saved[name].get(key) for key in current[name]}
         for before, now in (*kinds, (saved, current)):
             # Classes first: other differences follow from them.
             if reasons := sorted(differences(before, now), key=lambda reason: ".class was " not in reason):
                 shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
-                stop(f"the run in {self.folder.parent} cannot be resumed with other arguments: {shown}")
+                stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
 
 
-def save_model(accelerator: Accelerator, model: nn.Module, path: Path, model_copy: int | None = None) -> None:
+def save_model(accelerator: Accelerator, model: nn.Module, path: Path, join_parts: Callable | None = None) -> None:
     """Write a model from `prepare` by plain names: loads with strict=True into the bare nn.Module. Collective."""
     model = accelerator.unwrap_model(model, keep_torch_compile=False)
-    tensors = join_parts(accelerator, ModelState(accelerator, model).save()[0], model_copy)
+    tensors, _ = ModelState(accelerator, model).save()
+    if join_parts is not None:
+        tensors = join_parts(tensors)
     on_main(accelerator, lambda: write_model(path, copy_to_cpu(tensors, {})))
 
 

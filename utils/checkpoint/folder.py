@@ -97,8 +97,7 @@ def checksum(manifest: dict) -> str:
 def copy_to_cpu(tensors: Tensors, copies: Tensors) -> Tensors:
     """Contiguous copies on the CPU, no two in the same memory, as safetensors needs them.
 
-    The memory of the earlier `copies` is used where it fits: new memory takes three times as long, because the system
-    clears it first.
+    Reuses the memory of the earlier `copies`: new memory takes three times as long, because the system clears it.
     """
     result = {}
     for name, tensor in tensors.items():
@@ -115,7 +114,6 @@ def read_checkpoint(path: Path) -> tuple[dict, Files]:
     Raises:
         ValueError: naming the file that is missing or damaged.
         OSError: if a file cannot be read for another reason, such as missing rights: it may be whole.
-        SystemExit: if it is of another version.
     """
     name, files = "manifest.json", {}
     try:
@@ -123,10 +121,7 @@ def read_checkpoint(path: Path) -> tuple[dict, Files]:
         if manifest.pop("checksum", None) != checksum(manifest):
             raise ValueError("its checksum differs")
         if manifest["format"] != FORMAT:
-            stop(
-                f"{path} was written by another version of this code (format {manifest['format']}, this one reads "
-                f"{FORMAT}): end that run with its own version, or start anew with another --output_dir"
-            )
+            raise ValueError(f"its format is {manifest['format']}, and this version of the code reads {FORMAT}")
         for name, digest in manifest["sha256"].items():
             content = (path / name).read_bytes()
             if hashlib.sha256(content).hexdigest() != digest:

@@ -1,8 +1,8 @@
 """Models, optimizers and any other object as named tensors and JSON: nothing that is read back is executed.
 
 `save` returns both, complete on the main process (None: there are no tensors, or no JSON), and `load` takes them, on
-any number of processes, sharded or not. `layouts` is what there is in a checkpoint, and now: these must be equal when
-resuming, as must be the `settings`. Collective.
+any number of processes, sharded or not. `layouts` returns what a checkpoint has and what the run has: they must be
+equal when resuming, and so must the `settings`. Collective.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..console import stop
 from .folder import Tensors
 
-# How an optimizer computes its step, and not what it is: may change between a run and its resume.
+# Implementation switches, not hyperparameters: a resumed run may change them.
 IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
 # What a schedule keeps besides its settings: private names of torch.
 PROGRESS = {"_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
@@ -62,7 +62,7 @@ class OptimizerState:
 
     def layouts(self, _, saved: dict) -> tuple[dict, dict]:
         groups = self._parameters()
-        return saved.get("parameters", groups), groups  # earlier versions wrote no list
+        return saved["parameters"], groups
 
     def _parameters(self) -> dict[str, str]:
         groups = enumerate(self.optimizer.param_groups)
@@ -97,7 +97,7 @@ class OptimizerState:
         numbers = {key: put_back_tensors(value, tensors) for key, value in saved["numbers"].items()}
         for key, value in {**tensors, **numbers}.items():
             parameter, _, name = key.rpartition("/")
-            state.setdefault(plain_name(parameter), {})[name] = value  # earlier versions wrote names of torch.compile
+            state.setdefault(parameter, {})[name] = value
         if self.fsdp:
             self.fsdp.load_whole_optimizer(self.models, self.optimizer, state)
             return
@@ -188,15 +188,6 @@ def sharding(accelerator: Accelerator):
     from ..parallel import fsdp
 
     return fsdp
-
-
-def join_parts(accelerator: Accelerator, entries: dict, model_copy: int | None) -> dict:
-    """`entries`, and those of the other processes where each has a part of the model. Collective."""
-    if model_copy is None or accelerator.num_processes == 1:
-        return entries
-    from ..parallel import pipeline
-
-    return pipeline.join_parts(accelerator, entries, model_copy)
 
 
 def plain_name(name: str) -> str:

@@ -52,22 +52,21 @@ def cpu_name() -> str:
 
 def announce(
     accelerator: Accelerator,
-    topology: dict,
     output_dir: str | os.PathLike,
     steps_per_epoch: int,
     total_steps: int,
     data: dict,
     batch_size: int,
     batch: str | None = None,
-) -> None:
-    """Print the banner: what is going to run.
+) -> dict:
+    """Print what is going to run; returns `describe_topology`. Collective.
 
     Args:
-        topology: what `describe_topology` returned.
         data: names and values for the line "data".
         batch_size: samples per optimizer step, over all processes.
         batch: how these are made up, for a script whose processes share the model. None: a part for each process.
     """
+    topology = describe_topology(accelerator)
     processes, accumulation = topology["num_processes"], topology["gradient_accumulation_steps"]
     virtual, gpus = topology["virtual_processes"], topology["data_parallel_gpus"]
     first = topology["processes"][0]
@@ -96,3 +95,4 @@ def announce(
         f"output        {output_dir}"
     )
     accelerator.print(printable(banner), flush=True)
+    return topology

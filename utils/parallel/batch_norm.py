@@ -12,13 +12,15 @@ get the same weight, and a step changes the running statistics by `momentum` onc
 """
 
 import contextlib
+from collections.abc import Iterable
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..sampler import virtual_processes
+from ..console import stop
+from ..sampler import GlobalSampler, virtual_processes
 from .virtual_processes import Node, TreeSum, current_logical_rank, tree_push
 
 
@@ -87,3 +89,17 @@ class BatchNorms:
         # One step, however many micro-batches this process had.
         counts = [layer.num_batches_tracked for layer in layers]
         torch._foreach_sub_(counts, accumulation - 1)
+
+
+def check_micro_batches(models: Iterable[nn.Module], sampler: GlobalSampler) -> None:
+    """Check that models with BatchNorm get micro-batches of one size: their statistics would not count alike.
+
+    Raises:
+        SystemExit: if not.
+    """
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
+        stop(
+            f"--batch_size {sampler.batch_size} does not divide by {sampler.num_slots} micro-batches, and the model "
+            "has BatchNorm, which needs micro-batches of one size"
+        )

@@ -35,6 +35,19 @@ class ModelParts(NamedTuple):
     batch: str  # how the global batch is made up, for the banner
     notes: dict  # of this launch, for run.json
 
+    def join(self, accelerator: Accelerator, entries: dict) -> dict:
+        """On the main process, the entries of all processes that share copy 0 of the model. Collective.
+
+        Args:
+            entries: by name, tensors, JSON, or such a dict again. Of an entry that several processes have, the main
+                process's counts.
+        """
+        gathered = [None] * accelerator.num_processes if accelerator.is_main_process else None
+        torch.distributed.gather_object(send_to_device(entries, "cpu") if self.copy == 0 else {}, gathered)
+        for others in gathered or []:
+            entries = merge(entries, others)
+        return entries
+
 
 def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 5) -> dict[str, BlockCost]:
     """Measure forward and backward passes of each block for one micro-batch. Collective.
@@ -373,21 +386,6 @@ def sum_over_copies(model: nn.Module, group) -> None:
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
-
-
-def join_parts(accelerator: Accelerator, entries: dict, model_copy: int) -> dict:
-    """On the main process, the entries of all processes that share copy 0 of the model. Collective.
-
-    Args:
-        entries: by name, tensors, JSON, or such a dict again. Of an entry that several processes have, the main
-            process's counts.
-        model_copy: the number of the copy of the model that this process has a part of.
-    """
-    gathered = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    torch.distributed.gather_object(send_to_device(entries, "cpu") if model_copy == 0 else {}, gathered)
-    for others in gathered or []:
-        entries = merge(entries, others)
-    return entries
 
 
 def merge(one: dict, other: dict) -> dict:
