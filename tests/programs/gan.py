@@ -81,7 +81,7 @@ def main():
             (real,) = batch.data
             with accelerator.accumulate(generator, discriminator):
                 fake = generator(batch.randn(LATENT))
-                # Both losses are those of the weights before the step: so the parts of a batch
+                # Both losses use the weights from before the step, so the parts of a batch
                 # may come one after another.
                 scores = discriminator(torch.cat([real, fake.detach()])).flatten()
                 d_losses = F.softplus(-scores[: len(batch)]) + F.softplus(scores[len(batch) :])
