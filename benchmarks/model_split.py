@@ -21,7 +21,10 @@ import time
 from pathlib import Path
 
 import torch
+import torchvision
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -29,7 +32,7 @@ from benchmarks import common
 from scripts import model_split
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
-from utils.parallel.pipeline import OneProcess, balance_stages, measure_blocks
+from utils.parallel import pipeline
 
 STAGES = 2
 
@@ -70,17 +73,14 @@ def worker(args) -> None:
     """
     accelerator = Accelerator(cpu=True)
     torch.set_num_threads(1)
-    data = model_split.synthetic(args.batch_size, 64, seed=0)
+    data = TensorDataset(
+        torch.randint(256, (args.batch_size, 3, 64, 64), dtype=torch.uint8), torch.arange(args.batch_size)
+    )
     rows = []
     for m in args.microbatches:
-        title = f"1f1b, {STAGES} stages, {m} micro-batches"
-        ways = make_ways(accelerator, data, m)
-        seconds = time_steps(accelerator, ways, data, m, args.rounds)
-        _, pipeline = ways["split"]
-        picture = Path(args.worker).parent / f"{m}.png"
-        idle = pipeline.timeline.draw(accelerator, title, picture)
+        seconds, idle = time_steps(accelerator, make_ways(accelerator, data, m), data, m, args.rounds)
         rates = [args.batch_size / statistics.median(seconds[way][1:]) for way in ("unsplit", "split")]
-        rows.append([m, *rates, idle])
+        rows.append([m, *rates, gather_object([statistics.median(idle[1:])])])
     if accelerator.is_main_process:
         Path(args.worker).write_text(json.dumps(rows))
     accelerator.end_training()
@@ -91,16 +91,35 @@ def make_ways(accelerator, data, m: int) -> dict[str, tuple]:
     cpu = torch.device("cpu")
     resnet, images = model_split.make_resnet(1000), data.tensors[0]
     blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
-    costs = measure_blocks(blocks, images[: len(data) // m])
-    stages = balance_stages(costs, STAGES, "time", "1f1b", m)
+    costs = pipeline.measure_blocks(blocks, images[: len(data) // m])
+    stages = pipeline.balance_stages(costs, STAGES, "time", "1f1b", m)
     examples = [images[:1].to("meta"), *(costs[names[-1]].output for names in stages)]
     whole = model_split.Stage(copy.deepcopy(resnet), model_split.BLOCKS)
-    part, pipeline, _ = model_split.make_pipeline(resnet, stages, examples, "1f1b", STAGES, accelerator, [cpu])
-    return {"unsplit": (whole, OneProcess({0: whole}, [(0, cpu)], "naive")), "split": (part, pipeline)}
+    part, pipe, _ = model_split.make_pipeline(resnet, stages, examples, "1f1b", STAGES, accelerator, [cpu])
+    return {"unsplit": (whole, pipeline.OneProcess([whole], [cpu], 1)), "split": (part, pipe)}
 
 
-def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -> dict[str, list]:
-    """Seconds of each step, by way; the first step is for warm-up, and not in the timeline."""
+class TimedStage(pipeline.PipelineStage):
+    """A stage that adds up the seconds in which it computes, without those in which it waits for other stages."""
+
+    busy_s = 0.0
+
+    def _timed(self, method, *args, **kwargs):
+        began = time.perf_counter()
+        result = method(*args, **kwargs)
+        TimedStage.busy_s += time.perf_counter() - began
+        return result
+
+    def forward_one_chunk(self, *args, **kwargs):
+        return self._timed(super().forward_one_chunk, *args, **kwargs)
+
+    def backward_one_chunk(self, *args, **kwargs):
+        return self._timed(super().backward_one_chunk, *args, **kwargs)
+
+
+def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -> tuple[dict[str, list], list]:
+    """Seconds of each step, by way, and for which part of it this stage is idle; the first step is for warm-up."""
+    pipeline.PipelineStage = TimedStage
     optimizers = {}
     for way, (model, _) in ways.items():
         optimizers[way] = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
@@ -110,28 +129,28 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
     metrics = Metrics(accelerator, all_ranks_add=False)
     loss_fn = model_split.make_loss_fn(metrics.add)
     seconds = {way: [] for way in ways}
-    for step in range(rounds + 1):
-        for way, (_, pipeline) in ways.items():
+    idle = []
+    for _ in range(rounds + 1):
+        for way, (_, pipe) in ways.items():
             accelerator.wait_for_everyone()
             began = time.perf_counter()
             if way == "split" or accelerator.is_main_process:
-                if step:
-                    pipeline.timeline.begin()
-                pipeline.run(images, batches, loss_fn)
-                if step:
-                    pipeline.timeline.end()
+                TimedStage.busy_s = 0.0
+                pipe.run(images, batches, loss_fn)
+                if way == "split":
+                    idle.append(1 - TimedStage.busy_s / (time.perf_counter() - began))
                 optimizers[way].step()
                 optimizers[way].zero_grad()
             accelerator.wait_for_everyone()
             seconds[way].append(time.perf_counter() - began)
             metrics.clear()
-    return seconds
+    return seconds, idle
 
 
 def split(args) -> list[list]:
     """For each split: its name, its images/s, what the script says of each stage, peak memory."""
-    flags = ["--synthetic", "--image_size", 64, "--batch_size", args.batch_size, "--cpu_threads", 1]
-    flags += ["--log_every", 1, "--num_microbatches", 8, "--max_steps", args.steps]
+    flags = ["--batch_size", args.batch_size, "--cpu_threads", 1]
+    flags += ["--log_every", 1, "--num_microbatches", 8, "--max_steps", args.steps, "--dataset"]
     ways = {
         "unsplit": ("cpu", []),
         "auto": ("cpu_ddp", []),
@@ -141,15 +160,24 @@ def split(args) -> list[list]:
     results = []
     for name, (config, more) in ways.items():
         with tempfile.TemporaryDirectory() as folder:
-            folder = run(Path(folder), config, *flags, *more)
+            write_random_images(Path(folder) / "data", args.batch_size)
+            folder = run(Path(folder) / "run", config, *flags, Path(folder) / "data", *more)
             lines = (folder / "metrics.jsonl").read_text().splitlines()
             lines = [json.loads(line) for line in lines]
             rates = [line["samples_per_s"] for line in lines if line["split"] == "train"]
             stages = json.loads((folder / "run.json").read_text())["launches"][0]["stages"]
             summary = json.loads((folder / "summary.json").read_text())
-            peaks = summary["peak_memory_gib_above_start"]
-            results.append([name, statistics.median(rates[1:]), stages, peaks])
+            results.append([name, statistics.median(rates[1:]), stages, summary["peak_memory_gib"]])
     return results
+
+
+def write_random_images(folder: Path, count: int) -> None:
+    """A data set of images of 64 pixels in two classes."""
+    for split in ("train", "test"):
+        for number in range(count):
+            file = folder / split / "ab"[number % 2] / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torchvision.io.write_png(torch.randint(256, (3, 64, 64), dtype=torch.uint8), str(file))
 
 
 def measure(args) -> dict:
@@ -206,10 +234,8 @@ def split_table(measured) -> str:
     }
     names = ("stage", "blocks", "parameters", "time_ms", "time_share", "activations_mib")
     rows = []
-    for name, rate, stages, peaks in measured:
-        for stage in stages:
-            cells = [stage[key] for key in names]
-            rows.append([name, *cells, peaks[stage["stage"]], rate])
+    for name, rate, stages, peak in measured:
+        rows += [[name, *(stage[key] for key in names), peak, rate] for stage in stages]
     return common.table(columns, rows)
 
 

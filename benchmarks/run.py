@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 
-# In the order in which they stand in RESULTS.md, with flags that make each of them fit into about two minutes;
-# model_split_exact launches 13 runs, and takes longer.
+# In the order in which they stand in RESULTS.md, with flags that make each of them fit into about two minutes.
 BENCHMARKS = {
     "mnist_epoch": "",
     "startup": "--rounds 5",
@@ -38,7 +37,6 @@ BENCHMARKS = {
     "resnet50": "--rounds 2",
     "gradient_accumulation": "--memory_steps 1 8",
     "model_split": "speed --microbatches 1 4 8",
-    "model_split_exact": "",
     "transformer": "",
     "transformer_memory": "",
     "virtual_processes": "--rounds 4 --steps 4",

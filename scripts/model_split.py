@@ -4,20 +4,16 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/model_split.py \
         --num_stages 2 --batch_size 256 --num_microbatches 8
 
-One process splits the model over its devices (dp.yaml: all GPUs). Several processes have one stage
-each. With --num_stages below the number of processes, several copies of the pipeline share the
-batch.
+One process splits the model over its devices (dp.yaml: all GPUs). Several processes have one stage each. With
+--num_stages below the number of processes, several copies of the pipeline share the batch.
 
-On 2 CPU cores with torch 2.15, two processes with one thread each reach 1.67 times the images/s of
-the unsplit model on one thread, with the same weights (8 micro-batches of 8 images of 64 pixels;
-the ideal is 1.78).
+On 2 CPU cores with torch 2.15, two processes with one thread each reach 1.72 times the images/s of the unsplit model on
+one thread, with the same weights (8 micro-batches of 8 images of 64 pixels; the ideal is 1.78).
 
-Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B and interleaved 1F1B,
-D. Narayanan et al., https://arxiv.org/abs/2104.04473; ResNet-50, K. He et al.,
-https://arxiv.org/abs/1512.03385.
+Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B and interleaved 1F1B, D. Narayanan et al.,
+https://arxiv.org/abs/2104.04473; ResNet-50, K. He et al., https://arxiv.org/abs/1512.03385.
 """
 
-import contextlib
 import functools
 import itertools
 import sys
@@ -35,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from
 
 from utils import launch
 from utils.console import plural, stop
-from utils.datasets.images_in_memory import LabelledImages, load_images
+from utils.datasets.images_in_memory import load_images
 from utils.extras.pretrained import load_pretrained
-from utils.flags import ArgumentParser, at_least, non_negative_float, non_negative_int, positive_int
+from utils.flags import ArgumentParser, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.parallel.pipeline import (
     ModelParts,
@@ -49,13 +45,11 @@ from utils.parallel.pipeline import (
     stage_table,
     sum_over_copies,
 )
-from utils.parallel.pipeline_timeline import StepRecorder
 from utils.run import Run
 
 # Of ImageNet, 0 to 255, for torchvision's weights: https://pytorch.org/vision/stable/models.html.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-# The model can be split between any two blocks. "stem" and "head" are names for several modules of
-# torchvision's.
+# The model can be split between any two blocks. "stem" and "head" stand for several of torchvision's modules.
 BLOCKS = ["stem"]
 for layer, count in (("layer1", 3), ("layer2", 4), ("layer3", 6), ("layer4", 3)):
     BLOCKS += [f"{layer}.{number}" for number in range(count)]
@@ -67,41 +61,31 @@ STAGES_PER_PROCESS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2}
 def parse_args():
     parser = ArgumentParser(__doc__)
 
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--synthetic", action="store_true", help="random images in 1000 classes instead, to measure speed")
-    add("--image_size", type=at_least(32), default=224, help="side of the --synthetic images, in pixels")
-    add("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
-
-    # All of these may change when a run is resumed.
-    add = parser.add_argument_group("pipeline").add_argument
-    stages = "processes in a pipeline, or devices of one process; 0: all"
-    add("--num_stages", type=non_negative_int, default=0, help=stages)
-    add("--num_microbatches", type=positive_int, default=4, help="micro-batches each time the pipeline is filled")
-    add("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="order of the forward and backward passes")
-    first = "first block of each stage but the first (default: auto)"
-    add("--split", nargs="+", default=["auto"], metavar="BLOCK", help=first)
-    add("--balance", choices=("time", "memory"), default="time", help="what --split auto balances")
-    threads = "threads of each process; 0: the cores of the machine divided by its processes"
-    add("--cpu_threads", type=non_negative_int, default=0, help=threads)
+    data = parser.add_argument_group("data").add_argument
+    data("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    data("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
     # resume_invariant: a resumed run must have the same values.
-    add = parser.add_argument_group("model and training", resume_invariant=True).add_argument
-    norm = "with group, the numbers do not depend on the micro-batch size"
-    add("--norm", choices=("batch", "group"), default="batch", help=norm)
+    model = parser.add_argument_group("model and training", resume_invariant=True).add_argument
+    model("--norm", choices=("batch", "group"), default="batch", help="group: the micro-batch size changes no number")
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
-    weights = "weights to start from; without a value: torchvision's"
-    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=weights)
-    add("--dtype", choices=("float32", "float64"), default="float32", help="type of the parameters")
-    add("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all pipelines")
-    add("--lr", type=non_negative_float, default=1e-3, help="highest learning rate of the one-cycle schedule")
-    add("--weight_decay", type=non_negative_float, default=0.05, help="weight decay of AdamW")
+    model("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="initial weights; no value: torchvision's")
+    model("--dtype", choices=("float32", "float64"), default="float32", help="type of the parameters")
+    model("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all pipelines")
+    model("--lr", type=non_negative_float, default=1e-3, help="highest learning rate of the one-cycle schedule")
+    model("--weight_decay", type=non_negative_float, default=0.05, help="weight decay of AdamW")
 
-    add = parser.add_argument_group("length and memory").add_argument
-    add("--num_epochs", type=positive_int, default=None, help="passes over the training images")
-    add("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 60)")
-    fills = "how often the pipeline is filled in one step"
-    add("--gradient_accumulation_steps", type=positive_int, default=1, help=fills)
+    # These may change when a run is resumed.
+    pipeline = parser.add_argument_group("pipeline and length").add_argument
+    pipeline("--num_stages", type=non_negative_int, default=0, help="processes per pipeline, or devices; 0: all")
+    pipeline("--num_microbatches", type=positive_int, default=4, help="micro-batches each time the pipeline is filled")
+    pipeline("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="order of forward and backward passes")
+    pipeline("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of each later stage")
+    pipeline("--balance", choices=("time", "memory"), default="time", help="what --split auto balances")
+    pipeline("--cpu_threads", type=non_negative_int, default=0, help="threads of each process; 0: cores / processes")
+    pipeline("--num_epochs", type=positive_int, help="passes over the training images")
+    pipeline("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 60)")
+    pipeline("--gradient_accumulation_steps", type=positive_int, default=1, help="fillings of the pipeline per step")
 
     parser.add_run_flags(virtual_processes=False, log_every=10)
     args = parser.parse_args()
@@ -198,19 +182,13 @@ def check_layout(args, layout: Layout, accelerator) -> None:
     if processes > 1 and num_stages == 1:
         stop("--num_stages 1 on several processes does not split the model: use another value, or resnet50.py")
     if layout.num_virtual_stages > len(BLOCKS):
-        stop(
-            f"{layout.num_virtual_stages} stages are more than the {len(BLOCKS)} blocks of ResNet-50: "
-            "use a smaller --num_stages"
-        )
+        stop(f"{layout.num_virtual_stages} stages are more than the {len(BLOCKS)} blocks of ResNet-50")
     micro_batches = layout.accumulation * layout.copies
-    remainder = args.batch_size % micro_batches
-    if remainder:
-        below = args.batch_size - remainder
+    if args.batch_size % micro_batches:
         stop(
             f"--batch_size {args.batch_size} does not divide by {plural(layout.copies, 'pipeline')} x "
             f"{plural(args.num_microbatches, 'micro-batch')} x "
-            f"{plural(args.gradient_accumulation_steps, 'accumulation step')}: "
-            f"use {f'{below} or ' if below else ''}{below + micro_batches}"
+            f"{plural(args.gradient_accumulation_steps, 'accumulation step')}: use a multiple of {micro_batches}"
         )
     if args.split != ["auto"]:
         first_blocks = [BLOCKS.index(name) if name in BLOCKS else -1 for name in args.split]
@@ -232,29 +210,13 @@ def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
         return
     smallest = layout.micro_batch_size
     last_step = len(train_data) % args.batch_size
-    ends_an_epoch = total_steps * args.batch_size >= len(train_data)
-    if last_step and ends_an_epoch:
-        smallest = max(1, last_step // (layout.accumulation * layout.copies))
-    if smallest == 1:
+    if last_step and total_steps * args.batch_size >= len(train_data):
+        smallest = last_step // (layout.accumulation * layout.copies)
+    if smallest < 2:
         stop(
-            f"--batch_size {args.batch_size} leads to micro-batches of one sample, which has one "
-            "pixel in the end, and BatchNorm cannot normalise one number: use fewer "
-            "--num_microbatches, another batch size, or --norm group"
+            f"--batch_size {args.batch_size} leads to micro-batches of one sample, with one pixel at the end, which "
+            "BatchNorm cannot normalise: use fewer --num_microbatches, a different batch size, or --norm group"
         )
-
-
-def load_data(args) -> tuple[LabelledImages, LabelledImages]:
-    if args.synthetic:
-        return synthetic(512, args.image_size, args.seed), synthetic(64, args.image_size, args.seed)
-    return load_images(args.dataset)
-
-
-def synthetic(count: int, image_size: int, seed: int) -> LabelledImages:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, 3, image_size, image_size)
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    labels = torch.randint(0, 1000, (count,), generator=generator)
-    return LabelledImages(images, labels, [str(label) for label in range(1000)])
 
 
 def split_model(args, layout, train_data, accelerator):
@@ -276,10 +238,8 @@ def split_model(args, layout, train_data, accelerator):
         boundaries = [0, *(BLOCKS.index(name) for name in args.split), len(BLOCKS)]
         blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(boundaries)]
     examples = [images.to("meta"), *(costs[names[-1]].output for names in blocks)]
-    model, pipeline, copy_group = make_pipeline(
-        resnet, blocks, examples, args.schedule, layout.num_stages, accelerator, layout.devices
-    )
-    return model, pipeline, copy_group, stage_table(blocks, costs)
+    parts = make_pipeline(resnet, blocks, examples, args.schedule, layout.num_stages, accelerator, layout.devices)
+    return *parts, stage_table(blocks, costs)
 
 
 def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, devices):
@@ -287,35 +247,31 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
 
     Args:
         blocks: the names of the blocks of each stage.
-        examples: a micro-batch as it goes into the first stage and as it comes out of each stage,
-            on the meta device.
+        examples: a micro-batch as the input of the first stage and as the output of each, on the meta device.
         num_stages: processes, or devices of one process, in a pipeline.
         devices: of this process.
 
     Returns:
-        The part of the model that this process has; the pipeline to run it in; and the process
-        group of all copies of this part, None if there is only one.
+        The part of the model that this process has; the pipeline to run it in; and the process group of all copies of
+        this part, None if there is only one.
     """
-    rank = accelerator.process_index
-    processes = accelerator.num_processes
+    rank, processes = accelerator.process_index, accelerator.num_processes
     numbers = range(len(blocks))  # of the stages of this process
     if processes > 1:
         numbers = range(rank % num_stages, len(blocks), num_stages)
-    stages, places = {}, []
-    for index in numbers:
-        row = index % num_stages  # in the timeline
-        device = devices[row % len(devices)]
-        stages[index] = Stage(resnet, blocks[index]).to(device)
-        places.append((row, device))
+    # Interleaved stages go round the devices more than once.
+    devices = [devices[index % num_stages % len(devices)] for index in numbers]
+    stages = [Stage(resnet, blocks[index]).to(device) for index, device in zip(numbers, devices, strict=True)]
     # The same modules once more in one object, for the optimizer and the checkpoints.
     model = Stage(resnet, [block for index in numbers for block in blocks[index]])
     if processes == 1:
-        return model, OneProcess(stages, places, schedule), None
+        # naive: no overlap; gpipe: all forward passes first.
+        max_in_flight = {"naive": 1, "gpipe": sys.maxsize}.get(schedule, num_stages)
+        return model, OneProcess(stages, devices, max_in_flight), None
     copies = processes // num_stages
-    names = ("copy", "stage")
-    mesh = init_device_mesh(accelerator.device.type, (copies, num_stages), mesh_dim_names=names)
-    group = mesh.get_group("stage")
-    pipeline = OverProcesses(stages, examples, schedule, group, accelerator.device, rank)
+    mesh = init_device_mesh(accelerator.device.type, (copies, num_stages), mesh_dim_names=("copy", "stage"))
+    stages = dict(zip(numbers, stages, strict=True))
+    pipeline = OverProcesses(stages, examples, schedule, mesh.get_group("stage"), accelerator.device)
     return model, pipeline, mesh.get_group("copy") if copies > 1 else None
 
 
@@ -323,7 +279,7 @@ def make_loss_fn(count):
     """The function that the last stage calls with the logits and the Batch of a micro-batch.
 
     Args:
-        count: gets the batch and its metrics: run.log_train, or add of a test's metrics.
+        count: run.log_train, or `add` of a test's metrics.
     """
 
     def loss_fn(logits, batch):
@@ -351,15 +307,6 @@ def evaluate(model, pipeline, loader, run) -> dict:
     return metrics.reduce()
 
 
-def idle_share_in_theory(args, layout, accelerator) -> float:
-    """Fraction of a step in which a stage waits, with stages of equal cost: (p - 1) / (m + p - 1)."""
-    passes, waiting = 1, layout.num_stages - 1
-    overlaps = accelerator.num_processes > 1 or len(layout.devices) > 1  # one CPU runs one stage at a time
-    if overlaps and args.schedule != "naive":
-        passes = args.num_microbatches * STAGES_PER_PROCESS[args.schedule]
-    return round(waiting / (passes + waiting), 4)
-
-
 def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args, args.cpu_threads or None, split_batch=False)
@@ -367,63 +314,47 @@ def main():
     check_layout(args, layout, accelerator)
     run = Run(accelerator, args)
 
-    train_data, test_data = load_data(args)
-    # All processes of a pipeline get the same samples: the first stage needs the images, the last
-    # one the labels.
-    parts = {"shard": (layout.copy, layout.copies), "accumulation": layout.accumulation}
-    train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, **parts)
-    test_loader = GlobalLoader(test_data, args.batch_size, accelerator, max_samples=args.max_test_samples, **parts)
+    train_data, test_data = load_images(args.dataset)
+    # All processes of a pipeline get the same samples: the first stage needs the images, the last one the labels.
+    shares = {"shard": (layout.copy, layout.copies), "accumulation": layout.accumulation}
+    train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, **shares)
+    test_loader = GlobalLoader(test_data, args.batch_size, accelerator, max_samples=args.max_test_samples, **shares)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
     check_batch_norm(args, layout, train_data, total_steps)
 
-    recorder = StepRecorder(layout.devices)  # of timeline and peak memory
     model, pipeline, copy_group, table = split_model(args, layout, train_data, accelerator)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     # Not the model: DDP would copy and reduce it.
     optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
 
-    batch_norm_sees = {"micro_batch_size": layout.micro_batch_size} if args.norm == "batch" else None
+    invariants = {"micro_batch_size": layout.micro_batch_size} if args.norm == "batch" else None
     filling = plural(args.num_microbatches, "micro-batch")
-    title = f"{args.schedule}, {layout.num_stages} stages, {filling} of {layout.micro_batch_size}"  # of timeline.png
-    model_parts = ModelParts(
+    parts = ModelParts(
         copy=layout.copy,
         batch=f"{layout.micro_batch_size} per micro-batch x {filling} x {plural(layout.copies, 'pipeline')}",
         notes={"num_stages": layout.num_stages, "copies": layout.copies, "stages": table},
     )
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run.start(
-        train_loader,
-        test_loader,
-        total_steps,
-        checkpoint=checkpoint,
-        resume_invariants=batch_norm_sees,
-        model_parts=model_parts,
+        train_loader, test_loader, total_steps, checkpoint=checkpoint, resume_invariants=invariants, model_parts=parts
     )
     accelerator.print(format_table(table), flush=True)
 
-    phase = run.profiler.phase if run.profiler else contextlib.nullcontext  # a row in the table of --profile
     loss_fn = make_loss_fn(run.log_train)
     for epoch in run.epochs():
         model.train()
         for micro_batches in run.steps(train_loader, epoch):
-            with recorder.step(accelerator, pipeline.timeline):
-                with accelerator.autocast(), phase("forward, backward"):
-                    for first in range(0, len(micro_batches), args.num_microbatches):
-                        batches = micro_batches[first : first + args.num_microbatches]
-                        images = [batch.data[0] for batch in batches]
-                        pipeline.run(images, batches, loss_fn)
-                sum_over_copies(model, copy_group)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
+            with accelerator.autocast():
+                for first in range(0, len(micro_batches), args.num_microbatches):
+                    batches = micro_batches[first : first + args.num_microbatches]
+                    images = [batch.data[0] for batch in batches]
+                    pipeline.run(images, batches, loss_fn)
+            sum_over_copies(model, copy_group)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
         run.log_test(evaluate(model, pipeline, test_loader, run))
-
-    measured = recorder.report(accelerator, pipeline.timeline, title, Path(args.output_dir) / "timeline.png")
-    if measured:
-        measured["idle_share_in_theory"] = idle_share_in_theory(args, layout, accelerator)
-        accelerator.print("  ".join(f"{name} {value}" for name, value in measured.items()), flush=True)
-        run.add_to_summary(**measured)
     run.finish()
 
 

@@ -31,7 +31,6 @@ parallel/: what a config file or a script asks for.
     batch_norm         BatchNorm statistics over all processes
     gather_samples     every sample's value on every process
     pipeline           a model cut over several devices
-    pipeline_timeline  a picture of when each stage computes
 
 extras/: what a flag asks for, and what a run shows and watches.
 

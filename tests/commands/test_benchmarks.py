@@ -30,7 +30,6 @@ SMALLEST = {
     "memory": "--num_epochs 3 --dataset DATA",
     "mnist_epoch": "--rounds 1 --fast 1 --dataset DATA",
     "model_split": "--rounds 1 --microbatches 2 --steps 2 --batch_size 16",
-    "model_split_exact": "--schedules 1f1b --layouts 2\\ stages --steps 1",
     "resnet50": "--rounds 1 --sizes 32 --steps 4 --images 4 --photos 2",
     "startup": "--rounds 1 --num_epochs 1 --dataset DATA",
     "topologies": "--rounds 1 --num_epochs 1 --dataset DATA",

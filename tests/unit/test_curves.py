@@ -142,44 +142,6 @@ def test_a_grid_shows_each_image_under_its_title(tmp_path, count, capsys):
     assert not (tmp_path / "none.png").exists()
 
 
-def test_a_timeline_has_a_bar_for_each_pass_in_the_row_of_its_process(tmp_path, capsys):
-    spans = []
-    for row in range(2):
-        for micro_batch in range(3):
-            began = 5 + 0.01 * (row + micro_batch)
-            spans.append((row, row, "forward", micro_batch, began, began + 0.009))
-            spans.append((row, row + 2, "backward", micro_batch, began + 0.1, began + 0.109))
-    plots.plot_timeline(spans, {0: 0.5, 1: 0.4}, "gpipe", tmp_path / "timeline.png")
-    assert capsys.readouterr().out == ""
-    assert len(np.unique(pixels(tmp_path / "timeline.png"))) > 1
-    bars = plots.draw_timeline(spans, {0: 0.5, 1: 0.4}, "gpipe").axes[0].patches
-    places = [(bar.get_x(), round(bar.get_y() + bar.get_height() / 2), bar.get_width()) for bar in bars]
-    expected = [(1000 * (began - 5), row, 1000 * (ended - began)) for row, _, _, _, began, ended in spans]
-    assert np.allclose(places, expected)
-    assert len({bar.get_facecolor() for bar in bars}) == 2
-
-
-@pytest.mark.parametrize(
-    ("second_stage", "labels"),
-    [
-        (0, ["forward", "backward"]),
-        (2, ["forward, first stage", "forward, second stage", "backward, first stage", "backward, second stage"]),
-    ],
-)
-def test_the_legend_of_a_timeline_names_every_colour(second_stage, labels):
-    spans = [
-        (0, stage, kind, 3, began, began + 0.5)
-        for stage in {0, second_stage}
-        for began, kind in enumerate(("forward", "backward"))
-    ]
-    figure = plots.draw_timeline(spans, {0: 0.5}, "title")
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == labels
-    bars = {bar.get_facecolor() for bar in figure.axes[0].patches}
-    assert bars == {patch.get_facecolor() for patch in legend.get_patches()}
-    assert {text.get_text() for text in figure.axes[0].texts} == {"3"}
-
-
 def test_a_mean_of_few_steps_at_the_end_of_an_epoch_is_joined_with_the_mean_before_it(tmp_path):
     lines = [
         line("train", 100, loss=2.0, accuracy=0.5),

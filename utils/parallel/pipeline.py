@@ -3,7 +3,6 @@
 import copy
 import itertools
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +14,10 @@ from accelerate.utils import gather_object, send_to_device
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from .pipeline_timeline import Timeline, synchronize
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class BlockCost(NamedTuple):
@@ -201,16 +203,16 @@ class OneProcess:
     """A pipeline with all stages in this process, on one or several devices.
 
     GPU kernels run asynchronously: each device works through its own queue.
+
+    Args:
+        devices: one for each stage.
+        max_in_flight: how many micro-batches may be between their forward and their backward pass.
     """
 
-    def __init__(self, stages: dict[int, nn.Module], places: list[tuple[int, torch.device]], schedule: str):
-        """places: the row in the timeline and the device of each stage."""
+    def __init__(self, stages: list[nn.Module], devices: list[torch.device], max_in_flight: int):
         self.stages = stages
-        self.places = places
-        self.timeline = Timeline({device for _, device in places})
-        # How many micro-batches may be between their forward and their backward pass.
-        num_rows = len({row for row, _ in places})
-        self.max_in_flight = {"naive": 1, "gpipe": sys.maxsize}.get(schedule, num_rows)
+        self.devices = devices
+        self.max_in_flight = max_in_flight
 
     def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
         """The forward pass of each micro-batch and, where gradients are enabled, the backward pass.
@@ -222,56 +224,43 @@ class OneProcess:
                 micro-batches are summed.
         """
         in_flight = deque()
-        for number, (x, target) in enumerate(zip(inputs, targets, strict=True)):
-            tensors = self.forward(number, x, target, loss_fn)
+        for x, target in zip(inputs, targets, strict=True):
+            tensors = self.forward(x, target, loss_fn)
             if torch.is_grad_enabled():
-                in_flight.append((number, tensors))
+                in_flight.append(tensors)
             if len(in_flight) == self.max_in_flight:
-                self.backward(*in_flight.popleft())
+                self.backward(in_flight.popleft())
         while in_flight:
-            self.backward(*in_flight.popleft())
+            self.backward(in_flight.popleft())
 
-    def forward(self, number: int, x: torch.Tensor, target, loss_fn: Callable) -> list[tuple]:
+    def forward(self, x: torch.Tensor, target, loss_fn: Callable) -> list[tuple]:
         """The input and output of each stage; the output of the last one is the loss."""
-        last = len(self.stages) - 1
         tensors = []
-        for (index, stage), (row, device) in zip(self.stages.items(), self.places, strict=True):
+        for stage, device in zip(self.stages, self.devices, strict=True):
             x = x.detach().to(device, non_blocking=True).requires_grad_(x.is_floating_point())
-            with self.timeline.span(row, index, "forward", number, device):
-                y = stage(x)
-                if index == last:
-                    y = loss_fn(y, target)
+            y = stage(x)
+            if stage is self.stages[-1]:
+                y = loss_fn(y, target)
             tensors.append((x, y))
             x = y
         return tensors
 
-    def backward(self, number: int, tensors: list[tuple]) -> None:
+    def backward(self, tensors: list[tuple]) -> None:
         gradient = None
-        for index, (row, device) in reversed(list(enumerate(self.places))):
+        while tensors:  # each is freed as soon as it is used
             x, y = tensors.pop()
-            with self.timeline.span(row, index, "backward", number, device):
-                if gradient is not None:
-                    gradient = gradient.to(device, non_blocking=True)
-                y.backward(gradient)
+            y.backward(None if gradient is None else gradient.to(y.device, non_blocking=True))
             gradient = x.grad
 
 
-class TimedStage(PipelineStage):
-    """A PipelineStage that records when it computes; waiting for other stages is left out."""
-
-    timeline = row = None
-
-    def forward_one_chunk(self, number, *args, **kwargs):
-        with self.timeline.span(self.row, self.stage_index, "forward", number, self.device):
-            return super().forward_one_chunk(number, *args, **kwargs)
-
-    def backward_one_chunk(self, number, *args, **kwargs):
-        with self.timeline.span(self.row, self.stage_index, "backward", number, self.device):
-            return super().backward_one_chunk(number, *args, **kwargs)
-
-
 class OverProcesses:
-    """This process's stages of a pipeline over several processes, in one of torch's schedules."""
+    """This process's stages of a pipeline over several processes, in one of torch's schedules.
+
+    Args:
+        stages: by their number in the model.
+        examples: the input of the first stage and the output of each, on the meta device.
+        group: the processes of this pipeline.
+    """
 
     def __init__(
         self,
@@ -280,41 +269,28 @@ class OverProcesses:
         schedule: str,
         group,
         device: torch.device,
-        row: int,
     ):
-        """
-        Args:
-            examples: the input of the first stage and the output of each, on the meta device.
-            group: the processes of this pipeline.
-            row: of this process in the timeline.
-        """
         self.stages = stages
         self.examples = examples
         self.schedule = schedule
         self.group = group
         self.device = device
-        self.row = row
-        self.timeline = Timeline({device})
         self.schedules = {}
         self.loss_fn = None
 
     def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
         """As OneProcess.run. Collective over the processes of the pipeline.
 
-        All of them need the inputs of the same lengths; the first stage uses their content, and the
-        last one calls loss_fn.
+        All of them need inputs of the same lengths; the first stage uses their content, and the last one calls loss_fn.
         """
         self.loss_fn = loss_fn
         # torch's schedules need micro-batches of one size: the pipeline is filled once for each.
         micro_batches = zip(inputs, targets, strict=True)
-        self.timeline.first_micro_batch = 0
-        for size, group in itertools.groupby(micro_batches, lambda pair: len(pair[0])):
-            same_size = list(group)
+        for size, same_size in itertools.groupby(micro_batches, lambda pair: len(pair[0])):
+            same_size = list(same_size)
             at_once = self._micro_batches_at_once(len(same_size))
             for start in range(0, len(same_size), at_once):
-                filling = same_size[start : start + at_once]
-                self._fill_and_drain(size, filling)
-                self.timeline.first_micro_batch += len(filling)
+                self._fill_and_drain(size, same_size[start : start + at_once])
 
     def _micro_batches_at_once(self, count: int) -> int:
         if self.schedule == "naive":
@@ -345,10 +321,7 @@ class OverProcesses:
             x, y = examples[index], examples[index + 1]
             x.requires_grad_(training and x.is_floating_point())
             y.requires_grad_(training and y.is_floating_point())
-            stage = TimedStage(module, index, num_stages, self.device, x, y, group=self.group)
-            stage.timeline = self.timeline
-            stage.row = self.row
-            stages.append(stage)
+            stages.append(PipelineStage(module, index, num_stages, self.device, x, y, group=self.group))
         options = {
             "loss_fn": lambda output, target: self.loss_fn(output, target),
             # It would divide by the number of micro-batches; loss_fn does so by the samples.
@@ -363,24 +336,17 @@ class OverProcesses:
 
 
 def sum_over_copies(model: nn.Module, group) -> None:
-    """Sum the gradients over the copies of this part of the model, and average BatchNorm's buffers.
+    """Sum the gradients over the copies of this part of the model, and average BatchNorm's buffers. Collective.
 
-    Collective over the copies, in one all-reduce.
+    DDP cannot be used: it fails under GPipe and the interleaved schedule.
 
     Args:
         group: the process group of the copies. None: there is only one copy, and nothing to do.
-
-    DDP cannot be used: it fails under GPipe and the interleaved schedule. The gradients are summed
-    and not averaged, because each loss is already divided by the samples of the whole step.
     """
     if group is None:
         return
-    tensors = []
-    for parameter in model.parameters():
-        tensors.append(parameter.grad)
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            tensors.append(buffer.div_(group.size()))
+    tensors = [parameter.grad for parameter in model.parameters()]
+    tensors += [buffer.div_(group.size()) for buffer in model.buffers() if buffer.is_floating_point()]
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     torch.distributed.all_reduce(flat, group=group)
     parts = flat.split([tensor.numel() for tensor in tensors])
