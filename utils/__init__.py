@@ -56,6 +56,5 @@ datasets/: where items come from.
 
 Commands: `python -m utils.NAME`, from the folder above.
 
-    doctor/            inspects the machine, and names the config that fits
     prove/             runs a script on several topologies, and names the first thing that differs
 """

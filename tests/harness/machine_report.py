@@ -10,8 +10,8 @@ from importlib.metadata import version
 import torch
 
 from benchmarks.common import table
+from tools.doctor import output_of
 from utils.console import plural
-from utils.doctor import output_of
 from utils.extras.banner import cpu_name
 from utils.extras.provenance import git_commit
 
