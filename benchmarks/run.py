@@ -39,6 +39,7 @@ BENCHMARKS = {
     "model_split": "speed --microbatches 1 4 8",
     "transformer": "",
     "transformer_memory": "",
+    "compressors": "",
     "virtual_processes": "--rounds 4 --steps 4",
     "elastic": "",
 }

@@ -2,10 +2,10 @@
 
     python benchmarks/transformer.py
 
-scripts/transformer.py against the same model, lines, optimizer and clipping in a loop of PyTorch alone, in one process
-with one thread, in turns. Both are the time from one optimizer step to the next: processor time, which other programs
-on the machine change least, and tokens per second of the clock. Then the script on one and on two processes of one
-thread each, with the same 32 lines per step.
+scripts/transformer.py against the same model, batches, optimizer and clipping in a loop of PyTorch alone, in one
+process with one thread, in turns. Both are the time from one optimizer step to the next: processor time, which other
+programs on the machine change least, and tokens per second of the clock. Then the script on one and on two processes of
+one thread each, with the same 32 sequences per step.
 """
 
 import argparse
@@ -25,10 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts import transformer
-from utils.datasets.text import PackedText, load_text
-from utils.datasets.tokens import BytePairs
+from utils.datasets.text import EOS, PackedText, learn_tokenizer, load_text
 
-CONTEXT, LINES, DDP_LINES = 128, 8, 32
+CONTEXT, BATCH, DDP_BATCH = 128, 8, 32
 MODEL = {"dim": 128, "layers": 4, "heads": 4}
 
 
@@ -65,9 +64,9 @@ class Steps:
         return tuple(statistics.median(each) for each in zip(*pairs, strict=True))
 
 
-def plain_loop(data, vocabulary: int, steps: int) -> None:
+def plain_loop(data, tokenizer, steps: int) -> None:
     torch.manual_seed(0)
-    model = transformer.Transformer(vocabulary, **MODEL)
+    model = transformer.Transformer(tokenizer.get_vocab_size(), **MODEL, eos=tokenizer.token_to_id(EOS))
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -75,7 +74,7 @@ def plain_loop(data, vocabulary: int, steps: int) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: transformer.lr_factor(step, steps))
     tokens, targets = data.tensors
     order = torch.randperm(len(tokens))
-    for rows in order.split(LINES)[:steps]:
+    for rows in order.split(BATCH)[:steps]:
         losses = model(tokens[rows], targets[rows])
         losses.mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -84,15 +83,10 @@ def plain_loop(data, vocabulary: int, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def run_script(args, lines: int) -> tuple[float, float]:
+def run_script(args, batch_size: int) -> tuple[float, float]:
     words = ["--dataset", args.dataset, "--tokenizer", args.tokenizer, "--max_steps", args.steps]
-    words += ["--batch_size", lines, "--num_tokens", 1, "--log_every", 10]
-    with (
-        common.threads(1),
-        Steps() as recorded,
-        # The baselines are not what is measured, and take longer than a turn.
-        mock.patch.object(transformer, "bits_per_byte_of_others", return_value={}),
-    ):
+    words += ["--batch_size", batch_size, "--num_tokens", 1, "--log_every", 10]
+    with common.threads(1), Steps() as recorded:
         common.run_script("transformer", *words)
     return recorded.medians()
 
@@ -101,20 +95,20 @@ def measure(args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         args.tokenizer = str(Path(folder) / "tokenizer.json")  # so that no run learns one
         texts, _ = load_text(args.dataset)
-        tokenizer = BytePairs.learn(texts, 1024)
-        tokenizer.save(Path(args.tokenizer))
+        tokenizer = learn_tokenizer(texts, 1024)
+        tokenizer.save(args.tokenizer)
         data = PackedText(texts, tokenizer, CONTEXT)
 
         def run_plain_loop():
             with common.threads(1), Steps() as recorded:
-                plain_loop(data, tokenizer.vocabulary, args.steps)
+                plain_loop(data, tokenizer, args.steps)
             return recorded.medians()
 
         def launch(config):
             flags = ["--steps", args.steps, "--dataset", args.dataset, "--tokenizer", args.tokenizer]
             return common.launch_workers(config, __file__, *flags)
 
-        loop = {"transformer.py": lambda: run_script(args, LINES), "plain loop": run_plain_loop}
+        loop = {"transformer.py": lambda: run_script(args, BATCH), "plain loop": run_plain_loop}
         processes = {"one process": lambda: launch("cpu"), "two processes": lambda: launch("cpu_ddp")}
         return {
             "loop": common.take_turns(loop, args.rounds),
@@ -124,8 +118,8 @@ def measure(args) -> dict:
 
 def report(measured) -> common.Report:
     processor = {way: [each[0] for each in turns] for way, turns in measured["loop"].items()}
-    speed = {way: [LINES * CONTEXT / each[1] for each in turns] for way, turns in measured["loop"].items()}
-    scaling = {way: [DDP_LINES * CONTEXT / each[1] for each in turns] for way, turns in measured["processes"].items()}
+    speed = {way: [BATCH * CONTEXT / each[1] for each in turns] for way, turns in measured["loop"].items()}
+    scaling = {way: [DDP_BATCH * CONTEXT / each[1] for each in turns] for way, turns in measured["processes"].items()}
     tables = [
         common.compare(processor, "processor time of a step, s", "plain loop", "{:.4f}"),
         common.compare(speed, "tokens/s", "plain loop", "{:,.0f}"),
@@ -145,6 +139,6 @@ def report(measured) -> common.Report:
 if __name__ == "__main__":
     args = parse_args()
     if args.worker:
-        common.finish_worker(args.worker, run_script(args, DDP_LINES))
+        common.finish_worker(args.worker, run_script(args, DDP_BATCH))
     else:
         common.main(args, measure, report)

@@ -10,7 +10,7 @@ hidden features (8/3 d), L layers and V tokens in the vocabulary, numbers of 4 b
 
 `kept` is what autograd keeps, each storage once. `peak` is what a process takes at most in three steps, above what it
 had before the model; the C library is told to give freed tensors back at once. Processor time is that of a step in all
-processes. On several processes, each is one of two, with half of the lines, or half of the blocks (the pipeline, with 4
+processes. On several processes, each is one of two, with half of the batch, or half of the blocks (the pipeline, with 4
 micro-batches). Every process has one thread.
 """
 
@@ -42,7 +42,7 @@ class Size(NamedTuple):
     dim: int
     layers: int
     heads: int
-    lines: int  # in a step
+    batch_size: int
     context: int = 256
 
 
@@ -78,7 +78,7 @@ def formula(size: Size) -> dict[str, float]:
     block = 4 * size.dim**2 + 3 * size.dim * hidden + 2 * size.dim
     parameters = size.vocabulary * size.dim + size.layers * block + size.dim
     token = size.layers * (13 * size.dim + 4 * hidden) + 3 * size.dim + size.vocabulary
-    return {"parameters": 4 * parameters / 2**20, "activations": 4 * token * size.lines * size.context / 2**20}
+    return {"parameters": 4 * parameters / 2**20, "activations": 4 * token * size.batch_size * size.context / 2**20}
 
 
 def kept_mib(model, tokens, targets) -> float:
@@ -132,7 +132,7 @@ def worker(args) -> None:
         dist.init_process_group("gloo")
     before = psutil.Process().memory_info().rss
     model = Transformer(*size[:4])
-    tokens = torch.randint(1, size.vocabulary, (size.lines, size.context))
+    tokens = torch.randint(1, size.vocabulary, (size.batch_size, size.context))
     if way in ("DDP", "FSDP"):
         tokens = tokens.chunk(world_size)[rank]
     targets = tokens.roll(-1, 1)
@@ -195,14 +195,14 @@ def measure(args) -> dict:
 
 
 def report(measured) -> common.Report:
-    columns = {"size": "{}", "lines x context": "{}", "parameters N, million": "{:.1f}", "weights, MiB": "{:.0f}"}
+    columns = {"size": "{}", "batch x context": "{}", "parameters N, million": "{:.1f}", "weights, MiB": "{:.0f}"}
     columns |= {"gradients": "{:.0f}", "AdamW": "{:.0f}", "activations": "{:.0f}", "kept, measured": "{:.0f}"}
     columns |= {"weights + AdamW + activations": "{:.0f}", "peak, measured": "{:.0f}"}
     rows, goals = [], []
     for name, each in measured["sizes"].items():
         size, mib = SIZES[name], formula(SIZES[name])
         weights, activations = mib["parameters"], mib["activations"]
-        facts = [f"{name}: {size.dim} x {size.layers}", f"{size.lines} x {size.context}", weights * 2**20 / 4e6]
+        facts = [f"{name}: {size.dim} x {size.layers}", f"{size.batch_size} x {size.context}", weights * 2**20 / 4e6]
         total = 3 * weights + activations
         rows.append([*facts, weights, weights, 2 * weights, activations, each["kept_mib"], total, each["peak_mib"]])
         goals.append(common.Goal(f"Activations, formula / measured, {name}", activations / each["kept_mib"], 1.05))

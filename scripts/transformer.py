@@ -5,8 +5,8 @@
         --dataset roneneldan/TinyStories --vocabulary 8192 --dim 768 --layers 12 --context 1024 --batch_size 256
     python scripts/transformer.py --output_dir runs/mine --prompt "def read(file):"
 
-1.81 bits per byte of the test files after 1000 steps; gzip needs 2.11, xz 1.92, an order-3 model 1.97. 58 s, 46 s of
-them training, on two cores of a Xeon with AVX-512; Python 3.11, torch 2.15, accelerate 1.15.
+1.79 bits per byte of the test files after 1000 steps; gzip needs 2.11, xz 1.92, an order-3 model 1.97. 137 s of CPU
+time with one thread on a Xeon with AVX-512; Python 3.11, torch 2.15, accelerate 1.15, tokenizers 0.23.
 
 Sources: Llama, H. Touvron et al., https://arxiv.org/abs/2302.13971; rotary positions, J. Su et al.,
 https://arxiv.org/abs/2104.09864; tied embeddings, O. Press and L. Wolf, https://arxiv.org/abs/1608.05859.
@@ -25,11 +25,10 @@ from torch.nn import functional as F
 # Finds utils from any folder, without an install.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import launch
+from utils import atomic_files, launch
 from utils.atomic_files import read_entry
 from utils.console import stop
-from utils.datasets.text import STDLIB, PackedText, bits_per_byte_of_others, count_targets, load_text
-from utils.datasets.tokens import END, BytePairs, load_tokenizer
+from utils.datasets.text import EOS, PackedText, count_targets, learn_tokenizer, load_text, load_tokenizer
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, positive_int
 from utils.loader import GlobalLoader
@@ -42,54 +41,58 @@ WARMUP = 0.05  # of all steps
 def parse_args():
     parser = ArgumentParser(__doc__)
 
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", default=STDLIB, help="Hub id, or folder of text or parquet files")
-    add("--tokenizer", metavar="FILE", help="tokenizer.json of a run or of a model on the Hub (default: learn one)")
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", default="stdlib", help="Hub id, or folder of text or parquet files")
+    data.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: learn one from --dataset)")
 
     # resume_invariant: a resumed run must have the same values.
-    add = parser.add_argument_group("model and training", resume_invariant=True).add_argument
-    add("--vocabulary", type=at_least(256), default=1024, help="tokens to learn: bytes, and pairs of tokens")
-    add("--context", type=positive_int, default=128, help="tokens per line; attention goes no further back")
-    add("--dim", type=positive_int, default=128, help="features per token")
-    add("--layers", type=positive_int, default=4, help="blocks of attention and MLP")
-    add("--heads", type=positive_int, default=4, help="attention heads")
-    add("--dropout", type=fraction, default=0.0, help="dropout probability")
-    add("--pretrained", metavar="FILE", help="weights to start from, such as a run's model.safetensors")
-    add("--batch_size", type=positive_int, default=8, help="lines per optimizer step, over all processes")
-    add("--lr", type=non_negative_float, default=3e-3, help="highest learning rate: warm-up, then a cosine")
-    add("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of AdamW, of matrices only")
-    add("--max_grad_norm", type=non_negative_float, default=1.0, help="clip the norm of a step's gradient; 0: off")
+    model = parser.add_argument_group("model", resume_invariant=True)
+    model.add_argument("--vocabulary", type=at_least(257), default=1024, help="tokens of a learned tokenizer")
+    model.add_argument("--context", type=positive_int, default=128, help="context length, in tokens")
+    model.add_argument("--dim", type=positive_int, default=128, help="features per token")
+    model.add_argument("--layers", type=positive_int, default=4, help="blocks of attention and MLP")
+    model.add_argument("--heads", type=positive_int, default=4, help="attention heads")
+    model.add_argument("--dropout", type=fraction, default=0.0, help="dropout probability")
+    model.add_argument("--pretrained", metavar="FILE", help="initial weights, such as a run's model.safetensors")
 
-    add = parser.add_argument_group("length and memory").add_argument
-    add("--max_steps", type=positive_int, default=1000, help="optimizer steps; tests after each epoch and at the end")
-    add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step, on each process")
-    add("--checkpoint_activations", action="store_true", help="keep less for the backward pass, compute it twice")
-    add("--compile", action="store_true", help="torch.compile the model")
+    train = parser.add_argument_group("training", resume_invariant=True)
+    train.add_argument("--batch_size", type=positive_int, default=8, help="sequences per step, over all processes")
+    train.add_argument("--lr", type=non_negative_float, default=3e-3, help="peak learning rate: warm-up, then a cosine")
+    train.add_argument("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of matrices (AdamW)")
+    train.add_argument("--max_grad_norm", type=non_negative_float, default=1.0, help="clip the gradient norm; 0: off")
 
-    add = parser.add_argument_group("writing").add_argument
-    add("--prompt", metavar="TEXT", help="do not train: continue TEXT with the model of the run in --output_dir")
-    add("--num_tokens", type=positive_int, default=200, help="tokens to write, at most")
-    add("--temperature", type=non_negative_float, default=0.7, help="of what is written; 0: the most likely tokens")
+    steps = parser.add_argument_group("length and memory")
+    steps.add_argument("--max_steps", type=positive_int, default=1000, help="optimizer steps")
+    steps.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")
+    steps.add_argument("--checkpoint_activations", action="store_true", help="less memory: run each forward pass twice")
+    steps.add_argument("--compile", action="store_true", help="torch.compile the model")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--prompt", help="do not train: continue PROMPT with the model in --output_dir")
+    sampling.add_argument("--num_tokens", type=positive_int, default=200, help="maximum number of new tokens")
+    sampling.add_argument("--temperature", type=non_negative_float, default=0.7, help="sampling temperature; 0: greedy")
 
     parser.add_run_flags(log_every=50)
     args = parser.parse_args()
     if args.dim % (2 * args.heads):
-        parser.error(f"--dim {args.dim} must be a multiple of 2 x --heads {args.heads}: rotary positions turn pairs")
+        parser.error(f"--dim {args.dim} must be a multiple of 2 x --heads {args.heads}, for the rotary positions")
+    if args.pretrained and not args.tokenizer:
+        parser.error("--pretrained also needs --tokenizer: the one that the weights were trained with")
     return args
 
 
 def rotate(x, cos, sin):
-    """Rotary positions: turn pairs of the features (N, heads, T, 2 * D) by the angle of their position, (T, D)."""
+    """Rotary position embedding: x (N, heads, T, D) turned by the angles of its positions, cos and sin (T, D / 2)."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).type_as(x)
 
 
 class Block(nn.Module):
-    """Attention, then an MLP with a gate (SwiGLU). Each reads normalised features, and adds to them."""
+    """Pre-norm attention, then a pre-norm SwiGLU MLP, each with a residual connection."""
 
     def __init__(self, dim: int, heads: int, dropout: float):
         super().__init__()
-        hidden = 32 * round(dim * 8 / 3 / 32)  # as many weights as an MLP of 4 * dim without a gate
+        hidden = 32 * round(dim * 8 / 3 / 32)  # as many weights as an MLP without gate and 4 * dim hidden features
         self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.norm1, self.norm2 = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -97,12 +100,13 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x, rotation, mask, cache=None):
+    def forward(self, x, rotation, mask, kv_cache=None):
         q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = rotate(q, *rotation), rotate(k, *rotation)  # (N, heads, T, dim / heads)
-        if cache is not None:  # of earlier tokens, in writing
-            cache.append((k, v))
-            k, v = (torch.cat(parts, dim=2) for parts in zip(*cache, strict=True))
+        if kv_cache is not None:
+            if kv_cache:
+                k, v = torch.cat([kv_cache[0], k], dim=2), torch.cat([kv_cache[1], v], dim=2)
+            kv_cache[:] = k, v
         dropout = self.dropout.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
@@ -111,97 +115,98 @@ class Block(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """Blocks one after the other. With a `forward`, unlike a plain ModuleList, so that FSDP can shard it."""
+    """A ModuleList with a `forward`, so that FSDP can shard it."""
 
     checkpoint_activations = False
 
-    def forward(self, x, rotation, mask, caches=None):
+    def forward(self, x, rotation, mask, kv_cache=None):
         for number, block in enumerate(self):
             if self.checkpoint_activations and self.training:
                 x = torch.utils.checkpoint.checkpoint(block, x, rotation, mask, use_reentrant=False)
             else:
-                x = block(x, rotation, mask, caches[number] if caches else None)
+                x = block(x, rotation, mask, kv_cache[number] if kv_cache else None)
         return x
 
 
 class TiedEmbedding(nn.Embedding):
-    """One matrix, to make features of tokens, and logits of features. In `forward`, where FSDP gathers it."""
+    """Input embedding and output projection share one weight. Both are a `forward`: there FSDP gathers the weight."""
 
     def forward(self, x):
         return F.linear(x, self.weight) if x.is_floating_point() else super().forward(x)
 
 
 class Transformer(nn.Module):
-    def __init__(self, vocabulary: int, dim: int, layers: int, heads: int, dropout: float = 0.0):
+    def __init__(self, vocabulary: int, dim: int, layers: int, heads: int, dropout: float = 0.0, *, eos: int = 0):
+        """eos: the token before and after each document."""
         super().__init__()
-        self.pairs = dim // heads // 2
+        self.rotary_pairs, self.eos = dim // heads // 2, eos
         self.embed = TiedEmbedding(vocabulary, dim)
         self.blocks = Blocks(Block(dim, heads, dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, eps=1e-6)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                is_added = name.endswith(("out.weight", "down.weight"))  # 2 * layers sums keep the size of x
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_added else 0.02)
+                is_residual = name.endswith(("out.weight", "down.weight"))  # 2 * layers of them add up in x
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_residual else 0.02)
 
-    def forward(self, tokens, targets=None, caches=None):
-        """Logits (N, T, vocabulary) of tokens (N, T); with targets (N, T), the mean loss of each line, (N,).
+    def forward(self, tokens, targets=None, kv_cache=None):
+        """Logits (N, T, vocabulary) of tokens (N, T); with targets (N, T), the mean loss of each sequence, (N,).
 
         Args:
-            targets: the next tokens; -100 where a line is only filled up.
-            caches: in writing, a list for each block. After the first call, a call has one more token.
+            targets: the next tokens; cross_entropy's ignore_index (-100) where there is none.
+            kv_cache: a list per block, empty before the first call; later calls take one token each.
         """
         tokens = tokens.long()
         x = self.embed(tokens)
         start, mask = 0, None
-        if caches and caches[0]:
-            start = sum(k.shape[2] for k, _ in caches[0])
-        else:  # a token sees those before it, back to the END that its document begins with
-            document = (tokens == END).cumsum(1)[:, None]
-            seen = (document[..., :, None] == document[..., None, :]).tril()
-            mask = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, -math.inf)
-        # Only differences of positions count: they need not begin again with a document.
+        if kv_cache and kv_cache[0]:
+            start = kv_cache[0][0].shape[2]
+        else:  # causal, and within a document: from its leading EOS on
+            document = (tokens == self.eos).cumsum(1)[:, None]
+            mask = (document[..., :, None] == document[..., None, :]).tril()
+        # Attention depends on differences of positions only, so they need not restart with a document.
         positions = torch.arange(start, start + tokens.shape[1], device=x.device)
-        angles = positions[:, None] * 10000 ** (-torch.arange(self.pairs, device=x.device) / self.pairs)
-        x = self.blocks(x, (angles.cos(), angles.sin()), mask, caches)
+        angles = positions[:, None] * 10000 ** (-torch.arange(self.rotary_pairs, device=x.device) / self.rotary_pairs)
+        x = self.blocks(x, (angles.cos(), angles.sin()), mask, kv_cache)
         logits = self.embed(self.norm(x))
         if targets is None:
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), reduction="none").view(targets.shape)
-        return losses.sum(1) / (targets != -100).sum(1).clamp(min=1)
+        return losses.sum(1) / count_targets([tokens, targets]).clamp(min=1)
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # not compiled again for each length
-def write(model, tokens: list[int], num_tokens: int, context: int, temperature: float, seed: int) -> list[int]:
-    """A document that begins with `tokens`, and goes on with up to num_tokens of the model's. Collective with FSDP."""
+@torch.compiler.set_stance("force_eager")  # do not recompile for each length
+def generate(model, tokens: list[int], num_tokens: int, context: int, temperature: float, seed: int) -> list[int]:
+    """EOS, `tokens` and up to num_tokens sampled ones, the last of which may be EOS. Collective with FSDP."""
     device, generator = model.embed.weight.device, torch.Generator().manual_seed(seed)
-    tokens, length = [END, *tokens], context
+    tokens = [model.eos, *tokens]
+    inputs, kv_cache = tokens[-context:], [[] for _ in model.blocks]
     for _ in range(num_tokens):
-        new = tokens[-1:]  # keys and values of those before it are in the caches
-        if length == context:  # full: begin again, as a line does in the middle of a document
-            caches, length, new = [[] for _ in model.blocks], 0, tokens[-max(context // 2, 1) :]
-        logits = model(torch.tensor([new], device=device), caches=caches)[0, -1].float().cpu()
-        length += len(new)
+        logits = model(torch.tensor([inputs], device=device), kv_cache=kv_cache)[0, -1].float().cpu()
         token = logits.argmax()
         if temperature:
             token = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
         tokens.append(int(token))
-        if tokens[-1] == END:
+        if tokens[-1] == model.eos:
             break
+        inputs = tokens[-1:]
+        if kv_cache[0][0].shape[2] == context:  # full: start again from its last half
+            inputs, kv_cache = tokens[-max(context // 2, 1) :], [[] for _ in model.blocks]
     return tokens
 
 
 def continue_prompt(args) -> None:
-    """Print --prompt, and what the model in --output_dir writes after it. In plain PyTorch."""
+    """Print --prompt and its continuation by the model in --output_dir. In plain PyTorch."""
     folder = Path(args.output_dir or "--output_dir")
     trained = read_entry(folder / "run.json", "arguments", dict)
     if trained is None or not (folder / "model.safetensors").is_file():
         stop(f"--prompt needs the model of a finished run: {folder} has none")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    model = Transformer(tokenizer.vocabulary, trained["dim"], trained["layers"], trained["heads"]).eval()
+    eos = tokenizer.token_to_id(EOS)
+    model = Transformer(tokenizer.get_vocab_size(), trained["dim"], trained["layers"], trained["heads"], eos=eos).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    tokens = tokenizer.encode(args.prompt.encode()).tolist()
-    print(tokenizer.decode(write(model, tokens, args.num_tokens, trained["context"], args.temperature, args.seed)))
+    tokens = tokenizer.encode(args.prompt, add_special_tokens=False).ids
+    print(tokenizer.decode(generate(model, tokens, args.num_tokens, trained["context"], args.temperature, args.seed)))
 
 
 @torch.no_grad()
@@ -216,7 +221,7 @@ def evaluate(model, loader, run) -> dict:
 
 
 def lr_factor(step: int, total_steps: int) -> float:
-    """Learning rate of a step over the highest one: it rises, then falls along a cosine."""
+    """Learning rate of a step, divided by the highest one: linear warm-up, then a cosine."""
     return min((step + 1) / (WARMUP * total_steps + 1), 0.5 + 0.5 * math.cos(math.pi * step / total_steps))
 
 
@@ -228,13 +233,15 @@ def main():
     run = Run(accelerator, args)
 
     train_texts, test_texts = load_text(args.dataset)
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else BytePairs.learn(train_texts, args.vocabulary)
+    # All processes learn the same tokenizer: it depends on the texts alone.
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else learn_tokenizer(train_texts, args.vocabulary)
     train_data, test_data = (PackedText(texts, tokenizer, args.context) for texts in (train_texts, test_texts))
-    # A line counts by its tokens. The loader sums them over the whole step, before its first backward pass.
+    # Each sequence is weighted by its number of targets, summed over the whole step before the first backward pass.
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, loss_weights=count_targets)
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator, loss_weights=count_targets)
 
-    model = Transformer(tokenizer.vocabulary, args.dim, args.layers, args.heads, args.dropout)
+    vocabulary, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
+    model = Transformer(vocabulary, args.dim, args.layers, args.heads, args.dropout, eos=eos)
     model.blocks.checkpoint_activations = args.checkpoint_activations
     if args.pretrained:
         load_pretrained(model, args.pretrained)
@@ -251,18 +258,15 @@ def main():
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run.start(train_loader, test_loader, args.max_steps, checkpoint=checkpoint)
     if accelerator.is_main_process:
-        tokenizer.save(run.folder.path / "tokenizer.json")
-    others = bits_per_byte_of_others(train_texts, test_texts)
-    accelerator.print("bits per byte of the test:", *(f"{name} {bits:.3f}" for name, bits in others.items()))
-    run.add_to_summary(bits_per_byte_of_others=others)
+        atomic_files.write(run.folder.path / "tokenizer.json", lambda path: tokenizer.save(str(path)))
 
     for epoch in run.epochs():
         model.train()
         for batch in run.batches(train_loader, epoch):  # logs, saves and stops between steps: do not `break`
             tokens, targets = batch.data
             with accelerator.accumulate(model):
-                losses = model(tokens, targets)  # one per line: the mean over its tokens
-                accelerator.backward(batch.mean_loss(losses))  # the mean over all tokens of the step
+                losses = model(tokens, targets)  # (N,): the mean over the targets of each sequence
+                accelerator.backward(batch.mean_loss(losses))  # the mean over all targets of the step
                 if args.max_grad_norm and accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 optimizer.step()
@@ -271,8 +275,8 @@ def main():
             run.log_train(batch, loss=losses, bits_per_byte=train_data.bits_per_byte(losses))
         result = evaluate(model, test_loader, run)
         bare = accelerator.unwrap_model(model)
-        sample = tokenizer.decode(write(bare, [], args.num_tokens, args.context, args.temperature, args.seed))
-        accelerator.print(f"the model writes:\n{sample}")
+        sample = tokenizer.decode(generate(bare, [], args.num_tokens, args.context, args.temperature, args.seed))
+        accelerator.print(f"sample:\n{sample}")
         run.log_test(result | {"sample": sample})
     run.finish()
 

@@ -51,8 +51,8 @@ datasets/: where items come from.
     images_in_memory   a folder or a data set of the Hub, decoded into memory once
     image_decoding     image files of any format and colour, as grey or RGB
     image_files        image files of any size, decoded when needed, and augmented
-    text               documents from a folder, parquet or the Hub, packed into lines of tokens
-    tokens             bytes, byte pairs that are learned from the text, or a tokenizer.json
+    text               documents from a folder, parquet or the Hub, packed into sequences of tokens
+    hub                a data set of the Hub, or of a folder in the same form
 
 Commands: `python -m utils.NAME`, from the folder above.
 

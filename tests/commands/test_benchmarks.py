@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from conftest import ROOT
 from PIL import Image
 
 from benchmarks import common, run
+from benchmarks.compressors import order3
 
 FOLDER = ROOT / "benchmarks"
 # The flags that make a benchmark as small as it gets; DATA is a small MNIST, TEXT a folder of text.
@@ -23,6 +25,7 @@ SMALLEST = {
     "accelerate_share": "--rounds 1 --steps 1",
     "before": "HEAD --rounds 1 --runs 1 --steps 4 --dataset DATA --only start mnist_epoch virtual_processes files",
     "checkpoint": "--rounds 1 --sizes 32x4",
+    "compressors": "--steps 2 --dataset TEXT",
     "ddp": "--rounds 1 --steps 1 --batches 256 --resnet50_batch 4 --dataset DATA",
     "elastic": "--machines 2 --events 1 --steps_between 100 --dataset DATA --picture OUT.png",
     "evaluation": "--rounds 1 --images 8 --dataset DATA",
@@ -205,3 +208,24 @@ def test_time_inside_a_wrapper_is_not_its_own():
     assert min(seconds["step"]) >= 0.1
     assert min(seconds["bare step"]) >= 0.05
     assert len(seconds["step"]) == len(seconds["bare step"]) == 2
+
+
+def test_the_order3_model_is_the_one_of_witten_and_bell():
+    """By hand, one byte after the other; and its probabilities of all bytes after a context add up to 1."""
+    train, test = [b"abracadabra", b"abraham"], [b"abrad", b"xabr"]
+    seen = b"\0\0\0abracadabra\0abraham\0"
+
+    def probability(context, byte):
+        mixed = 1 / 256
+        for order in range(4):
+            before = context[3 - order :]
+            places = range(3, len(seen))
+            after = Counter(seen[place] for place in places if seen[place - order : place] == before)
+            if after:
+                mixed = (after[byte] + len(after) * mixed) / (after.total() + len(after))
+        return mixed
+
+    assert sum(probability(b"abr", byte) for byte in range(256)) == pytest.approx(1)
+    stream = b"\0\0\0abrad\0xabr\0"
+    bits = [-math.log2(probability(stream[place - 3 : place], stream[place])) for place in range(3, len(stream))]
+    assert order3(train, test) == pytest.approx(sum(bits) / 9, rel=1e-12)

@@ -13,7 +13,7 @@ FLAGS = {
     "resnet50": ["--max_steps", 1, "--batch_size", 4],
     "gradient_accumulation": ["--max_steps", 1, "--batch_size", 64, "--gradient_accumulation_steps", 2],
     "model_split": ["--max_steps", 1, "--batch_size", 8, "--norm", "group"],
-    "transformer": ["--max_steps", 1, "--vocabulary", 256, "--dataset", ROOT / "accelerate_configs"],
+    "transformer": ["--max_steps", 1, "--vocabulary", 257, "--dataset", ROOT / "accelerate_configs"],
     "from_scratch/ddp": ["--num_epochs", 1, "--algorithm", "ring"],
     "from_scratch/data_parallel": ["--num_steps", 2, "--batch_size", 12],
     "from_scratch/collectives": ["--sizes", 8, "--repetitions", 1, "--warmup", 0],

@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ..console import is_local_main, show, stop
+from .hub import TEST_SPLITS, load_dataset
 
 # All of MNIST lies beside this package; a copy of a script without it takes the same from the Hub.
 MNIST, MNIST_FOLDER = "ylecun/mnist", Path(__file__).resolve().parents[2] / "data" / "mnist"
-TEST_SPLITS = ("test", "validation", "val")
 MAX_CLASSES = 2**20  # of labels without names
 
 
@@ -58,34 +58,10 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
     Raises:
         SystemExit: if it is not there, or has no train or test split, no image or label column.
     """
-    import datasets  # here and not above: a wrong flag need not wait for it
-
-    source = MNIST_FOLDER if dataset == MNIST and MNIST_FOLDER.is_dir() else Path(dataset)
-    is_folder = source.is_dir()
-    if is_folder or not is_local_main():
-        datasets.disable_progress_bars()
-    if not is_local_main():  # what the Hub says, once a machine is enough
-        import huggingface_hub
-
-        datasets.logging.set_verbosity_error()
-        huggingface_hub.logging.set_verbosity_error()
-    if not is_folder and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset) or source.exists()):
-        stop(f"--dataset {dataset} is neither a folder nor a Hub id such as {MNIST}")
-    try:
-        splits = datasets.load_dataset(source.as_posix())
-        if is_folder and next(iter(splits.values())).info.builder_name == "parquet":
-            check_class_names(dataset, source)
-    except Exception as error:  # the library raises some twenty kinds here; all of them mean that there is no data
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        cache = str(datasets.config.HF_DATASETS_CACHE)
-        if cache in reason:
-            stop(f"the cache {cache} cannot be used ({reason}): remove it, or set HF_HOME")
-        if is_folder:
-            stop(
-                f"--dataset {dataset} is a folder without a data set, or with a damaged one: "
-                f"{reason}; if its files are whole, remove their copies in the cache {cache}"
-            )
-        stop(f"--dataset {dataset} is not a folder and cannot be loaded from the Hub either: {reason}")
+    folder = MNIST_FOLDER if dataset == MNIST and MNIST_FOLDER.is_dir() else Path(dataset)
+    splits = load_dataset(dataset, MNIST, folder)
+    if folder.is_dir() and next(iter(splits.values())).info.builder_name == "parquet":
+        check_class_names(dataset, folder)
     test = next((name for name in TEST_SPLITS if name in splits), None)
     if "train" not in splits or test is None:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}; needed are train and one of {TEST_SPLITS}")
