@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import run_many
@@ -234,6 +236,22 @@ def tiny_mnist(small_mnist, tmp_path_factory) -> Path:
     return folder / "data"
 
 
+@contextmanager
+def stopped_at(call: int | None):
+    """As if a signal came before the n-th time that a run asks for one."""
+    from utils.signals import StopSignal
+
+    calls = []
+    agreed = StopSignal.agreed
+
+    def agreed_or_at_call(stop_signal, must_stop):
+        calls.append(None)
+        return len(calls) == call or agreed(stop_signal, must_stop)
+
+    with mock.patch.object(StopSignal, "agreed", agreed_or_at_call):
+        yield
+
+
 @pytest.fixture
 def train(small_mnist, tmp_path, monkeypatch, home):
     """Runs the main of programs/mlp.py in this process and returns its exit code.
@@ -241,7 +259,6 @@ def train(small_mnist, tmp_path, monkeypatch, home):
     A process of its own would take seconds to import everything.
     """
     from tests.programs import mlp
-    from utils.signals import StopSignal
 
     monkeypatch.setattr(mlp, "TEST_BATCH_SIZE", 50)  # five calls of `agreed` in an evaluation
 
@@ -249,15 +266,7 @@ def train(small_mnist, tmp_path, monkeypatch, home):
         words = ["--dataset", small_mnist, "--output_dir", tmp_path / folder]
         words += ["--num_epochs", 2, "--hidden", 16]
         words += ["--batch_size", 300, "--log_every", 3, "--dropout", 0.1, *flags]
-        calls = []
-        agreed = StopSignal.agreed
-
-        def agreed_or_at_call(stop_signal, must_stop):
-            calls.append(None)
-            return len(calls) == stop_at_call or agreed(stop_signal, must_stop)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(StopSignal, "agreed", agreed_or_at_call)
+        with stopped_at(stop_at_call):
             return run_many.run("mlp", words)
 
     return train

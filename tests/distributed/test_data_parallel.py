@@ -259,19 +259,6 @@ def test_mnist_mlp_gathers_logits_and_has_the_same_numbers(train):
     assert [63, 63, 63, 61] in seen.parts
 
 
-@pytest.mark.slow
-def test_checkpoints_have_plain_names_and_gpus_and_one_device_resume_each_other(train):
-    one, _ = train("mlp", "one", *MLP)
-    four, _ = train("mlp", "four", *MLP, gpus=GPUS)
-    for name, first, gpus in (("one to four", one, GPUS), ("four to one", four, 1)):
-        checkpoint = sorted((first / "checkpoints").iterdir())[-1]
-        names = read_checkpoint(checkpoint)[1]["model.safetensors"].keys()
-        assert sorted(names) == ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"]
-        resumed = run_many.back_to(first, 4, first.parent / name)
-        train("mlp", name, *MLP, "--resume", gpus=gpus)
-        assert_same_run(resumed, one)
-
-
 @pytest.mark.parametrize("lengths", [[], pytest.param(["--variable_length"], marks=pytest.mark.slow)])
 def test_gradient_accumulation_on_gpus_is_the_whole_batch_on_one_device(train, lengths):
     flags = ["--batch_size", 250, "--num_epochs", 1, "--float64", *lengths]

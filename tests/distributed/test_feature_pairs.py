@@ -5,12 +5,11 @@ import itertools
 import pytest
 import run_many
 import run_reader
-from conftest import ROOT
+from conftest import stopped_at
 
 from utils.signals import EXIT_REQUEUE
 
-PROGRAM = str(ROOT / "tests" / "programs" / "pairs.py")
-STOPPED_AT = 2  # a profile needs 12 more
+FLAGS = ["--hidden", 16, "--batch_size", 300, "--num_epochs", 5, "--log_every", 2, "--dropout", 0.1]
 # What changes the numbers; each of them alone is the reference of its pairs.
 MATTERS = {
     "virtual processes": ["--virtual_processes", 4],
@@ -31,24 +30,26 @@ FEATURES = {**MATTERS, **DOES_NOT_MATTER}
 REFUSED = {frozenset({"virtual processes", "accumulation"})}
 
 
-def train(names, folder) -> dict[str, str]:
+def train(names, folder, data) -> dict[str, str]:
     """Run the program with these features; returns the SHA-256 of each model that it leaves."""
-    flags = [*itertools.chain(*(FEATURES[name] for name in names)), "--output_dir", folder]
+    flags = [*FLAGS, "--dataset", data, *itertools.chain(*(FEATURES[name] for name in names)), "--output_dir", folder]
     if "resume" in names:
-        assert run_many.run(PROGRAM, [*flags, "--stop_at", STOPPED_AT]) == EXIT_REQUEUE
+        with stopped_at(2):  # a profile needs 12 more
+            assert run_many.run("mlp", flags) == EXIT_REQUEUE
         flags.append("--resume")
-    assert run_many.run(PROGRAM, flags) is None
+    assert run_many.run("mlp", flags) is None
     return {file.name: run_reader.sha256(file) for file in folder.glob("*.safetensors")}
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
+def references(tmp_path_factory, small_mnist):
     """What each set of features that matter leaves alone, trained once."""
     known = {}
 
     def reference(names):
         if names not in known:
-            known[names] = train(names, tmp_path_factory.mktemp("reference") / "run")["model.safetensors"]
+            folder = tmp_path_factory.mktemp("reference") / "run"
+            known[names] = train(names, folder, small_mnist)["model.safetensors"]
         return known[names]
 
     return reference
@@ -62,22 +63,23 @@ def _precision(monkeypatch, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", list(itertools.combinations(FEATURES, 2)), ids=" and ".join)
-def test_two_features_leave_the_weights_of_those_that_matter(pair, references, tmp_path, capsys):
+def test_two_features_leave_the_weights_of_those_that_matter(pair, references, small_mnist, tmp_path, capsys):
     if frozenset(pair) in REFUSED:
-        assert run_many.run(PROGRAM, [*FEATURES[pair[0]], *FEATURES[pair[1]], "--output_dir", tmp_path / "run"]) == 2
+        flags = [*FEATURES[pair[0]], *FEATURES[pair[1]], "--dataset", small_mnist, "--output_dir", tmp_path / "run"]
+        assert run_many.run("mlp", flags) == 2
         assert "leave --gradient_accumulation_steps out" in capsys.readouterr().err
         return
-    found = train(pair, tmp_path / "run")
+    found = train(pair, tmp_path / "run", small_mnist)
     matters = tuple(name for name in pair if name in MATTERS)
     assert found["model.safetensors"] == references(matters)
     assert ("average.safetensors" in found) == ("moving average" in pair)
     assert ("model_best.safetensors" in found) == ("best model" in pair)
 
 
-def test_the_features_that_matter_do(references, tmp_path, monkeypatch):
+def test_the_features_that_matter_do(references, small_mnist, tmp_path, monkeypatch):
     """Otherwise the pairs above would compare nothing."""
     found = [references(())]
     for name in MATTERS:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if name == "bf16" else "no")
-        found.append(train((name,), tmp_path / name)["model.safetensors"])
+        found.append(train((name,), tmp_path / name, small_mnist)["model.safetensors"])
     assert len(set(found)) == len(found)

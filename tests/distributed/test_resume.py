@@ -266,31 +266,6 @@ def test_a_stop_is_told_when_its_checkpoint_is_on_the_disk(train, tmp_path, monk
     assert [path.name for path in found] == ["step_00000003"]
 
 
-def test_a_full_file_system(train, tmp_path, capsys):
-    """A tmpfs of 1 MiB fills up. Made larger, the run goes on from the last whole checkpoint."""
-    import subprocess
-
-    flags = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--num_epochs", 6]
-    train("whole", *flags)
-    run = tmp_path / "run"
-    run.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", run], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
-        capsys.readouterr()
-        assert train("run", *flags) == 2
-        error = capsys.readouterr().err
-        assert "cannot be written" in error
-        assert "No space left on device" in error
-        assert len(error.splitlines()) == 1
-        assert len(list((run / "checkpoints").iterdir())) >= 2
-        subprocess.run(["mount", "-o", "remount,size=64m", run], check=True)
-        assert train("run", *flags, "--resume") is None
-        assert contents(run) == contents(tmp_path / "whole")
-    finally:
-        subprocess.run(["umount", "-l", run], check=True)
-
-
 def fork_run(train, log, *flags):
     """`train` in a child process of its own, which can be killed; its output goes to `log`."""
     child = os.fork()

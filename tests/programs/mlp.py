@@ -1,4 +1,5 @@
-"""mnist_mlp.py with more flags: float64, ReLU, SGD, and dropout with noise from `batch.rand`."""
+"""mnist_mlp.py with more flags: float64, ReLU, SGD, torch.compile, a moving average, and dropout with noise from
+`batch.rand`."""
 
 import sys
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -32,11 +34,13 @@ def parse_args():
     add("--dropout", type=fraction, default=0.0)
     add("--dtype", choices=("float32", "float64"), default="float32")
     add("--batch_size", type=positive_int, default=256)
+    add("--ema", action="store_true")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--lr", type=non_negative_float, default=6e-3)
     add("--weight_decay", type=non_negative_float, default=0.1)
     add = parser.add_argument_group("length and memory").add_argument
     add("--num_epochs", type=positive_int, default=4)
+    add("--compile", action="store_true")
     add("--max_steps", type=positive_int, default=None)
     add("--gradient_accumulation_steps", type=positive_int, default=1)
     parser.add_run_flags(log_every=100)
@@ -89,11 +93,15 @@ def main():
     num_inputs, num_classes = train_data.tensors[0][0].numel(), len(train_data.classes)
     model = MLP(num_inputs, args.hidden, num_classes, args.activation, args.dropout)
     model = model.to(getattr(torch, args.dtype))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if args.ema else None
+    if args.compile:
+        model = torch.compile(model, backend="eager")
     fused = args.optimizer == "adamw"  # torch 2.15 has no fused SGD for sharded parameters
     optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr, weight_decay=args.weight_decay, fused=fused)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    checkpoint |= {"average": average} if average else {}
     run.start(train_loader, test_loader, total_steps, checkpoint=checkpoint)
 
     for epoch in run.epochs():
@@ -106,6 +114,8 @@ def main():
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            if average and accelerator.sync_gradients:
+                average.update_parameters(accelerator.unwrap_model(model, keep_torch_compile=False))
             run.log_train(batch, loss=losses, accuracy=hits)
         run.log_test(evaluate(model, test_loader, run))
     run.finish()

@@ -463,12 +463,6 @@ def test_a_complete_run_ends_with_exit_code_0(start, tmp_path, capsys):
     }
 
 
-def test_without_resume_a_folder_with_a_run_is_refused(start, capsys):
-    assert start(Small()) is None
-    assert start(Small()) == 2
-    assert "already holds a run: add --resume" in capsys.readouterr().err
-
-
 # --- trackers ---------------------------------------------------------------------------------
 
 
