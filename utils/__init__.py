@@ -39,8 +39,7 @@ extras/: what a flag asks for, and what a run shows and watches.
     peak_memory        peak memory, in summary.json
     curves             curves.png at the end of a run
     out_of_memory      advice, and the largest batch that fits
-    hang_watchdog      names the rank that the others wait for
-    lost_peers         names the rank that is gone
+    watchdog           names the rank that the others wait for, or that is gone
     trackers           --log_with: log to tensorboard and the like, too
     profiling          --profile: a table and a trace of some steps
     pretrained         --pretrained: start from weights of others

@@ -5,14 +5,16 @@ import json
 import os
 import re
 import sys
+import sysconfig
 import time
-import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 CLEAR_LINE = "\r\033[K"
 # What a terminal would obey, without the tab and the line end. In file names, the last range stands for bytes that are
 # not UTF-8.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+LIBRARY = sysconfig.get_path("stdlib")
 LAUNCH = str(Path(__file__).with_name("launch.py"))
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
@@ -72,14 +74,17 @@ def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
     raise SystemExit(code)
 
 
-def own_line(trace) -> str:
-    """The innermost line in a traceback that is in no library, as " at FILE:LINE"; "" without.
+def own_line(frames: Iterable[tuple]) -> str:
+    """FILE:LINE of the innermost frame that is in no library, nor in launch.py, through which each backward pass goes.
 
-    Nor in launch.py, through which each backward pass of a script goes.
+    Args:
+        frames: pairs (frame, line), innermost first, as from traceback.walk_stack.
     """
-    frames = [frame for frame in traceback.extract_tb(trace) if frame.filename != LAUNCH]
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
-    return f" at {os.path.relpath(own[-1].filename)}:{own[-1].lineno}" if own else ""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if "-packages" not in file and not file.startswith((LIBRARY, LAUNCH, "<")):
+            return f"{os.path.relpath(file)}:{line}"
+    return "an unknown line"
 
 
 def plural(count: int, word: str) -> str:

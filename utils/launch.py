@@ -24,11 +24,12 @@ from accelerate.utils import (
 
 from .console import stop
 from .errors import ExplainedErrors, explain_errors
-from .extras import hang_watchdog, lost_peers, out_of_memory
+from .extras import out_of_memory
 from .extras.provenance import code_digest
+from .extras.watchdog import Watchdog, is_lost_peer
 from .flags import with_defaults
 from .processes import check_restarts, follow_launcher, outlive_readers, was_restarted
-from .topology import check_topology, data_parallel_gpus, same_on_all, wants_cpu
+from .topology import bind_gloo_to_the_route, check_topology, data_parallel_gpus, same_on_all, wants_cpu
 
 
 class TrainingAccelerator(Accelerator):
@@ -93,7 +94,7 @@ def make_accelerator(
     settings = with_defaults(args)
     accumulation = getattr(args, "gradient_accumulation_steps", 1)
     errors = explain_errors()
-    peers = attach_to_process(errors, settings)
+    watchdog = attach_to_process(errors, args, settings.timeout_s)
     is_new_folder = not settings.output_dir
     settings.output_dir = settings.output_dir or new_output_dir()
     check_restarts(is_new_folder)
@@ -105,7 +106,8 @@ def make_accelerator(
     accelerator = create_accelerator(settings, accumulation, errors, [ddp, *kwargs_handlers])
     # From here on, the processes can talk to each other.
     check_topology(accelerator)
-    attach_to_group(peers, settings.timeout_s)
+    if watchdog:
+        watchdog.watch(settings.timeout_s)
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})
@@ -167,33 +169,24 @@ def new_output_dir() -> str:
     return f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace):
+def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace, timeout_s: float) -> Watchdog | None:
     """What needs no flag, before the process group is made.
 
     Returns:
-        The LostPeers to introduce to each other, or None.
+        The watchdog, which watches once the process group is there; None without one.
     """
     outlive_readers()
-    follow_launcher(args.timeout_s)
+    follow_launcher(timeout_s)
     # In every step Accelerate's optimizer asks twice whether a package is installed, which searches the disk: 0.1 ms.
     if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
     errors.explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         return None
-    peers = lost_peers.LostPeers(args)
-    errors.explanations.append((lost_peers.is_lost_peer, peers.sentence))
-    lost_peers.bind_gloo_to_the_route()
-    return peers
-
-
-def attach_to_group(peers, timeout_s: float) -> None:
-    """What needs no flag, once the process group is there. Collective."""
-    if peers:
-        peers.introduce()
-    hang_watchdog.watch_ranks(timeout_s)
-    if peers:
-        peers.who_is_late = hang_watchdog.who_is_late
+    watchdog = Watchdog(args)
+    errors.explanations.append((is_lost_peer, watchdog.sentence))
+    bind_gloo_to_the_route()
+    return watchdog
 
 
 def check_batch_size(batch_size: int, micro_batches: int) -> None:

@@ -19,10 +19,10 @@ from torch.optim.swa_utils import AveragedModel
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
-from .extras import hang_watchdog
 from .extras.banner import announce
 from .extras.curves import plot_curves
 from .extras.peak_memory import peak_memory_gib
+from .extras.watchdog import Watchdog
 from .flags import with_defaults
 from .loader import Batch, GlobalLoader, describe_data
 from .metrics import Metrics
@@ -160,12 +160,14 @@ class Run:
             if self.step:
                 virtual_processes.warn_of_other_rounding(accelerator, self.folder.path, topology)
         if args.profile:
-            from .extras.profiling import Profiler
+            from .extras.profiling import WARM_UP, Profiler
 
             optimizers = [part for part in self.state.values() if isinstance(part, AcceleratedOptimizer)]
-            self.profiler = Profiler(
-                accelerator, self.folder.path, args.profile, models, optimizers, self.total_steps - self.step
-            )
+            steps = min(args.profile, self.total_steps - self.step - WARM_UP)
+            if steps > 0:
+                self.profiler = Profiler(accelerator, self.folder.path, steps, models, optimizers)
+            elif accelerator.is_main_process:
+                show(f"warning: no profile: fewer than the {WARM_UP + 1} steps that it takes are left", "yellow")
         if accelerator.log_with:
             from .extras.trackers import Trackers
 
@@ -231,7 +233,7 @@ class Run:
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 during training; during testing, the number of the batch from 1 on."""
-        hang_watchdog.reached(self.step)
+        Watchdog.step = self.step
         seed_generators_for(self.accelerator.device, combine(self.args.seed, self.step, batch.slot, test_batch))
 
     def _step_done(self, epoch: int) -> None:

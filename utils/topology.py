@@ -127,6 +127,31 @@ def same_on_all(facts: dict) -> dict:
     return facts
 
 
+def route_address() -> str | None:
+    """The address that this machine uses to reach rank 0; None on a single machine, or without a route."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing: only finds the route
+        except OSError:  # an IPv6 address, or no route
+            return None
+        address = probe.getsockname()[0]
+    return None if address.startswith("127.") else address
+
+
+def bind_gloo_to_the_route() -> None:
+    """Have gloo listen on the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME is set.
+
+    By default gloo takes the address of the machine's own host name. On a stock Debian or Ubuntu that is 127.0.1.1,
+    where no other machine can reach it.
+    """
+    address = route_address()
+    for interface, addresses in psutil.net_if_addrs().items() if address else ():
+        if address in [entry.address for entry in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
 def data_parallel_gpus(accelerator: Accelerator) -> int:
     """How many GPUs one process uses by nn.DataParallel (dp.yaml); 1 with any other config."""
     is_alone = accelerator.distributed_type == DistributedType.NO

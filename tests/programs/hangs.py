@@ -1,4 +1,4 @@
-"""One rank in a loop without an end, then one that is stopped, then two in different collectives."""
+"""One rank in an endless loop, then one that is stopped, then one that is killed."""
 
 import argparse
 import os
@@ -12,24 +12,24 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import launch
-from utils.extras import hang_watchdog as watchdog
+from utils.extras.watchdog import Watchdog
 
-accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=12, output_dir="run"))
+accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=40, output_dir="run", resume=False))
 rank, ones = accelerator.process_index, torch.ones(2)
 
 
 def until(name):
     while not Path(name).exists():
-        time.sleep(0.01)  # loop without an end
+        time.sleep(0.01)  # endless loop
 
 
-watchdog.reached(7)
+Watchdog.step = 7
 if rank == 1:
     until("first")
 torch.distributed.all_reduce(ones)  # first
 print(f"rank {rank} goes on", flush=True)
 
-watchdog.reached(8)
+Watchdog.step = 8
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 if rank == 0:
     Path("pid").write_text(str(os.getpid()))
@@ -38,9 +38,7 @@ if rank == 0:
 model(ones).sum().backward()  # backward
 print(f"rank {rank} goes on", flush=True)
 
-watchdog.reached(9)
-time.sleep(1)  # slow, but not late
-if rank == 0:
-    torch.distributed.all_reduce(ones)  # third
-else:
-    accelerator.wait_for_everyone()  # other
+Watchdog.step = 9
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.distributed.all_reduce(ones)  # third

@@ -146,7 +146,7 @@ def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, as
     explain_errors().explanations.append((memory.is_out_of_memory, memory.advice))
     sys.excepthook(type(error), error, None)
     said = capsys.readouterr().err
-    assert said.startswith(f"error: rank 3 on alpha ran out of memory{asked}: take a smaller model")
+    assert said.startswith(f"error: rank 3 on alpha ran out of memory at an unknown line{asked}: take a smaller model")
     assert said.count("\n") == 1
     assert said.strip() in (tmp_path / "error.json").read_text()
 

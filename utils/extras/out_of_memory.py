@@ -6,6 +6,7 @@ import math
 import os
 import re
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
@@ -78,9 +79,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def advice(error: BaseException, trace: TracebackType | None) -> str:
     """The sentence for an out-of-memory error, with the line of code."""
     tried = re.search(r"[Tt]ried to allocate (\S+ \w+)", str(error))
+    line = own_line(reversed([*traceback.walk_tb(trace)]))
     asked = f", which asked for {tried[1]}" if tried else ""
     return (
-        f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()} ran out of memory{own_line(trace)}{asked}: "
+        f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()} ran out of memory at {line}{asked}: "
         "take a smaller model, or more --gradient_accumulation_steps, which make the same step of smaller micro-batches"
     )
 

@@ -1,0 +1,143 @@
+"""The rank that the others wait for is named, with its line; a lost peer is one sentence; a bug keeps its traceback."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+
+from utils import topology
+from utils.errors import explain_errors
+from utils.extras.watchdog import Watchdog, is_lost_peer, sentence_about
+
+PROGRAM = ROOT / "tests" / "programs" / "hangs.py"
+
+
+def line_with(text: str) -> int:
+    return PROGRAM.read_text().partition(text)[0].count("\n") + 1
+
+
+def wait_for(process, pattern: str) -> None:
+    text = ""
+    for line in process.stdout:
+        text += line
+        if re.search(pattern, text):
+            return
+    raise AssertionError(text)
+
+
+@pytest.mark.slow
+def test_a_loop_a_stopped_and_a_killed_process_are_named_within_the_time_out(launcher):
+    folder = launcher.folder
+    process = launcher.start("cpu_ddp", script=PROGRAM.with_suffix(""), stderr=subprocess.STDOUT)
+    place = r"rank {} on \S+ at \S*hangs.py:{} in step {}"
+    waits = rf"{place} has waited \d+ s for {place}"
+    advice = r"; the run ends when a wait takes 40 s; to continue: accelerate launch .* --resume\n"
+    wait_for(process, "warning: " + waits.format(0, line_with("# first"), 7, 1, r"\d+", 7) + advice)
+    (folder / "first").touch()
+    wait_for(process, "rank 1 goes on")
+    stopped = waits.format(1, line_with("# backward"), 8, 0, line_with("# second"), 8)
+    wait_for(process, f"warning: {stopped}, whose process is stopped or gone{advice}")
+    os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
+    error = rf"error: rank 0 on \S+ lost another process at \S*hangs.py:{line_with('# third')}: "
+    wait_for(process, rf"{error}.*; to continue: accelerate launch .* --resume\n")
+
+
+def place(**changes):
+    """A rank that stands still in step 3 since it began its collective 5."""
+    still = {"at": "train.py:9", "progress": [3, 5], "host": "alpha", "still_s": 70.2, "silent": False}
+    return {**still, **changes}
+
+
+behind = {"at": "data.py:270", "progress": [3, 4], "host": "beta"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        (
+            [place(), place(), place(**behind)],
+            "rank 0 on alpha at train.py:9 in step 3 has waited 70 s for rank 2 on beta at data.py:270 in step 3",
+        ),
+        (
+            [place(progress=[2, 99], silent=True), place()],
+            "rank 1 on alpha at train.py:9 in step 3 has waited 70 s for "
+            "rank 0 on alpha at train.py:9 in step 2, whose process is stopped or gone",
+        ),
+        ([place(silent=True), place(progress=[0, 5])], "no rank has gone on for 70 s: rank 0 on alpha at train.py:9"),
+        ([place(), place(at="other.py:1")], "no rank has gone on for 70 s: rank 0 on alpha at train.py:9 in step 3, "),
+        ([place(still_s=59), place()], None),  # all may compute
+    ],
+)
+def test_the_sentence(ranks, sentence):
+    said = sentence_about(ranks, timeout_s=120)
+    assert said is None if sentence is None else said.startswith(sentence)
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """What rank 1 of 4 on the machines alpha, alpha, beta and gamma says of an error."""
+    monkeypatch.setenv("RANK", "1")
+    watchdog = Watchdog(SimpleNamespace(resume=False, output_dir="runs/new"))
+    addresses = {"alpha": "10.0.0.1", "beta": "10.0.0.11", "gamma": "10.0.0.111"}
+    watchdog.ranks = [{"host": host, "address": addresses[host]} for host in ("alpha", "alpha", "beta", "gamma")]
+    watchdog.me, watchdog.beat_at, watchdog.patience_s = watchdog.ranks[1], time.monotonic(), 60
+    watchdog.progress = [watchdog.step, 5]
+
+    def say(error, **changes):
+        vars(watchdog).update(changes)
+        explain_errors().explanations.append((is_lost_peer, watchdog.sentence))
+        sys.excepthook(type(error), error, None)
+        return re.sub(r"(?<=rank 1 on )\S+", "alpha", capsys.readouterr().err, count=1)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        ("[/gloo/pair.cc:545] Connection closed by peer [10.0.0.111]:64. This is typically ...", "rank 3 on gamma"),
+        ("Read error [10.0.0.11]:64: Connection reset by peer", "rank 2 on beta"),
+        ("writev [10.0.0.11]:64: Broken pipe", "rank 2 on beta"),
+        ("Connect to [10.0.0.11]:64: No route to host", "rank 2 on beta"),
+        ("NCCL error: remote process exited or there was a network error, 10.0.0.11", "rank 2 on beta"),
+        ("Timed out waiting 8001ms for recv", "another process"),
+    ],
+)
+def test_the_machine_that_the_error_names_is_lost(said, words, lost):
+    sentence = said(RuntimeError(words))
+    assert sentence.startswith(f"error: rank 1 on alpha lost {lost} at an unknown line: ")
+    assert sentence.endswith(" --output_dir runs/new --resume\n")
+    assert sentence.count("\n") == 1
+
+
+def test_ranks_that_are_silent_or_behind_are_named_too(said):
+    error = RuntimeError("Timed out waiting 8001ms for recv")
+    hosts = ("alpha", "alpha", "beta", "gamma")
+    ranks = [{"host": host, "address": None, "silent": host == "gamma"} for host in hosts]
+    assert "rank 1 on alpha lost rank 3 on gamma at " in said(error, ranks=ranks, found="rank 3 slept")
+    assert ": Timed out waiting 8001ms for recv; rank 3 slept; to continue: " in said(error)
+    ranks[0]["host"] = "delta"  # the store is there, and no longer answers
+    assert " lost rank 0 on delta at " in said(error, beat_at=time.monotonic() - 21)
+    assert "to continue" not in said(error, args=SimpleNamespace())
+
+
+def test_a_bug_keeps_its_traceback(said):
+    for bug in (RuntimeError("mat1 and mat2 shapes differ"), KeyError("connection closed")):
+        assert said(bug).startswith(type(bug).__name__)
+
+
+def test_gloo_is_bound_to_the_interface_of_the_route(monkeypatch):
+    monkeypatch.setattr(topology, "route_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
+    topology.bind_gloo_to_the_route()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    topology.bind_gloo_to_the_route()
+    addresses = topology.psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
+    assert "127.0.0.1" in [entry.address for entry in addresses]
