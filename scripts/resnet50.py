@@ -38,7 +38,6 @@ from utils.datasets.image_files import (
 from utils.datasets.images_in_memory import load_splits
 from utils.extras.curves import draw_images, plot_confusion, save_picture
 from utils.extras.pretrained import load_pretrained
-from utils.extras.sampling import Repeated
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.parallel.batch_norm import BatchNorms
@@ -351,7 +350,7 @@ def main():
         collate_fn=train_data.collate,
         num_workers=num_workers,
         drop_last=True,  # a micro-batch of one image has no variance
-        order=Repeated(args.repeats) if args.repeats > 1 else None,
+        repeats=args.repeats,
     )
     test_loader = GlobalLoader(
         test_data,

@@ -2,12 +2,10 @@
 
 import contextlib
 import itertools
-import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -41,29 +39,15 @@ def stop_at_unreadable_items() -> Iterator[None]:
         stop(f"{reason}: if memory ran out, take fewer --num_workers", alone=True)
 
 
-def watch_draws(function: Callable, *args) -> tuple[Any, bool]:
-    """The result of `function(*args)`, and whether it drew from a global generator; it starts from a fixed seed."""
-
-    def first_draws():
-        return torch.rand(()).item(), random.random(), np.random.random_sample()
-
-    seed_generators(0)
-    untouched = first_draws()
-    seed_generators(0)
-    result = function(*args)
-    return result, first_draws() != untouched
-
-
 class ItemFetcher(Dataset):
     """Reads the items of a request, in this process or in a worker.
 
-    Whole batches are asked for (torch's __getitems__) where the dataset has that and draws nothing.
+    A whole batch is asked for (torch's __getitems__) where the dataset has that and is deterministic.
     """
 
     def __init__(self, dataset, collate_fn: Callable, seed: int, deterministic: bool | None):
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
         self.deterministic = getattr(dataset, "deterministic", False) if deterministic is None else deterministic
-        self.whole_batches = getattr(dataset, "__getitems__", None) is not None
 
     def fetch(self, request: Request) -> Any:
         """The batch of a request, in a process that goes on with its own random numbers afterwards."""
@@ -72,23 +56,14 @@ class ItemFetcher(Dataset):
 
     def __getitems__(self, request: Request) -> list:
         """The items of a request; afterwards the generators are seeded for collate_fn."""
-        try:
-            return self._items(request)
-        except StopIteration as error:  # to whoever reads the batches it would be the end of the epoch
-            raise RuntimeError(f"the dataset raised StopIteration for one of the items {request[1]}") from error
-
-    def _items(self, request: Request) -> list:
         epoch, indices, random_ids = request
         if self.deterministic:
-            return self.dataset.__getitems__(indices) if self.whole_batches else [self.dataset[i] for i in indices]
-        if self.whole_batches:
-            items, drew = watch_draws(self.dataset.__getitems__, indices)
-            self.whole_batches = not drew
-        if not self.whole_batches:
-            items = []
-            for index, random_id in zip(indices, random_ids, strict=True):
-                seed_generators(combine(self.seed, epoch, random_id))
-                items.append(self.dataset[index])
+            read = getattr(self.dataset, "__getitems__", None)
+            return read(indices) if read else [self.dataset[index] for index in indices]
+        items = []
+        for index, random_id in zip(indices, random_ids, strict=True):
+            seed_generators(combine(self.seed, epoch, random_id))
+            items.append(self.dataset[index])
         seed_generators(combine(self.seed, epoch, random_ids[0], COLLATE))
         return items
 
@@ -150,25 +125,10 @@ class ItemReader:
         self._requests.source = requests
         return iter(self._workers)
 
-    def warn_of_random_collate(self) -> None:
-        """Warn where collate_fn draws random numbers: they belong to a batch, which each topology cuts differently."""
-        fetcher = self.fetcher
-        if fetcher.deterministic or fetcher.collate_fn is default_collate:
-            return
-        with generators_restored(), stop_at_unreadable_items():
-            _, drew = watch_draws(fetcher.collate_fn, fetcher.__getitems__((0, [0], [0])))
-        if drew and is_local_main():
-            show(
-                "warning: collate_fn draws random numbers, which belong to a batch: on a different number of "
-                "processes or accumulation steps the batches, and so these numbers, will differ; draw in "
-                "__getitem__, in the loop by batch.rand, or train with --virtual_processes",
-                "yellow",
-            )
-
     def fingerprint(self) -> str:
         """A digest of the first and the last item.
 
-        Warns where one of them differs when it is read again: it draws from a generator that is not seeded here.
+        Warns where one of them differs when it is read again: it draws from a generator that is not seeded.
         """
         ends = sorted({0, len(self.fetcher.dataset) - 1})
         with generators_restored(), stop_at_unreadable_items():

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import gc
 import os
 import sys
 import time
@@ -91,6 +92,8 @@ def make_accelerator(
     Raises:
         SystemExit: what runs is not what the config file and the flags ask for, or differs between processes.
     """
+    if "triton" not in sys.modules:  # at exit it reports frozen objects as leaked
+        gc.freeze()  # exclude imported objects from garbage collection: saves 1 s of each start
     settings = with_defaults(args)
     accumulation = getattr(args, "gradient_accumulation_steps", 1)
     errors = explain_errors()

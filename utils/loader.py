@@ -115,10 +115,10 @@ class GlobalLoader:
         accumulation: micro-batches of a step on each process; None: the accelerator's in training, 1 in tests.
             Virtual processes decide it otherwise.
         drop_last: see GlobalSampler.
-        order: of the training data, in place of a permutation: see extras/sampling.py.
+        repeats: see GlobalSampler.
 
     Raises:
-        SystemExit: if the dataset is not map-style, empty, or smaller than a dropped batch, or the order does not fit.
+        SystemExit: if the dataset is not map-style, empty, or smaller than a dropped batch.
         ValueError: if options contradict each other.
     """
 
@@ -137,18 +137,16 @@ class GlobalLoader:
         shard: tuple[int, int] | None = None,
         accumulation: int | None = None,
         drop_last: bool = False,
-        order=None,
+        repeats: int = 1,
     ):
         check_dataset(dataset)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, and is {batch_size}")
-        if seed is None and order is not None:
-            raise ValueError("an order needs a seed: without one the order is that of the dataset")
+        if repeats > 1 and (seed is None or batch_size % repeats):
+            raise ValueError(f"{repeats} repeats of an item need a seed, and must divide batch_size {batch_size}")
         if loss_weights is not None and shard is not None:
             raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")
         length = min(len(dataset), max_samples or len(dataset))
-        if order is not None:
-            order.fit(len(dataset), length, batch_size)
         if accumulation is None:
             accumulation = 1 if seed is None else accelerator.gradient_accumulation_steps
         self.dataset, self.accelerator, self.loss_weights = dataset, accelerator, loss_weights
@@ -160,7 +158,7 @@ class GlobalLoader:
             seed=seed,
             accumulation=accumulation,
             drop_last=drop_last,
-            order=order,
+            repeats=repeats,
             virtual_processes=virtual_processes(accelerator),
         )
         if len(self) == 0:
@@ -227,8 +225,6 @@ class GlobalLoader:
 
         The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of the first and last item.
         """
-        if self.reader is not None and not self.sampler.virtual_processes:  # these get the same batches anywhere
-            self.reader.warn_of_random_collate()
         fingerprint = getattr(self.dataset, "fingerprint", None)
         if not isinstance(fingerprint, str):
             whole = gives_its_tensors(self.dataset)
@@ -239,9 +235,7 @@ class GlobalLoader:
         """What must not change between a run and its resume, besides the data."""
         sampler = self.sampler
         facts = {"batch_size": sampler.batch_size, "seed": sampler.seed, "steps_per_epoch": len(self)}
-        facts |= {"drop_last": sampler.drop_last, "repeats": 1}
-        if sampler.order is not None:
-            facts |= sampler.order.resume_invariants()
+        facts |= {"drop_last": sampler.drop_last, "repeats": sampler.repeats}
         if sampler.virtual_processes:
             facts["virtual_processes"] = sampler.virtual_processes
         return facts

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 MASK = 0xFFFFFFFF
-ROUNDS = 6
 
 
 def mix_bits(x):
@@ -60,32 +59,6 @@ def random_normal(key: int, indices: torch.Tensor, shape: tuple[int, ...]) -> to
 def widest_float(device: torch.device) -> torch.dtype:
     """float64, which Apple GPUs do not have: float32 there."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def shuffle(positions: torch.Tensor, length: int, key: int) -> torch.Tensor:
-    """Where a random permutation of `length` items, chosen by `key`, sends each of `positions`; int64 (n,) to (n,).
-
-    It needs no memory for the permutation: a Feistel network over pairs of digits permutes the numbers below a * b,
-    which is a little more than `length`, and what lands outside is sent through it again.
-    Source: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
-    """
-    b = math.isqrt(length - 1) + 1
-    a = math.ceil(length / b)
-
-    def permute(x):
-        left = x // b
-        right = x % b
-        for turn in range(0, ROUNDS, 2):
-            left = (left + mix_bits(right ^ combine(key, turn))) % a
-            right = (right + mix_bits(left ^ combine(key, turn + 1))) % b
-        return left * b + right
-
-    result = permute(positions)
-    outside = result >= length
-    while outside.any():
-        result[outside] = permute(result[outside])
-        outside = result >= length
-    return result
 
 
 def seed_generators(key: int) -> None:

@@ -1,16 +1,13 @@
 """Which items each process reads: the same samples in every step on any number of processes."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 
-from .randomness import combine, shuffle
-
-MAX_PERMUTATION = 2**20  # up to here the order of an epoch is one torch.randperm, from here on computed when needed
-CHUNK = 2**16  # items whose places are looked up at once
+from .randomness import combine
 
 
 def virtual_processes(accelerator: Accelerator) -> int:
@@ -50,7 +47,8 @@ class GlobalSampler:
         length: items of the dataset.
         seed: None: in the order of the dataset.
         drop_last: leave out a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
-        order: a function of (sampler, epoch, positions) in place of a permutation: see extras/sampling.py.
+        repeats: an epoch takes 1/repeats of the items, each `repeats` times in one step, for augmentation.
+            Source: repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
         virtual_processes: cut each step into so many micro-batches instead of accumulation x world_size;
             each process has consecutive ones, and not all have equally many. 0: off.
     """
@@ -65,17 +63,16 @@ class GlobalSampler:
         seed: int | None = None,
         accumulation: int = 1,
         drop_last: bool = False,
-        order: Callable | None = None,
+        repeats: int = 1,
         virtual_processes: int = 0,
     ):
         self.length, self.batch_size, self.seed = length, batch_size, seed
-        self.drop_last, self.order, self.virtual_processes = drop_last, order, virtual_processes
+        self.drop_last, self.repeats, self.virtual_processes = drop_last, repeats, virtual_processes
         self.num_slots = virtual_processes or accumulation * world_size
         self.slots = range(rank, self.num_slots, world_size)
         if virtual_processes:
             self.slots = logical_ranks(rank, world_size, virtual_processes)
         self.accumulation = len(self.slots)
-        self._permutation = (None, None)
 
     def __len__(self) -> int:
         """Steps per epoch."""
@@ -83,37 +80,27 @@ class GlobalSampler:
             return self.length // self.batch_size
         return math.ceil(self.length / self.batch_size)
 
-    def items(self, epoch: int, first: int = 0, last: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items at positions first to last - 1 of an epoch, and their random ids; both int64 (last - first,)."""
-        positions = torch.arange(first, self.length if last is None else min(last, self.length))
+    def items(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The items of an epoch in their order, and their random ids; both int64 (length,)."""
+        positions = torch.arange(self.length)
         if self.seed is None:
             return positions, positions
-        if self.order is not None:
-            return self.order(self, epoch, positions)
-        items = self.permutation(epoch, positions)
-        return items, items
-
-    def permutation(self, epoch: int, positions: torch.Tensor) -> torch.Tensor:
-        """The items at these positions of an epoch's permutation; int64 (n,)."""
-        key = combine(self.seed, epoch)
-        if self.length > MAX_PERMUTATION:
-            return shuffle(positions, self.length, key)
-        if self._permutation[0] != epoch:
-            generator = torch.Generator().manual_seed(key)
-            self._permutation = (epoch, torch.randperm(self.length, generator=generator))
-        return self._permutation[1][positions]
+        items = torch.randperm(self.length, generator=torch.Generator().manual_seed(combine(self.seed, epoch)))
+        if self.repeats == 1:
+            return items, items
+        different = self.batch_size // self.repeats
+        step, within = positions // self.batch_size, positions % self.batch_size
+        items = items[step * different + within % different]
+        return items, items + self.length * (within // different)  # each repeat has random numbers of its own
 
     def micro_batches(self, epoch: int = 0, first_step: int = 0, device="cpu") -> Iterator[MicroBatch]:
         """This process's micro-batches of an epoch, `accumulation` for each step from `first_step` on."""
-        steps_per_chunk = math.ceil(CHUNK / self.batch_size)
-        for start in range(first_step, len(self), steps_per_chunk):
-            end = min(start + steps_per_chunk, len(self))
-            chunk = self.items(epoch, start * self.batch_size, end * self.batch_size)
-            parts = (tensor.to(device).split(self.batch_size) for tensor in chunk)
-            for items, random_ids in zip(*parts, strict=True):
-                short, longer = divmod(len(items), self.num_slots)  # cut as torch.tensor_split does
-                for micro_step, slot in enumerate(self.slots):
-                    first = slot * short + min(slot, longer)
-                    size = short + (slot < longer)
-                    place = slice(first, first + size) if size else slice(0, 1)  # a stand-in
-                    yield MicroBatch(items[place], random_ids[place], size == 0, len(items), micro_step, slot)
+        items, random_ids = (tensor.to(device) for tensor in self.items(epoch))
+        for start in range(first_step * self.batch_size, len(self) * self.batch_size, self.batch_size):
+            step_samples = min(self.batch_size, self.length - start)
+            short, longer = divmod(step_samples, self.num_slots)  # cut as torch.tensor_split does
+            for micro_step, slot in enumerate(self.slots):
+                first = start + slot * short + min(slot, longer)
+                size = short + (slot < longer)
+                part = slice(first, first + size) if size else slice(start, start + 1)  # a stand-in
+                yield MicroBatch(items[part], random_ids[part], size == 0, step_samples, micro_step, slot)

@@ -13,7 +13,6 @@ from torchvision import transforms
 
 from utils.datasets import image_files as images
 from utils.datasets.images_in_memory import load_splits
-from utils.extras.sampling import Repeated
 from utils.loader import GlobalLoader
 
 ONE = fake_accelerator()
@@ -192,7 +191,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_item(tmp_path):
 
 def test_copies_of_an_image_in_one_step_are_augmented_differently(tmp_path):
     augment = images.RandomAugment(16, 0.2)
-    loader = loader_of(split_of(tmp_path, {}), augment, batch_size=6, seed=0, order=Repeated(3))
+    loader = loader_of(split_of(tmp_path, {}), augment, batch_size=6, seed=0, repeats=3)
     (batch,) = loader.epoch(0)
     items, counts = batch.indices.unique(return_counts=True)
     assert counts.tolist() == [3, 3]
@@ -233,7 +232,7 @@ def test_how_much_is_mixed_in_depends_on_seed_and_step(mixup, cutmix):
 
 def test_with_repeats_mixup_finds_another_image():
     data = torch.utils.data.TensorDataset(torch.arange(103))
-    loader = GlobalLoader(data, 12, ONE, seed=0, drop_last=True, order=Repeated(3))
+    loader = GlobalLoader(data, 12, ONE, seed=0, drop_last=True, repeats=3)
     batches = list(loader.epoch(5))
     assert len(batches) == len(loader) == 103 // 12
     for batch in batches:

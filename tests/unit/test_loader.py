@@ -5,21 +5,16 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from fakes import fake_accelerator
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from utils import sampler as sampler_module
-from utils.extras.sampling import Repeated
 from utils.items import UnreadableItem
 from utils.loader import GlobalLoader
 from utils.sampler import GlobalSampler
@@ -209,34 +204,6 @@ def test_order_is_shuffled_by_seed_and_epoch_and_kept_without_seed():
     assert GlobalSampler(100, 10, seed=None).items(3)[0].tolist() == list(range(100))
 
 
-def test_a_long_epoch_has_each_item_once_on_any_topology(monkeypatch):
-    """With a short limit, so that the order is computed in parts."""
-    monkeypatch.setattr(sampler_module, "MAX_PERMUTATION", 100)
-    monkeypatch.setattr(sampler_module, "CHUNK", 64)
-    numbers = TensorDataset(torch.arange(1003))
-    plain = by_step(1, 1, 2, dataset=numbers, batch_size=30)
-    assert sorted(itertools.chain(*map(indices, plain))) == list(range(1003))
-    for processes, accumulation in TOPOLOGIES:
-        ours = by_step(processes, accumulation, 2, dataset=numbers, batch_size=30)
-        assert list(map(indices, ours)) == list(map(indices, plain))
-    later = by_step(2, 2, 2, first_step=11, dataset=numbers, batch_size=30)
-    assert list(map(indices, later)) == list(map(indices, plain))[11:]
-    other = by_step(1, 1, 3, dataset=numbers, batch_size=30)
-    assert list(map(indices, other)) != list(map(indices, plain))
-
-
-@pytest.mark.slow
-def test_an_epoch_over_a_billion_items_starts_at_once():
-    command = [sys.executable, ROOT / "tests" / "programs" / "billion_items.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    seconds, mib, largest, steps = map(float, done.stdout.split())
-    print(f"{seconds:.3f} s to the first batch, {mib:.0f} MiB for 1000 batches")
-    assert seconds < 1
-    assert mib < 50
-    assert 10**8 < largest < 10**9
-    assert steps == 3_906_250
-
-
 def test_drop_last_leaves_out_the_smaller_step():
     each = make(TensorDataset(torch.arange(23)), 4, drop_last=True)
     assert len(each) == 5
@@ -261,7 +228,7 @@ def test_max_samples_takes_the_first_ones(max_samples):
 @pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
 def test_repeats_are_in_one_step_with_draws_of_their_own(processes, accumulation):
     data = Noisy(64)
-    options = {"dataset": data, "batch_size": 12, "order": Repeated(4)}
+    options = {"dataset": data, "batch_size": 12, "repeats": 4}
     steps = by_step(processes, accumulation, 1, **options)
     for parts in steps:
         counts = collections.Counter(indices(parts))
@@ -279,8 +246,8 @@ def test_repeats_are_in_one_step_with_draws_of_their_own(processes, accumulation
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"seed": None, "order": Repeated(2)}, "needs a seed"),
-        ({"order": Repeated(3)}, "repeats of an item must divide batch_size 4"),
+        ({"seed": None, "repeats": 2}, "need a seed"),
+        ({"repeats": 3}, "must divide batch_size 4"),
         ({"batch_size": 0}, "at least 1"),
         ({"shard": (0, 1), "loss_weights": len}, "cannot be combined with shard"),
     ],
@@ -491,10 +458,10 @@ def test_batch_random_numbers_are_those_of_the_sample():
     assert torch.equal(numbers(1, 2, first_step=5)[0], plain[5])
 
 
-def test_whole_batches_are_asked_for_where_nothing_is_drawn():
+def test_whole_batches_are_asked_for_where_the_data_promise_to_draw_nothing():
     data = BatchedSquares()
     list(make(data).epoch(0))
-    assert data.calls == {"batch": 6}
+    assert data.calls == {"item": 23}
     data = BatchedSquares()
     list(make(data, deterministic=True).epoch(0))
     assert data.calls == {"batch": 6}
@@ -503,19 +470,8 @@ def test_whole_batches_are_asked_for_where_nothing_is_drawn():
 def test_a_dataset_that_says_none_to_whole_batches_is_read_item_by_item():
     data = BatchedSquares()
     data.__getitems__ = None
-    list(make(data).epoch(0))
+    list(make(data, deterministic=True).epoch(0))
     assert data.calls == {"item": 23}
-
-
-def test_item_by_item_as_soon_as_something_was_drawn():
-    data = BatchedNoisy()
-    list(make(data).epoch(0))
-    # The first batch is asked for once in vain: 4 items more.
-    assert data.calls == {"batch": 1, "item": 23 + 4}
-    data.calls.clear()
-    data.deterministic = True  # the promise counts, and is broken here
-    list(make(data).epoch(0))
-    assert data.calls["batch"] == 6
 
 
 def test_the_promise_is_an_option_or_an_attribute():
@@ -567,16 +523,6 @@ def test_an_item_that_cannot_be_read_is_one_sentence(capsys, workers):
         list(make(Unreadable(), num_workers=workers).epoch(0))
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: photo 13 is no photo: remove it\n"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(workers):
-    class Ending(Squares):
-        def __getitem__(self, index):
-            return next(iter([index] if index != 13 else []))
-
-    with pytest.raises(RuntimeError, match="raised StopIteration"):
-        list(make(Ending(), num_workers=workers).epoch(0))
 
 
 class Deadly(torch.utils.data.Dataset):
@@ -636,21 +582,6 @@ def test_a_process_without_a_sample_gets_a_real_one_that_counts_nothing(dataset)
     assert losses.grad.tolist() == [0]
     assert stand_in.counted(losses).shape == (0,)
     assert one.counted(losses) is losses
-
-
-def test_a_collate_fn_that_draws_is_a_warning_at_the_start(capsys):
-    def mixed(items):
-        numbers, squares = torch.utils.data.default_collate(items)
-        return numbers, squares * torch.rand(())
-
-    def said(**options):
-        make(Squares(), collate_fn=mixed, **options).describe()
-        return capsys.readouterr().out
-
-    assert said().startswith("warning: collate_fn draws random numbers")
-    assert said(virtual=4) == said(deterministic=True) == ""
-    make(Squares(), collate_fn=lambda items: torch.utils.data.default_collate(items)).describe()
-    assert capsys.readouterr().out == ""
 
 
 # --- the mean over the step -----------------------------------------------------------------
@@ -765,7 +696,7 @@ def test_the_facts_that_a_resume_compares():
         {"seed": 6},
         {"batch_size": 6},
         {"drop_last": True},
-        {"order": Repeated(2)},
+        {"repeats": 2},
         {"max_samples": 9},
     ):
         assert make(Squares(), **options).resume_invariants() != facts

@@ -72,41 +72,6 @@ def test_random_normal_has_the_moments_of_a_normal_distribution():
     assert abs((numbers**4).mean() - 3) < 5 * (96 / count) ** 0.5
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 10, 16, 17, 100, 1003, 10**6 + 3])
-def test_shuffle_is_a_permutation(length):
-    order = randomness.shuffle(torch.arange(length), length, randomness.combine(1, 2))
-    assert torch.equal(order.sort().values, torch.arange(length))
-
-
-def test_shuffle_needs_no_other_positions_and_changes_with_the_key():
-    length = 10**6 + 3
-    order = randomness.shuffle(torch.arange(length), length, 5)
-    positions = torch.randint(length, (1000,))
-    assert torch.equal(randomness.shuffle(positions, length, 5), order[positions])
-    other = randomness.shuffle(torch.arange(length), length, 6)
-    assert (order == other).double().mean() < 20 / length
-    assert (order == torch.arange(length)).double().mean() < 20 / length
-
-
-def test_shuffle_is_without_visible_structure():
-    """Neighbours in the order are as far apart as random items are, and each part has any item."""
-    length = 10**6 + 3
-    order = randomness.shuffle(torch.arange(length), length, 7).double()
-    correlation = torch.corrcoef(torch.stack([order[:-1], order[1:]]))[0, 1]
-    assert abs(correlation) < 5 / length**0.5
-    counts = torch.histc(order[:64_000], 64, 0, length)
-    chi_square = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
-    assert chi_square < 63 + 5 * (2 * 63) ** 0.5
-
-
-def test_whoever_draws_from_a_global_generator_is_noticed():
-    assert items.watch_draws(max, 1, 2) == (2, False)
-    for draw in (torch.rand, lambda _: random.random(), lambda _: np.random.rand()):
-        number, drew = items.watch_draws(draw, ())
-        assert drew
-        assert items.watch_draws(draw, ()) == (number, True)  # from a fixed seed
-
-
 def test_seeded_generators_repeat_their_numbers():
     def draw():
         return float(torch.rand(())), random.random(), np.random.rand()
