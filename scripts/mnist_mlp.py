@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import launch
 from utils.datasets.images_in_memory import load_images
@@ -30,22 +29,17 @@ TEST_BATCH_SIZE = 2000
 
 def parse_args():
     parser = ArgumentParser(__doc__)
-
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-
-    # resume_invariant: a resumed run must have the same values.
-    add = parser.add_argument_group("model and training", resume_invariant=True).add_argument
-    add("--hidden", type=positive_int, default=192, help="hidden units")
-    add("--batch_size", type=positive_int, default=256, help="samples per optimizer step, over all processes")
-    add("--lr", type=non_negative_float, default=6e-3, help="highest learning rate of the one-cycle schedule")
-    add("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of AdamW")
-
-    add = parser.add_argument_group("length and memory").add_argument
-    add("--num_epochs", type=positive_int, default=4, help="passes over the training images")
-    add("--max_steps", type=positive_int, default=None, help="optimizer steps, instead of --num_epochs")
-    add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step, on each process")
-
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of <split>/<class>/ images")
+    recipe = parser.add_argument_group("recipe", resume_invariant=True)  # must be the same when resuming
+    recipe.add_argument("--hidden", type=positive_int, default=192, help="hidden units")
+    recipe.add_argument("--batch_size", type=positive_int, default=256, help="samples per step, over all processes")
+    recipe.add_argument("--lr", type=non_negative_float, default=6e-3, help="highest learning rate")
+    recipe.add_argument("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of AdamW")
+    length = parser.add_argument_group("length and memory")
+    length.add_argument("--num_epochs", type=positive_int, default=4, help="passes over the training images")
+    length.add_argument("--max_steps", type=positive_int, help="optimizer steps, instead of --num_epochs")
+    length.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")
     parser.add_run_flags(log_every=100)
     return parser.parse_args()
 
@@ -58,25 +52,21 @@ class MLP(nn.Module):
 
     def forward(self, images):
         """Logits (N, num_classes) of images, uint8 (N, C, H, W)."""
-        x = (images.flatten(1) - MEAN).mul_(1 / STD)
-        return self.fc2(F.silu(self.fc1(x)))  # silu: with relu, runs on different process counts diverge sooner
+        x = (images.flatten(1) - MEAN) / STD
+        return self.fc2(F.silu(self.fc1(x)))  # with relu, runs on different process counts diverge sooner
 
 
 @torch.no_grad()
 def evaluate(model, loader, run) -> dict:
-    """Loss, accuracy, macro F1 and confusion matrix [true][predicted] of all test samples; each counts once."""
+    """Loss and accuracy of all test samples; each counts once."""
     model.eval()
-    metrics, confusion = run.new_metrics(), 0
+    metrics = run.new_metrics()
     for batch in run.test_batches(loader):
         images, labels = batch.data
         logits = model(images)
-        predicted, classes = logits.argmax(1), logits.shape[1]
-        metrics.add(batch, loss=F.cross_entropy(logits, labels, reduction="none"), accuracy=predicted == labels)
-        pairs = batch.counted(labels * classes + predicted)  # none of a stand-in, where a process has no sample left
-        confusion += torch.bincount(pairs, minlength=classes**2)
-    confusion = run.accelerator.reduce(confusion).view(classes, classes)  # counts add up over processes
-    f1 = 2 * confusion.diag() / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
-    return metrics.reduce() | {"f1_macro": f1.mean(), "confusion": confusion.tolist()}
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        metrics.add(batch, loss=losses, accuracy=logits.argmax(1) == labels)
+    return metrics.reduce()
 
 
 def main():
@@ -90,7 +80,7 @@ def main():
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
 
-    model = MLP(train_data.tensors[0][0].numel(), args.hidden, len(train_data.classes))
+    model = MLP(train_data.images[0].numel(), args.hidden, len(train_data.classes))
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -57,7 +57,7 @@ class MLP(nn.Module):
 
     def forward(self, images, dropout_noise=None):
         """Logits (N, num_classes) of images, uint8 (N, C, H, W); dropout_noise: uniform in [0, 1), (N, hidden)."""
-        x = (images.flatten(1) - MEAN).mul_(1 / STD).to(self.fc1.weight.dtype)
+        x = ((images.flatten(1) - MEAN) / STD).to(self.fc1.weight.dtype)
         x = self.activation(self.fc1(x))
         if dropout_noise is not None:
             x = x * (dropout_noise >= self.dropout) / (1 - self.dropout)

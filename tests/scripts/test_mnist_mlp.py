@@ -88,7 +88,7 @@ def test_its_loop_trains_as_a_plain_one(train, small_mnist, tmp_path, monkeypatc
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, values["lr"], 8, cycle_momentum=False)
 
     def logits(images, kept=1.0):
-        pixels = (images.flatten(1) - mnist_mlp.MEAN).mul_(1 / mnist_mlp.STD).double()
+        pixels = ((images.flatten(1) - mnist_mlp.MEAN) / mnist_mlp.STD).double()
         return model.fc2(activation(model.fc1(pixels)) * kept)
 
     rates = []

@@ -118,8 +118,8 @@ FREE_IN = {
         "virtual_processes",
     },
     "model_split": {
-        *{"balance", "cpu_threads", "image_size", "max_test_samples", "num_microbatches", "num_stages", "schedule"},
-        *{"split", "synthetic"},
+        *{"balance", "cpu_threads", "max_test_samples", "num_microbatches", "num_stages", "schedule"},
+        "split",
     },
 }
 

@@ -22,7 +22,7 @@ class LabelledImages(TensorDataset):
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, classes: list[str]):
         super().__init__(images, labels)
-        self.classes = classes
+        self.images, self.labels, self.classes = images, labels, classes
 
 
 class Split(NamedTuple):
