@@ -52,8 +52,4 @@ datasets/: where items come from.
     image_files        image files of any size, decoded when needed, and augmented
     text               documents from a folder, parquet or the Hub, packed into sequences of tokens
     hub                a data set of the Hub, or of a folder in the same form
-
-Commands: `python -m utils.NAME`, from the folder above.
-
-    prove/             runs a script on several topologies, and names the first thing that differs
 """

@@ -13,7 +13,7 @@ FOLDERS = ("utils", "tools", "scripts", "tests", "benchmarks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 # Of programs whose tests are skipped where they are not installed.
 OPTIONAL = {"timm", "torchmetrics", "transformers"}
-OWN = {*FOLDERS, *(path.stem for path in FILES)}
+OWN = {*FOLDERS, *(path.stem for path in FILES), *(path.parent.name for path in FILES)}
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the name in an import is a different one
 
 

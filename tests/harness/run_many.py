@@ -13,13 +13,11 @@ and so are those after it.
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import shlex
 import shutil
 import sys
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -126,19 +124,12 @@ def main():
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         if flags[0] == "--script":
             script, flags = flags[1], flags[2:]
-        recording = nullcontext()
-        if flags[:1] == ["--record"]:
-            from utils.prove import worker
-
-            recording = worker.recording(worker.Settings(**json.loads(flags[1])))
-            flags = flags[2:]
         if flags[:1] == ["--back_to"]:
             (_, folder, step, copied), flags = flags[:4], flags[4:]
             if rank == 0:  # the others wait for it in `make_accelerator`
                 back_to(Path(folder), int(step), Path(copied))
-        with recording:
-            code = run(script, flags)
-        if code is not None and isinstance(recording, nullcontext):  # a record of a run that fails is missing
+        code = run(script, flags)
+        if code is not None:
             sys.exit(code or f"nothing was left to do: {shlex.join(flags)}")
 
 

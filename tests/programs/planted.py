@@ -1,4 +1,4 @@
-"""A small correct program; tests/commands/test_prove.py plants one mistake at a time into its text."""
+"""A small correct program; planted_mistakes.py has mistakes in it, one at a time."""
 
 import sys
 from pathlib import Path

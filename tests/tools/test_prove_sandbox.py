@@ -43,12 +43,16 @@ WAYS = {
     "a copy and Landlock": "sandbox.can_mount = lambda *_: False",
     "a copy alone": "sandbox.can_mount = lambda *_: False; sandbox.can_forbid_writes = lambda: False",
 }
-COMMAND = "import sys; sys.path.insert(0, {root!r}); from utils.prove import main, sandbox; {way}; sys.exit(main())"
+COMMAND = (
+    "import sys; sys.path.insert(0, {root!r}); from prove_training import sandbox; {way}; "
+    "from prove_training.command import main; sys.exit(main())"
+)
 
 
 def prove(folder: Path, *words, way: str = "pass", **options):
-    command = [sys.executable, "-c", COMMAND.format(root=str(ROOT), way=way), "--processes", "2", *map(str, words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, **options)
+    command = COMMAND.format(root=str(ROOT / "tools"), way=way)
+    words = [sys.executable, "-c", command, "--processes", "2", *words]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, **options)
 
 
 @pytest.mark.parametrize("way", WAYS)

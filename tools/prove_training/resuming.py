@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from ..console import plural
-from .stages import Finding, differ, named, note, parts_of, passes_of, samples_of
+from .stages import Finding, named, note, parts_of, passes_of, samples_of
+from .tensors import differ
+from .text import plural
 
 SAME = 1e-6
 
@@ -36,12 +37,31 @@ def compare(whole: dict, resumed: dict, done: int) -> Iterator[Finding]:
     if lost and not apart:
         what = f"{named(lost)}: the state of the optimizer is not restored"
         yield Finding("resume", "resumed optimizer", what, step, line)
-    rate, wanted = first["rates"][0], expected["rates"][0]
-    if abs(rate - wanted) > SAME * abs(wanted):
-        begins = abs(rate - whole["steps"][0]["rates"][0]) <= SAME * abs(rate)
-        what = f"{rate:.4g} instead of {wanted:.4g}" + (": the schedule begins anew" if begins else "")
-        yield Finding("resume", "resumed learning rate", what, step, line)
-    yield from _samples(whole, resumed, done, line)
+    rates = list(_rates(whole, resumed, done))
+    yield from rates
+    samples = list(_samples(whole, resumed, done, line))
+    yield from samples
+    is_same = not (apart or lost or rates or samples)
+    draws = any(micro["draws"] for each in (first, expected) for micro in each["micro_batches"])
+    if is_same and not draws:
+        names = [
+            name for name, value in expected["gradients"].items() if not _is_same(value, first["gradients"].get(name))
+        ]
+        if names:
+            what = f"{named(names)}: another gradient from the same weights and samples: something else is not restored"
+            yield Finding("resume", "resumed gradient", what, step, line)
+
+
+def _rates(whole: dict, resumed: dict, done: int) -> Iterator[Finding]:
+    """A schedule that is not saved may go wrong in the second step only: the optimizer's state has the first rate."""
+    for number, (step, expected) in enumerate(zip(resumed["steps"], whole["steps"][done:], strict=False), done + 1):
+        for rate, wanted in zip(step["rates"], expected["rates"], strict=False):
+            if abs(rate - wanted) > SAME * abs(wanted):
+                what = f"{rate:.4g} instead of {wanted:.4g}"
+                if rate in [rate for first in whole["steps"][:2] for rate in first["rates"]]:
+                    what += ": the schedule begins anew"
+                yield Finding("resume", "resumed learning rate", what, number, step["line"])
+                return
 
 
 def _is_same(value, other) -> bool:

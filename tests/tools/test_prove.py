@@ -1,23 +1,28 @@
-"""`python -m utils.prove` with scripts that have a loop of their own: correct ones pass, and each mistake is named.
+"""tools/prove_training: correct programs pass, and each mistake is named.
 
-The programs, and the mistakes that somebody has made in such programs, are in tests/programs/foreign. They run as the
-command runs them, in processes that are forked from this one.
+Programs in the style of others, and the mistakes that somebody has made in them, are in tests/programs/foreign; one
+that trains through GlobalLoader and Run, and its mistakes, in tests/programs/planted.py and planted_mistakes.py. They
+run as the command runs them, in processes that are forked from this one.
 """
 
 import argparse
+import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import ROOT
+from prove_training import command, mistakes, proof, resuming, same_work, stages
+from prove_training.tensors import sampled
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
+from tests.programs import planted_mistakes as planted
 from tests.programs.foreign.mistakes import MISTAKES
-from utils import prove
-from utils.prove import any_script, mistakes, resume, same_work, stages
-from utils.prove.tensors import sampled
 
 FOREIGN = ROOT / "tests" / "programs" / "foreign"
 CORRECT = sorted(path.stem for path in FOREIGN.glob("*.py") if path.stem not in ("__init__", "mistakes"))
@@ -49,9 +54,7 @@ def prove_it(tmp_path, monkeypatch, capsys):
         (folder / path.name).write_text(text)
         monkeypatch.chdir(folder)
         args = {"resume_flags": None, "timeout_s": 60, "json": False, "keep": None, "picture": None} | options
-        code = any_script.prove(
-            argparse.Namespace(script=Path(path.name), flags=list(flags), processes=processes, **args)
-        )
+        code = proof.prove(argparse.Namespace(script=Path(path.name), flags=list(flags), processes=processes, **args))
         out = capsys.readouterr().out
         assert [entry.name for entry in folder.iterdir()] == [path.name]
         assert (folder / path.name).read_text() == text
@@ -120,6 +123,43 @@ def test_a_mistake_that_somebody_has_made_is_named(prove_it, name):
         assert any(mistake.words in line for line in said.text.splitlines() if line.startswith("note: ")), said.text
 
 
+@pytest.fixture
+def prove_planted(prove_it, monkeypatch):
+    """Prove planted.py after some edits."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def prove_planted(edits, **options) -> Said:
+        path = ROOT / "tests" / "programs" / "planted.py"
+        return prove_it(path, [*edits, ("parents[2]", f"parents[0] / {str(ROOT)!r}")], **options)
+
+    return prove_planted
+
+
+def test_a_program_that_trains_through_run_is_proven_and_resumed(prove_planted):
+    said = prove_planted([], processes=(3,))
+    assert said.code == 0, said.text
+    assert "the same after step 3" in said.text
+    assert "samples, gradients, learning rates, weights and evaluations" in said.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", planted.CORRECT)
+@pytest.mark.parametrize("flags", [(), ("--virtual_processes", "6")])
+def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name, flags):
+    said = prove_planted(planted.CORRECT[name], processes=(2, 3), flags=flags, timeout_s=120)
+    assert said.code == 0, said.text
+    assert "gradients" in said.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", planted.MISTAKES)
+def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, name):
+    mistake = planted.MISTAKES[name]
+    said = prove_planted(mistake.edits, processes=(2, 3), timeout_s=120)
+    assert said.code == 1, said.text
+    assert f"#{mistake.kind.replace('_', '-')})" in said.advice[0]
+
+
 UNUSUAL = {
     "plain": (3, "cannot tell: the script trains on one process only"),
     "gan": (3, "cannot tell: gradients: the loop draws random numbers before gan.py:25"),
@@ -160,8 +200,8 @@ def test_the_command_prints_json_and_ends_with_the_code(launcher, tmp_path):
     for old, new in mistake.edits:
         text = text.replace(old, new)
     (tmp_path / "mine.py").write_text(text)
-    words = ["-m", "utils.prove", "--json", "--processes", "2", tmp_path / "mine.py", "--batch_size", "16"]
-    done = launcher.python(*words, cwd=ROOT, check=False)
+    words = ["--json", "--processes", "2", tmp_path / "mine.py", "--batch_size", "16"]
+    done = launcher.python(ROOT / "tools" / "prove_training", *words, cwd=ROOT, check=False)
     said = json.loads(done.stdout)
     assert done.returncode == said["code"] == 1, done.stderr
     finding = said["findings"][0]
@@ -169,18 +209,35 @@ def test_the_command_prints_json_and_ends_with_the_code(launcher, tmp_path):
     assert finding["line"] == "mine.py:53"
 
 
-def test_only_a_script_that_trains_through_run_is_looked_at_more_closely(tmp_path):
-    assert prove.trains_through_run(ROOT / "scripts" / "mnist_mlp.py")
-    assert prove.trains_through_run(ROOT / "tests" / "programs" / "planted.py")
-    for program in CORRECT:
-        assert not prove.trains_through_run(FOREIGN / f"{program}.py")
+@pytest.mark.slow
+def test_it_starts_beside_modules_with_the_names_of_others(tmp_path):
+    """Also where the script has a relative idea of `utils`."""
+    for name in ("queue", "mistakes", "text", "prove"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError\n")
+    (tmp_path / "utils.py").write_text("def lr():\n    return 1e-2\n")
+    text = (FOREIGN / "ddp_series.py").read_text()
+    text = text.replace("import torch\n", "import torch\nimport utils\n", 1).replace("lr=1e-2", "lr=utils.lr()")
+    (tmp_path / "train.py").write_text(text)
+    for words in ([str(ROOT / "tools" / "prove_training")], ["-m", "prove_training"]):
+        command = [sys.executable, *words, "--processes", "2", "train.py"]
+        variables = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1].startswith("proven: ")
+
+
+def test_it_imports_nothing_of_this_repository():
+    for path in (ROOT / "tools" / "prove_training").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.partition(".")[0] for name in names} & {"utils", "tools", "scripts", "tests"}, path
 
 
 @pytest.mark.parametrize("words", [["--processes", "1"], ["--processes", "two"], ["--processes", ""]])
-def test_bad_numbers_of_processes_are_an_error(monkeypatch, words):
-    monkeypatch.setattr("sys.argv", ["prove", *words, __file__])
+def test_bad_numbers_of_processes_are_an_error(words):
     with pytest.raises(SystemExit) as stopped:
-        prove.parse_args()
+        command.parse_args([*words, __file__])
     assert stopped.value.code == 2
 
 
@@ -188,6 +245,7 @@ def test_every_mistake_has_its_section_with_wrong_and_right_lines_and_a_thread()
     page = (ROOT / mistakes.PAGE).read_text()
     sections = {part.splitlines()[0]: part for part in page.split("\n## ")[1:]}
     assert sorted(sections) == sorted(kind.replace("_", "-") for kind in mistakes.ADVICE)
+    assert {mistake.kind for mistake in planted.MISTAKES.values()} <= mistakes.ADVICE.keys()
     threads = {mistake.kind.replace("_", "-"): mistake.thread for mistake in MISTAKES.values() if mistake.kind}
     for name, thread in threads.items():
         assert thread.rpartition("/")[2] in sections[name], (name, thread)
@@ -267,8 +325,12 @@ def made_up(processes: int = 1, steps: int = 4) -> list[dict]:
             "is_complete": True,
             "starts_processes": "",
             "local_sgd": "",
+            "run": "",
+            "virtual_processes": 0,
         }
         record["facts"]["loaders"]["loader"] |= {"shuffles": True, "is_iterable": False, "has_own_batches": False}
+        record["facts"]["loaders"]["loader"]["is_exact"] = False
+        record["final"] = {"weight": sampled(torch.ones(3))}
         record["initial"] = {"weight": sampled(torch.ones(3))}
         record["steps"] = [made_up_step(number, rank, processes) for number in range(steps)]
         ranks.append(record)
@@ -286,7 +348,11 @@ def made_up_step(number: int, rank: int, processes: int) -> dict:
     step = {"micro_batches": [micro], "clips": [], "collectives": [], "holds": False, "line": "train.py:10"}
     step |= {"gradients": gradient, "at_step": dict(gradient), "rates": [0.1 * 0.8**number], "options": ["lr"]}
     step |= {"schedule_calls": number, "before": {"weight": sampled(torch.ones(3))}, "optimizer": 0}
-    step |= {"weights": {"weight": sampled(torch.ones(3) - 0.1 * gradient["weight"][1:])}, "state_before": {}}
+    step |= {
+        "weights": {"weight": sampled(torch.ones(3) - 0.1 * gradient["weight"][1:])},
+        "state_before": {},
+        "statistics": {},
+    }
     return step
 
 
@@ -377,9 +443,9 @@ def test_numbers_after_an_evaluation_may_differ_in_their_last_digit(one, other, 
 def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
     (whole,), (resumed,) = made_up(), made_up()
     resumed["steps"] = resumed["steps"][2:]
-    assert list(resume.compare(whole, resumed, 2)) == []
+    assert list(resuming.compare(whole, resumed, 2)) == []
     (replays,) = made_up()
-    kinds = [finding.stage for finding in resume.compare(whole, replays, 2)]
+    kinds = [finding.stage for finding in resuming.compare(whole, replays, 2)]
     assert kinds == ["resumed learning rate", "resumed samples"]
 
 

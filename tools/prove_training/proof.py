@@ -1,7 +1,7 @@
 """Proves a script that has a loop of its own, or says what is wrong in it, or why it cannot tell.
 
 The script runs for two passes over a few samples on one process, the reference, and then with the same samples per step
-on two and three processes. `same_work.py` makes them the same, `watch.py` records, and `stages.py` compares.
+on two and three processes. `same_work.py` makes them the same, `recording` records, and `stages.py` compares.
 """
 
 import contextlib
@@ -11,12 +11,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..console import plural, show
-from .forked import Outcome, Runs
 from .mistakes import advice
+from .resuming import compare
+from .runs import Outcome, Runs
 from .same_work import items_of_epoch, micro_batch
 from .sandbox import TooLarge
 from .stages import Evaluations, Finding, Several, Single, note, trained_on, uneven_call
+from .text import and_join, plural, show
 
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
 CHANGES = (
@@ -102,7 +103,7 @@ def prove(args) -> int:
     import torch._dynamo  # which every optimizer imports: once for all processes
 
     with contextlib.suppress(ImportError):  # a script in plain PyTorch does not need it
-        import accelerate.local_sgd  # noqa: F401  and all that `watch.py` asks of it, also once
+        import accelerate.local_sgd  # noqa: F401  and all that `recording` asks of it, also once
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process that has started threads must not be forked
@@ -152,8 +153,12 @@ class Proof:
                 return several
             compared |= set(several.compared)
             not_compared |= several.not_compared
-        if self.args.resume_flags is not None and not self.report.findings:
-            self._resume(reference)
+        if not self.report.findings:
+            if reference["facts"]["run"]:
+                words = ["--output_dir", "resumed_by_prove", "--checkpoint_every", "3"]
+                self._resume(words, [*words, "--resume", *(self.args.resume_flags or "").split()])
+            elif self.args.resume_flags is not None:
+                self._resume([], self.args.resume_flags.split())
         return self._verdict(compared, not_compared)
 
     def _reference(self) -> Outcome:
@@ -189,8 +194,12 @@ class Proof:
 
     def _several(self, processes: int, reference: dict, repeat: dict) -> Several | int | None:
         """Compare a run on several processes; None: something is wrong; an exit code: it ends here."""
-        name = plural(processes, "process")
-        outcome = self.runs(processes, self.plan | repeat)
+        name, more = plural(processes, "process"), self._more_flags(processes, reference)
+        outcome = self.runs(processes, self.plan | repeat, more)
+        label = name
+        if more:
+            self.report.line(name, f"with {' '.join(more)}:")
+            label = ""
         if len(outcome.records) == processes and not outcome.error:
             self.report.compared_runs.append((reference, outcome.records))
             several = Several(reference, outcome.records)
@@ -202,12 +211,12 @@ class Proof:
             if not samples_are_wrong:
                 found += self.report.add(self._evaluations(reference, outcome.records, processes))
             if found:
-                self.report.wrong(name, found)
+                self.report.wrong(label, found)
                 return None
             if Evaluations(reference, outcome.records).are_compared():
                 several.compared.append("evaluations")
             same = {*several.compared} - ({"averaged gradients"} if "gradients" in several.compared else set())
-            self.report.line(name, f"the same {in_words(same) or 'course'}")
+            self.report.line(label, f"the same {in_words(same) or 'course'}")
             return several
         if any(record["facts"].get("refuses") for record in outcome.records):
             if processes == self.args.processes[0]:
@@ -220,11 +229,23 @@ class Proof:
             kind, what = "hangs", f"it waits for ever, {', '.join(outcome.waits)}"
         if (uneven := uneven_call(outcome.calls)) and (outcome.waits or "onnection" in what):
             kind, (what, line) = "hangs", uneven
-        self.report.wrong(name, self.report.add([Finding(kind, f"the run on {name}", what, None, line)]))
+        self.report.wrong(label, self.report.add([Finding(kind, f"the run on {name}", what, None, line)]))
         return None
+
+    def _more_flags(self, processes: int, reference: dict) -> list[str]:
+        """What must change nothing in a script that trains through Run: in the last comparison also other flags."""
+        facts, more = reference["facts"], []
+        if not facts["run"] or processes != self.args.processes[-1]:
+            return []
+        if not facts["virtual_processes"]:  # which decide the accumulation
+            more.append("--gradient_accumulation_steps 2")
+        more.append("--num_workers 1")
+        return [word for flag in more for word in flag.split() if flag.split()[0] in facts["flags"]]
 
     def _evaluations(self, reference: dict, ranks: list[dict], processes: int) -> list[Finding]:
         tests = Evaluations(reference, ranks)
+        if reference["facts"]["run"]:  # which says what the results are
+            return list(tests.differing_results())
         suspects = tests.suspects()
         if not suspects:
             share = tests.share()
@@ -248,13 +269,11 @@ class Proof:
             found.append(note("output", what))
         return found[:1]
 
-    def _resume(self, reference: dict) -> None:
-        from .resume import compare
-
-        flags = self.args.resume_flags.split()
-        first = self.runs(1, self.plan | {"stop_after_save": True, "is_resumed": False})
+    def _resume(self, flags_before: list[str], flags: list[str]) -> None:
+        first = self.runs(1, self.plan | {"stop_after_save": True, "is_resumed": False}, flags_before)
         if not first.records or not first.records[0]["facts"]["has_saved"]:
-            self.report.notes.append(note("resume", "not compared: it saved nothing after its first step"))
+            why = first.error or "it saved nothing after its first step"
+            self.report.notes.append(note("resume", f"not compared: {why}"))
             return
         done = len(first.records[0]["steps"])
         second = self.runs(1, self.plan | {"is_resumed": True}, flags, first.changes)
@@ -298,8 +317,3 @@ class Proof:
 def in_words(compared) -> str:
     order = ("samples", "gradients", "averaged gradients", "learning rates", "weights", "evaluations")
     return and_join([name for name in order if name in compared])
-
-
-def and_join(parts: list) -> str:
-    *others, last = map(str, parts or [""])
-    return f"{', '.join(others)} and {last}" if others else last

@@ -1,6 +1,6 @@
 """The picture of samples by step and rank shows what the records say."""
 
-from utils.prove.picture import draw, marks
+from prove_training.picture import draw, marks
 
 
 def record(*steps, line="train.py:1"):

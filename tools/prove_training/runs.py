@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from . import sandbox, watch
+from . import recording, sandbox
 
 GRACE_S = 4  # for the other processes, when one has failed
 
@@ -62,7 +62,7 @@ class Runs:
         """Run the script.
 
         Args:
-            plan: for `watch.Watch`.
+            plan: for `recording.Recording`.
             flags: more of them.
             changes: of an earlier run, to go on with.
         """
@@ -153,7 +153,7 @@ class Runs:
             logging.root.setLevel(logging.WARNING)
             sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  until the end
             os.environ.update(variables)
-            watch.main(plan, rank, str(folder / self.script.relative_to(self.source)), flags)
+            recording.main(plan, rank, str(folder / self.script.relative_to(self.source)), flags)
         except BaseException:  # nor must this one
             traceback.print_exc()
         finally:
@@ -186,7 +186,7 @@ class Runs:
             if path.exists():
                 records.append(torch.load(path, weights_only=False))
                 if records[-1]["error"]:
-                    errors.append(records[-1]["error"])
+                    errors.append(with_message(records[-1]["error"], output / f"log_{rank}.txt"))
                 if records[-1]["waits"]:
                     waits.append(f"rank {rank} at {records[-1]['waits']}")
         error = None
@@ -195,3 +195,9 @@ class Runs:
         elif len(records) < processes and not waits:
             error = f"it did not end in {self.timeout_s:g} s" if is_over else "a process ended without a record"
         return Outcome(records, error, changes, [] if error else waits, calls)
+
+
+def with_message(error: str, log: Path) -> str:
+    """What a script says before it ends by sys.exit."""
+    said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line.lower()]
+    return f"{error}: {said[-1][:300]}" if said and error.startswith("it ends with") else error

@@ -1,6 +1,6 @@
 """The mistakes that `stages.py` names in any script: what is wrong, what to do, and where MISTAKES.md says more."""
 
-PAGE = "/".join([*__package__.split("."), "MISTAKES.md"])
+PAGE = "guides/MISTAKES.md"  # of the repository
 
 # By the section of the page, with _ for -; what to do about it.
 ADVICE = {
@@ -21,6 +21,12 @@ ADVICE = {
     "not_divided": "divide the loss by the number of micro-batches of a step",
     "divided_twice": "accelerator.backward divides by gradient_accumulation_steps already: pass it the loss itself",
     "last_step": "divide by the number of micro-batches that the step has, and not by the usual one",
+    "mean_of_means": "pass losses with one value per sample to batch.mean_loss(losses)",
+    "steps": "make one step of the optimizer per step of the loader: inside accelerator.accumulate(model)",
+    "draws": "random numbers belong to a sample: batch.rand and batch.randn give the same on any number of processes",
+    "statistics": "average them: with batch_norms.averaged() of utils/parallel/batch_norm.py, or use SyncBatchNorm",
+    "eval_mode": "call model.eval() before the test, and model.train() after it",
+    "finish": "call run.finish() at the end of the script, on all processes",
     "token_weights": "divide the sum of the losses by the number of tokens of the whole step, on all processes",
     "factor": "DistributedDataParallel averages over processes: the loss must be the mean over this process's samples",
     "gradient": "something changes the gradient in each micro-batch or process, or the loss depends on how the batch "

@@ -5,10 +5,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-from ..console import show
 from .stages import parts_of, passes_of, step_size
+from .text import show
 
-ENDINGS = (".png", ".svg", ".pdf")
 RANKS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#cc79a7")
 PADDING = "repeated to fill the last step"
 STYLES = {  # of what stands over the ranks: a ring around what is there, a cross where nothing is

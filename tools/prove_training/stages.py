@@ -1,6 +1,6 @@
 """What is wrong in the records of any script, in the order in which things happen: pure functions of records.
 
-A record is what `watch.py` leaves of one process. The reference ran on one process, the others on several, with the
+A record is what `recording` leaves of one process. The reference ran on one process, the others on several, with the
 same samples in each step, and each step began with the weights of the reference.
 """
 
@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..console import plural
-from .differences import tensor_difference
+from .tensors import differ
+from .text import plural
 
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry, in one step from the same weights
 APART = 1e-6  # between ranks
+RESULTS = 1e-4  # of a test that Run has logged
 ZERO = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])")
 
@@ -40,10 +41,6 @@ class Finding(NamedTuple):
 
 def note(stage: str, what: str, step: int | None = None, line: str = "") -> Finding:
     return Finding("", stage, what, step, line)
-
-
-def differ(one, other) -> float:
-    return tensor_difference(one, other, zero_scale=1.0)
 
 
 def close(one: float, other: float, tolerance: float = 1e-3) -> bool:
@@ -79,6 +76,11 @@ def passes_of(record: dict) -> dict[tuple[str, int], list[str]]:
     return found
 
 
+def is_exact(record: dict) -> bool:
+    """Whether the script trains through GlobalLoader, which needs no allowance for unequal parts."""
+    return any(loader["is_exact"] for loader in record["facts"]["loaders"].values())
+
+
 def named(names: list[str]) -> str:
     others = f" and {plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
     return names[0] + others
@@ -112,10 +114,27 @@ class Single:
 
     def findings(self) -> Iterator[Finding]:
         yield from self._order()
+        yield from self.of_micro_batches()
+        yield from self._saves()
+        yield from self._evaluations()
+        if self.facts["run"] and self.facts["is_complete"] and not self.facts["is_finished"]:
+            yield Finding("finish", "files", "run.finish() is not called: no model is saved", None, self.facts["run"])
+
+    def of_micro_batches(self) -> Iterator[Finding]:
         for number, step in enumerate(self.steps, 1):
             yield from self._accumulation(number, step)
         yield from self._schedule()
-        yield from self._saves()
+
+    def _evaluations(self) -> Iterator[Finding]:
+        for test in self.record["evaluations"]:
+            samples = {key: digests for key, digests in test["samples"].items() if key not in trained_on(self.record)}
+            if test["in_training"] and samples:
+                what = "the model is tested in training mode"
+                yield Finding("eval_mode", "evaluation", what, None, test["in_training"])
+            tested, counted = sum(map(len, samples.values())), test["result"].get("samples", 0)
+            if counted > tested > 0:
+                what = f"the result is of {counted:.0f} samples, and the test has {tested}"
+                yield Finding("eval_repeated", "evaluation", what, None, test["line"])
 
     def _order(self) -> Iterator[Finding]:
         passes = passes_of(self.record)
@@ -188,8 +207,12 @@ class Single:
         calls = [step["schedule_calls"] for step in self.steps[:4]]
         per_step = {later - earlier for earlier, later in itertools.pairwise(calls)}
         if usual > 1 and per_step == {usual} and len(self.facts["optimizers"]) == 1:
-            what = f"the schedule steps {usual} times per step of the optimizer, once per micro-batch: right only if "
-            yield note("learning rate", what + "its length is counted in micro-batches", 1, self.steps[0]["line"])
+            what = f"the schedule steps {usual} times per step of the optimizer, once per micro-batch"
+            if is_exact(self.record):
+                yield Finding("schedule", "learning rate", what, 1, self.steps[0]["line"])
+            else:
+                what += ": right only if its length is counted in micro-batches"
+                yield note("learning rate", what, 1, self.steps[0]["line"])
 
     def _saves(self) -> Iterator[Finding]:
         has_state = any(len(state) for _, states in self.record.get("weights", []) for state in states)
@@ -221,8 +244,10 @@ class Several:
 
     def __init__(self, reference: dict, ranks: list[dict]):
         self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
-        self.facts, self.single = ranks[0]["facts"], Single(reference)
+        self.facts, self.single, self.is_exact = ranks[0]["facts"], Single(reference), is_exact(reference)
         self.compared, self.not_compared = [], {}
+        # Virtual processes add up in the same order on any number of processes: bit for bit the same.
+        self.tolerance = 0.0 if self.facts["virtual_processes"] else TOLERANCE
 
     def is_plain(self) -> bool:
         """Whether nothing in the script knows of other processes."""
@@ -237,14 +262,23 @@ class Several:
         samples = list(self._samples())
         yield from samples
         yield from self._initial_weights()
+        if self._parts() > 1:
+            yield from Single(self.ranks[0]).of_micro_batches()
         if not any(not finding.is_note for finding in samples):
             yield from self._steps()
+            yield from self._statistics()
         yield from self._reductions()
         yield from self._saves()
 
     def _are_alone(self) -> bool:
         steps = [step for rank in self.ranks for step in rank["steps"]]
         return not any(rank["facts"]["ddp"] for rank in self.ranks) and not any(step["collectives"] for step in steps)
+
+    def _parts(self) -> int:
+        """How many micro-batches a process makes of what is one on one process."""
+        if not self.ranks[0]["steps"]:
+            return 1
+        return Single(self.ranks[0]).usual_micro_batches() // self.single.usual_micro_batches()
 
     # Samples
 
@@ -289,10 +323,10 @@ class Several:
         elif unknown and missing:
             what = f"{plural(len(unknown), 'item')} of {union.total()} are not among those of 1 process"
             yield Finding("items", "samples", what, None, line)
-        elif missing and (missing.total() >= batch or not loader.get("drop_last")):
+        elif missing and (missing.total() >= batch or not loader.get("drop_last") or self.is_exact):
             what = f"{missing.total()} of {wanted.total()} samples of an epoch are in no process's part"
             yield Finding("samples", "samples", what, None, line)
-        elif extra.total() > batch:
+        elif extra.total() > batch or (extra and self.is_exact):
             what = f"{extra.total()} of {wanted.total()} samples of an epoch count twice"
             yield Finding("samples", "samples", what, None, line)
         elif extra:
@@ -331,9 +365,14 @@ class Several:
         yield from found.values()
         if not ends and not found:
             what = f"{len(self.ranks[0]['steps'])} steps instead of {len(wanted)}"
+            if self.is_exact:
+                yield Finding("steps", "steps", what, None, self.ranks[0]["steps"][0]["line"])
             self.not_compared["steps"] = what
 
     def _step(self, number: int, wanted: dict, *steps: dict) -> Iterator[Finding]:
+        if carried := list(self._carried(number, wanted, steps)):
+            yield from carried
+            return
         if (ranks_differ := self._apart(steps, "gradients")) is not None:
             names, rank = ranks_differ
             kind = "around_ddp" if self.facts["around_ddp"] else "not_reduced"
@@ -355,6 +394,8 @@ class Several:
                 yield finding
         elif draws and self.facts["loaders"]:
             line = next(m["line"] for step in (wanted, *steps) for m in step["micro_batches"] if m["draws"])
+            if self.is_exact:
+                yield Finding("draws", "random numbers", "the loop draws random numbers", number, line)
             self.not_compared["gradients"] = f"the loop draws random numbers before {line}"
         yield from self._unequal_losses(number, steps)
         if (ranks_differ := self._apart(steps, "at_step")) is not None and not is_wrong:
@@ -371,9 +412,37 @@ class Several:
         elif has_same_samples and not draws and not is_wrong and not rates:
             yield from self._weights(number, wanted, steps[0])
 
+    def _carried(self, number: int, wanted: dict, steps: tuple[dict, ...]) -> Iterator[Finding]:
+        """Weights and state of the optimizer at the beginning of a step are those that were handed on."""
+        if not self.reference.get("weights"):
+            return
+        for kind, whose in (("before", "weights"), ("state_before", "state of the optimizer")):
+            for rank, step in enumerate(steps):
+                found = step[kind]
+                names = [name for name, value in wanted[kind].items() if differ(value, found.get(name, value)) > APART]
+                if names:
+                    what = f"{named(names)}: after the step before, rank {rank} changes the {whose} by another amount"
+                    yield Finding("weights", "weights", f"{what} than 1 process does", number, step["line"])
+                    return
+
+    def _statistics(self) -> Iterator[Finding]:
+        """BatchNorm has the statistics of this process alone, and those of rank 0 are saved."""
+        for number, steps in enumerate(zip(*(rank["steps"] for rank in self.ranks), strict=False), 1):
+            if (ranks_differ := self._apart(steps, "statistics")) is not None:
+                what = f"{named(ranks_differ[0])}: the running statistics are those of each process alone"
+                if self.is_exact:
+                    yield Finding("statistics", "BatchNorm", what, number, steps[0]["line"])
+                else:
+                    yield note("BatchNorm", f"{what}, and rank 0 saves its own", number, steps[0]["line"])
+                return
+        if self.is_exact and (ranks_differ := self._apart([rank for rank in self.ranks], "final")) is not None:
+            names, rank = ranks_differ
+            what = f"{named(names)}: ranks 0 and {rank} have different weights after the last step"
+            yield Finding("weights", "weights", what, None, self.facts["run"])
+
     def _apart(self, steps: tuple[dict, ...], kind: str) -> tuple[list[str], int] | None:
         """The names of what differs between rank 0 and another rank, and that rank."""
-        first = steps[0][kind]
+        first = steps[0].get(kind, {})
         limit = ZERO * max((float(value[0]) for value in first.values()), default=0.0)
         for rank, step in enumerate(steps[1:], 1):
             names = [
@@ -393,7 +462,7 @@ class Several:
             if name not in found:
                 what = f"{name} has a gradient on 1 process only"
                 yield Finding("unused", "gradient", what, number, steps[0]["line"])
-            elif max(float(value[0]), float(found[name][0])) > limit and differ(value, found[name]) > TOLERANCE:
+            elif max(float(value[0]), float(found[name][0])) > limit and differ(value, found[name]) > self.tolerance:
                 factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
                 factors[name] = factor if differ(factor * value, found[name]) < TOLERANCE else math.nan
         if not factors:
@@ -404,12 +473,15 @@ class Several:
         is_last = sum(samples_of(wanted).values()) < step_size(self.reference["steps"][0])
         if all(close(factor, first, 1e-2) for factor in factors.values()):
             what = f"{named(names)}: {first:.4g} times what it is on 1 process"
+            parts = self._parts()
             kind = "factor"
+            if parts > 1 and (close(first, 1 / parts) or close(first, parts)):
+                kind = "divided_twice" if first < 1 else "not_divided"
         else:
             what = f"{named(names)}: not a multiple of what it is on 1 process"
             kind = "gradient"
         if self._are_unequal(steps):
-            if not is_last:
+            if not is_last or self.is_exact:
                 return  # said with the weights of the losses
             what = f"the last step of an epoch: {what}, a mean of means over unequal parts"
             yield note("gradient", what, number, line)
@@ -418,10 +490,15 @@ class Several:
 
     def _weights_of_losses(self, steps: tuple[dict, ...]) -> list[float]:
         """With which weight one loss of each micro-batch of each process enters the gradient."""
-        every = [Single(rank).weights(step) for rank, step in zip(self.ranks, steps, strict=True)]
-        if any(weights is None for weights in every):
-            return []
-        return [weight / count for weights in every for weight, count, _ in weights if count]
+        found = []
+        for rank, step in zip(self.ranks, steps, strict=True):
+            weights = Single(rank).weights(step)
+            if weights is None:
+                return []
+            for micro, (weight, count, _) in zip(step["micro_batches"], weights, strict=True):
+                is_stand_in = any(part["digests"] == [] for part in micro["samples"])
+                found += [weight / count] if count and not is_stand_in else []
+        return found
 
     def _are_unequal(self, steps: tuple[dict, ...]) -> bool:
         weights = self._weights_of_losses(steps)
@@ -439,17 +516,22 @@ class Several:
             what += "the mean over its own number of tokens"
             yield Finding("token_weights", "loss weights", what, number, steps[0]["micro_batches"][0]["line"])
         else:
+            line = steps[0]["micro_batches"][0]["line"]
             what = "in the last step of an epoch a sample of the smaller micro-batch weighs "
             what += f"{max(weights) / min(weights):.3g} times one of the larger: a mean of means"
-            yield note("loss weights", what, None, steps[0]["micro_batches"][0]["line"])
+            if self.is_exact:
+                yield Finding("mean_of_means", "loss weights", what, number, line)
+            else:
+                yield note("loss weights", what, None, line)
 
     def _rates(self, number: int, wanted: dict, steps: tuple[dict, ...]) -> Iterator[Finding]:
         for rank, step in enumerate(steps):
             for group, (rate, expected) in enumerate(zip(step["rates"], wanted["rates"], strict=False)):
-                low, high = self._allowed(number, group, step["schedule_calls"] > wanted["schedule_calls"])
+                is_longer = step["schedule_calls"] > wanted["schedule_calls"] and not self.is_exact
+                low, high = self._allowed(number, group, is_longer)
                 if low <= rate <= high:
                     continue
-                if self._is_scaled(rank, group):
+                if self._is_scaled(rank, group) and not self.is_exact:
                     what = f"{self.processes} times as high on {self.processes} processes: right only where the batch "
                     yield note("learning rate", what + "of a step grows with them", None, step["line"])
                     continue
@@ -592,7 +674,8 @@ class Evaluations:
                 yield wanted, [each[0] for each in found if each]
 
     def are_compared(self) -> bool:
-        return any(NUMBER.search(" ".join(test["said"])) and not test["draws"] for test, _ in self.pairs())
+        said = [test for test, _ in self.pairs() if test["result"] or NUMBER.search(" ".join(test["said"]))]
+        return any(test["result"] or not test["draws"] for test in said)
 
     def suspects(self) -> list[tuple[int, str, str, str]]:
         """Numbers that differ: after how many steps, the line's words, the number on one process, and here."""
@@ -603,6 +686,17 @@ class Evaluations:
             for template, number, other in differing(wanted["said"], ranks[0]["said"]):
                 found.append((wanted["after"], template, number, other))
         return found
+
+    def differing_results(self) -> Iterator[Finding]:
+        """Numbers that Run.log_test was given."""
+        for wanted, ranks in self.pairs():
+            for name, value in wanted["result"].items():
+                for number, rank in enumerate(ranks):
+                    other = rank["result"].get(name, math.nan)
+                    if abs(value - other) > RESULTS * max(abs(value), abs(other), RESULTS):
+                        what = f"{name} is {other:.6g} on rank {number} instead of {value:.6g}, from the same weights"
+                        yield Finding("eval_mean", "evaluation", what, None, rank["line"])
+                        return
 
     def share(self) -> Finding | None:
         """An evaluation in which no process learns of the samples of the others."""

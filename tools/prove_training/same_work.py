@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import IterableDataset, Subset
 from torch.utils.data._utils import fetch
 
-from ..fingerprint import digest
-from ..randomness import generators_restored, seed_generators
+from .tensors import digest
 
 TAG = "batch with digests"  # a plain tuple that begins with this: scripts may have a package of our name
 BATCHES = 6  # whole micro-batches of an epoch
@@ -68,9 +67,16 @@ def cut(data, limit: int):
 @contextlib.contextmanager
 def seeded(seed: int):
     """Seed all global generators, and set them back at the end."""
-    with generators_restored():
-        seed_generators(seed)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
         yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
 
 
 def generator_states() -> int:
@@ -81,6 +87,8 @@ def generator_states() -> int:
 
 def fetch_with_digests(self, index):
     """In place of the fetch of a map-style data set: items by their own seeds, and their digests beside the batch."""
+    if getattr(self.dataset, "prove_reads_itself", False):
+        return plain_fetch(self, index)
     indices = index if self.auto_collation else [index]
 
     def read(item):
@@ -97,21 +105,12 @@ def fetch_with_digests(self, index):
     return TAG, self.collate_fn(items if self.auto_collation else items[0]), digests, is_random
 
 
-def without_batch_statistics(self, batch_norm):
-    def function(input, running_mean, running_var, weight=None, bias=None, training=False, *others, **options):
-        if training and running_mean is not None:
-            self.switched_off.add("the batch statistics of BatchNorm")
-            training = False
-        return batch_norm(input, running_mean, running_var, weight, bias, training, *others, **options)
-
-    return function
-
-
 class SwitchedOff:
     """Switches off what must differ between topologies; `switched_off` says what the script has of it."""
 
-    def __init__(self):
-        self.switched_off = set()
+    def __init__(self, recording):
+        self.recording, self.switched_off = recording, set()
+        self.statistics = {}  # of BatchNorm, at the beginning
 
     def install(self) -> None:
         for name in ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"):
@@ -124,7 +123,8 @@ class SwitchedOff:
             return attention(query, key, value, attn_mask, 0.0, *others, **options)
 
         F.scaled_dot_product_attention = without_dropout
-        F.batch_norm = without_batch_statistics(self, F.batch_norm)
+        if self.recording.plan["is_resumed"] is None:  # a run and its resume have the same batches
+            F.batch_norm = self._without_batch_statistics(F.batch_norm)
         nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward
         nn.SyncBatchNorm._check_input_dim = lambda *_: None
         self._no_autocast()
@@ -132,8 +132,28 @@ class SwitchedOff:
 
     def _no_dropout(self, input, p=0.5, training=True, inplace=False):
         if training and p > 0:
-            self.switched_off.add("dropout")
+            self._note("dropout")
         return input
+
+    def _note(self, what: str) -> None:
+        self.switched_off.add(what)
+        if not torch.is_grad_enabled():
+            self.recording.evaluations.in_training_mode()
+
+    def _without_batch_statistics(self, batch_norm):
+        """By the running statistics as they were at the beginning; they are computed all the same."""
+
+        def function(input, mean, variance, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+            if mean is None:
+                return batch_norm(input, mean, variance, weight, bias, training, momentum, eps)
+            fixed = self.statistics.setdefault(id(mean), (mean.clone(), variance.clone(), mean))
+            if training:
+                self._note("the batch statistics of BatchNorm")
+                if input.numel() > input.shape[1]:  # more than one value per channel
+                    batch_norm(input.detach(), mean, variance, None, None, True, momentum, eps)
+            return batch_norm(input, *fixed[:2], weight, bias, False, momentum, eps)
+
+        return function
 
     def _no_autocast(self) -> None:
         start = torch.autocast.__init__
@@ -213,9 +233,12 @@ class SameData:
         self.splits_batches = False  # Accelerate's split_batches: the script's batch size is that of all processes
         self.recorded, self.passes, self.lengths = {}, {}, {}
 
+    def step_size(self, given: int) -> int:
+        return given if self.own_batch_size else micro_batch(given)
+
     def batch_size(self, given: int) -> int:
         """The batch size of a DataLoader for which the script says `given`."""
-        total = given if self.own_batch_size else micro_batch(given)
+        total = self.step_size(given)
         if self.splits_batches:
             return total
         if total % self.processes:
@@ -240,6 +263,9 @@ class SameData:
         order = known[number] if is_known else draw()
         self.recorded.setdefault(key, []).append(order)
         return order
+
+
+plain_fetch = fetch._MapDatasetFetcher.fetch
 
 
 def install_fetch() -> None:

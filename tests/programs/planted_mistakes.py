@@ -1,0 +1,315 @@
+"""Mistakes in planted.py, which trains through GlobalLoader and Run, and changes of it that are right."""
+
+from typing import NamedTuple
+
+BACKWARD = "accelerator.backward(batch.mean_loss(losses))"
+BATCH_NORM = [("self.between = nn.Tanh()", "self.between = nn.BatchNorm1d(16)")]
+BATCH_NORM += [("seed=args.seed)", "seed=args.seed, drop_last=True)")]
+AVERAGED = [("    for epoch", "    batch_norms = BatchNorms(model, accelerator)\n    for epoch")]
+AVERAGED += [("with accelerator.accumulate(model):", "with accelerator.accumulate(model), batch_norms.averaged():")]
+TRAIN_FORWARD = "logits = model(points)\n                losses"
+AFTER_SCHEDULE = "                scheduler.step()\n"
+TWO_GROUPS = [
+    (
+        "SGD(model.parameters(), args.lr",
+        'SGD([{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": args.lr * factor}]'
+        ", args.lr",
+    )
+]
+RANK_2 = "accelerator.process_index == 2"
+
+
+class Planted(NamedTuple):
+    """Edits of the program, and the section of MISTAKES.md that is named, with _ for -."""
+
+    edits: list[tuple[str, str]]
+    kind: str
+
+
+MISTAKES = {
+    "an own generator": Planted(
+        [
+            ("self.length = length", "self.length = length; self.rng = np.random.default_rng(0)"),
+            ("np.random.randn(4)", "self.rng.standard_normal(4)"),
+        ],
+        kind="items",
+    ),
+    "the mean of the micro-batch": Planted([(BACKWARD, "accelerator.backward(losses.mean())")], kind="mean_of_means"),
+    "the sum over the samples that are here": Planted(
+        [(BACKWARD, "accelerator.backward(losses.sum() / max(len(batch), 1))")],
+        kind="mean_of_means",
+    ),
+    "divided by the accumulation steps twice": Planted(
+        [(BACKWARD, BACKWARD[:-1] + " / accelerator.gradient_accumulation_steps)")],
+        kind="factor",
+    ),
+    "divided by the processes twice": Planted(
+        [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) / accelerator.num_processes)")],
+        kind="factor",
+    ),
+    "the schedule steps in each micro-batch": Planted(
+        [("scheduler.step()", "scheduler.scheduler.step()")],
+        kind="schedule",
+    ),
+    "the schedule steps once a process": Planted(
+        [
+            (
+                "                scheduler.step()",
+                "                for _ in range(accelerator.num_processes):\n                    scheduler.step()",
+            )
+        ],
+        kind="schedule",
+    ),
+    "the learning rate grows with the processes": Planted(
+        [("args.lr, momentum", "args.lr * accelerator.num_processes, momentum")],
+        kind="schedule",
+    ),
+    "BatchNorm with the statistics of rank 0": Planted(BATCH_NORM, kind="statistics"),
+    "noise drawn in the loop": Planted(
+        [
+            (
+                "logits = model(points)\n                losses",
+                "logits = model(points + torch.randn_like(points))\n                losses",
+            )
+        ],
+        kind="draws",
+    ),
+    "a number of Python's in the loop": Planted(
+        [
+            ("import sys\n", "import random\nimport sys\n"),
+            (
+                "logits = model(points)\n                losses",
+                "logits = model(points + random.random())\n                losses",
+            ),
+        ],
+        kind="draws",
+    ),
+    "a loss that looks across the batch": Planted(
+        [
+            (
+                "logits = model(points)\n                losses",
+                "logits = model(points)\n                logits = logits - logits.mean(0)\n                losses",
+            )
+        ],
+        kind="draws",
+    ),
+    "a model that was not prepared": Planted(
+        [
+            (
+                "model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)",
+                "optimizer, scheduler = accelerator.prepare(optimizer, scheduler)",
+            )
+        ],
+        kind="not_reduced",
+    ),
+    "a forward pass around DDP": Planted(
+        [
+            (
+                "logits = model(points)\n                losses",
+                "logits = accelerator.unwrap_model(model)(points)\n                losses",
+            )
+        ],
+        kind="not_reduced",
+    ),
+    "one layer that was not prepared": Planted(
+        [
+            ("    model = Net()", "    model = Net()\n    scale = nn.Linear(3, 3)"),
+            ("SGD(model.parameters()", "SGD([*model.parameters(), *scale.parameters()]"),
+            ('{"model": model,', '{"model": model, "scale": scale,'),
+            ("logits = model(points)\n                losses", "logits = scale(model(points))\n                losses"),
+        ],
+        kind="not_reduced",
+    ),
+    "clipped in each micro-batch": Planted(
+        [
+            (
+                "if accelerator.sync_gradients:\n                    accelerator.clip_grad_norm_(",
+                "if True:\n                    torch.nn.utils.clip_grad_norm_(",
+            )
+        ],
+        kind="gradient",
+    ),
+    "rank 0 counts twice": Planted(
+        [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) * (2 - min(accelerator.process_index, 1)))")],
+        kind="gradient",
+    ),
+    "a step in each micro-batch": Planted(
+        [
+            ("optimizer.step()\n", "optimizer.optimizer.step()\n"),
+            (
+                "                if accelerator.sync_gradients:\n"
+                "                    accelerator.clip_grad_norm_(model.parameters(), 0.3)\n",
+                "",
+            ),
+        ],
+        kind="steps",
+    ),
+    "weights clamped by what this process saw": Planted(
+        [
+            (
+                "                scheduler.step()\n",
+                "                scheduler.step()\n"
+                "                for parameter in model.parameters():\n"
+                "                    parameter.data.mul_(1 - 0.01 * len(batch))\n",
+            )
+        ],
+        kind="weights",
+    ),
+    "a test batch counted twice": Planted(
+        [
+            (
+                "        metrics.add(batch, loss=losses)",
+                "        metrics.add(batch, loss=losses)\n        metrics.add(batch, loss=losses)",
+            )
+        ],
+        kind="eval_repeated",
+    ),
+    "a test of the samples that are here": Planted(
+        [
+            (
+                "    return metrics.reduce()",
+                '    metrics.reduce()\n    return {"loss": losses.sum() / max(len(losses), 1)}',
+            )
+        ],
+        kind="mean_of_means",
+    ),
+    "a test in training mode": Planted(
+        [
+            ("self.between = nn.Tanh()", "self.between = nn.Sequential(nn.Tanh(), nn.Dropout(0.5))"),
+            ("    model.eval()\n", ""),
+            ("        model.train()\n", "        model.eval()\n"),
+            ("run.log_test(eval", "run.log_test(model.train() and eval"),
+        ],
+        kind="eval_mode",
+    ),
+    "a schedule that is not saved": Planted(
+        [
+            (', "scheduler": scheduler}', "}"),
+            ("ExponentialLR(optimizer, 0.9)", "LambdaLR(optimizer, lambda step: 0.9**step)"),
+        ],
+        kind="resume",
+    ),
+    "a copy of the model is saved": Planted(
+        [
+            ("import sys\n", "import copy\nimport sys\n"),
+            ('state = {"model": model,', 'state = {"model": copy.deepcopy(model),'),
+        ],
+        kind="resume",
+    ),
+    "rank 0 changes the weights at the end": Planted(
+        [
+            (
+                "    run.finish()",
+                "    if accelerator.is_main_process:\n"
+                "        accelerator.unwrap_model(model).head.bias.data[2] += 1e-6\n"
+                "    run.finish()",
+            )
+        ],
+        kind="resume",
+    ),
+    "the end is missing": Planted(
+        [("    run.finish()\n", "")],
+        kind="resume",
+    ),
+    "a counter of one's own that is not saved": Planted(
+        [
+            ("    for epoch in run.epochs():", "    seen = 0\n    for epoch in run.epochs():"),
+            (
+                '                losses = F.cross_entropy(logits, labels, reduction="none")\n                acc',
+                "                seen += len(batch) / 1000\n"
+                "                losses = F.cross_entropy(logits * (1 + seen), labels, "
+                'reduction="none")\n                acc',
+            ),
+        ],
+        kind="resume",
+    ),
+    "a learning rate of the second group on rank 2": Planted(
+        [*TWO_GROUPS, ("    model = Net()", f"    model = Net()\n    factor = 1 + ({RANK_2})")],
+        kind="schedule",
+    ),
+    "a gradient of the second group on rank 2": Planted(
+        [
+            *TWO_GROUPS,
+            ("    model = Net()", "    model = Net()\n    factor = 1"),
+            (
+                "                optimizer.step()\n",
+                f"                if {RANK_2}:\n"
+                "                    accelerator.unwrap_model(model).head.bias.grad *= 1.001\n"
+                "                optimizer.step()\n",
+            ),
+        ],
+        kind="not_reduced",
+    ),
+    "weights of rank 2": Planted(
+        [
+            (
+                AFTER_SCHEDULE,
+                AFTER_SCHEDULE
+                + f"                if {RANK_2}:\n"
+                + "                    accelerator.unwrap_model(model).head.bias.data += 0.01\n",
+            )
+        ],
+        kind="weights",
+    ),
+    "the optimizer's state scaled by what this process saw": Planted(
+        [
+            (
+                AFTER_SCHEDULE,
+                AFTER_SCHEDULE
+                + "                for state in optimizer.state.values():\n"
+                + '                    state["momentum_buffer"].mul_(1 - 0.001 * len(batch))\n',
+            )
+        ],
+        kind="weights",
+    ),
+    "a test result of rank 2": Planted(
+        [
+            (
+                "    return metrics.reduce()",
+                "    result = metrics.reduce()\n"
+                '    result["loss"] += run.accelerator.process_index // 2\n'
+                "    return result",
+            )
+        ],
+        kind="mean_of_means",
+    ),
+    "mixup in the loop, with BatchNorm": Planted(
+        [
+            *BATCH_NORM,
+            *AVERAGED,
+            (
+                TRAIN_FORWARD,
+                "points = 0.7 * points + 0.3 * points[torch.randperm(len(points))]\n" + " " * 16 + TRAIN_FORWARD,
+            ),
+        ],
+        kind="draws",
+    ),
+}
+AVERAGE = [
+    ("    model = Net()", "    model = Net()\n    average = torch.optim.swa_utils.AveragedModel(model)"),
+    ('{"model": model,', '{"model": model, "average": average,'),
+    (
+        AFTER_SCHEDULE,
+        AFTER_SCHEDULE
+        + "                if accelerator.sync_gradients:\n"
+        + "                    average.update_parameters(accelerator.unwrap_model(model))\n",
+    ),
+    (
+        "        run.log_test(evaluate(model, test_loader, run))",
+        '        of_average = {"average_loss": evaluate(average, test_loader, run)["loss"]}\n'
+        "        run.log_test(evaluate(model, test_loader, run) | of_average)",
+    ),
+]
+CORRECT = {
+    "the program itself": [],
+    "dropout": [("self.between = nn.Tanh()", "self.between = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))")],
+    "BatchNorm, averaged": BATCH_NORM + AVERAGED,
+    "ReLU": [("nn.Tanh()", "nn.ReLU()")],
+    "a model and its average, both tested": AVERAGE,
+}
+
+# Smooth, but so steep that rounding grows a hundredfold in a step.
+STEEP = [
+    ("self.between(self.body(points))", "self.between(torch.sin(100 * self.body(points)))"),
+    ("clip_grad_norm_(model.parameters(), 0.3)", "clip_grad_norm_(model.parameters(), 3)"),
+]

@@ -1,0 +1,241 @@
+"""Batches: which samples each loader gives, and which of them each backward pass is of."""
+
+import collections
+import contextlib
+import random
+import sys
+
+import numpy as np
+import torch
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, dataloader
+
+from ..same_work import TAG, SameData, generator_states, install_fetch
+from .where import wrap
+
+PASSES = 2  # over the training data
+SHORT = 3  # batches of an evaluation that is made shorter on purpose
+
+
+class Batches:
+    """Batches that no model has seen yet, those that the next backward pass is of, and the passes over each loader."""
+
+    def __init__(self, recording):
+        self.recording, plan = recording, recording.plan
+        self.same = SameData(plan["processes"], plan["limit"], plan["own_batch_size"], plan.get("orders"))
+        self.loaders = {}
+        self.fresh, self.used = [], []
+        self.train_passes = collections.Counter()
+        self.is_reading_inside = False  # GlobalLoader reads by a DataLoader of its own
+        self.expected_draws = generator_states()
+
+    def new_loader(self, loader, **facts) -> None:
+        loader.prove_key = key = self.recording.where.place()
+        self.loaders[key] = {"line": self.recording.where.line(), "is_exact": False} | facts
+
+    def begin_pass(self, loader) -> dict:
+        return {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False}
+
+    def deliver(self, current: dict, digests: list[str] | None) -> None:
+        """A batch is given to the script."""
+        # What the script has left out, or has only looked at without a gradient.
+        self.fresh = [batch for batch in self.fresh if batch["pass"] is not current and not batch["is_tested"]]
+        self.fresh.append({"pass": current, "digests": digests, "is_tested": False})
+
+    def opened(self, content) -> tuple[object, list[str] | None]:
+        """What the script gets of a batch, and the digests of its samples."""
+        if not has_digests(content):
+            return content, None
+        _, content, digests, is_random = content
+        if is_random:
+            self.recording.off.switched_off.add("random augmentation, which is drawn by sample,")
+        return content, digests
+
+    def model_called(self, tensors: list[torch.Tensor]) -> None:
+        """A model is called with a gradient; without any loader, its inputs are the samples."""
+        if not self.loaders and tensors:
+            self.used.append({"pass": None, "digests": rows(tensors[0])})
+        self.used, self.fresh = self.used + self.fresh, []
+
+    def of_backward(self) -> list[dict]:
+        """The samples of a backward pass."""
+        samples = []
+        for batch in self.used:
+            current = batch["pass"]
+            if current is not None and not current["in_training"]:
+                current |= {"in_training": True, "number": self.train_passes[current["key"]]}
+                self.train_passes[current["key"]] += 1
+            names = {"key": current and current["key"], "pass": current and current["number"]}
+            samples.append(names | {"digests": batch["digests"]})
+        self.used = []
+        return samples
+
+    def expect_draws(self) -> None:
+        """What was drawn until now is no draw of the training loop."""
+        self.expected_draws = generator_states()
+
+    def draws(self) -> bool:
+        """Whether the loop itself has drawn random numbers since it was asked last."""
+        before, self.expected_draws = self.expected_draws, generator_states()
+        return before != self.expected_draws
+
+    def end_passes(self, loader) -> bool:
+        """Whether the script has trained enough on these data: from then on the loader has no batches any more."""
+        is_over = self.train_passes[getattr(loader, "prove_key", None)] >= PASSES
+        if is_over and not self.recording.is_ending:
+            self.recording.begin_to_end()
+        return is_over
+
+    def is_short(self, iterator) -> bool:
+        """Whether this is a pass over test data, and the plan says to leave some of them out."""
+        key = getattr(iterator, "prove_pass", {}).get("key")
+        return key in self.recording.plan["shorter"] and iterator._num_yielded >= SHORT
+
+    def result(self) -> tuple[dict, dict]:
+        return {"loaders": self.loaders}, {"orders": self.same.recorded}
+
+    def install(self) -> None:
+        install_fetch()
+        install_samplers(self.same)
+        install_loaders(self)
+        install_iterators(self)
+        for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed")):
+
+            @wrap(owner, name)
+            def seed(original, *args, **kwargs):
+                result = original(*args, **kwargs)
+                self.expect_draws()  # to seed is not to draw
+                return result
+
+        with contextlib.suppress(ImportError):
+            install_prepared_loaders(self)
+
+
+def has_digests(content) -> bool:
+    return isinstance(content, tuple) and len(content) == 4 and isinstance(content[0], str) and content[0] == TAG
+
+
+def rows(tensor: torch.Tensor) -> list[str]:
+    from_rows = tensor.detach().cpu().reshape(len(tensor), -1)
+    return [str(hash(row.numpy().tobytes())) for row in from_rows]
+
+
+def install_samplers(same: SameData) -> None:
+    for name in ("RandomSampler", "SequentialSampler", "DistributedSampler"):
+
+        @wrap(getattr(torch_data, name), "__init__")
+        def init(original, sampler, *args, **kwargs):
+            for word in ("data_source", "dataset"):
+                if word in kwargs:
+                    kwargs[word] = same.cut(kwargs[word])
+            original(sampler, *map(same.cut, args[:1]), *args[1:], **kwargs)
+            sampler.prove_generator = kwargs.get("generator") is not None
+
+    for name in ("RandomSampler", "SubsetRandomSampler"):
+
+        @wrap(getattr(torch_data, name), "__iter__")
+        def order(original, sampler):
+            if not hasattr(sampler, "prove_generator"):
+                sampler.prove_generator = getattr(sampler, "generator", None) is not None
+            return iter(same.order(sampler, lambda: list(original(sampler))))
+
+
+def install_loaders(batches: Batches) -> None:
+    same = batches.same
+
+    @wrap(DataLoader, "__init__")
+    def init_loader(original, loader, dataset, batch_size=1, *args, **kwargs):
+        of_accelerate = sys._getframe(2).f_globals.get("__name__", "").startswith("accelerate.")
+        if of_accelerate or batches.is_reading_inside:
+            return original(loader, dataset, batch_size, *args, **kwargs)
+        given = batch_size if kwargs.get("batch_sampler") is None and len(args) < 3 else None
+        dataset = same.cut(dataset)
+        if given is not None:
+            batch_size = same.batch_size(given)
+        if kwargs.get("num_workers", 0) > 1:
+            kwargs["num_workers"] = 1
+        original(loader, dataset, batch_size, *args, **kwargs)
+        sampler, kind = loader.sampler, type(loader.sampler).__name__
+        batches.new_loader(
+            loader,
+            given=given,
+            length=same.lengths.get(id(loader.dataset)),
+            sampler=kind,
+            drop_last=bool(loader.drop_last),
+            shuffles=getattr(sampler, "shuffle", kind == "RandomSampler"),
+            is_iterable=isinstance(loader.dataset, torch_data.IterableDataset),
+            has_own_batches=given is None,
+        )
+        with contextlib.suppress(AttributeError):
+            sampler.prove_key = loader.prove_key
+
+
+def install_iterators(batches: Batches) -> None:
+    recording = batches.recording
+
+    @wrap(DataLoader, "__iter__")
+    def iterate(original, loader):
+        if batches.is_reading_inside:
+            return original(loader)
+        if batches.end_passes(loader):
+            return iter(())
+        if batches.train_passes and not recording.step["micro_batches"]:
+            recording.evaluations.note_draws()
+        batches.fresh = [batch for batch in batches.fresh if batch["pass"] is None]
+        batches.expect_draws()
+        iterator = original(loader)
+        iterator.prove_pass = batches.begin_pass(loader)
+        iterator.prove_later = getattr(loader, "prove_later", None)
+        batches.expect_draws()
+        return iterator
+
+    @wrap(dataloader._BaseDataLoaderIter, "__next__")
+    def next_batch(original, iterator):
+        if batches.is_reading_inside:
+            return original(iterator)
+        if batches.is_short(iterator):
+            raise StopIteration
+        draws = batches.draws()
+        content = original(iterator)
+        batches.expected_draws = None if draws else generator_states()
+        content, digests = batches.opened(content)
+        if getattr(iterator, "prove_later", None) is None:
+            current = getattr(iterator, "prove_pass", None) or batches.begin_pass(None)
+            batches.deliver(current, digests)
+        else:
+            iterator.prove_later.append((iterator.prove_pass, digests))
+        return content
+
+
+def install_prepared_loaders(batches: Batches) -> None:
+    """Loaders that Accelerate has prepared: they read one batch ahead."""
+    import accelerate
+    from accelerate import accelerator, data_loader
+
+    for module in (accelerator, data_loader):
+        for name in ("prepare_data_loader", "skip_first_batches"):
+
+            @wrap(module, name)
+            def prepared(original, *args, **kwargs):
+                result = original(*args, **kwargs)
+                loader = args[0] if args else kwargs["dataloader"]
+                with contextlib.suppress(AttributeError):
+                    result.prove_key = loader.prove_key
+                    base = getattr(result, "base_dataloader", None)
+                    if base is not None:
+                        base.prove_key, base.prove_later = loader.prove_key, collections.deque()
+                return result
+
+    accelerate.skip_first_batches = data_loader.skip_first_batches
+
+    @wrap(data_loader.DataLoaderShard, "__iter__")
+    def iterate(original, loader):
+        if batches.end_passes(loader):
+            return
+        waiting = loader.base_dataloader.__dict__.setdefault("prove_later", collections.deque())
+        waiting.clear()
+        batches.expect_draws()
+        for content in original(loader):
+            if waiting:
+                batches.deliver(*waiting.popleft())
+            yield content

@@ -1,0 +1,114 @@
+"""Scripts that train through this project's GlobalLoader and Run, wherever these were copied to.
+
+What they promise is more than a DataLoader can: `is_exact`. Batches, their unequal parts and learning rates need no
+allowance, and Run says by itself what the test results are, when it saves, and how it resumes.
+"""
+
+import argparse
+import builtins
+
+from ..same_work import TAG
+from ..tensors import digest
+from .data import PASSES, Batches, generator_states
+from .where import wrap
+
+
+def install(recording) -> None:
+    """Wrap classes of these names when they are made: the modules are not imported yet, and may be anywhere."""
+    watchers = {"GlobalLoader": watch_loader, "Run": watch_run, "Checkpoints": watch_checkpoints}
+    build = builtins.__build_class__
+
+    def build_class(body, name, *bases, **options):
+        made = build(body, name, *bases, **options)
+        if name in watchers and made.__module__.rpartition(".")[2] in ("loader", "run", "checkpoint"):
+            watchers[name](made, recording)
+        return made
+
+    builtins.__build_class__ = build_class
+
+    @wrap(argparse.ArgumentParser, "parse_known_args")
+    def parse(original, parser, *args, **kwargs):
+        recording.facts["flags"] += parser._option_string_actions
+        return original(parser, *args, **kwargs)
+
+
+class Tagged:
+    """A collate_fn that also returns the digests of the items."""
+
+    def __init__(self, collate_fn):
+        self.collate_fn = collate_fn
+
+    def __call__(self, items: list):
+        digests = [digest(item) for item in items]
+        return TAG, self.collate_fn(items), digests, False
+
+
+def watch_loader(cls: type, recording) -> None:
+    batches = recording.batches
+
+    @wrap(cls, "__init__")
+    def init(original, loader, dataset, batch_size, accelerator, **options):
+        limit = batches.same.limit
+        options["max_samples"] = min(limit, options.get("max_samples") or limit)
+        batches.is_reading_inside = True
+        original(loader, dataset, batches.same.step_size(batch_size), accelerator, **options)
+        batches.is_reading_inside = False
+        if loader.reader is not None:
+            fetcher, weigh = loader.reader.fetcher, loader.loss_weights
+            fetcher.collate_fn, fetcher.prove_reads_itself = Tagged(fetcher.collate_fn), True
+            loader.loss_weights = weigh and (lambda content: weigh(batches.opened(content)[0]))
+        is_training = options.get("seed") is not None
+        facts = {"given": batch_size, "length": len(dataset), "sampler": "GlobalLoader", "is_exact": True}
+        facts |= {"drop_last": bool(options.get("drop_last")), "shuffles": is_training, "is_iterable": False}
+        batches.new_loader(loader, has_own_batches=False, **facts)
+
+    @wrap(cls, "epoch")
+    def epoch(original, loader, *args, **kwargs):
+        if batches.end_passes(loader):
+            return
+        current, iterator = batches.begin_pass(loader), original(loader, *args, **kwargs)
+        batches.expect_draws()
+        while (batch := read(batches, iterator)) is not None:
+            batch.data, digests = batches.opened(batch.data)
+            if digests is None:
+                digests = [digest(item) for item in zip(*batch.data, strict=True)]
+            batches.deliver(current, [] if batch.is_stand_in else digests)
+            yield batch
+
+
+def read(batches: Batches, iterator):
+    draws = batches.draws()
+    batches.is_reading_inside = True
+    try:
+        return next(iterator, None)
+    finally:
+        batches.is_reading_inside = False
+        batches.expected_draws = None if draws else generator_states()
+
+
+def watch_run(cls: type, recording) -> None:
+    @wrap(cls, "start")
+    def start(original, run, train_loader, test_loader, total_steps, **options):
+        recording.facts["run"] = recording.where.line()
+        recording.facts["virtual_processes"] = getattr(run.accelerator, "virtual_processes", 0)
+        original(run, train_loader, test_loader, min(total_steps, PASSES * len(train_loader)), **options)
+        run.same_weights = None  # weights that differ are a finding, and not the end of the run
+
+    @wrap(cls, "log_test")
+    def log_test(original, run, result):
+        recording.evaluations.add_result(result)
+        return original(run, result)
+
+    @wrap(cls, "finish")
+    def finish(original, run):
+        recording.facts["is_finished"] = True
+        return original(run)
+
+
+def watch_checkpoints(cls: type, recording) -> None:
+    @wrap(cls, "save")
+    def save(original, checkpoints, *args, **kwargs):
+        original(checkpoints, *args, **kwargs)
+        if recording.plan["stop_after_save"]:
+            checkpoints.wait()  # a thread writes it
+            recording.files.saved()

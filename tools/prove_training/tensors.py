@@ -1,0 +1,65 @@
+"""Tensors as they are recorded, how far two of them are apart, and digests of samples."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+MAX_ENTRIES = 2**14  # a larger tensor is recorded by so many of its entries, evenly spaced, and its norm
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as float64 on the CPU, flat: its norm, then its entries, or MAX_ENTRIES of them."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    flat = tensor.detach().flatten()
+    norm = torch.linalg.vector_norm(flat.double()).view(1)
+    step = max(1, flat.numel() // MAX_ENTRIES)
+    return torch.cat([norm, flat[::step].double()]).cpu()
+
+
+def differ(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two entries, relative to the largest entry of the first tensor."""
+    if one.shape != other.shape:
+        return math.inf
+    apart = (one != other) & ~(one.isnan() & other.isnan())
+    if not apart.any():
+        return 0.0
+    largest = float((one - other)[apart].abs().max())
+    finite = one[one.isfinite()].abs()
+    scale = float(finite.max()) if len(finite) else 0.0
+    return largest / (scale or 1.0) if math.isfinite(largest) else math.inf
+
+
+def digest(content) -> str:
+    """16 hex digits of nested tensors, arrays, images, numbers and strings; other objects count by their type."""
+    sha = hashlib.sha256()
+
+    def add(part) -> None:
+        if isinstance(part, np.ndarray) and part.dtype.hasobject:
+            part = part.tolist()  # its bytes are addresses
+        if isinstance(part, torch.Tensor):
+            part = part.detach().cpu().contiguous()
+            sha.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            sha.update(part.view(torch.uint8).numpy() if part.ndim else repr(part.item()).encode())
+        elif isinstance(part, np.ndarray):
+            sha.update(f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
+        elif isinstance(part, Mapping):
+            for name in part:
+                sha.update(repr(name).encode())
+                add(part[name])
+        elif isinstance(part, (list, tuple)):
+            sha.update(str(len(part)).encode())
+            for entry in part:
+                add(entry)
+        elif isinstance(part, (str, bytes, int, float, bool, type(None))):
+            sha.update(repr(part).encode())
+        elif hasattr(part, "tobytes"):  # an image of PIL
+            sha.update(part.tobytes())
+        else:
+            sha.update(type(part).__qualname__.encode())
+
+    add(content)
+    return sha.hexdigest()[:16]
