@@ -1,7 +1,8 @@
 """What the benchmarks share: ways that take turns, runs of the scripts, tables and the command line.
 
-A benchmark has `parse_args()`; `measure(args)`, which returns JSON; and `report(measured)`, which makes a `Report` from
-nothing else. Its docstring is its text in RESULTS.md. Nothing large is imported at the top: startup.py times imports.
+A benchmark has `parse_args()`; `measure(args)`, which returns JSON; and `report(measured)`, which makes Markdown of it,
+a list of blocks. Its docstring is its text in RESULTS.md. What is measured in processes of its own stands in
+`worker(args)`. One that has a picture has `PICTURE` and `draw(measured, device)`.
 """
 
 import argparse
@@ -12,61 +13,30 @@ import importlib
 import io
 import json
 import os
-import resource
+import platform
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import distributed
+
+from utils.extras.banner import cpu_name
+from utils.flags import positive_int
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class Bars(NamedTuple):
-    """A group of bars in results.png. A value is a number, or the parts it is made of, by name."""
-
-    title: str
-    values: dict[str, float | dict[str, float]]
-    format: str = "{:.2f}"
-    goal: float | None = None
-    at_least: bool = False  # otherwise the goal is an upper limit
-    ours: int = 1  # how many of the bars are ours, from the first on
-
-    def is_stacked(self) -> bool:
-        return isinstance(next(iter(self.values.values())), dict)
-
-
-class Goal(NamedTuple):
-    what: str
-    measured: float
-    limit: float
-    format: str = "{:.2f}"
-    at_least: bool = False  # otherwise the limit is an upper one
-
-    def is_met(self) -> bool:
-        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
-
-
-class Report(NamedTuple):
-    tables: list[str]
-    bars: list[Bars]
-    goals: list[Goal]
-
-
-def positive_int(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
-
-
-def make_parser(
-    doc: str, rounds: int | None = None, dataset: bool = False, worker: bool = False
-) -> argparse.ArgumentParser:
-    """A parser with --json and what is asked for: --rounds, --dataset, and --worker for what a benchmark launches."""
+def make_parser(doc: str, rounds: int | None = None, dataset: bool = False) -> argparse.ArgumentParser:
+    """A parser with --json, --worker for what a benchmark launches and, if asked for, --rounds and --dataset."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
         parser.add_argument("--rounds", type=positive_int, default=rounds, help="turns of each way (%(default)s)")
@@ -74,24 +44,19 @@ def make_parser(
         default = str(ROOT / "data" / "mnist")
         parser.add_argument("--dataset", default=default, help="as in mnist_mlp.py (the bundled MNIST)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
-    if worker:
-        parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
 
-def check_names(parser: argparse.ArgumentParser, kind: str, names: list[str], known) -> None:
-    """argparse's `choices` do not work with nargs="*" and a default of several."""
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        parser.error(f"there is no {kind} {', '.join(unknown)}; there are {', '.join(known)}")
-
-
-def main(args: argparse.Namespace, measure: Callable, report: Callable) -> None:
-    """Measure and print the tables."""
+def main(args: argparse.Namespace, measure: Callable, report: Callable, worker: Callable | None = None) -> None:
+    """Measure and print the report; in a process that `launch_workers` launched, do what `worker` does."""
+    if args.worker:
+        finish_worker(args.worker, worker(args))
+        return
     measured = json.loads(json.dumps(measure(args)))  # as it will be read back
     if args.json:
         args.json.write_text(json.dumps(measured))
-    print("\n\n".join(report(measured).tables))
+    print("\n\n".join(report(measured)))
 
 
 def take_turns(ways: dict[str, Callable], rounds: int) -> dict[str, list]:
@@ -126,30 +91,24 @@ def medians(values: dict[str, list[float]]) -> dict[str, float]:
     return {way: statistics.median(each) for way, each in values.items()}
 
 
-def compare(values: dict[str, list[float]], unit: str, base: str, format: str, **more: Callable) -> str:
-    """A table of the ways: median, range and ratio to `base`; more: columns computed from the median."""
+def compare(values: dict[str, list[float]], unit: str, base: str, format: str) -> str:
+    """A table of the ways: median, range and ratio to `base`."""
     columns = {"way": "{}", f"median {unit}": format, "min": format, "max": format, f"/ {base}": "{:.2f}"}
-    middles, rows = medians(values), []
-    for way, each in values.items():
-        others = [column(middles[way]) for column in more.values()]
-        rows.append([way, middles[way], min(each), max(each), middles[way] / middles[base], *others])
-    return table(columns | dict.fromkeys(more, "{:,.0f}"), rows)
+    middles = medians(values)
+    rows = [
+        [way, middles[way], min(numbers), max(numbers), middles[way] / middles[base]] for way, numbers in values.items()
+    ]
+    return table(columns, rows)
 
 
-def device():
+def device() -> torch.device:
     """The GPU, or else the CPU."""
-    import torch
-
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @contextlib.contextmanager
 def threads(count: int):
     """Let torch compute with this many threads, whatever a script asks for."""
-    from unittest import mock
-
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -163,18 +122,11 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
     """Run `main` of a script in this process. Collective.
 
     Without the seconds that a process takes to start, many short runs can take turns with what they are compared with.
-    Under the launcher, the process group stays for the next run. Uses nothing but the script's command line and the
-    files of a run: before.py runs the scripts of earlier commits with it.
+    Under the launcher, the process group stays for the next run.
 
     Returns:
         summary.json and the lines of metrics.jsonl; both are empty on other processes than the main one.
     """
-    from unittest import mock
-
-    import torch
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
     script = importlib.import_module(f"scripts.{name}")
     if hasattr(script, "load_images") and not hasattr(script.load_images, "cache_info"):
         script.load_images = functools.cache(script.load_images)  # each run reads the same images, before its loop
@@ -191,7 +143,7 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
             print(printed.getvalue(), file=sys.stderr)
             raise
         gc.collect()
-        if not torch.distributed.is_initialized():
+        if not distributed.is_initialized():
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
         if not (folder / "summary.json").exists():  # not the main process
@@ -205,18 +157,30 @@ def training_s(summary: dict) -> float:
     return summary["train_time_s"] - summary["checkpoint_time_s"] if summary else 0.0
 
 
-def launch(config: str, script: Path | str, *flags, launch_flags=(), timeout_s: float = 600) -> None:
-    """`accelerate launch` of a script, as a user types it; prints its output only if it fails."""
+def launch(config: str, script: Path | str, *flags, launch_flags=(), root: Path = ROOT, timeout_s: int = 600) -> None:
+    """`accelerate launch` of a script, as a user types it; prints its output only if it fails.
+
+    Args:
+        root: a repository, of which `config` is a config file and `script` a path.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    config_file = ROOT / "accelerate_configs" / f"{config}.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file]
-    command += ["--main_process_port", port, *launch_flags]
-    command = [str(word) for word in (*command, script, *flags)]
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", root / "accelerate_configs" / f"{config}.yaml", "--main_process_port", port]
+    command = [str(word) for word in (*command, *launch_flags, root / script, *flags)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
+
+
+def launch_script(config: str, script: str, *flags, **options) -> tuple[dict, list[dict]]:
+    """Launch a script; its summary.json and the lines of its metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        launch(config, f"scripts/{script}.py", *flags, "--output_dir", run, **options)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return json.loads((run / "summary.json").read_text()), lines
 
 
 def launch_workers(config: str, file: Path | str, *flags, **options):
@@ -229,8 +193,6 @@ def launch_workers(config: str, file: Path | str, *flags, **options):
 
 def finish_worker(out: str, measured) -> None:
     """At the end of each process that `launch_workers` launched: the main one writes to `out`."""
-    from torch import distributed
-
     is_group = distributed.is_initialized()
     if not is_group or distributed.get_rank() == 0:
         Path(out).write_text(json.dumps(measured))
@@ -238,62 +200,8 @@ def finish_worker(out: str, measured) -> None:
         distributed.destroy_process_group()
 
 
-def largest_difference(run: Path, reference: Path, without: tuple[str, ...] = ()) -> float:
-    """The largest difference of a weight of two runs, relative to the largest weight of its tensor in `reference`.
-
-    Args:
-        run, reference: folders of the runs.
-        without: how the names of tensors end that are not compared.
-    """
-    from safetensors.torch import load_file
-
-    weights, expected = (load_file(folder / "model.safetensors") for folder in (run, reference))
-    differences = [0.0]
-    for name in expected:
-        if not name.endswith(without):
-            difference = (weights[name].double() - expected[name].double()).abs().max()
-            # Of equal tensors this is 0, also if all entries are 0.
-            differences.append((difference / expected[name].double().abs().max()).nan_to_num(0.0).item())
-    return max(differences)
-
-
-def write_idx(folder: Path, dataset: str) -> None:
-    """Write MNIST as the files that torchvision reads."""
-    import gzip
-
-    import torch
-
-    from utils.datasets.images_in_memory import load_images
-
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for prefix, split in zip(("train", "t10k"), load_images(dataset), strict=True):
-        (images, labels), count = split.tensors, len(split)
-        for name, kind, sizes, tensor in (
-            ("images-idx3-ubyte", 3, (count, 28, 28), images),
-            ("labels-idx1-ubyte", 1, (count,), labels.to(torch.uint8)),
-        ):
-            header = bytes([0, 0, 8, kind]) + b"".join(size.to_bytes(4, "big") for size in sizes)
-            content = header + tensor.numpy().tobytes()
-            (raw / f"{prefix}-{name}").write_bytes(content)
-            (raw / f"{prefix}-{name}.gz").write_bytes(gzip.compress(content, 0))
-
-
-def processor_time_s() -> float:
-    """Seconds of all child processes that have ended, in user and kernel mode."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 def machine() -> dict[str, str]:
     """What the numbers depend on, in words."""
-    import platform
-    from importlib.metadata import version
-
-    import torch
-
-    from utils.extras.banner import cpu_name
-
     gpus, kind = "no GPU", device().type
     if kind != "cpu":
         gpus = f"{torch.accelerator.device_count()} x {torch.get_device_module(kind).get_device_name()}"
@@ -301,5 +209,4 @@ def machine() -> dict[str, str]:
     return {
         "device": f"{os.cpu_count()} cores of {cpu_name() or platform.machine()}, {gpus}",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
-        "date": time.strftime("%Y-%m-%d"),
     }

@@ -69,10 +69,9 @@ def measure(args) -> dict:
     }
 
 
-def report(measured) -> common.Report:
+def report(measured) -> list[str]:
     columns = {"": "{}"} | dict.fromkeys(measured, "{:.3f}")
-    table = common.table(columns, [["bits per byte of the test", *measured.values()]])
-    return common.Report([table], [], [])
+    return [common.table(columns, [["bits per byte of the test", *measured.values()]])]
 
 
 if __name__ == "__main__":

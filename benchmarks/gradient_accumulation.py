@@ -2,285 +2,196 @@
 
     python benchmarks/gradient_accumulation.py
 
-1069 images of MNIST, batch size 128: 8 steps and a last one of 45 images. For k micro-batches on
-P processes, the largest relative difference of the gradient to that of the whole batch at once: in
-the full steps of the epoch, and in the last one.
+1069 images of MNIST in batches of 128: 8 steps and a last one of 45 images. For k micro-batches on P processes, the
+largest relative difference of a gradient to the gradient of the whole batch, by plain autograd on one process: in the
+full steps of the epoch, and in the last one. The learning rate is 0, so all steps have the same weights.
 
 - ours: scripts/gradient_accumulation.py, unchanged
-- naive: `loss = criterion(...) / k; backward(); if (i + 1) % k == 0 or last: step()` with a mean as
-  criterion, a prepared DataLoader and DDP, unchanged
+- naive: `loss = criterion(...) / k; backward(); if (i + 1) % k == 0 or last: step()` with a mean as criterion, a
+  prepared DataLoader and DDP, unchanged
 
-All-reduces are those of gradients, counted in DDP's communication hook. Then BatchNorm against
-LayerNorm, on one process in float64, and memory: the peak of two steps of 16384 images above what
-the process had before them.
+All-reduces are those of gradients in the epoch, counted in DDP's communication hook. Then BatchNorm and LayerNorm, on
+one process in float64; and the peak memory of a process in two steps of 16384 images, libraries included.
 """
 
 import contextlib
-import copy
-import math
+import functools
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import pyarrow.parquet
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from scripts import gradient_accumulation as script
 from scripts.gradient_accumulation import CellNet, count_ink_cells, losses_and_predictions
-from utils.console import plural
 from utils.datasets.images_in_memory import load_images
-from utils.extras.peak_memory import peak_memory_gib, reset_peak_memory
-from utils.run import Run
 from utils.sampler import GlobalSampler
 
 NUM_IMAGES, BATCH, MEMORY_BATCH = 1069, 128, 16384
 CONFIGS = {1: "cpu", 2: "cpu_ddp"}
-DTYPES = ("float64", "float32")
 
 
 def parse_args():
     parser = common.make_parser(__doc__)
-    steps = {"type": int, "default": [1, 2, 4, 8]}
-    parser.add_argument("--steps", nargs="+", help="accumulation steps (k)", **steps)
-    parser.add_argument("--memory_steps", nargs="*", help="the same, for memory", **steps)
-    parser.add_argument("--worker", help="for the processes that it launches: where to write")
-    parser.add_argument("--flags", help="for the processes that it launches: those of one run")
+    steps = {"type": int, "default": [1, 4, 8], "nargs": "*"}
+    parser.add_argument("--steps", help="accumulation steps (k)", **steps)
+    parser.add_argument("--memory_steps", help="the same, for memory", **(steps | {"default": [1, 8]}))
     parser.add_argument("--dataset", help="for the processes that it launches")
     return parser.parse_args()
 
 
-def count_all_reduces(model) -> Counter:
-    """A Counter whose "gradient_all_reduces" grows with each all-reduce of gradients.
+class Recorder:
+    """Gradients of all steps, and the number of all-reduces, of a training loop inside of `with`."""
 
-    DDP calls the hook for each bucket of gradients that it sends, in place of its own all-reduce.
-    """
-    counts = Counter()
+    def __enter__(self):
+        self.gradients, self.all_reduces = [], 0
+        ddp, recorder, clip = torch.nn.parallel.DistributedDataParallel, self, Accelerator.clip_grad_norm_
 
-    def counting_hook(process_group, bucket):
-        counts["gradient_all_reduces"] += 1
-        return allreduce_hook(process_group, bucket)
+        class CountingDDP(ddp):
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
+                self.register_comm_hook(None, recorder.all_reduce)
 
-    if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(None, counting_hook)
-    return counts
+        def record_and_clip(accelerator, parameters, max_norm):
+            self.parameters = list(parameters)
+            self.gradients.append(flat(parameter.grad for parameter in self.parameters))
+            return clip(accelerator, self.parameters, max_norm)
 
+        self.patches = contextlib.ExitStack()
+        self.patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", CountingDDP))
+        self.patches.enter_context(mock.patch.object(Accelerator, "clip_grad_norm_", record_and_clip))
+        return self
 
-def gradient_difference(model, norm, images, labels, max_grad_norm: float) -> float:
-    """The relative difference of `model`'s gradient to the gradient of the whole batch.
+    def __exit__(self, *_):
+        self.patches.close()
 
-    The whole batch is one micro-batch in one process, by plain autograd: without accumulation, DDP and Accelerate.
+    def all_reduce(self, group, bucket):
+        """DDP calls it for each bucket of gradients, in place of its own all-reduce."""
+        self.all_reduces += 1
+        return allreduce_hook(group, bucket)
 
-    Args:
-        model: the bare model, with its gradient after clipping.
-        norm: the norm of that gradient before clipping.
-        images, labels: all samples of the step.
-
-    Returns:
-        The largest difference of an entry, over the largest entry; or the relative difference of
-        the norms before clipping, if that is larger: clipping would hide a wrong factor.
-    """
-    # A copy has no gradients, and leaves BatchNorm's statistics in the model as they are.
-    whole = copy.deepcopy(model)
-    losses, _ = losses_and_predictions(whole, images, labels)
-    weights = torch.ones_like(losses)
-    if whole.variable_length:
-        weights = count_ink_cells([images, labels])
-    ((losses * weights).sum() / weights.sum().clamp(min=1)).backward()
-    whole_norm = nn.utils.clip_grad_norm_(whole.parameters(), max_grad_norm)
-    ours = torch.cat([p.grad.flatten() for p in model.parameters()])
-    expected = torch.cat([p.grad.flatten() for p in whole.parameters()])
-    difference = float((ours - expected).abs().max() / expected.abs().max())
-    return max(difference, abs(float(norm / whole_norm) - 1))
-
-
-class Measured:
-    """What is measured around one run of the script, which stays as it is.
-
-    differences: of the gradient of each step to that of the whole batch, if `compare`, which takes the memory of that.
-    counts: all-reduces of gradients.
-    peak_gib, above_start_gib: peak memory of a process in training.
-    """
-
-    def __init__(self, compare: bool = False):
-        self.compare = compare
-        self.differences, self.counts, self.peak_gib, self.above_start_gib = [], Counter(), 0.0, 0.0
-
-    def run(self, *flags) -> dict:
-        """Run the script's main in this process; its summary.json. Collective."""
-        start, clip, evaluate = Run.start, Accelerator.clip_grad_norm_, script.evaluate
-
-        def start_and_look(run, train_loader, *args, checkpoint, **options):
-            start(run, train_loader, *args, checkpoint=checkpoint, **options)
-            self.step, self.loader, self.model = run.step, train_loader, checkpoint["model"]
-            self.counts = count_all_reduces(self.model)
-            reset_peak_memory(run.accelerator.device)
-            self.start_gib = peak_memory_gib(run.accelerator)
-
-        def clip_and_compare(accelerator, parameters, max_grad_norm):
-            norm = clip(accelerator, parameters, max_grad_norm)
-            if self.compare:
-                images, labels = samples_of_step(self.loader, self.step)
-                bare = accelerator.unwrap_model(self.model)
-                self.differences.append(gradient_difference(bare, norm, images, labels, max_grad_norm))
-            self.step += 1
-            return norm
-
-        def measure_and_evaluate(model, loader, run):
-            self.peak_gib = max(self.peak_gib, peak_memory_gib(run.accelerator))
-            self.above_start_gib = self.peak_gib - self.start_gib
-            return evaluate(model, loader, run)
-
-        with (
-            mock.patch.object(Run, "start", start_and_look),
-            mock.patch.object(Accelerator, "clip_grad_norm_", clip_and_compare),
-            mock.patch.object(script, "evaluate", measure_and_evaluate),
-        ):
-            summary, _ = common.run_script("gradient_accumulation", *flags)
-        return summary
+    def differences(self, batches, norm: str, variable_length: bool) -> list[float]:
+        """Of each step's gradient, the largest relative to the largest entry of the whole batch's gradient."""
+        model = CellNet(1, 10, norm, variable_length).to(self.parameters[0].dtype)
+        nn.utils.vector_to_parameters(flat(self.parameters), model.parameters())
+        found = []
+        for gradient, batch in zip(self.gradients, batches, strict=True):
+            model.zero_grad()
+            mean_loss(model, batch).backward()
+            expected = flat(parameter.grad for parameter in model.parameters())
+            found.append(float((gradient - expected).abs().max() / expected.abs().max()))
+        return found
 
 
-def samples_of_step(loader, step: int) -> list[torch.Tensor]:
-    """Images and labels of the step that follows on `step` steps, of all processes together."""
-    epoch, step = divmod(step, len(loader))
-    first = step * loader.sampler.batch_size
-    indices, _ = loader.sampler.items(epoch, first, first + loader.sampler.batch_size)
-    return [tensor[indices.to(tensor.device)] for tensor in loader.tensors]
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-@contextlib.contextmanager
-def default_dtype(name: str):
-    """Make models in this type."""
-    torch.set_default_dtype(getattr(torch, name))
-    yield
-    torch.set_default_dtype(torch.float32)
+def mean_loss(model, batch) -> torch.Tensor:
+    losses, _ = losses_and_predictions(model, *batch)
+    weights = count_ink_cells(batch) if model.variable_length else torch.ones_like(losses)
+    return (losses * weights).sum() / weights.sum()
 
 
-def naive(data, variable_length: bool, dtype: str, k: int) -> tuple[list[float], int]:
-    """The loop of blog posts: the differences of all steps, and the all-reduces."""
-    from torch.utils.data import DataLoader, Subset
-
+def naive(data, variable_length: bool, k: int) -> None:
+    """The loop of blog posts; `data` is in the order of the epoch."""
     accelerator = Accelerator(cpu=True)
-    order, _ = GlobalSampler(len(data), BATCH, seed=0).items(epoch=0)
     torch.manual_seed(0)
-    model = CellNet(1, 10, "none", variable_length).to(getattr(torch, dtype))
-    loader = DataLoader(Subset(data, order.tolist()), BATCH // k // accelerator.num_processes)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    counts, differences = count_all_reduces(model), []
-    for i, (images, labels) in enumerate(loader):
-        losses, _ = losses_and_predictions(model, images, labels)
-        weights = torch.ones_like(losses)
-        if variable_length:
-            weights = count_ink_cells([images, labels])
-        mean = (losses * weights).sum() / weights.sum()
-        accelerator.backward(mean / k)
+    bare = CellNet(1, 10, "none", variable_length)
+    optimizer = torch.optim.SGD(bare.parameters(), 0.0)
+    loader = DataLoader(data, BATCH // k // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
+    model.variable_length = variable_length
+    for i, batch in enumerate(loader):
+        accelerator.backward(mean_loss(model, batch) / k)
         if (i + 1) % k == 0 or i + 1 == len(loader):
-            first = len(differences) * BATCH
-            whole_batch = data[order[first : first + BATCH]]
-            bare = accelerator.unwrap_model(model)
-            norm = nn.utils.clip_grad_norm_(bare.parameters(), math.inf)
-            differences.append(gradient_difference(bare, norm, *whole_batch, math.inf))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return differences, counts["gradient_all_reduces"]
 
 
-def ours(dtype: str, *flags) -> tuple[list[float], int]:
-    """The same of one run of the script."""
-    measured = Measured(compare=True)
-    with default_dtype(dtype):
-        measured.run(*flags)
-    return measured.differences, measured.counts["gradient_all_reduces"]
+def ours(dataset: str, variable_length: bool, k: int, norm: str = "none") -> None:
+    flags = ["--dataset", dataset, "--batch_size", BATCH, "--num_epochs", 1, "--lr", 0, "--norm", norm]
+    flags += ["--gradient_accumulation_steps", k, *["--variable_length"] * variable_length]
+    common.run_script("gradient_accumulation", *flags)
 
 
-def worker(args) -> None:
-    """On the processes of this launch: one run with `flags`, or all runs that are compared."""
-    if args.flags:
-        measured = Measured()
-        result = measured.run(*args.flags.split())
-        result["train_peak_memory_gib"] = round(measured.peak_gib, 4)
-        result["above_start_gib"] = round(measured.above_start_gib, 4)  # activations, gradients, moments
-    else:
-        result, (data, _) = {"gradients": [], "norms": {}}, load_images(args.dataset)
-        flags = ["--dataset", args.dataset, "--batch_size", BATCH, "--num_epochs", 1]
-        for variable_length in (False, True):
-            for k in args.steps:
-                for dtype in DTYPES:
-                    extra = ["--gradient_accumulation_steps", k, *["--variable_length"] * variable_length]
-                    row = {"variable_length": variable_length, "k": k, "dtype": dtype}
-                    row["ours"] = ours(dtype, *flags, *extra)
-                    row["naive"] = naive(data, variable_length, dtype, k)
-                    result["gradients"].append(row)
-        if not torch.distributed.is_initialized():
-            for norm in ("batch", "layer"):
-                extra = ["--norm", norm, "--gradient_accumulation_steps"]
-                result["norms"][norm] = {k: max(ours("float64", *flags, *extra, k)[0]) for k in (1, 4)}
-    common.finish_worker(args.worker, result)
+def worker(args) -> dict:
+    """By way, kind of loss, type of numbers and k: largest difference in full steps, in the last step, all-reduces."""
+    data, _ = load_images(args.dataset)
+    order, _ = GlobalSampler(len(data), BATCH, seed=0).items(epoch=0)
+    epoch = Subset(data, order.tolist())
+    batches = [data[rows] for rows in order.split(BATCH)]
+
+    def look(train, dtype: str, variable_length: bool = False, norm: str = "none") -> list:
+        torch.set_default_dtype(getattr(torch, dtype))
+        with Recorder() as recorder:
+            train()
+        *full, last = recorder.differences(batches, norm, variable_length)
+        torch.set_default_dtype(torch.float32)
+        return [max(full), last, recorder.all_reduces]
+
+    gradients, norms = [], {}
+    for variable_length in (False, True):
+        for k in args.steps:
+            for dtype in ("float64", "float32"):
+                ways = {
+                    "ours": functools.partial(ours, args.dataset, variable_length, k),
+                    "naive": functools.partial(naive, epoch, variable_length, k),
+                }
+                found = {way: look(train, dtype, variable_length) for way, train in ways.items()}
+                gradients.append({"variable_length": variable_length, "k": k, "dtype": dtype} | found)
+    if not distributed.is_initialized():
+        for norm in ("batch", "layer"):
+            norms[norm] = {
+                k: max(look(functools.partial(ours, args.dataset, False, k, norm), "float64", norm=norm)[:2])
+                for k in (1, 4)
+            }
+    return {"gradients": gradients, "norms": norms}
 
 
 def measure(args) -> dict:
-    import pyarrow.parquet
-
     with tempfile.TemporaryDirectory() as folder:
         for split, rows in (("train", NUM_IMAGES), ("test", 101)):
             name = f"{split}-00000-of-00001.parquet"
             part = pyarrow.parquet.read_table(common.ROOT / "data" / "mnist" / name).slice(0, rows)
             pyarrow.parquet.write_table(part, Path(folder) / name)
         flags = ["--dataset", folder, "--steps", *args.steps]
-        measured = {}
-        for processes, config in CONFIGS.items():
-            measured[processes] = common.launch_workers(config, __file__, *flags)
+        measured = {processes: common.launch_workers(config, __file__, *flags) for processes, config in CONFIGS.items()}
     memory = []
     for processes, config in CONFIGS.items():
         for k in args.memory_steps:
-            flags = f"--batch_size {MEMORY_BATCH} --max_steps 2 --gradient_accumulation_steps {k}"
-            summary = common.launch_workers(config, __file__, f"--flags={flags}")
-            names = ("train_peak_memory_gib", "above_start_gib", "samples_per_s")
-            memory.append([processes, k, *(summary[name] for name in names)])
+            flags = ["--batch_size", MEMORY_BATCH, "--max_steps", 2, "--gradient_accumulation_steps", k]
+            summary, _ = common.launch_script(config, "gradient_accumulation", *flags)
+            memory.append([processes, k, summary["peak_memory_gib"]])
     return {"by_processes": measured, "memory": memory}
 
 
-def report(measured) -> common.Report:
-    columns = {"P": "{}", "k": "{}"}
-    for who in ("ours", "naive"):
-        columns |= {f"{who} {dtype}{last}": "{:.1e}" for dtype in DTYPES for last in ("", ", last")}
-        columns[f"{who}, all-reduces"] = "{}"
-    rows = {False: {}, True: {}}
+def report(measured) -> list[str]:
+    columns = {"P": "{}", "k": "{}", "numbers": "{}"}
+    for way in ("ours", "naive"):
+        columns |= {way: "{:.1e}", f"{way}, last step": "{:.1e}", f"{way}, all-reduces": "{}"}
+    rows = {False: [], True: []}
     for processes, results in measured["by_processes"].items():
-        for each in results["gradients"]:
-            key = processes, each["k"]
-            row = rows[each["variable_length"]].setdefault(key, {"ours": [], "naive": []})
-            for who, cells in row.items():
-                differences, reduces = each[who]
-                # Of both types; the number of all-reduces is the same.
-                cells[2:] = [max(differences[:-1]), differences[-1], reduces]
-    titles = {False: "One term a sample", True: "Terms differ by sample (`--variable_length`)"}
-    tables = []
-    for kind, title in titles.items():
-        cells = [[*key, *row["ours"], *row["naive"]] for key, row in rows[kind].items()]
-        tables.append(f"{title}:\n\n{common.table(columns, cells)}")
-    norms = measured["by_processes"]["1"]["norms"]
-    cells = [[norm, by_k["1"], by_k["4"]] for norm, by_k in norms.items()]
-    columns = {"norm": "{}", "k = 1": "{:.1e}", "k = 4": "{:.1e}"}
-    tables.append(f"Norms:\n\n{common.table(columns, cells)}")
-    if not measured["memory"]:
-        return common.Report(tables, [], [])
-    columns = {"P": "{}", "k": "{}", "peak, GiB": "{:.2f}", "above the start, GiB": "{:.2f}"}
-    columns["images/s"] = "{:,.0f}"
-    tables.append(f"Memory of a process:\n\n{common.table(columns, measured['memory'])}")
-    above = {f"{plural(p, 'process')}, k = {k}": gib for p, k, _, gib, _ in measured["memory"]}
-    title = f"Accumulation, batch {MEMORY_BATCH}: GiB of a process"
-    return common.Report(tables, [common.Bars(title, above, ours=len(above))], [])
+        for row in results["gradients"]:
+            cells = [processes, row["k"], row["dtype"], *row["ours"], *row["naive"]]
+            rows[row["variable_length"]].append(cells)
+    norms = [[norm, *by_k.values()] for norm, by_k in measured["by_processes"]["1"]["norms"].items()]
+    return [
+        f"One term per sample:\n\n{common.table(columns, rows[False])}",
+        f"Samples of different weight (`--variable_length`):\n\n{common.table(columns, rows[True])}",
+        f"Norms:\n\n{common.table({'norm': '{}', 'k = 1': '{:.1e}', 'k = 4': '{:.1e}'}, norms)}",
+        f"Memory:\n\n{common.table({'P': '{}', 'k': '{}', 'peak of a process, GiB': '{:.2f}'}, measured['memory'])}",
+    ]
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    worker(args) if args.worker else common.main(args, measure, report)
+    common.main(parse_args(), measure, report, worker)

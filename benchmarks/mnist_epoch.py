@@ -1,142 +1,164 @@
-"""One epoch of MNIST at batch 64.
+"""One epoch of MNIST.
 
     python benchmarks/mnist_epoch.py
 
-784-128-10 with SiLU and AdamW, one process, one thread; the time of the training loop alone. The blog's loader decodes
-and normalises one image at a time, in Python, in every epoch; the script decodes all images once, and gathers a batch
-of bytes in one call.
+Seconds of the training loop of one epoch on the CPU: 60,000 images in batches of 64 over all processes, an MLP of
+784-192-10, AdamW and a one-cycle schedule, one thread per process.
 
-- script: scripts/mnist_mlp.py, unchanged, with the checkpoint that ends its epoch; and without that
-- bare loop: normalised tensors in memory and a plain PyTorch loop, nothing else: the limit
-- PyTorch example: the loop of pytorch/examples' mnist/main.py, with its transforms, its loader, and the loss that it
-  prints every 10 batches
-- blog: torchvision's MNIST, ToTensor and a shuffling DataLoader, without and with 2 workers
+- mnist_mlp.py: the script, unchanged, with its log, the order of the data, what it needs to resume, and without the
+  checkpoint at its end
+- loop over tensors: a plain PyTorch loop over normalised images in memory, on two processes with
+  DistributedDataParallel. It logs nothing and cannot be resumed
+- PyTorch's MNIST example: the same loop with the data as that example reads them. A DataLoader takes one image after
+  the other as a PIL image, through ToTensor and Normalize, and the loss is printed every 10 batches
+- DDP loop of blog posts: the same transforms, DataLoader and DistributedSampler, and DistributedDataParallel
 """
 
-import contextlib
 import functools
-import io
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
-from torch import nn
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import distributed, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision import transforms
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from utils.datasets.images_in_memory import load_images
+from scripts import mnist_mlp
 
-BATCH, HIDDEN, LR = 64, 128, 1e-3
-GOAL = 1.15  # x the time of a bare loop
+BATCH, HIDDEN, LR = 64, 192, 6e-3
+OURS, TENSORS = "mnist_mlp.py", "loop over tensors"
+EXAMPLE, BLOG = "PyTorch's MNIST example", "DDP loop of blog posts"
+PICTURE = Path(__file__).with_suffix(".png")
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=3, dataset=True)
-    help = "turns of script and bare loop in a round (%(default)s)"
-    parser.add_argument("--fast", type=common.positive_int, default=5, help=help)
-    return parser.parse_args()
+    return common.make_parser(__doc__, rounds=5, dataset=True).parse_args()
 
 
-def script(dataset: str) -> list[float]:
-    """Seconds of one epoch, and of the checkpoint in it."""
-    flags = ["--dataset", dataset, "--batch_size", BATCH, "--hidden", HIDDEN, "--lr", LR, "--weight_decay", 0]
-    summary, _ = common.run_script("mnist_mlp", *flags, "--num_epochs", 1)
-    return [summary["train_time_s"], summary["checkpoint_time_s"]]
+class PilImages(Dataset):
+    """MNIST as torchvision gives it: an image is made and transformed when it is asked for."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor):
+        self.images, self.labels = images.squeeze(1), labels
+        normalize = transforms.Normalize((mnist_mlp.MEAN / 255,), (mnist_mlp.STD / 255,))
+        self.transform = transforms.Compose([transforms.ToTensor(), normalize])
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.transform(Image.fromarray(self.images[index].numpy())), int(self.labels[index])
 
 
-def build():
+def train(batches, steps: int, print_every: int | None = None) -> float:
+    """Seconds of a plain loop over batches of normalised images and labels."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, 10))
-    model.to(common.device())
-    return model, torch.optim.AdamW(model.parameters(), LR, weight_decay=0, fused=True)
-
-
-@functools.cache
-def normalised(dataset: str) -> tuple[torch.Tensor, torch.Tensor]:
-    train, _ = load_images(dataset)
-    images, labels = train.tensors
-    return ((images.float() - 33.3184) / 78.5675).to(common.device()), labels.to(common.device())
-
-
-def bare(dataset: str) -> float:
-    images, labels = normalised(dataset)
-    model, optimizer = build()
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, steps, cycle_momentum=False)
+    if distributed.is_initialized():
+        model = DistributedDataParallel(model)
+        distributed.barrier()
     began = time.perf_counter()
-    order = torch.randperm(len(labels), device=labels.device)
-    for indices in order.split(BATCH):
-        loss = F.cross_entropy(model(images[indices]), labels[indices])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    loss.item()  # a GPU is done only now
-    return time.perf_counter() - began
-
-
-def with_loader(folder: str, print_every: int = 0, **options) -> float:
-    from torchvision import datasets, transforms
-
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    dataset = datasets.MNIST(folder, train=True, transform=transform)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH, **options)
-    model, optimizer = build()
-    device = common.device()
-    began = time.perf_counter()
-    for i, (images, labels) in enumerate(loader):
-        images, labels = images.to(device), labels.to(device)
-        optimizer.zero_grad()
+    for i, (images, labels) in enumerate(batches):
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
         if print_every and i % print_every == 0:
-            with contextlib.redirect_stdout(io.StringIO()):
-                done = f"{i * len(images)}/{len(dataset)} ({100 * i / len(loader):.0f}%)"
-                print(f"[{done}]\tLoss: {loss.item():.6f}")
-    loss.item()
+            print(f"{i}/{steps} loss {loss.item():.6f}", file=sys.stderr)
     return time.perf_counter() - began
 
 
+def over_tensors(dataset: str) -> float:
+    images, labels = normalized(dataset)
+    rank, processes = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    parts = [batch[rank::processes] for batch in order.split(BATCH)]
+    return train(((images[part], labels[part]) for part in parts), len(parts))
+
+
+@functools.cache
+def normalized(dataset: str) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = mnist_mlp.load_images(dataset)[0].tensors
+    return (images.float() - mnist_mlp.MEAN) / mnist_mlp.STD, labels
+
+
+def as_in_the_example(dataset: str) -> float:
+    loader = DataLoader(PilImages(*mnist_mlp.load_images(dataset)[0].tensors), BATCH)
+    return train(loader, len(loader), print_every=10)
+
+
+def as_in_blogs(dataset: str) -> float:
+    data = PilImages(*mnist_mlp.load_images(dataset)[0].tensors)
+    loader = DataLoader(data, BATCH // distributed.get_world_size(), sampler=DistributedSampler(data))
+    return train(loader, len(loader))
+
+
+def script(dataset: str) -> float:
+    flags = ["--dataset", dataset, "--batch_size", BATCH, "--hidden", HIDDEN, "--lr", LR, "--num_epochs", 1]
+    summary, _ = common.run_script("mnist_mlp", *flags)
+    return common.training_s(summary)
+
+
+def worker(args) -> dict[str, list[float]]:
+    ways = {OURS: script, TENSORS: over_tensors}
+    common.take_turns({way: functools.partial(run, args.dataset) for way, run in ways.items()}, 1)  # warm-up
+    ways |= {BLOG: as_in_blogs} if distributed.is_initialized() else {EXAMPLE: as_in_the_example}
+    return common.take_turns({way: functools.partial(run, args.dataset) for way, run in ways.items()}, args.rounds)
+
+
 def measure(args) -> dict:
-    example = {}  # options of the example's loader
-    if common.device().type != "cpu":
-        example = {"num_workers": 1, "persistent_workers": True, "pin_memory": True, "shuffle": True}
-    with tempfile.TemporaryDirectory() as folder, common.threads(1):
-        common.write_idx(Path(folder), args.dataset)
-        fast = {"script": lambda: script(args.dataset), "bare loop": lambda: bare(args.dataset)}
-        slow = {
-            "PyTorch example": lambda: with_loader(folder, 10, **example),
-            "blog, 0 workers": lambda: with_loader(folder, shuffle=True),
-            "blog, 2 workers": lambda: with_loader(folder, shuffle=True, num_workers=2),
-        }
-        bare(args.dataset)  # warm-up
-        measured = {way: [] for way in (*fast, *slow)}
-        for _ in range(args.rounds):
-            for way, seconds in (common.take_turns(fast, args.fast) | common.take_turns(slow, 1)).items():
-                measured[way] += seconds
-    return {"images": len(normalised(args.dataset)[1]), "seconds": measured}
+    flags = ["--rounds", args.rounds, "--dataset", args.dataset]
+    configs = {"1 process": "cpu", "2 processes": "cpu_ddp"}
+    return {on: common.launch_workers(config, __file__, *flags) for on, config in configs.items()}
 
 
-def report(measured) -> common.Report:
-    seconds = dict(measured["seconds"])
-    runs = seconds.pop("script")
-    ours = {
-        "script": [epoch for epoch, _ in runs],
-        "script, without its checkpoint": [epoch - checkpoint for epoch, checkpoint in runs],
+def report(measured) -> list[str]:
+    columns = {
+        "on": "{}",
+        "way": "{}",
+        "median s": "{:.2f}",
+        "min": "{:.2f}",
+        "max": "{:.2f}",
+        "/ mnist_mlp.py": "{:.2f}",
     }
-    medians = common.medians(ours | seconds)
-    rate = {"images/s": lambda median: measured["images"] / median}
-    table = common.compare(ours | seconds, "s", "bare loop", "{:.2f}", **rate)
-    ratios = {way: median / medians["bare loop"] for way, median in medians.items()}
-    goals = [common.Goal("MNIST epoch, batch 64, against a bare loop", ratios["script"], GOAL, "{:.2f} x the time")]
-    for way in ("blog, 0 workers", "blog, 2 workers"):
-        what, faster = f"MNIST epoch, batch 64, against the {way}", medians[way] / medians["script"]
-        goals.append(common.Goal(what, faster, 8, "{:.2f} x as fast", at_least=True))
-    bars = common.Bars("MNIST epoch, time / bare loop", ratios, goal=GOAL, ours=2)
-    return common.Report([table], [bars], goals)
+    rows = []
+    for on, ways in measured.items():
+        medians = common.medians(ways)
+        for way, seconds in ways.items():
+            rows.append([on, way, medians[way], min(seconds), max(seconds), medians[way] / medians[OURS]])
+    return [f"![seconds per epoch]({PICTURE.name})", common.table(columns, rows)]
+
+
+def draw(measured, device: str) -> Figure:
+    """Bars of the medians: ours blue, the others grey."""
+    bars = [(on, way, median) for on, ways in measured.items() for way, median in common.medians(ways).items()]
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    places = [row + (on != bars[0][0]) * 0.6 for row, (on, _, _) in enumerate(bars)]
+    axes.barh(places, [median for *_, median in bars], color=["C0" if way == OURS else "0.65" for _, way, _ in bars])
+    axes.set_yticks(places, [f"{way}, {on}" for on, way, _ in bars])
+    for place, (_, _, median) in zip(places, bars, strict=True):
+        axes.annotate(f"{median:.1f} s", (median, place), (4, 0), textcoords="offset points", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(median for *_, median in bars))
+    axes.set_xlabel("seconds per epoch, median")
+    axes.set_title(
+        f"MNIST, MLP 784-{HIDDEN}-10, batches of {BATCH} over all processes\n{device}", fontsize=10, loc="left"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 if __name__ == "__main__":
-    common.main(parse_args(), measure, report)
+    common.main(parse_args(), measure, report, worker)

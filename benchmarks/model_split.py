@@ -1,27 +1,19 @@
 """ResNet-50 split into two stages.
 
-    python benchmarks/model_split.py                 # all of it: 20 minutes on 2 cores
-    python benchmarks/model_split.py speed --microbatches 8
+    python benchmarks/model_split.py
 
-Two processes with one thread each, compared with the whole model on one thread:
-
-- speed: images/s of 1F1B for m micro-batches, and of the unsplit model with the same micro-batches one after another.
-  They take turns, one step each, so that both see the same machine. The ideal speed-up of a pipeline of p equal stages
-  is p m / (m + p - 1).
-- split: the split that --split auto finds, the one of --balance memory, and one by hand (after layer2), with the times
-  and the memory of the stages.
+Images/s of 1F1B on two processes with one thread each, for m micro-batches, and of the unsplit model on one thread,
+with the same micro-batches one after another: 64 images of 64 x 64 pixels. They take turns, one step each, so that both
+see the same machine. The ideal speed-up of a pipeline of p equal stages is p m / (m + p - 1).
 """
 
 import copy
-import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
-import torchvision
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import TensorDataset
@@ -38,36 +30,17 @@ STAGES = 2
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=5, worker=True)
-    parts = ["speed", "split"]
+    parser = common.make_parser(__doc__, rounds=5)
     add = parser.add_argument
-    add("parts", nargs="*", default=parts, help=", ".join(parts))
     add("--batch_size", type=common.positive_int, default=64, help="%(default)s")
-    add("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    add("--steps", type=int, default=7, help="steps of `split`")
-    args = parser.parse_args()
-    common.check_names(parser, "part", args.parts, parts)
-    return args
+    add("--microbatches", type=int, nargs="+", default=[1, 4, 8])
+    return parser.parse_args()
 
 
-def run(folder: Path, config: str, *flags, processes: int | None = None) -> Path:
-    """One run of the script in `folder`."""
-    script = common.ROOT / "scripts" / "model_split.py"
-    launch_flags = ["--num_processes", processes] if processes else []
-    flags = ["--output_dir", folder, *flags]
-    common.launch(config, script, *flags, launch_flags=launch_flags, timeout_s=900)
-    return folder
+def worker(args) -> list[list]:
+    """What each of the two processes does.
 
-
-def speed(args) -> list[list]:
-    flags = ["--rounds", args.rounds, "--batch_size", args.batch_size, "--microbatches", *args.microbatches]
-    return common.launch_workers("cpu_ddp", __file__, *flags, timeout_s=1800)
-
-
-def worker(args) -> None:
-    """What each of the two processes does for `speed`.
-
-    The first one alone runs a step of the whole model, then both run one of the pipeline, and so on. Writes, for each
+    The first one alone runs a step of the whole model, then both run one of the pipeline, and so on. Returns, for each
     number of micro-batches: that number, images/s unsplit and split, and the fraction of a step in which each stage is
     idle.
     """
@@ -81,9 +54,7 @@ def worker(args) -> None:
         seconds, idle = time_steps(accelerator, make_ways(accelerator, data, m), data, m, args.rounds)
         rates = [args.batch_size / statistics.median(seconds[way][1:]) for way in ("unsplit", "split")]
         rows.append([m, *rates, gather_object([statistics.median(idle[1:])])])
-    if accelerator.is_main_process:
-        Path(args.worker).write_text(json.dumps(rows))
-    accelerator.end_training()
+    return rows
 
 
 def make_ways(accelerator, data, m: int) -> dict[str, tuple]:
@@ -147,98 +118,21 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
     return seconds, idle
 
 
-def split(args) -> list[list]:
-    """For each split: its name, its images/s, what the script says of each stage, peak memory."""
-    flags = ["--batch_size", args.batch_size, "--cpu_threads", 1]
-    flags += ["--log_every", 1, "--num_microbatches", 8, "--max_steps", args.steps, "--dataset"]
-    ways = {
-        "unsplit": ("cpu", []),
-        "auto": ("cpu_ddp", []),
-        "memory": ("cpu_ddp", ["--balance", "memory"]),
-        "by hand": ("cpu_ddp", ["--split", "layer3.0"]),
-    }
-    results = []
-    for name, (config, more) in ways.items():
-        with tempfile.TemporaryDirectory() as folder:
-            write_random_images(Path(folder) / "data", args.batch_size)
-            folder = run(Path(folder) / "run", config, *flags, Path(folder) / "data", *more)
-            lines = (folder / "metrics.jsonl").read_text().splitlines()
-            lines = [json.loads(line) for line in lines]
-            rates = [line["samples_per_s"] for line in lines if line["split"] == "train"]
-            stages = json.loads((folder / "run.json").read_text())["launches"][0]["stages"]
-            summary = json.loads((folder / "summary.json").read_text())
-            results.append([name, statistics.median(rates[1:]), stages, summary["peak_memory_gib"]])
-    return results
+def measure(args) -> list[list]:
+    flags = ["--rounds", args.rounds, "--batch_size", args.batch_size, "--microbatches", *args.microbatches]
+    return common.launch_workers("cpu_ddp", __file__, *flags)
 
 
-def write_random_images(folder: Path, count: int) -> None:
-    """A data set of images of 64 pixels in two classes."""
-    for split in ("train", "test"):
-        for number in range(count):
-            file = folder / split / "ab"[number % 2] / f"{number}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            torchvision.io.write_png(torch.randint(256, (3, 64, 64), dtype=torch.uint8), str(file))
-
-
-def measure(args) -> dict:
-    return {part: globals()[part](args) for part in args.parts}
-
-
-def report(measured) -> common.Report:
-    tables, bars = [], []
-    if "speed" in measured:
-        table, speed_ups = speed_table(measured["speed"])
-        tables.append(f"Speed:\n\n{table}")
-        title = "ResNet-50 in two stages: speed / the unsplit model's"
-        bars.append(common.Bars(title, speed_ups, ours=len(speed_ups)))
-    if "split" in measured:
-        table = split_table(measured["split"])
-        tables.append(f"Splits, 8 micro-batches:\n\n{table}")
-    return common.Report(tables, bars, [])
-
-
-def speed_table(measured) -> tuple[str, dict[str, float]]:
-    columns = {
-        "m": "{}",
-        "unsplit, images/s": "{:.1f}",
-        "2 stages, images/s": "{:.1f}",
-        "speed-up": "{:.2f}",
-        "ideal": "{:.2f}",
-        "of ideal": "{:.2f}",
-        "idle measured": "{}",
-        "idle in theory": "{:.0%}",
-    }
-    rows, speed_ups = [], {}
-    for m, unsplit, split_rate, idle in measured:
-        speed_up = split_rate / unsplit
-        speed_ups[f"{m} micro-batches"] = speed_up
-        ideal = STAGES * m / (m + STAGES - 1)
-        idle_in_theory = (STAGES - 1) / (m + STAGES - 1)
-        idle = ", ".join(f"{fraction:.0%}" for fraction in idle)
-        row = [m, unsplit, split_rate, speed_up, ideal, speed_up / ideal, idle, idle_in_theory]
-        rows.append(row)
-    return common.table(columns, rows), speed_ups
-
-
-def split_table(measured) -> str:
-    columns = {
-        "split": "{}",
-        "stage": "{}",
-        "blocks": "{}",
-        "parameters": "{:,}",
-        "time, ms": "{}",
-        "share": "{:.1%}",
-        "activations, MiB": "{}",
-        "peak, GiB": "{}",
-        "images/s": "{:.1f}",
-    }
-    names = ("stage", "blocks", "parameters", "time_ms", "time_share", "activations_mib")
+def report(measured) -> list[str]:
+    columns = {"m": "{}", "unsplit, images/s": "{:.1f}", "2 stages, images/s": "{:.1f}", "speed-up": "{:.2f}"}
+    columns |= {"ideal": "{:.2f}", "idle measured": "{}", "idle in theory": "{:.0%}"}
     rows = []
-    for name, rate, stages, peak in measured:
-        rows += [[name, *(stage[key] for key in names), peak, rate] for stage in stages]
-    return common.table(columns, rows)
+    for m, unsplit, split, idle in measured:
+        ideal, idle_in_theory = STAGES * m / (m + STAGES - 1), (STAGES - 1) / (m + STAGES - 1)
+        idle = ", ".join(f"{fraction:.0%}" for fraction in idle)
+        rows.append([m, unsplit, split, split / unsplit, ideal, idle, idle_in_theory])
+    return [common.table(columns, rows)]
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    worker(args) if args.worker else common.main(args, measure, report)
+    common.main(parse_args(), measure, report, worker)

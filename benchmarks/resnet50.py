@@ -1,18 +1,16 @@
 """ResNet-50: training, image files, and a second process.
 
-    python benchmarks/resnet50.py                      # all parts
-    python benchmarks/resnet50.py train --sizes 224    # or some of: train, files, scaling
+    python benchmarks/resnet50.py
 
 One thread per process: with two, the speed of the same code varies by 30 % from one process to the next, with one by
 1 %.
 
-- train: images/s on random images: scripts/resnet50.py in float32, and in bf16 where the machine has instructions for
-  it; a plain loop (float32, contiguous, as in blog posts); and a loop like PyTorch's ImageNet example, which reads
-  loss, top-1 and top-5 accuracy after each step
+- train: images/s of 64 x 64 pixels, batch 32, random: scripts/resnet50.py, and a plain loop as in blog posts, which
+  neither logs nor keeps the images in the channels-last format
 - files: images/s from JPEG files to a batch of 224 x 224 pixels, with random crop and flip: scripts/resnet50.py without
-  workers, with a linear layer in the place of the ResNet; and torchvision's reference transforms with PIL; a photo with
-  grain, quality 90
-- scaling: images/s of two processes against one; 64 x 64 pixels, 64 images per process and step
+  workers, with a linear layer in the place of the ResNet; and torchvision's reference transforms with PIL. The files
+  are a photo with grain, quality 90
+- scaling: images/s of scripts/resnet50.py on one process and on two; 64 x 64 pixels, 64 images per process and step
 """
 
 import functools
@@ -25,94 +23,87 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import matplotlib
+import numpy as np
 import torch
 import torchvision
+from PIL import Image
 from torch import nn
+from torchvision import transforms
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 
-BATCH = {32: 64, 64: 32, 224: 16}
-PHOTOS = {(500, 375): 96, (2000, 1500): 24}
+SIZE = 64  # pixels
+PHOTOS = {(500, 375): 96, (2000, 1500): 24}  # width and height of the files, and how many
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=3, worker=True)
-    parts, add = ("train", "files", "scaling"), parser.add_argument
-    add("parts", nargs="*", default=list(parts), help="train, files, scaling")
-    add("--sizes", nargs="+", type=int, default=[64], help="side of the images of `train`, in pixels (%(default)s)")
+    parser = common.make_parser(__doc__, rounds=3)
+    add = parser.add_argument
+    add("--batch_size", type=common.positive_int, default=32, help="of `train` (%(default)s)")
     add("--steps", type=int, default=8, help="steps, of which the first two are not timed (%(default)s)")
     add("--images", type=common.positive_int, default=64, help="of `scaling`, per process and step (%(default)s)")
     add("--photos", type=common.positive_int, help="number of files (96 small ones and 24 large ones)")
-    args = parser.parse_args()
-    common.check_names(parser, "part", args.parts, parts)
-    return args
+    return parser.parse_args()
 
 
-def script(size: int, batch: int, steps: int) -> float:
-    """Images/s of scripts/resnet50.py without its first two steps."""
-    flags = ["--synthetic", "--image_size", size, "--batch_size", batch]
-    _, lines = common.run_script("resnet50", *flags, "--max_steps", steps, "--log_every", 2)
-    rates = [line["samples_per_s"] for line in lines if line["split"] == "train"][1:]
-    return statistics.harmonic_mean(rates) if rates else 0.0  # only the main process has them
+def script_flags(batch_size: int, steps: int) -> list:
+    flags = ["--synthetic", "--image_size", SIZE, "--batch_size", batch_size]
+    return [*flags, "--max_steps", steps, "--log_every", 2]
 
 
-def plain(size: int, batch: int, steps: int, as_example: bool = False) -> float:
-    """Images/s of the loop in a blog post; as_example: it reads the loss and accuracies of each step."""
+def rate(lines: list[dict]) -> float:
+    """Images/s of a run without its first two steps."""
+    return statistics.harmonic_mean([line["samples_per_s"] for line in lines if line["split"] == "train"][1:])
+
+
+def plain_loop(batch_size: int, steps: int) -> float:
+    """Images/s of the loop in a blog post."""
     device = common.device()
     model = torchvision.models.resnet50().to(device)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4 if as_example else 0)
-    images, labels = torch.randn(batch, 3, size, size), torch.randint(1000, (batch,))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    images, labels = torch.randn(batch_size, 3, SIZE, SIZE), torch.randint(1000, (batch_size,))
     for step in range(steps):
         if step == 2:
             began = time.perf_counter()
-        images, labels = (tensor.to(device, non_blocking=as_example) for tensor in (images, labels))
-        logits = model(images)
-        loss = criterion(logits, labels)
-        if as_example:
-            hits = logits.topk(5, 1)[1] == labels[:, None]
-            for value in (loss, hits[:, 0].float().mean(), hits.any(1).float().mean()):
-                value.item()
+        loss = criterion(model(images.to(device)), labels.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    loss.item()
-    return (steps - 2) * batch / (time.perf_counter() - began)
+    loss.item()  # a GPU is done only now
+    return (steps - 2) * batch_size / (time.perf_counter() - began)
 
 
-def has_bf16() -> bool:
-    if common.device().type != "cpu":
-        return True
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def train(args) -> dict[str, list[float]]:
+    ways = {
+        "resnet50.py": lambda: rate(common.run_script("resnet50", *script_flags(args.batch_size, args.steps))[1]),
+        "plain loop": functools.partial(plain_loop, args.batch_size, args.steps),
+    }
+    return common.take_turns(ways, args.rounds)
 
 
-def train(args) -> dict:
-    measured = {}
-    for size in args.sizes:
-        batch = BATCH.get(size, 16)
-        ways = {
-            "script": functools.partial(script, size, batch, args.steps),
-            "plain loop": functools.partial(plain, size, batch, args.steps),
-            "ImageNet example": functools.partial(plain, size, batch, args.steps, as_example=True),
-        }
-        if has_bf16():
-            ways["script, bf16"] = mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION="bf16")(ways["script"])
-        measured[f"{size} x {size} pixels, batch {batch}"] = common.take_turns(ways, args.rounds)
-    return measured
+def scaling(args) -> dict[str, list[float]]:
+    def images_per_s(config: str, processes: int) -> float:
+        flags = script_flags(args.images * processes, args.steps)
+        return rate(common.launch_script(config, "resnet50", *flags)[1])
+
+    ways = {
+        "1 process": functools.partial(images_per_s, "cpu", 1),
+        "2 processes": functools.partial(images_per_s, "cpu_ddp", 2),
+    }
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        return common.take_turns(ways, args.rounds)
 
 
 def photo(width: int, height: int) -> bytes:
     """A JPEG of a photo (matplotlib's, of Grace Hopper) with grain: 0.2 to 0.4 bytes per pixel."""
-    import matplotlib
-    import numpy as np
-    from PIL import Image
-
     file = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
     image = Image.open(file).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
-    pixels = np.asarray(image).astype(float)
-    pixels += np.random.default_rng(0).normal(0, 5, pixels.shape)
+    pixels = np.asarray(image) + np.random.default_rng(0).normal(0, 5, (height, width, 3))
     out = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
     return out.getvalue()
@@ -132,8 +123,7 @@ def linear(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes))
 
 
-def decode_by_script(folder: Path, count: int) -> float:
-    """Images/s of scripts/resnet50.py from JPEG files, with a model that costs nothing."""
+def decode_by_script(folder: str, count: int) -> float:
     flags = ["--dataset", folder, "--num_workers", 0, "--image_size", 224, "--min_crop", 0.08, "--flip", 0.5]
     with mock.patch.object(torchvision.models, "resnet50", linear):
         summary, _ = common.run_script("resnet50", *flags, "--batch_size", count, "--max_steps", 1)
@@ -141,68 +131,40 @@ def decode_by_script(folder: Path, count: int) -> float:
 
 
 def decode_by_reference(content: bytes, count: int) -> float:
-    from PIL import Image
-    from torchvision import transforms
-
     steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
-    steps += [transforms.ConvertImageDtype(torch.float)]
-    steps += [transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    steps += [transforms.ConvertImageDtype(torch.float), transforms.Normalize(MEAN, STD)]
     reference = transforms.Compose(steps)
     began = time.perf_counter()
     torch.stack([reference(Image.open(io.BytesIO(content)).convert("RGB")) for _ in range(count)])
     return count / (time.perf_counter() - began)
 
 
-def files(args) -> dict:
-    measured = {}
-    for (width, height), count in PHOTOS.items():
-        content, count = photo(width, height), args.photos or count
-        with tempfile.TemporaryDirectory() as folder:
-            write_photos(Path(folder), content, count)
-            ways = {
-                "script": functools.partial(decode_by_script, folder, count),
-                "reference": functools.partial(decode_by_reference, content, count),
-            }
-            common.take_turns(ways, 1)  # warm-up
-            measured[f"{width} x {height} pixels, {len(content):,} bytes"] = common.take_turns(ways, args.rounds)
-    return measured
-
-
-def scaling(args) -> dict:
-    flags = ["--steps", args.steps, "--images", args.images]
-    ways = {
-        way: functools.partial(common.launch_workers, config, __file__, *flags)
-        for way, config in (("1 process", "cpu"), ("2 processes", "cpu_ddp"))
-    }
-    return {f"64 x 64 pixels, {args.images} images per process": common.take_turns(ways, args.rounds)}
-
-
-def worker(args) -> None:
-    with common.threads(1):
-        rate = script(64, args.images * int(os.environ.get("WORLD_SIZE", 1)), args.steps)
-    common.finish_worker(args.worker, rate)
+def files(args, width: int, height: int) -> dict[str, list[float]]:
+    content, count = photo(width, height), args.photos or PHOTOS[width, height]
+    with tempfile.TemporaryDirectory() as folder:
+        write_photos(Path(folder), content, count)
+        ways = {
+            "resnet50.py": functools.partial(decode_by_script, folder, count),
+            "reference": functools.partial(decode_by_reference, content, count),
+        }
+        common.take_turns(ways, 1)  # warm-up
+        return common.take_turns(ways, args.rounds)
 
 
 def measure(args) -> dict:
-    parts = {"train": train, "files": files, "scaling": scaling}
     with common.threads(1):
-        return {part: parts[part](args) for part in args.parts}
+        measured = {"Train": train(args)}
+        measured |= {f"Files, {width} x {height} pixels": files(args, width, height) for width, height in PHOTOS}
+    return measured | {"Scaling": scaling(args)}
 
 
-def report(measured) -> common.Report:
-    bases = {"train": "plain loop", "files": "reference", "scaling": "1 process"}
-    tables, bars = [], []
-    for part, runs in measured.items():
-        for run, rates in runs.items():
-            table = common.compare(rates, "images/s", bases[part], "{:.1f}")
-            tables.append(f"{part.capitalize()}, {run}:\n\n{table}")
-            if part == "train":
-                medians = common.medians(rates)
-                ratios = {way: medians["plain loop"] / median for way, median in medians.items()}
-                bars.append(common.Bars(f"ResNet-50, {run}: time / plain loop", ratios))
-    return common.Report(tables, bars, [])
+def report(measured) -> list[str]:
+    bases = {"Train": "plain loop", "Scaling": "1 process"}
+    return [
+        f"{part}:\n\n{common.compare(rates, 'images/s', bases.get(part, 'reference'), '{:.1f}')}"
+        for part, rates in measured.items()
+    ]
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    worker(args) if args.worker else common.main(args, measure, report)
+    common.main(parse_args(), measure, report)

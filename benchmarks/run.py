@@ -1,12 +1,13 @@
-"""Run the benchmarks one after another on this machine, and write RESULTS.md and results.png.
+"""Run the benchmarks one after another on this machine, and write results.json, RESULTS.md and the pictures.
 
-    python benchmarks/run.py                     # all of them
-    python benchmarks/run.py mnist_epoch ddp     # these; the others keep the numbers that they have
-    python benchmarks/run.py --draw              # measure nothing: draw results.json again
+    python benchmarks/run.py                      # all of them: about 15 minutes on two idle cores
+    python benchmarks/run.py mnist_epoch elastic      # these; the others keep the numbers that they have
+    python benchmarks/run.py --draw               # measure nothing: make the page and the pictures of results.json
+    python benchmarks/run.py --quick              # all as small as possible, to see that they work; writes no file
+    python benchmarks/run.py --against HEAD~1     # compare the scripts with those of a commit; writes no file
 
-The results are those of one machine and its versions: on any other, the ones that are there are dropped. So are those
-of a command that has changed. Each benchmark is a script of its own too, with its flags in --help, and prints its
-tables. before.py, which compares with an earlier commit, is not among them.
+The results are those of one machine and its versions: those of any other are dropped. Each benchmark is a script of its
+own too, with its flags in --help, and prints its tables.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import hashlib
 import importlib
 import json
 import re
+import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,184 +27,172 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 
-# In the order in which they stand in RESULTS.md, with flags that make each of them fit into about two minutes.
+# In the order in which they stand in RESULTS.md; with the flags that make a benchmark as small as it gets.
 BENCHMARKS = {
-    "mnist_epoch": "",
-    "startup": "--rounds 5",
-    "accelerate_share": "",
-    "ddp": "",
-    "topologies": "--rounds 2",
-    "checkpoint": "",
-    "evaluation": "",
-    "memory": "",
-    "resnet50": "--rounds 2",
-    "gradient_accumulation": "--memory_steps 1 8",
-    "model_split": "speed --microbatches 1 4 8",
-    "transformer": "",
-    "transformer_memory": "",
-    "compressors": "",
-    "virtual_processes": "--rounds 4 --steps 4",
-    "elastic": "",
+    "mnist_epoch": "--rounds 1",
+    "same_curve": "--num_epochs 1",
+    "checkpoint": "--rounds 1 --batch_size 4",
+    "resnet50": "--rounds 1 --batch_size 4 --steps 4 --images 4 --photos 2",
+    "gradient_accumulation": "--steps 2 --memory_steps",
+    "model_split": "--rounds 1 --microbatches 2 --batch_size 16",
+    "transformer_memory": "--sizes tiny --compare tiny",
+    "compressors": "--steps 2 --dataset accelerate_configs",
+    "virtual_processes": "--rounds 1 --steps 1 --numbers 2 --resnet50_batch 4",
+    "elastic": "--events 1 --steps_between 100",
+}
+# What --against runs with the scripts of both commits: the config, the script, its flags, and which second of its
+# summary.json is compared.
+HEADLINES = {
+    "MNIST, 1 process": ("cpu", "mnist_mlp", "--batch_size 64 --num_epochs 2", "train_time_s"),
+    "MNIST, 2 processes": ("cpu_ddp", "mnist_mlp", "--num_epochs 4", "train_time_s"),
+    "MNIST, 8 virtual": ("cpu_ddp", "mnist_mlp", "--num_epochs 4 --virtual_processes 8", "train_time_s"),
+    "ResNet-50, 4 checkpoints": (
+        "cpu",
+        "resnet50",
+        "--synthetic --batch_size 16 --checkpoint_every 2 --max_steps 8",
+        "checkpoint_time_s",
+    ),
 }
 INTRODUCTION = """\
 # Results
 
-Written by `python benchmarks/run.py`, with the picture, from [results.json](results.json); run it on your machine. The
-ways that are compared took turns, and a ratio is that of their medians: the speed of a shared machine drifts by more
-than they differ.
-
-![each way beside the others, and the goals](results.png)"""
+Written by `python benchmarks/run.py` from [results.json](results.json); run it on your machine. The ways that are
+compared took turns, and a ratio is that of their medians: the speed of a shared machine drifts by more than they
+differ."""
 HERE = Path(__file__).parent
-# Okabe and Ito's colours, which the colour-blind tell apart.
-BLUE, GREY, RED = ("#0072B2", "#9A9A9A", "#D55E00")
-PARTS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#004D6E", "#9A9A9A", "#D55E00")
-BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; none: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none: all")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser.add_argument("--quick", action="store_true", help="see that they work; write no file")
+    parser.add_argument("--against", metavar="COMMIT", help="compare the scripts with those of a commit")
+    parser.add_argument("--rounds", type=common.positive_int, default=5, help="of --against (%(default)s)")
     args = parser.parse_args()
-    common.check_names(parser, "benchmark", args.names, BENCHMARKS)
+    unknown = sorted(set(args.names) - set(BENCHMARKS))
+    if unknown:
+        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     return args
 
 
-def command(name: str) -> str:
-    return f"python benchmarks/{name}.py {BENCHMARKS[name]}".strip()
+def module(name: str):
+    return importlib.import_module(f"benchmarks.{name}")
 
 
-def measure(name: str) -> dict:
-    """The entry of a benchmark in results.json."""
+def measure(name: str, flags: str = "") -> dict:
+    """The entry of a benchmark in results.json.
+
+    Raises:
+        CalledProcessError: if the benchmark fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out, began = Path(folder) / "out.json", time.perf_counter()
-        if subprocess.run([sys.executable, *command(name).split()[1:], "--json", out], cwd=common.ROOT).returncode:
-            sys.exit(f"error: {command(name)} failed; results of others are kept")
-        seconds, measured = round(time.perf_counter() - began), json.loads(out.read_text())
-    return {"command": command(name), **common.machine(), "seconds": seconds, "measured": measured}
+        command = [sys.executable, HERE / f"{name}.py", *shlex.split(flags), "--json", out]
+        subprocess.run(command, cwd=common.ROOT, check=True)
+        facts = {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.perf_counter() - began)}
+        return {**common.machine(), **facts, "measured": json.loads(out.read_text())}
 
 
 def merge(old: dict, name: str, new: dict) -> dict:
-    """`old` with a new entry, in the order of BENCHMARKS and without the entries that do not belong beside it."""
-    kept = {
-        other: entry
-        for other, entry in old.items()
-        if other in BENCHMARKS
-        and entry["command"] == command(other)
-        and all(entry[fact] == new[fact] for fact in ("device", "versions"))
-    }
+    """`old` with a new entry, in the order of BENCHMARKS, without the entries of other machines and versions."""
+    facts = ("device", "versions")
+    kept = {other: entry for other, entry in old.items() if all(entry[fact] == new[fact] for fact in facts)}
     kept[name] = new
     return {other: kept[other] for other in BENCHMARKS if other in kept}
 
 
-def report(name: str, entry: dict) -> common.Report:
-    return importlib.import_module(f"benchmarks.{name}").report(entry["measured"])
+def section(name: str, entry: dict | None) -> str:
+    """What RESULTS.md has of a benchmark."""
+    title, _, body = module(name).__doc__.partition("\n\n")
+    text = [f"## {title.rstrip('.')}", body.strip("\n")]
+    if entry is None:
+        return "\n\n".join([*text, "Not measured on this machine yet."])
+    return "\n\n".join([*text, f"{entry['date']}, in {entry['seconds']} s.", *module(name).report(entry["measured"])])
 
 
-def goals(results: dict) -> str:
-    columns = {"goal": "{}", "limit": "{}", "measured": "{}", "met": "{}"}
-    rows = [
-        [
-            goal.what,
-            f"at {'least' if goal.at_least else 'most'} {goal.format.format(goal.limit)}",
-            goal.format.format(goal.measured),
-            "yes" if goal.is_met() else "**no**",
-        ]
-        for name, entry in results.items()
-        for goal in report(name, entry).goals
-    ]
-    return common.table(columns, rows)
+def anchor(name: str) -> str:
+    """Of a benchmark's section."""
+    return re.sub(r"[^\w -]", "", module(name).__doc__.partition(".\n")[0]).lower().replace(" ", "-")
 
 
 def render(results: dict) -> str:
     """RESULTS.md. It has a heading for each benchmark, also without results, so that links keep working."""
-    newest = max(results.values(), key=lambda entry: entry["date"])
-    text = [INTRODUCTION, f"All on {newest['device']}; {newest['versions']}.", "## Goals", goals(results)]
-    for name in BENCHMARKS:
-        heading, _, body = importlib.import_module(f"benchmarks.{name}").__doc__.partition("\n\n")
-        body = re.sub(r"^(    .*\n)+", f"    {command(name)}\n", body, count=1, flags=re.M).strip("\n")
-        text += [f"## {heading.rstrip('.')}", body]
-        if name in results:
-            entry = results[name]
-            text += [f"{entry['date']}, in {entry['seconds']} s.", *report(name, entry).tables]
-        else:
-            text.append("Not measured on this machine yet.")
+    facts = {f"{entry['device']}; {entry['versions']}" for entry in results.values()}
+    minutes = sum(entry["seconds"] for entry in results.values()) / 60
+    text = [INTRODUCTION, f"All on {facts.pop()}. {minutes:.0f} minutes in all."] if facts else [INTRODUCTION]
+    text += [section(name, results.get(name)) for name in BENCHMARKS]
     return "\n\n".join(text) + "\n"
 
 
-def digest(results: dict) -> str:
-    """Says in the picture which results it shows."""
-    return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
-
-
-def draw(results: dict, picture: Path) -> None:
-    """A PNG with one group of bars beside the other."""
-    from matplotlib.figure import Figure
-
-    def height(column):
-        return sum(len(bars.values) + (4 if bars.is_stacked() else 2) for bars in column)
-
-    columns = [[], []]
-    for name, entry in results.items():
-        for bars in report(name, entry).bars:
-            min(columns, key=height).append(bars)
-    columns = [column for column in columns if column]
-    figure = Figure(figsize=(12, 1 + 0.32 * max(map(height, columns))), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08)
-    title = "Blue: the scripts here. Grey: what you would write instead. Colours: where the time goes."
-    figure.suptitle(title, fontsize=10)
-    for subfigure, column in zip(figure.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
-        heights = [height([bars]) for bars in column]
-        rows = subfigure.subplots(len(column), 1, height_ratios=heights, squeeze=False)
-        for axes, bars in zip(rows[:, 0], column, strict=True):
-            draw_bars(axes, bars)
-    figure.savefig(picture, dpi=100, metadata={"Description": digest(results)})
-
-
-def draw_bars(axes, bars: common.Bars) -> None:
-    values, rows = list(bars.values.values()), range(len(bars.values))
-    wholes = [0.0] * len(values)
-    if bars.is_stacked():
-        parts = list(dict.fromkeys(part for value in values for part in value))
-        for part, color in zip(parts, PARTS[: len(parts)], strict=True):
-            lengths = [value.get(part, 0.0) for value in values]
-            axes.barh(rows, lengths, left=wholes, color=color, height=0.7, label=part)
-            wholes = [whole + length for whole, length in zip(wholes, lengths, strict=True)]
-        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.3, -0.12), ncols=4, frameon=False)
-    else:
-        wholes = values
-        axes.barh(rows, values, color=[BLUE if row < bars.ours else GREY for row in rows], height=0.7)
-    for row, whole in enumerate(wholes):
-        text = bars.format.format(whole)
-        axes.annotate(text, (whole, row), (4, 0), textcoords="offset points", va="center", fontsize=9, bbox=BEHIND)
-    axes.set_yticks(rows, bars.values, fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max(*wholes, bars.goal or 0))
-    axes.set_title(bars.title, fontsize=9, loc="left", fontweight="bold")
-    axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    if bars.goal:
-        axes.axvline(bars.goal, color=RED, linestyle="--", linewidth=1.5)
-        axes.set_title(f"goal {'≥' if bars.at_least else '≤'} {bars.goal:g}", fontsize=9, loc="right", color=RED)
+def digest(entry: dict) -> str:
+    """Says in a picture which results it shows."""
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
 def write(results: dict) -> None:
     text = re.sub(r"\[[^][{}]+\]", lambda row: " ".join(row[0].split()), json.dumps(results, indent=1))
     (HERE / "results.json").write_text(text + "\n")
     (HERE / "RESULTS.md").write_text(render(results))
-    draw(results, HERE / "results.png")
+    for name, entry in results.items():
+        if hasattr(module(name), "draw"):
+            figure = module(name).draw(entry["measured"], entry["device"])
+            figure.savefig(module(name).PICTURE, dpi=120, metadata={"Description": digest(entry)})
+
+
+def headline(root: Path, config: str, script: str, flags: str, key: str) -> list[float]:
+    """Seconds: of a part of a run, from the command to its end, and of the processors."""
+
+    def processor_s() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    began, used = time.perf_counter(), processor_s()
+    summary, _ = common.launch_script(config, script, *flags.split(), root=root)
+    return [summary[key], time.perf_counter() - began, processor_s() - used]
+
+
+def compare_with(commit: str, rounds: int) -> str:
+    """A table of the scripts of a commit and of today, which take turns."""
+    columns = {"run": "{}", "seconds": "{}", commit: "{:.3f}", "min to max": "{}", "today": "{:.3f}"}
+    columns |= {"min to max ": "{}", "today / before": "{:.3f}"}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", commit], cwd=common.ROOT, check=True, capture_output=True)
+        subprocess.run(["tar", "-x"], cwd=folder, input=archive.stdout, check=True)
+        for name, what in HEADLINES.items():
+            roots = {"before": Path(folder), "today": common.ROOT}
+            ways = {way: lambda root=root, what=what: headline(root, *what) for way, root in roots.items()}
+            turns = common.take_turns(ways, rounds)
+            for i, kind in enumerate((what[-1], "command to end", "processors")):
+                seconds = {way: [turn[i] for turn in turns[way]] for way in ways}
+                before, today = common.medians(seconds).values()
+                ranges = [f"{min(numbers):.2f} to {max(numbers):.2f}" for numbers in seconds.values()]
+                rows.append([name, kind, before, ranges[0], today, ranges[1], today / before])
+    return common.table(columns, rows)
 
 
 def main():
     args = parse_args()
+    if args.against:
+        print(compare_with(args.against, args.rounds))
+        return
     file = HERE / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
+    results, failed = json.loads(file.read_text()) if file.exists() else {}, []
     for name in [] if args.draw else args.names or BENCHMARKS:
         print(f"{name} ...", flush=True)
-        results = merge(results, name, measure(name))
-        write(results)  # at once: the next one may fail
+        try:
+            entry = measure(name, BENCHMARKS[name] if args.quick else "")
+        except subprocess.CalledProcessError:
+            failed.append(name)
+            continue
+        if not args.quick:
+            results = merge(results, name, entry)
+            write(results)  # at once: the next one may fail
     if args.draw:
         write(results)
+    if failed:
+        sys.exit(f"error: {', '.join(failed)} failed, and kept the numbers from before")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ WAYS = {
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, worker=True)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--sizes", nargs="+", default=["small", "medium", "large"], choices=SIZES)
     parser.add_argument("--compare", default="medium", choices=SIZES, help="the size for all ways (%(default)s)")
     parser.add_argument("--way", default="one process", choices=WAYS, help="of a --worker, with the first of --sizes")
@@ -194,18 +194,17 @@ def measure(args) -> dict:
     return {"sizes": sizes, "compare": args.compare, "ways": ways}
 
 
-def report(measured) -> common.Report:
+def report(measured) -> list[str]:
     columns = {"size": "{}", "batch x context": "{}", "parameters N, million": "{:.1f}", "weights, MiB": "{:.0f}"}
     columns |= {"gradients": "{:.0f}", "AdamW": "{:.0f}", "activations": "{:.0f}", "kept, measured": "{:.0f}"}
     columns |= {"weights + AdamW + activations": "{:.0f}", "peak, measured": "{:.0f}"}
-    rows, goals = [], []
+    rows = []
     for name, each in measured["sizes"].items():
         size, mib = SIZES[name], formula(SIZES[name])
         weights, activations = mib["parameters"], mib["activations"]
         facts = [f"{name}: {size.dim} x {size.layers}", f"{size.batch_size} x {size.context}", weights * 2**20 / 4e6]
         total = 3 * weights + activations
         rows.append([*facts, weights, weights, 2 * weights, activations, each["kept_mib"], total, each["peak_mib"]])
-        goals.append(common.Goal(f"Activations, formula / measured, {name}", activations / each["kept_mib"], 1.05))
     tables = [common.table(columns, rows)]
     ways = measured["ways"]
     base = ways["one process"][0]
@@ -217,8 +216,7 @@ def report(measured) -> common.Report:
         seconds = sum(each["processor_s"] for each in processes)
         rows.append([way, peak, peak / base["peak_mib"], seconds, seconds / base["processor_s"]])
     tables.append(common.table(columns, rows))
-    peaks = {row[0]: row[1] for row in rows}
-    return common.Report(tables, [common.Bars("transformer, peak MiB of a process", peaks, format="{:.0f}")], goals)
+    return tables
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The code on the pages runs, and does what the page says."""
 
-import json
 import os
 import sys
 import textwrap
@@ -88,21 +87,6 @@ def test_a_notebook_trains_in_its_process_and_in_two(launcher, small_mnist):
         launcher.python(f"cell_{number}.py")
     runs = [run_reader.launches(launcher.folder / "runs" / name)[0] for name in ("notebook", "two_processes")]
     assert [launch["num_processes"] for launch in runs] == [1, 2]
-
-
-def test_the_picture_is_drawn_from_three_runs(tmp_path, monkeypatch):
-    for processes in (1, 2, 3):
-        (tmp_path / "runs" / str(processes)).mkdir(parents=True)
-        lines = [{"split": "train", "step": step, "loss": 1 / step} for step in (1, 2)] + [{"split": "test"}]
-        text = "".join(f"{json.dumps(line)}\n" for line in lines)
-        (tmp_path / "runs" / str(processes) / "metrics.jsonl").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    (block,) = blocks(guide("same_numbers"), "python")
-    scope = {}
-    exec(block, scope)
-    assert [list(line.get_ydata()) for line in scope["axis"].lines] == [[1.0, 0.5]] * 3
-    assert (tmp_path / "same_curve.png").stat().st_size > 0
 
 
 def test_the_loss_in_the_replicas_is_the_loss_of_the_batch():
