@@ -340,16 +340,3 @@ def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher, monkeypatch):
     assert process.returncode == signals.EXIT_REQUEUE == 75
     assert "to continue: python" in out
     assert out.strip().endswith("--output_dir run --num_epochs 500 --resume")
-
-
-@pytest.mark.slow
-def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(launcher, small_mnist):
-    first = launcher.start("cpu", "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000)
-    wait_for_line(first, "step 100/")
-    second = launcher("cpu", "--dataset", small_mnist, *FLAGS, "--num_epochs", 5000, "--resume", check=False)
-    assert "another run is writing to run" in second.stderr
-    assert first.poll() is None
-    first.terminate()
-    time.sleep(0.1)
-    first.communicate(timeout=30)
-    assert list((launcher.folder / "run" / "checkpoints").glob("step_*"))

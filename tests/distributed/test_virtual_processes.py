@@ -3,8 +3,6 @@
 import contextlib
 import itertools
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import run_many
@@ -77,46 +75,25 @@ class OneRank:
 
 
 @pytest.fixture
-def threads(monkeypatch):
-    """Runs a function for each rank, in threads that exchange tensors in memory."""
+def tree_threads(threads, monkeypatch):
+    """`threads` with the collectives that TreeSum uses."""
 
-    def run(world_size, function):
-        slots, meeting = [None] * world_size, threading.Barrier(world_size)
-        ranks = {}
+    def all_to_all_single(output, sent, output_split_sizes, input_split_sizes, group):
+        parts = [split[threads.here.rank] for split in threads.exchange(sent.split(input_split_sizes))]
+        assert [len(part) for part in parts] == output_split_sizes
+        output.copy_(torch.cat(parts))
 
-        def meet(value):
-            rank = ranks[threading.get_ident()]
-            slots[rank] = value
-            meeting.wait(20)
-            everyone = list(slots)
-            meeting.wait(20)
-            return rank, everyone
+    def all_gather_into_tensor(output, mine, group):
+        output.copy_(torch.cat(threads.exchange(mine)))
 
-        def all_to_all_single(output, sent, output_split_sizes, input_split_sizes, group):
-            rank, everyone = meet(sent.split(input_split_sizes))
-            output.copy_(torch.cat([parts[rank] for parts in everyone]))
-            sizes = [len(parts[rank]) for parts in everyone]
-            assert sizes == output_split_sizes
-
-        def all_gather_into_tensor(output, mine, group):
-            output.copy_(torch.cat(meet(mine)[1]))
-
-        monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
-        monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather_into_tensor)
-        monkeypatch.setattr(dist, "new_group", lambda timeout: None)
-
-        def work(rank):
-            ranks[threading.get_ident()] = rank
-            return function(rank)
-
-        with ThreadPoolExecutor(world_size) as pool:
-            return list(pool.map(work, range(world_size)))
-
-    return run
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather_into_tensor)
+    monkeypatch.setattr(dist, "new_group", lambda timeout: None)
+    return threads
 
 
 @pytest.mark.parametrize(("number", "size"), [(8, 1000), (7, 13), (12, 1)])
-def test_sums_are_the_same_bits_on_any_number_of_processes(threads, number, size):
+def test_sums_are_the_same_bits_on_any_number_of_processes(tree_threads, number, size):
     generator = torch.Generator().manual_seed(0)
     leaves = torch.randn(number, size, generator=generator)
     leaves *= 10.0 ** (torch.arange(number) % 5)[:, None]
@@ -128,7 +105,7 @@ def test_sums_are_the_same_bits_on_any_number_of_processes(threads, number, size
             tree_push(nodes, Node(leaf, 1, leaves[leaf].clone()), torch.Tensor.add_)
         return tree.total(nodes)
 
-    (expected,) = threads(1, lambda rank: total(rank, 1))
+    (expected,) = tree_threads.run(1, lambda rank: total(rank, 1))
     exact = leaves.double().sum(0).float()
     torch.testing.assert_close(expected, exact, rtol=1e-5, atol=1e-5 * float(leaves.abs().max()))
     one_by_one = leaves[0].clone()
@@ -136,7 +113,7 @@ def test_sums_are_the_same_bits_on_any_number_of_processes(threads, number, size
         one_by_one += leaf
     assert size == 1 or not torch.equal(expected, one_by_one)  # another order gives other bits
     for world_size in range(2, number + 1):
-        for found in threads(world_size, lambda rank, w=world_size: total(rank, w)):
+        for found in tree_threads.run(world_size, lambda rank, w=world_size: total(rank, w)):
             assert torch.equal(found, expected)
 
 

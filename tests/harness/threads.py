@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 20  # for a message that never comes
@@ -64,9 +65,9 @@ class Threads:
         tensor.copy_(message[3])
         return message[0]
 
-    def exchange(self, tensor) -> list:
-        """The tensor of each rank. A collective."""
-        self.tensors[self.here.rank] = tensor.clone()
+    def exchange(self, value) -> list:
+        """The value of each rank, tensors as copies. A collective."""
+        self.tensors[self.here.rank] = value.clone() if torch.is_tensor(value) else value
         self.barrier.wait()
         tensors = list(self.tensors)
         self.barrier.wait()

@@ -13,9 +13,7 @@ from accelerate import Accelerator
 
 from scripts.from_scratch import data_parallel
 from scripts.from_scratch.data_parallel import (
-    Copies,
     CpuDevices,
-    Gathered,
     Gpus,
     Memory,
     Painter,
@@ -64,42 +62,6 @@ def test_the_weights_are_those_of_plain_autograd(args, batches, count, loss_insi
     args.num_devices = count
     for options in ({}, {"counts_memory": True}, {"one_call": True}):
         assert difference(args, batches, CpuDevices(count, **options), loss_inside) < 1e-12
-
-
-def forget_a_device(ctx, *gradients):
-    count = ctx.num_weights
-    return None, None, *(a + b for a, b in zip(gradients[:count], gradients[count:], strict=False))
-
-
-def share_one_buffer(ctx, *gradients):
-    """As if all replicas had written into the buffer of the last one."""
-    return None, None, *(3 * gradient for gradient in gradients[-ctx.num_weights :])
-
-
-def gather_backwards(ctx, devices, *outputs):
-    ctx.devices, ctx.sizes = devices, [len(output) for output in outputs]
-    return torch.cat(outputs[::-1])
-
-
-def swap_gradients(ctx, gradient):
-    first, second, *others = gradient.split(ctx.sizes)
-    return None, second, first, *others
-
-
-@pytest.mark.parametrize(
-    ("function", "name", "wrong"),
-    [
-        (Copies, "backward", forget_a_device),
-        (Copies, "backward", share_one_buffer),
-        (Gathered, "forward", gather_backwards),
-        (Gathered, "backward", swap_gradients),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_a_wrong_phase_shows_in_the_weights(args, batches, monkeypatch, function, name, wrong):
-    batches = [images[:30] for images in batches]  # equal parts: a swap is no error of shapes
-    monkeypatch.setattr(function, name, staticmethod(wrong))
-    assert difference(args, batches, CpuDevices(3), False) > 1e-6
 
 
 def one_step(devices, images, loss_inside):

@@ -281,24 +281,6 @@ def test_classes_that_only_the_test_has_are_named(tmp_path, capsys):
     assert "warning: test has classes that train has no image of: zebra\n" in said
 
 
-def test_images_of_any_format_decode_alike(tmp_path):
-    pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
-    contents = []
-    for kind in ("PNG", "BMP", "PPM"):
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, kind)
-        contents.append(buffer.getvalue())
-    decoded = decode_images(contents, [None] * 3, "x")
-    assert (decoded == pixels).all()
-
-
-def test_a_split_is_a_tensor_dataset(tmp_path):
-    train, _ = data.load_images(str(image_folder(tmp_path)))
-    image, label = train[4]
-    assert torch.equal(image, train.tensors[0][4])
-    assert label == train.tensors[1][4]
-
-
 def test_a_damaged_copy_in_the_cache_is_named(small_mnist, tmp_path, capsys, monkeypatch):
     cache = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)

@@ -230,14 +230,6 @@ def test_an_own_tracker_logs_beside_those_of_the_flag(handed_over):
     assert handed_over(run_flags(log_with=None))["log_with"] is None
 
 
-def test_an_own_tracker_gets_what_is_logged():
-    notes = Notes()
-    accelerator = make_accelerator(run_flags(), log_with=notes)
-    accelerator.init_trackers("project")
-    accelerator.log({"loss": 1.0}, step=3)
-    assert notes.logged == [(3, {"loss": 1.0})]
-
-
 def test_a_tracker_that_is_not_there_stops_the_run(monkeypatch, capsys):
     """Accelerate leaves it out and says so at log level debug only."""
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [])

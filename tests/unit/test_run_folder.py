@@ -11,7 +11,6 @@ from conftest import ROOT
 from fakes import fake_accelerator
 from filelock import FileLock
 
-from utils import atomic_files as files
 from utils import console, run_folder
 
 
@@ -142,13 +141,6 @@ def test_a_second_run_in_the_folder_is_refused(make, tmp_path, capsys):
     assert "another run is writing to" in capsys.readouterr().err
 
 
-def test_the_lock_goes_with_its_process(make, tmp_path):
-    (tmp_path / "run").mkdir()
-    code = "import sys, filelock, os\nfilelock.FileLock(sys.argv[1]).acquire()\nos.kill(os.getpid(), 9)\n"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run" / ".lock")], check=False)
-    make()
-
-
 def test_a_folder_that_cannot_be_made_is_refused(make, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit):
@@ -203,22 +195,6 @@ def test_metrics_that_cannot_be_written_are_one_sentence(make, tmp_path, capsys)
     assert capsys.readouterr().err == f"error: {tmp_path}/run/metrics.jsonl cannot be written: Is a directory\n"
 
 
-@pytest.mark.parametrize("name", ["run.json", "summary.json"])
-def test_a_full_disk_is_one_sentence(make, tmp_path, capsys, name):
-    folder = make()
-    (tmp_path / "run" / f".part_{name}").symlink_to("/dev/full")
-
-    def run():
-        started(folder).write_summary({"loss": 1.0})
-
-    with pytest.raises(SystemExit) as stopped:
-        run()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}/run/{name} cannot be written: No space left on device\n"
-    assert not (tmp_path / "run" / name).exists()
-    assert not (tmp_path / "run" / f".part_{name}").is_symlink()
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -234,11 +210,3 @@ def test_colours_on_a_terminal_only(monkeypatch):
     assert said(Terminal()) == "\033[1;31merror:\033[0m so\n"
     monkeypatch.setenv("NO_COLOR", "1")
     assert said(Terminal()) == "error: so\n"
-
-
-def test_json_is_written_whole_and_reads_well(tmp_path):
-    path = tmp_path / "x.json"
-    files.write_json(path, {"confusion": [[1, 2], [3, 4]], "name": "[1,\n2]"})
-    assert json.loads(path.read_text()) == {"confusion": [[1, 2], [3, 4]], "name": "[1,\n2]"}
-    assert "[ 1, 2 ]" in path.read_text()
-    assert list(tmp_path.iterdir()) == [path]
