@@ -1,9 +1,13 @@
 """Processes whose weights or test results drift apart stop, and what differs is named."""
 
+import copy
 import math
 
 import pytest
+import torch
 from conftest import ROOT
+from fakes import fake_accelerator
+from torch import nn
 
 from utils.parallel import same_weights
 
@@ -26,6 +30,45 @@ def test_a_test_result_of_each_processs_own_samples_stops_the_run(launcher):
     assert done.returncode != 0
     assert "the processes have different test results: loss is " in done.stderr
     assert not (launcher.folder / "run" / "summary.json").exists()
+
+
+@pytest.fixture
+def compared(capsys):
+    """What is said if rank 1 of 2 has the first models, and rank 0 the second."""
+
+    def compare(theirs, ours):
+        rows = []
+        recorder = fake_accelerator(2, rank=1, gather=lambda sums: rows.append(sums) or sums)
+        same_weights.check(recorder, theirs)
+        same_weights.check(fake_accelerator(2, gather=lambda sums: torch.cat([sums, *rows])), ours)
+        return capsys.readouterr().err
+
+    return compare
+
+
+def pair_of_models(dtype=torch.float32):
+    return {name: nn.Linear(3, 2, dtype=dtype) for name in ("generator", "discriminator")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128])
+def test_one_bit_of_one_weight_of_the_second_model_is_found(compared, capsys, dtype):
+    ours = pair_of_models(dtype)
+    theirs = copy.deepcopy(ours)
+    assert compared(theirs, ours) == ""
+    weight = theirs["discriminator"].weight.data
+    bits = (torch.view_as_real(weight) if dtype.is_complex else weight).view(torch.int8).view(-1)
+    bits[-weight.element_size()] ^= 1  # the lowest bit of a number, by little-endian order
+    with pytest.raises(SystemExit):
+        compared(theirs, ours)
+    assert "different weights: discriminator.weight on rank 1 is not that on rank 0" in capsys.readouterr().err
+
+
+def test_weights_may_be_equal_where_buffers_differ_or_are_not_finite(compared):
+    ours = {"model": nn.BatchNorm1d(3)}
+    ours["model"].weight.data[0] = math.nan
+    theirs = copy.deepcopy(ours)
+    theirs["model"].running_mean.fill_(7)
+    assert compared(theirs, ours) == ""
 
 
 @pytest.mark.parametrize(

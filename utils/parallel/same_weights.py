@@ -17,10 +17,13 @@ from ..console import stop
 
 
 def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
-    """Compare the sums of the weights. Collective.
+    """Compare the parameters of all models. Collective.
+
+    Sums of their bits as integers: sums of floating-point numbers depend on the order of the additions, which differs
+    between devices. Not the buffers: BatchNorm statistics may differ until DDP broadcasts those of rank 0.
 
     Args:
-        models: by name, whole on each process; those with sharded parameters are left out.
+        models: by name, whole on each process; sharded parameters are left out.
 
     Raises:
         SystemExit: on every rank, naming the first parameter that differs.
@@ -29,25 +32,27 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
         f"{owner}.{name}": parameter.detach()
         for owner, model in models.items()
         for name, parameter in model.named_parameters()
-        if not hasattr(parameter, "full_tensor") and not parameter.is_complex()
+        if not hasattr(parameter, "full_tensor")
     }
-    total = sum(float(parameter.sum(dtype=torch.float64)) for parameter in parameters.values())
-    limits = torch.tensor([total, -total], dtype=torch.float64)
-    if accelerator.device.type != "cpu":
-        limits = limits.to(accelerator.device)
-    torch.distributed.all_reduce(limits, torch.distributed.ReduceOp.MAX)
-    if limits[0] == -limits[1] or limits.isnan().any():  # a loss that is not finite stops the run elsewhere
+    if not parameters:
         return
-    sums = {name: float(parameter.sum(dtype=torch.float64)) for name, parameter in parameters.items()}
-    everyone = gather_object([sums])
-    for name in sums:
-        for rank, theirs in enumerate(everyone):
-            if theirs[name] != everyone[0][name]:
+    sums = torch.stack([sum_of_bits(parameter).to(accelerator.device) for parameter in parameters.values()])
+    first, *others = accelerator.gather(sums[None]).tolist()
+    for rank, theirs in enumerate(others, 1):
+        for name, value, other in zip(parameters, first, theirs, strict=True):
+            if value != other:
                 stop(
                     f"the processes have different weights: {name} on rank {rank} is not that on rank 0. DDP averages "
                     "the gradients of what had requires_grad when prepare() was called, in accelerator.backward only: "
                     "thaw layers before prepare(), and call no other backward"
                 )
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's values, each read as an integer of as many bits; int64, ()."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def check_result(numbers: dict[str, float]) -> None:
