@@ -34,8 +34,7 @@ parallel/: what a config file or a script asks for.
 
 extras/: what a flag asks for, and what a run shows and watches.
 
-    banner             what is going to run, on the screen and in run.json
-    provenance         versions and commit in run.json
+    banner             what is going to run, on the screen and in run.json, with versions and commit
     peak_memory        peak memory, in summary.json
     curves             curves.png at the end of a run
     out_of_memory      advice, and the largest batch that fits

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import sys
 import sysconfig
 import time
@@ -11,9 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CLEAR_LINE = "\r\033[K"
-# What a terminal would obey, without the tab and the line end. In file names, the last range stands for bytes that are
-# not UTF-8.
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 LIBRARY = sysconfig.get_path("stdlib")
 LAUNCH = str(Path(__file__).with_name("launch.py"))
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
@@ -26,8 +22,8 @@ def is_local_main() -> bool:
 
 
 def printable(text: str) -> str:
-    r"""`text` with control characters as their escapes, such as \x1b: file names and messages may have some."""
-    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+    r"""`text` with escapes, such as \x1b, for what a terminal would obey or cannot show: file names may have it."""
+    return "".join(c if c.isprintable() or c in "\t\n" else ascii(c)[1:-1] for c in text)
 
 
 def show(text: str, colour: str = "", file=None) -> None:
@@ -58,7 +54,7 @@ def report_to_launcher(sentence: str) -> None:
 
 
 def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
-    """End this process with one sentence on stderr, printed once a machine, and in the launcher's report.
+    """End this process with one sentence on stderr, printed once per machine, and in the launcher's report.
 
     Args:
         sentence: what is wrong, the value, what to do.

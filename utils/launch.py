@@ -26,7 +26,7 @@ from accelerate.utils import (
 from .console import stop
 from .errors import ExplainedErrors, explain_errors
 from .extras import out_of_memory
-from .extras.provenance import code_digest
+from .extras.banner import code_digest
 from .extras.watchdog import Watchdog, is_lost_peer
 from .flags import with_defaults
 from .processes import check_restarts, follow_launcher, outlive_readers, was_restarted
@@ -180,7 +180,8 @@ def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace, timeout
     """
     outlive_readers()
     follow_launcher(timeout_s)
-    # In every step Accelerate's optimizer asks twice whether a package is installed, which searches the disk: 0.1 ms.
+    # Accelerate's optimizer asks twice per step whether a package is installed, which searches the disk: 8 % of a step
+    # of mnist_mlp.py with batches of 64.
     if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
     errors.explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from .atomic_files import fsync, read_entry, write_json
 from .console import show, stop
-from .extras.provenance import describe_code
+from .extras.banner import describe_code
 
 
 class RunFolder:

@@ -12,8 +12,7 @@ import torch
 from benchmarks.common import table
 from tools.doctor import output_of
 from utils.console import plural
-from utils.extras.banner import cpu_name
-from utils.extras.provenance import git_commit
+from utils.extras.banner import cpu_name, git_commit
 
 COLUMNS = dict.fromkeys(("config", "check", "figure", "tolerance", "outcome"), "{}")
 SPEED_COLUMNS = {"config": "{}", "processes": "{}", "devices": "{}"}

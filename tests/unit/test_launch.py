@@ -15,7 +15,7 @@ from conftest import ROOT
 from torch import nn
 
 from utils import launch
-from utils.extras import provenance, trackers
+from utils.extras import banner, trackers
 from utils.flags import ArgumentParser
 from utils.launch import make_accelerator
 from utils.processes import LastingOutput
@@ -208,7 +208,7 @@ def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_pat
     script, package = tmp_path / "train.py", tmp_path / "utils"
     (package / "extras").mkdir(parents=True)
     monkeypatch.setattr(launch.sys, "argv", [str(script)])
-    monkeypatch.setattr(provenance, "__file__", str(package / "extras" / "provenance.py"))
+    monkeypatch.setattr(banner, "__file__", str(package / "extras" / "banner.py"))
     compared = []
     monkeypatch.setattr(launch, "same_on_all", compared.append)
     for path in (script, package / "loader.py", package / "extras" / "banner.py"):

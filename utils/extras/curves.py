@@ -1,8 +1,8 @@
-"""The pictures of a run.
+"""curves.png: the metrics of a run over its steps.
 
-A picture that cannot be drawn or written is a warning and never the end of a run: the numbers in it
-are in a file already. matplotlib is imported only when a picture is drawn. `Figure` is used instead
-of pyplot, which would choose a window system and keep every figure.
+A picture that cannot be drawn or written is a warning and never the end of a run: the numbers are in a file already.
+matplotlib is imported only when a picture is drawn. `Figure` is used instead of pyplot, which would choose a window
+system and keep every figure.
 """
 
 import json
@@ -15,11 +15,8 @@ from ..best import is_number
 from ..console import show
 
 COLOURS = {"train": "#0072b2", "test": "#d55e00"}
-# Where several runs are in one panel, the colour says which run.
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-# They are in metrics.jsonl, but nobody judges a model by them: timings, and the size of the test.
-TIMINGS = ("samples_per_s", "data_wait_pct")
-NOT_PLOTTED = (*TIMINGS, "samples")
+NOT_PLOTTED = ("split", "step", "epoch", "samples_per_s", "data_wait_pct", "samples")
 MAX_PANELS = 6
 MAX_COLUMNS = 3
 MARKERS_BELOW = 30  # points: a line with fewer shows each one
@@ -46,67 +43,35 @@ def save_picture(picture: Path, draw: Callable) -> None:
 
 
 def plot_curves(metrics_file: Path, picture: Path, title: str = "") -> None:
-    """Plot the metrics in metrics.jsonl over the steps: one panel a metric, train and test in each.
+    """Plot the metrics in metrics.jsonl over the steps: one panel per metric, train and test in each.
 
-    Each line of the file holds a split, "train" or "test", a step, an epoch and named numbers.
-    The first six metric names are plotted; learning rates, timings and the number of samples are
-    not. Values that are not finite are left out, and lines of few steps are joined with those before
-    them (`join_short_lines`). Without any metric there is no picture.
+    The first six metrics are plotted, without learning rates and timings. Without any metric there is no picture.
     """
     save_picture(picture, lambda: draw_curves(read_curves(metrics_file), title))
 
 
 def read_curves(metrics_file: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Read metrics.jsonl as {metric: {split: [(step, value), ...]}}, with finite values only."""
-    lines = map(json.loads, metrics_file.read_text().splitlines())
-    curves = {}
-    for line in join_short_lines([line for line in lines if line.get("split") in COLOURS]):
-        for name, value in line.items():
-            if name in ("split", "step", "epoch") or not is_plotted(name):
-                continue
-            if is_finite_number(value):
-                splits = curves.setdefault(name, {})
-                splits.setdefault(line["split"], []).append((line["step"], value))
-    return curves
-
-
-def join_short_lines(lines: list[dict]) -> list[dict]:
-    """Lines of metrics.jsonl, without training lines of very few steps.
+    """Read metrics.jsonl as {metric: {split: [(step, value), ...]}}, with finite values only.
 
     A training line is a mean since the line before it. What is left at the end of an epoch may be a few steps, whose
-    mean is noise and would be drawn as a cliff. Such a line, of less than a quarter of the steps of the line before
-    it in the same epoch, becomes one with it: the mean of both, weighted by their steps.
+    mean is noise and would be drawn as a cliff: a line of less than a quarter of the steps of the line before it, in
+    the same epoch, is left out.
     """
-    joined, last, last_steps = [], None, 0
-    for line in lines:
-        if line["split"] != "train":
-            joined.append(line)
+    curves = {}
+    last_step, last_steps, last_epoch = 0, 0, None
+    for line in map(json.loads, metrics_file.read_text().splitlines()):
+        if line.get("split") not in COLOURS:
             continue
-        steps = line["step"] - (last["step"] if last else 0)
-        if last and last.get("epoch") == line.get("epoch") and 4 * steps < last_steps:
-            for name, value in last.items():
-                if is_finite_number(value) and is_finite_number(line.get(name)) and name not in ("step", "epoch"):
-                    last[name] = (last_steps * value + steps * line[name]) / (last_steps + steps)
-            last["step"] = line["step"]
-            last_steps += steps
-        else:
-            last, last_steps = dict(line), steps
-            joined.append(last)
-    return joined
-
-
-def is_finite_number(value) -> bool:
-    return is_number(value) and math.isfinite(value)
-
-
-def is_plotted(name: str) -> bool:
-    """Whether a metric of this name gets a panel: a learning rate ("lr", "head_lr") does not."""
-    return name not in NOT_PLOTTED and not name.endswith("lr")
-
-
-def is_named(name: str, kind: str) -> bool:
-    """Whether a metric is of a kind: "ema_loss" is a "loss"."""
-    return name == kind or name.endswith(f"_{kind}")
+        if line["split"] == "train":
+            steps = line["step"] - last_step
+            is_short = line["epoch"] == last_epoch and 4 * steps < last_steps
+            last_step, last_steps, last_epoch = line["step"], steps, line["epoch"]
+            if is_short:
+                continue
+        for name, value in line.items():
+            if name not in NOT_PLOTTED and not name.endswith("lr") and is_number(value) and math.isfinite(value):
+                curves.setdefault(name, {}).setdefault(line["split"], []).append((line["step"], value))
+    return curves
 
 
 def draw_curves(curves: dict[str, dict[str, list[tuple[int, float]]]], title: str):
@@ -130,35 +95,30 @@ def draw_curves(curves: dict[str, dict[str, list[tuple[int, float]]]], title: st
 
 def draw_panel(axes, name: str, splits: dict[str, list[tuple[int, float]]]) -> None:
     """Draw one metric into a panel, a line for each split."""
-    last = "{:.2%}" if is_named(name, "accuracy") else "{:.4g}"
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
+
+    kind = name.rpartition("_")[2]  # "ema_loss" is a "loss"
+    last = "{:.2%}" if kind == "accuracy" else "{:.4g}"
     for split, colour in COLOURS.items():
-        points = splits.get(split, [])
-        if points:
-            steps = [step for step, _ in points]
-            values = [value for _, value in points]
-            marker = "o" if len(points) < MARKERS_BELOW else None
+        if split in splits:
+            steps, values = zip(*splits[split], strict=True)
+            marker = "o" if len(steps) < MARKERS_BELOW else None
             label = f"{split}, last {last.format(values[-1])}"
             axes.plot(steps, values, label=label, color=colour, marker=marker, markersize=4)
     axes.legend()
-    set_axes(axes, name, [value for points in splits.values() for _, value in points])
-
-
-def set_axes(axes, name: str, values: list[float]) -> None:
-    """Labels, grid and scales of a panel. values: all that are drawn, at least one."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
-
     axes.set(xlabel="step (optimizer steps)", ylabel=name)
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+    values = [value for points in splits.values() for _, value in points]
     # A smaller range than a factor of five would leave a logarithmic axis with one label or none.
-    if is_named(name, "loss") and min(values) > 0 and max(values) >= 5 * min(values):
+    if kind == "loss" and min(values) > 0 and max(values) >= 5 * min(values):
         axes.set_yscale("log")
         # Over many decades LogLocator labels every n-th power of ten, and with more `subs` nothing.
         subs = (1, 2, 5) if max(values) < 1000 * min(values) else (1,)
         axes.yaxis.set_major_locator(LogLocator(subs=subs))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
-    if is_named(name, "accuracy"):
+    if kind == "accuracy":
         axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 
@@ -197,11 +157,6 @@ def draw_confusion(confusion: list[list[int]], classes: list[str], run: str):
                 colour = "white" if norm(fractions[row][column]) > 0.5 else "black"
                 axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=8)
     return figure
-
-
-def plot_images(images: list, titles: list[str], picture: Path) -> None:
-    """Plot a grid of images, arrays (H, W, 3), each under its title. No images: no picture."""
-    save_picture(picture, lambda: draw_images(images, titles, picture))
 
 
 def draw_images(images: list, titles: list[str], picture: Path):

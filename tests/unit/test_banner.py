@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from utils.extras import provenance
+from utils.extras import banner
 
 
 @pytest.fixture
@@ -12,8 +12,8 @@ def repository(tmp_path, monkeypatch):
     """A repository with one commit, in which the code lies; returns a function that runs git there."""
     package = tmp_path / "repository" / "utils"
     package.mkdir(parents=True)
-    (package / "provenance.py").write_text("one = 1\n")
-    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    (package / "code.py").write_text("one = 1\n")
+    monkeypatch.setattr(banner, "__file__", str(package / "code.py"))
 
     def git(*words):
         names = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
@@ -28,14 +28,14 @@ def repository(tmp_path, monkeypatch):
 
 def test_a_file_that_was_changed_since_the_commit_is_a_plus_behind_it(repository, tmp_path):
     commit = repository("rev-parse", "HEAD")
-    assert provenance.git_commit() == commit
+    assert banner.git_commit() == commit
     (tmp_path / "repository" / "runs.txt").write_text("of no commit")
-    assert provenance.git_commit() == commit
-    (tmp_path / "repository" / "utils" / "provenance.py").write_text("one = 2\n")
-    assert provenance.git_commit() == commit + "+"
+    assert banner.git_commit() == commit
+    (tmp_path / "repository" / "utils" / "code.py").write_text("one = 2\n")
+    assert banner.git_commit() == commit + "+"
 
 
 def test_outside_of_git_there_is_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
+    monkeypatch.setattr(banner, "__file__", str(tmp_path / "code.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert provenance.git_commit() is None
+    assert banner.git_commit() is None
