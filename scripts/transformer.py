@@ -258,7 +258,7 @@ def main():
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run.start(train_loader, test_loader, args.max_steps, checkpoint=checkpoint)
     if accelerator.is_main_process:
-        atomic_files.write(run.folder.path / "tokenizer.json", lambda path: tokenizer.save(str(path)))
+        atomic_files.write_atomically(run.folder.path / "tokenizer.json", lambda path: tokenizer.save(str(path)))
 
     for epoch in run.epochs():
         model.train()

@@ -1,10 +1,9 @@
-"""The one writer of files: a file is there whole or not at all, after a power cut too."""
+"""Files that are there whole or not at all, after a power cut too."""
 
 import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from .console import stop
 
 
-def write(path: Path, save: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, save: Callable[[Path], object]) -> None:
     """Write a file with `save(temporary_path)`, then rename it to `path`.
 
     A reader sees the old file or the new one, never half of one. The content is on the disk before the file gets its
@@ -34,15 +33,12 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write `content` as indented JSON, as `write` does; what JSON cannot hold becomes text.
+    """Write `content` as indented JSON, as `write_atomically` does; what JSON cannot hold becomes text.
 
     Raises: SystemExit, if it cannot be written.
     """
-    text = json.dumps(content, indent=2, default=str)
-    # A list of numbers, such as a row of a confusion matrix, goes on one line.
-    text = re.sub(r"\[[\d\s,]+\]", lambda row: " ".join(row[0].split()), text)
     try:
-        write(path, lambda part: part.write_text(text + "\n"))
+        write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=2, default=str) + "\n"))
     except OSError as error:
         stop(f"{path} cannot be written: {error.strerror or error}")
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
 from .extras.banner import announce
+from .extras.best import Best, is_number, to_python
 from .extras.curves import plot_curves
 from .extras.peak_memory import peak_memory_gib
 from .extras.watchdog import Watchdog

@@ -1,9 +1,7 @@
 """What a run leaves in its folder: run.json, metrics.jsonl and summary.json. The main process alone writes."""
 
-import atexit
 import json
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,14 +11,14 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from .atomic_files import fsync, read_entry, write_json
-from .console import show, stop
+from .console import stop
 from .extras.banner import describe_code
 
 
 class RunFolder:
     """The folder of one run. Collective.
 
-    Makes it, tries to write to it, and locks it until the process ends; the kernel releases the lock after a
+    Makes it and locks it until the process ends; the kernel releases the lock after a
     `kill -9` too.
 
     Args:
@@ -43,15 +41,11 @@ class RunFolder:
     def _claim(self) -> str | None:
         try:
             if not self.path.exists():
-                atexit.register(remove_if_unused, self.path)
                 self.path.mkdir(parents=True, exist_ok=True)
                 fsync(self.path.parent)
             self.lock = FileLock(self.path / ".lock")
             # A run that was told to stop may still be saving.
             self.lock.acquire(timeout=10 if self.resume else 0)
-            probe = self.path / ".probe"
-            probe.write_text("")
-            probe.unlink()
         except Timeout:
             return f"another run is writing to {self.path}: wait for it, or take another --output_dir"
         except OSError as error:
@@ -72,22 +66,15 @@ class RunFolder:
             step: optimizer steps done before this launch.
             about_run, about_launch: for run.json, what holds for the run, and for this launch of it.
         """
-        launches = read_entry(self.path / "run.json", "launches", list) if step else []
-        if launches is None:
-            show(f"warning: {self.path}/run.json is missing or damaged, and is written anew", "yellow")
-            launches = []
+        launches = read_entry(self.path / "run.json", "launches", list) if step else None
         launch = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": step, **about_launch}
-        content = {**about_run, "command": sys.argv, **describe_code(), "launches": [*launches, launch]}
+        content = {**about_run, "command": sys.argv, **describe_code(), "launches": [*(launches or []), launch]}
         path = self.path / "metrics.jsonl"
         try:
             self.metrics_file = open(path, "ab")  # noqa: SIM115  until the end
         except OSError as error:  # it may be another user's
             stop(f"{path} cannot be written: {error.strerror}")
-        if path.stat().st_size < metrics_bytes:  # `truncate` would lengthen it
-            lost = f"lines before step {step + 1} are missing"
-            show(f"warning: {path} is shorter than when the checkpoint was saved: {lost}", "yellow")
-            metrics_bytes = path.read_bytes().rfind(b"\n") + 1
-        self.metrics_file.truncate(metrics_bytes)
+        self.metrics_file.truncate(min(metrics_bytes, path.stat().st_size))
         self.metrics_file.seek(0, os.SEEK_END)
         write_json(self.path / "run.json", content)  # and flushes the name of metrics.jsonl too
 
@@ -116,9 +103,3 @@ class RunFolder:
         if accelerator.is_main_process:
             step = read_entry(self.path / "summary.json", "step", int)
         return broadcast_object_list([step])[0]
-
-
-def remove_if_unused(folder: Path) -> None:
-    """Remove the folder of a run that ended before it began, by a wrong --dataset for instance."""
-    if folder.is_dir() and os.listdir(folder) == [".lock"]:
-        shutil.rmtree(folder)

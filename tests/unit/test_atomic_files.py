@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 
 import pytest
@@ -16,7 +15,7 @@ def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
         assert path.read_text() == "old"
         part.write_text("new")
 
-    files.write(path, save)
+    files.write_atomically(path, save)
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -32,7 +31,7 @@ def test_the_content_is_on_the_disk_before_the_file_gets_its_name(tmp_path, monk
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    files.write(path, lambda part: part.write_text("x"))
+    files.write_atomically(path, lambda part: part.write_text("x"))
     assert events == [(".part_a.txt", False), (tmp_path.name, True)]
 
 
@@ -67,22 +66,13 @@ def test_an_error_of_save_is_raised_and_leaves_no_file(tmp_path):
         raise ValueError("this cannot be saved")
 
     with pytest.raises(ValueError, match="this cannot be saved"):
-        files.write(tmp_path / "a", save)
+        files.write_atomically(tmp_path / "a", save)
     assert not list(tmp_path.iterdir())
 
 
 def test_write_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
-        files.write(tmp_path / "missing" / "a", lambda part: part.write_text("x"))
-
-
-def test_json_has_a_list_of_numbers_on_one_line_and_strings_unchanged(tmp_path):
-    path = tmp_path / "x.json"
-    content = {"confusion": [[1, 2], [3, 4]], "name": "[1,\n2]"}
-    files.write_json(path, content)
-    assert json.loads(path.read_text()) == content
-    assert "[ 1, 2 ]" in path.read_text()
-    assert list(tmp_path.iterdir()) == [path]
+        files.write_atomically(tmp_path / "missing" / "a", lambda part: part.write_text("x"))
 
 
 def test_a_file_system_that_cannot_flush_folders_is_accepted(tmp_path, monkeypatch):

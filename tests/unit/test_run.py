@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from utils import launch
-from utils.best import is_better, metric_direction
 from utils.extras import curves, peak_memory
+from utils.extras.best import is_better, metric_direction
 from utils.loader import GlobalLoader
 from utils.run import Run
 from utils.signals import EXIT_REQUEUE, StopSignal

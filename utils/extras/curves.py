@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from ..atomic_files import write
-from ..best import is_number
+from ..atomic_files import write_atomically
 from ..console import show
+from .best import is_number
 
 COLOURS = {"train": "#0072b2", "test": "#d55e00"}
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -36,7 +36,7 @@ def save_picture(picture: Path, draw: Callable) -> None:
         if figure is not None:
             figure.set_dpi(120)
             # savefig would draw the figure twice, the first time for options that are not used.
-            write(picture, FigureCanvasAgg(figure).print_png)
+            write_atomically(picture, FigureCanvasAgg(figure).print_png)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         show(f"warning: {picture} is missing, it cannot be drawn or written: {reason}", "yellow")

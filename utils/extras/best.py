@@ -2,7 +2,7 @@
 
 import math
 
-from .console import plural, show, stop
+from ..console import plural, show, stop
 
 # Words in the names of metrics of which less is better.
 LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perplexity", "bits", "wer", "cer"}
