@@ -1,7 +1,6 @@
 """Images for the scripts: data sets from a folder or the Hub, decoded into memory once."""
 
 import re
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,12 +8,11 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from ..console import is_local_main, show, stop
+from ..console import stop
 from .hub import TEST_SPLITS, load_dataset
 
 # All of MNIST lies beside this package; a copy of a script without it takes the same from the Hub.
 MNIST, MNIST_FOLDER = "ylecun/mnist", Path(__file__).resolve().parents[2] / "data" / "mnist"
-MAX_CLASSES = 2**20  # of labels without names
 
 
 class LabelledImages(TensorDataset):
@@ -60,42 +58,13 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
     """
     folder = MNIST_FOLDER if dataset == MNIST and MNIST_FOLDER.is_dir() else Path(dataset)
     splits = load_dataset(dataset, MNIST, folder)
-    if folder.is_dir() and next(iter(splits.values())).info.builder_name == "parquet":
-        check_class_names(dataset, folder)
     test = next((name for name in TEST_SPLITS if name in splits), None)
     if "train" not in splits or test is None:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}; needed are train and one of {TEST_SPLITS}")
     train_split, test_split = (find_columns(splits[name], dataset) for name in ("train", test))
     if int(test_split.labels.max()) >= len(train_split.classes):
         stop(f"--dataset {dataset} has the label {int(test_split.labels.max())} in {test}, but not in train")
-    missing = sorted({*test_split.labels.tolist()} - {*train_split.labels.tolist()})
-    if missing and is_local_main():
-        names = ", ".join(train_split.classes[label] for label in missing[:5]) + ", ..." * (len(missing) > 5)
-        show(f"warning: {test} has classes that train has no image of: {names}", "yellow")
     return train_split, test_split
-
-
-def check_class_names(dataset: str, folder: Path) -> None:
-    """Check that all parquet files number their classes alike: `datasets` takes the names in the first one for all.
-
-    Raises:
-        SystemExit: if two files differ.
-    """
-    import datasets
-    import pyarrow.parquet
-
-    files = {}  # one by its classes
-    for path in sorted(folder.rglob("*.parquet")):
-        kinds = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path)).values()
-        names = [name for kind in kinds if isinstance(kind, datasets.ClassLabel) for name in kind.names]
-        if names:  # else plain integers
-            files.setdefault(", ".join(names), path.name)
-    if len(files) > 1:
-        differ = [f"{file} ({textwrap.shorten(names, 60)})" for names, file in files.items()][:2]
-        stop(
-            f"--dataset {dataset} numbers its classes differently in {' and '.join(differ)}: write both with the same "
-            "names in the same order"
-        )
 
 
 def find_columns(rows, dataset: str) -> Split:
@@ -119,47 +88,35 @@ def find_columns(rows, dataset: str) -> Split:
     if labels.min() < 0:
         stop(f"--dataset {dataset} has rows without a label, the first is row {int((labels < 0).nonzero()[0])}")
     classes, largest = getattr(rows.features[label_column], "names", None), int(labels.max())
-    if largest >= (len(classes) if classes else MAX_CLASSES):
-        known = f"{len(classes)} classes" if classes else f"{MAX_CLASSES} classes at most"
-        row = int(labels.argmax())
-        stop(f"--dataset {dataset} has the label {largest} in row {row}, and {known}: number them from 0 on")
+    if classes and largest >= len(classes):
+        stop(f"--dataset {dataset} has the label {largest}, and {len(classes)} classes: number them from 0")
     classes = classes or [str(label) for label in range(largest + 1)]
     return Split(dataset, rows.cast_column(image_column, datasets.Image(decode=False)), image_column, labels, classes)
 
 
 def decode_split(split: Split) -> LabelledImages:
-    cells = split.rows.data.column(split.image_column)
-    pixels = decode_pgm([chunk.field("bytes") for chunk in cells.chunks if len(chunk)])
+    cells = split.rows.data.column(split.image_column).combine_chunks()
+    files = cells.field("bytes").to_pylist()
+    pixels = decode_pgm(files)
     if pixels is None:
         from .image_decoding import decode_images
 
-        cells = cells.combine_chunks()
-        pixels = decode_images(cells.field("bytes").to_pylist(), cells.field("path").to_pylist(), split.dataset)
+        pixels = decode_images(files, cells.field("path").to_pylist(), split.dataset)
     return LabelledImages(torch.from_numpy(pixels), split.labels, split.classes)
 
 
-def decode_pgm(chunks: list) -> np.ndarray | None:
-    """Decode binary 8-bit PGM files of one size in one copy.
-
-    Args:
-        chunks: arrays (pyarrow.BinaryArray) with a file in each element, none empty. The bytes of an array lie one
-            file after the other: files of one length are the rows of a matrix.
+def decode_pgm(files: list[bytes | None]) -> np.ndarray | None:
+    """Decode binary 8-bit PGM files of one size, such as MNIST's: a header, then the pixels.
 
     Returns:
         uint8 (N, 1, H, W), or None if the files are of a different kind.
     """
-    header = re.match(rb"P5\s([1-9]\d*)\s([1-9]\d*)\s255\s", chunks[0][0].as_py() or b"")
+    header = re.match(rb"P5\s([1-9]\d*)\s([1-9]\d*)\s255\s", files[0] or b"")
     if not header:
         return None
-    width, height, start = int(header[1]), int(header[2]), header.end()
-    length, pixels = start + width * height, []
-    for chunk in chunks:
-        _, offsets, content = chunk.buffers()
-        offsets = np.frombuffer(offsets, np.int32)[chunk.offset :][: len(chunk) + 1]
-        if chunk.null_count or (np.diff(offsets) != length).any():
-            return None
-        files = np.frombuffer(content, np.uint8)[offsets[0] : offsets[-1]].reshape(-1, length)
-        if (files[:, :start] != np.frombuffer(header[0], np.uint8)).any():
-            return None
-        pixels.append(files[:, start:])
-    return np.concatenate(pixels).reshape(-1, 1, height, width)
+    width, height = int(header[1]), int(header[2])
+    length = header.end() + width * height
+    if any(file is None or len(file) != length or not file.startswith(header[0]) for file in files):
+        return None
+    rows = np.frombuffer(b"".join(files), np.uint8).reshape(len(files), length)
+    return np.ascontiguousarray(rows[:, header.end() :]).reshape(-1, 1, height, width)
