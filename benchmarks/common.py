@@ -122,7 +122,8 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
     """Run `main` of a script in this process. Collective.
 
     Without the seconds that a process takes to start, many short runs can take turns with what they are compared with.
-    Under the launcher, the process group stays for the next run.
+    Under the launcher, the process group stays for the next run. With --synthetic among the flags, resnet50.py gets
+    random images.
 
     Returns:
         summary.json and the lines of metrics.jsonl; both are empty on other processes than the main one.
@@ -133,6 +134,11 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if "--synthetic" in flags:  # no flag of the script
+            from benchmarks.synthetic import synthetic_images
+
+            flags = [flag for flag in flags if flag != "--synthetic"]
+            stack.enter_context(synthetic_images())
         argv = [f"{name}.py", *map(str, flags), "--output_dir", str(folder)]
         stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(mock.patch.object(Accelerator, "end_training"))

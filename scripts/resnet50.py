@@ -4,10 +4,10 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision bf16 \
         scripts/resnet50.py --preset v1 --dataset imagenet/ --output_dir runs/imagenet
 
-97.5 % test accuracy on MNIST at 32 pixels after 150 steps: 109 s of training on 2 cores of a
-2.8 GHz Xeon. Recipes: those of torchvision for ImageNet (76.1 % and 80.9 %),
-https://github.com/pytorch/vision/tree/main/references/classification; a learning rate in proportion
-to the batch size, warm-up and zero-init: P. Goyal et al., https://arxiv.org/abs/1706.02677.
+97.5 % test accuracy on MNIST at 32 pixels after 150 steps: 109 s of training on 2 cores of a 2.8 GHz Xeon.
+Recipes: torchvision's for ImageNet (76.1 % and 80.9 %),
+https://github.com/pytorch/vision/tree/main/references/classification; a learning rate in proportion to the batch size,
+warm-up and zero-init: P. Goyal et al., https://arxiv.org/abs/1706.02677.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torchvision
 from torch.nn import functional as F
@@ -30,9 +31,7 @@ from utils.datasets.image_files import (
     CenterCrop,
     ImageFiles,
     RandomAugment,
-    SyntheticImages,
     default_num_workers,
-    mix,
     without_bad_images,
 )
 from utils.datasets.images_in_memory import load_splits
@@ -47,117 +46,74 @@ from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
 from utils.topology import data_parallel_gpus
 
-# Mean and standard deviation of the pixels of ImageNet, 0 to 255, by channel. torchvision's weights
-# were trained with them.
+# Mean and standard deviation of ImageNet's pixels, 0 to 255, by channel; torchvision's weights were trained with them.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 TEST_BATCH_SIZE = 256
-IMAGENET_SIZE = 1_281_167  # training images
 WORST_SHOWN = 24
 
-# Without a preset: a quick look at 32 pixels, made for the bundled MNIST.
+# torchvision's recipes for ImageNet, as flags. Without a preset: a quick look at 32 pixels, made for the bundled MNIST.
 PRESETS = {
-    "v1": {
-        "image_size": 224,
-        "eval_resize": 256,
-        "min_crop": 0.08,
-        "flip": 0.5,
-        "num_epochs": 90,
-        "batch_size": 256,
-        "lr": 0.1,
-        "schedule": "step",
-        "warmup_epochs": 0,
-        "weight_decay": 1e-4,
-        "norm_weight_decay": 1e-4,
-        "nesterov": False,
-        "zero_init": False,
-    },
-    "v2": {
-        "image_size": 176,
-        "eval_size": 224,
-        "eval_resize": 232,
-        "min_crop": 0.08,
-        "flip": 0.5,
-        "num_epochs": 600,
-        "batch_size": 1024,
-        "lr": 0.125,
-        "schedule": "cosine",
-        "warmup_epochs": 5,
-        "weight_decay": 2e-5,
-        "norm_weight_decay": 0.0,
-        "nesterov": False,
-        "zero_init": False,
-        "label_smoothing": 0.1,
-        "mixup": 0.2,
-        "cutmix": 1.0,
-        "trivial_augment": True,
-        "erase": 0.1,
-        "repeats": 4,
-        "ema_decay": 0.9989,
-        "ema_every": 32,
-    },
+    "v1": """
+        --image_size 224 --eval_resize 256 --min_crop 0.08 --flip 0.5
+        --num_epochs 90 --batch_size 256 --lr 0.1 --schedule step --warmup_epochs 0
+        --weight_decay 1e-4 --norm_weight_decay 1e-4 --no-nesterov --no-zero_init""",
+    "v2": """
+        --image_size 176 --eval_size 224 --eval_resize 232 --min_crop 0.08 --flip 0.5
+        --num_epochs 600 --batch_size 1024 --lr 0.125 --schedule cosine --warmup_epochs 5
+        --weight_decay 2e-5 --norm_weight_decay 0 --no-nesterov --no-zero_init --label_smoothing 0.1
+        --mixup 0.2 --cutmix 1 --trivial_augment --erase 0.1 --repeats 4 --ema_decay 0.9989 --ema_every 32""",
 }
 
 
 def parse_args():
     parser = ArgumentParser(__doc__)
-    recipe = "torchvision's recipe for ImageNet; other flags replace its values"
-    parser.add_argument("--preset", choices=PRESETS, help=recipe)
+    parser.add_argument("--preset", choices=PRESETS, help="torchvision's recipe; other flags replace its values")
     switch = argparse.BooleanOptionalAction
 
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--synthetic", action="store_true", help="random images of 1000 classes, to measure speed")
-    add("--skip_bad_images", action="store_true", help="read all images first, leave out what cannot be decoded")
-    add("--num_workers", type=non_negative_int, help="processes that decode (default: by the machine)")
-    add("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
+    data = parser.add_argument_group("data").add_argument
+    data("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    data("--skip_bad_images", action="store_true", help="read all images first, leave out what cannot be decoded")
+    data("--num_workers", type=non_negative_int, help="processes that decode (default: by the machine)")
+    data("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
     # resume_invariant: a resumed run must have the same values.
-    add = parser.add_argument_group("image size", resume_invariant=True).add_argument
-    add("--image_size", type=positive_int, default=32, help="side of the images in training, in pixels")
-    add("--eval_size", type=non_negative_int, default=0, help="side of the images in tests; 0: image_size")
-    add("--eval_resize", type=non_negative_int, default=0, help="shorter side before the crop in tests; 0: eval_size")
+    image = parser.add_argument_group("images", resume_invariant=True).add_argument
+    image("--image_size", type=positive_int, default=32, help="side of the images in training, in pixels")
+    image("--eval_size", type=non_negative_int, default=0, help="side of the images in tests; 0: image_size")
+    image("--eval_resize", type=non_negative_int, default=0, help="shorter side before the crop in tests; 0: eval_size")
+    image("--min_crop", type=at_least(0.01, float, below=1.01), default=0.85, help="smallest fraction of the area")
+    image("--flip", type=at_least(0.0, float, below=1.01), default=0.0, help="probability of a horizontal flip")
+    image("--trivial_augment", action=switch, default=False, help="one random operation at a random strength")
+    image("--erase", type=fraction, default=0.0, help="probability of an erased rectangle")
+    image("--mixup", type=non_negative_float, default=0.0, help="alpha of the Beta distribution; 0: off")
+    image("--cutmix", type=non_negative_float, default=0.0, help="as --mixup; with both: half of the steps each")
+    image("--repeats", type=positive_int, default=1, help="augmented copies of a sample in one step")
 
-    add = parser.add_argument_group("augmentation", resume_invariant=True).add_argument
-    area = at_least(0.01, float, below=1.01)
-    add("--min_crop", type=area, default=0.85, help="smallest area of a crop, as a fraction")
-    probability = at_least(0.0, float, below=1.01)
-    add("--flip", type=probability, default=0.0, help="probability of a horizontal flip")
-    add("--trivial_augment", action=switch, default=False, help="one random operation at a random strength")
-    add("--erase", type=fraction, default=0.0, help="probability of an erased rectangle")
-    add("--mixup", type=non_negative_float, default=0.0, help="alpha of the Beta distribution; 0: off")
-    add("--cutmix", type=non_negative_float, default=0.0, help="as --mixup; with both: half of the steps each")
-    add("--repeats", type=positive_int, default=1, help="augmented copies of a sample in one step")
-
-    add = parser.add_argument_group("model", resume_invariant=True).add_argument
+    model = parser.add_argument_group("model and training", resume_invariant=True).add_argument
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
-    weights = "weights to start from; without a value: torchvision's"
-    add("--pretrained", nargs="?", const=url, metavar="FILE|URL", help=weights)
-    add("--zero_init", action=switch, default=True, help="residual blocks that keep the shape start as the identity")
-    statistics = "BatchNorm; sync: statistics over all processes, on GPUs"
-    add("--bn", choices=("local", "sync"), default="local", help=statistics)
+    model("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="initial weights; no value: torchvision's")
+    model("--zero_init", action=switch, default=True, help="residual blocks that keep the shape start as the identity")
+    model("--bn", choices=("local", "sync"), default="local", help="BatchNorm; sync: over all processes, on GPUs")
+    model("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all processes")
+    model("--lr", type=non_negative_float, default=0.1, help="highest learning rate, times batch_size / 256")
+    model("--schedule", choices=("cosine", "step"), default="cosine", help="step: a tenth after every 30 epochs")
+    model("--warmup_epochs", type=non_negative_float, default=0.02, help="epochs in which the learning rate rises")
+    model("--weight_decay", type=non_negative_float, default=5e-5, help="of the convolutions and the last layer")
+    model("--norm_weight_decay", type=non_negative_float, default=0.0, help="of BatchNorm and the biases")
+    model("--nesterov", action=switch, default=True, help="Nesterov's form of momentum 0.9")
+    model("--label_smoothing", type=fraction, default=0.0, help="label smoothing in training")
+    model("--ema_decay", type=fraction, default=0.0, help="decay of a moving average of the model; 0: no average")
+    model("--ema_every", type=positive_int, default=1, help="steps between two steps of that average")
 
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
-    add("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all processes")
-    rate = "highest learning rate for a batch of 256; scaled with the batch size"
-    add("--lr", type=non_negative_float, default=0.1, help=rate)
-    add("--schedule", choices=("cosine", "step"), default="cosine", help="step: a tenth after every 30 epochs")
-    add("--warmup_epochs", type=non_negative_float, default=0.02, help="epochs in which the learning rate rises")
-    add("--weight_decay", type=non_negative_float, default=5e-5, help="of the convolutions and the last layer")
-    add("--norm_weight_decay", type=non_negative_float, default=0.0, help="of BatchNorm and the biases")
-    add("--nesterov", action=switch, default=True, help="Nesterov's form of momentum 0.9")
-    add("--label_smoothing", type=fraction, default=0.0, help="label smoothing in training")
-    add("--ema_decay", type=fraction, default=0.0, help="decay of a moving average of the model; 0: no average")
-    add("--ema_every", type=positive_int, default=1, help="steps between two steps of that average")
-
-    add = parser.add_argument_group("length, memory and speed").add_argument
-    add("--num_epochs", type=positive_int, default=None, help="passes over the training images")
-    add("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 150)")
-    add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step, on each process")
-    add("--compile", action="store_true", help="torch.compile the model")
+    length = parser.add_argument_group("length and memory").add_argument
+    length("--num_epochs", type=positive_int, default=None, help="passes over the training images")
+    length("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 150)")
+    length("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step and process")
+    length("--compile", action="store_true", help="torch.compile the model")
 
     parser.add_run_flags(log_every=10)
-    parser.set_defaults(**PRESETS.get(parser.parse_known_args()[0].preset, {}))
-    args = parser.parse_args()
+    preset = PRESETS.get(parser.parse_known_args()[0].preset, "")
+    args = parser.parse_args([*preset.split(), *sys.argv[1:]])
     if not args.num_epochs and not args.max_steps:
         args.max_steps = 150
     args.eval_size = args.eval_size or args.image_size
@@ -187,18 +143,11 @@ def check_args(args, accelerator):
         # Each GPU would use its own statistics, and PyTorch would not say so.
         stop("--bn sync needs a process for each GPU, and DataParallel runs here: use ddp.yaml")
     if args.bn == "sync" and args.virtual_processes:
-        stop(
-            "--bn sync normalises by what all processes have, and with --virtual_processes no "
-            "number depends on the processes: leave one of the two out"
-        )
+        stop("--bn sync normalises over the processes, on which --virtual_processes must not depend: leave one out")
 
 
 def load_data(args, accelerator):
     """The training set, the test set, and what run.json says about them."""
-    if args.synthetic:
-        train_data = SyntheticImages(IMAGENET_SIZE, args.image_size, accelerator.device)
-        test_data = SyntheticImages(128, args.eval_size, accelerator.device)
-        return train_data, test_data, {"dataset": "synthetic"}
     splits, num_bad = [], 0
     for split in load_splits(args.dataset):
         if args.skip_bad_images:
@@ -217,9 +166,9 @@ def load_data(args, accelerator):
 def start_as_identity(model):
     """Make the residual blocks that keep the shape the identity, by a last BatchNorm of 0.
 
-    torchvision's `zero_init_residual` does it to the other four as well. Their shortcuts are 1 x 1
-    convolutions, most with stride 2: one after the other they see one corner of a small image,
-    black in nearly every digit. The first gradients would then be amplified rounding.
+    torchvision's `zero_init_residual` does it to the other four as well. Their shortcuts are convolutions with stride
+    2: one after the other they see one corner of a small image, black in nearly every digit, and the first gradients
+    would be amplified rounding.
     """
     for block in model.modules():
         if isinstance(block, Bottleneck) and block.downsample is None:
@@ -260,6 +209,39 @@ def lr_factor(step, schedule, warmup_steps, steps_per_epoch, total_steps) -> flo
         return 0.1 ** (step // (30 * steps_per_epoch))
     progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
     return 0.5 + 0.5 * math.cos(math.pi * progress)
+
+
+def mix(images, mixup: float, cutmix: float, seed: int, step: int):
+    """Mixup or CutMix of neighbours: sample 2i with sample 2i + 1.
+
+    The fraction and the box are the same for all samples of a step, a function of (seed, step). Neighbours are mixed,
+    and not samples of a permutation, because one process then holds both, whatever the number of processes.
+    Sources: https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899.
+
+    Args:
+        images: uint8 (N, 3, H, W), N even.
+        mixup, cutmix: alpha of the Beta distribution; 0: off. With both, half of the steps each.
+
+    Returns:
+        The mixed images, float32 after mixup and else uint8, 0 to 255; which sample each one is mixed with, int64 (N,);
+        the fraction of each image that is kept.
+    """
+    partners = torch.arange(len(images), device=images.device)
+    if not mixup and not cutmix:
+        return images, partners, 1.0
+    partners = partners ^ 1
+    rng = np.random.default_rng([seed, step])
+    if mixup and (not cutmix or rng.random() < 0.5):
+        kept = rng.beta(mixup, mixup)
+        return torch.lerp(images[partners].float(), images.float(), kept), partners, kept
+    height, width = images.shape[2:]
+    y, x = rng.random(2)
+    half = 0.5 * np.sqrt(1 - rng.beta(cutmix, cutmix))
+    top, bottom = (int(height * np.clip(y + side, 0, 1)) for side in (-half, half))
+    left, right = (int(width * np.clip(x + side, 0, 1)) for side in (-half, half))
+    mixed = images.clone()
+    mixed[:, :, top:bottom, left:right] = images[partners, :, top:bottom, left:right]
+    return mixed, partners, 1 - (bottom - top) * (right - left) / (height * width)
 
 
 @functools.cache
@@ -322,13 +304,42 @@ def evaluate(model, loader, run, num_classes=None) -> dict:
     return result | {"f1_macro": f1.mean(), "confusion": confusion.tolist(), "worst": worst}
 
 
-def draw_worst(worst, test_data, picture):
-    """The test images with the largest losses, each with its label and the prediction."""
-    classes, pixels, titles = test_data.classes, [], []
-    for loss, index, predicted, label in worst:
-        pixels.append(test_data.read(index).numpy())
-        titles.append(f"{classes[label]}, predicted {classes[predicted]}\nloss {loss:.2f}")
-    return draw_images(pixels, titles, picture)
+def draw_pictures(result, worst, test_data, folder: Path) -> None:
+    """confusion.png, and the test images with the largest losses, each with its label and the prediction."""
+    classes = test_data.classes
+    plot_confusion(result["confusion"], classes, folder / "confusion.png")
+    picture = folder / "worst_predictions.png"
+
+    def draw_worst():
+        pixels = [test_data.read(index).numpy() for _, index, _, _ in worst]
+        titles = [f"{classes[label]}, predicted {classes[guess]}\nloss {loss:.2f}" for loss, _, guess, label in worst]
+        return draw_images(pixels, titles, picture)
+
+    save_picture(picture, draw_worst)
+
+
+def make_loaders(args, train_data, test_data, accelerator):
+    num_workers = default_num_workers(accelerator) if args.num_workers is None else args.num_workers
+    options = {"collate_fn": train_data.collate, "num_workers": num_workers}
+    train_loader = GlobalLoader(
+        train_data,
+        args.batch_size,
+        accelerator,
+        seed=args.seed,
+        drop_last=True,  # a micro-batch of one image has no variance
+        repeats=args.repeats,
+        **options,
+    )
+    test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator, max_samples=args.max_test_samples, **options)
+    return train_loader, test_loader
+
+
+def update_average(ema, model, steps_done: int, every: int, warmup_steps: float) -> None:
+    """After a step: in the warm-up the average starts again, with a copy of the model."""
+    if steps_done % every == 0:
+        if steps_done <= warmup_steps:
+            ema.n_averaged.zero_()
+        ema.update_parameters(model)
 
 
 def main():
@@ -338,36 +349,15 @@ def main():
     run = Run(accelerator, args)
 
     train_data, test_data, about_data = load_data(args, accelerator)
-    num_classes = len(train_data.classes)
-    num_workers = default_num_workers(accelerator) if args.num_workers is None else args.num_workers
-    if args.synthetic:
-        num_workers = 0  # the images are on the device
-    train_loader = GlobalLoader(
-        train_data,
-        args.batch_size,
-        accelerator,
-        seed=args.seed,
-        collate_fn=train_data.collate,
-        num_workers=num_workers,
-        drop_last=True,  # a micro-batch of one image has no variance
-        repeats=args.repeats,
-    )
-    test_loader = GlobalLoader(
-        test_data,
-        TEST_BATCH_SIZE,
-        accelerator,
-        collate_fn=test_data.collate,
-        num_workers=num_workers,
-        max_samples=args.max_test_samples,
-    )
+    train_loader, test_loader = make_loaders(args, train_data, test_data, accelerator)
     steps_per_epoch = len(train_loader)
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
     warmup_steps = args.warmup_epochs * steps_per_epoch
 
-    model = make_model(args, num_classes, accelerator)
-    ema = None  # an exponential moving average of the weights
-    if args.ema_decay:
-        ema = AveragedModel(model, multi_avg_fn=moving_average(args.ema_decay), use_buffers=True)
+    model = make_model(args, len(train_data.classes), accelerator)
+    ema = (
+        AveragedModel(model, multi_avg_fn=moving_average(args.ema_decay), use_buffers=True) if args.ema_decay else None
+    )
     optimizer = make_optimizer(args, model, accelerator)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, args.schedule, warmup_steps, steps_per_epoch, total_steps)
@@ -375,16 +365,13 @@ def main():
     if args.compile:
         model.compile()
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    if ema is not None:
-        shard(ema.module, accelerator)  # with fsdp.yaml, as `prepare` has sharded the model
-    # DDP copies the running statistics of rank 0 to all ranks before each forward pass. Here they
-    # are averaged over the ranks instead, once a step. Other models ignore the attribute.
-    model.forward_sync_buffers = False
-    batch_norms = BatchNorms(model, accelerator)
-
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if ema is not None:
+        shard(ema.module, accelerator)  # with fsdp.yaml, as `prepare` has sharded the model
         checkpoint["model_ema"] = ema
+    # DDP would copy rank 0's running statistics to all ranks: they are averaged over the ranks instead, once per step.
+    model.forward_sync_buffers = False
+    batch_norms = BatchNorms(model, accelerator)
     run.start(train_loader, test_loader, total_steps, data=about_data, checkpoint=checkpoint)
 
     for epoch in run.epochs():
@@ -401,26 +388,17 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
             run.log_train(batch, loss=losses, accuracy=predicted == labels)
-            if accelerator.sync_gradients:  # the last micro-batch of the step
-                step = run.step + 1  # steps done, with this one
-                if ema is not None and step % args.ema_every == 0:
-                    if step <= warmup_steps:
-                        ema.n_averaged.zero_()  # start again, with a copy of the model
-                    ema.update_parameters(accelerator.unwrap_model(model))
-        result = evaluate(model, test_loader, run, num_classes)
+            if ema is not None and accelerator.sync_gradients:  # the last micro-batch of step run.step + 1
+                update_average(ema, accelerator.unwrap_model(model), run.step + 1, args.ema_every, warmup_steps)
+        result = evaluate(model, test_loader, run, len(train_data.classes))
         worst = result.pop("worst")
         if ema is not None:
             averaged = evaluate(ema, test_loader, run)
-            del averaged["samples"]
-            result |= {f"ema_{name}": value for name, value in averaged.items()}
+            result |= {f"ema_{name}": value for name, value in averaged.items() if name != "samples"}
         run.log_test(result)
     run.finish()
-
-    if accelerator.is_main_process and not args.synthetic:
-        folder = Path(args.output_dir)
-        plot_confusion(result["confusion"], test_data.classes, folder / "confusion.png")
-        picture = folder / "worst_predictions.png"
-        save_picture(picture, lambda: draw_worst(worst, test_data, picture))
+    if accelerator.is_main_process:
+        draw_pictures(result, worst, test_data, Path(args.output_dir))
 
 
 if __name__ == "__main__":

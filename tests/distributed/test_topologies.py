@@ -171,9 +171,9 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path) -> dict[str, list]
     # On GPUs the real one. As many images for each device.
     resnet50 = ["--script", "resnet50"] if topology.gpus else [*small, "resnet50", "float32"]
     image_size, batch, steps = (224, 64, 30) if topology.gpus else (32, 8, 6)
-    synthetic = ["--synthetic", "--image_size", image_size, "--batch_size", batch * devices]
-    synthetic += ["--max_steps", steps, "--log_every", steps // 3]
-    runs["resnet50_speed"] = [*resnet50, *synthetic]
+    speed = ["--image_size", image_size, "--batch_size", batch * devices]
+    speed += ["--max_steps", steps, "--log_every", steps // 3, "--max_test_samples", 128]
+    runs["resnet50_speed"] = [*resnet50, *speed]
     if not plain:
         return runs
 

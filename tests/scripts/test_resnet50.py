@@ -128,6 +128,34 @@ def test_mixed_labels_and_smoothing():
     torch.testing.assert_close(plain, expected)
 
 
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
+def test_mixing_does_not_depend_on_how_the_batch_is_cut(mixup, cutmix):
+    pixels = torch.randint(256, (8, 3, 20, 20), dtype=torch.uint8)
+    kinds = set()
+    for step in range(8):
+        whole, partners, share = resnet50.mix(pixels, mixup, cutmix, 3, step)
+        assert partners.tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
+        for start in (0, 4):
+            part, _, same = resnet50.mix(pixels[start : start + 4], mixup, cutmix, 3, step)
+            assert torch.equal(part, whole[start : start + 4])
+            assert same == share
+        kinds.add(whole.dtype)
+        if whole.dtype == torch.uint8:  # CutMix: the share is that of the pixels
+            own = (whole == pixels).all(1).double().mean()
+            assert float(own) == pytest.approx(share, abs=0.01)
+        else:
+            expected = share * pixels.float() + (1 - share) * pixels[partners].float()
+            torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-3)
+    assert len(kinds) == 1 + bool(mixup and cutmix)
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0)])
+def test_how_much_is_mixed_in_depends_on_seed_and_step(mixup, cutmix):
+    pixels = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    own = [resnet50.mix(pixels, mixup, cutmix, seed, step)[2] for seed in (0, 1) for step in (0, 1)]
+    assert len(set(own)) == 4
+
+
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
 def test_all_micro_batches_count_alike_in_the_running_statistics(accumulation):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
@@ -184,7 +212,9 @@ def test_presets_are_those_of_torchvision_and_flags_count_beside_them(monkeypatc
     assert (v2.image_size, v2.eval_size, v2.eval_resize) == (176, 224, 232)
     assert (v2.mixup, v2.cutmix, v2.label_smoothing, v2.repeats) == (0.2, 1.0, 0.1, 4)
     assert (v2.lr, v2.trivial_augment) == (0.3, False)
-    assert resnet50.PRESETS["v2"]["lr"] * 1024 / 256 == 0.5
+    assert parse(monkeypatch, "--preset", "v2").lr * 1024 / 256 == 0.5
+    assert not v1.nesterov
+    assert not v1.zero_init
 
 
 @pytest.mark.parametrize(
@@ -305,16 +335,13 @@ def test_the_worst_predictions_are_those_of_largest_loss(run_4_blocks, monkeypat
     """The images in the picture, their labels and losses, from the model that the run leaves."""
     drawn = []
 
-    def keep(worst, test_data, picture):
-        drawn.append((worst, test_data, picture))
-
-    monkeypatch.setattr(resnet50, "draw_worst", keep)
+    monkeypatch.setattr(resnet50, "draw_pictures", lambda *more: drawn.append(more))
     monkeypatch.setattr(resnet50, "WORST_SHOWN", 5)
     monkeypatch.setattr(resnet50, "TEST_BATCH_SIZE", 7)
     assert run_4_blocks("run", "--max_steps", 1) is None
-    ((worst, test_data, picture),) = drawn
+    ((_, worst, test_data, folder),) = drawn
     model = torchvision.models.resnet50(num_classes=10).eval()
-    model.load_state_dict(run_reader.weights(picture.parent))
+    model.load_state_dict(run_reader.weights(folder))
     pixels, labels = test_data.collate([test_data[i] for i in range(23)])
     with torch.no_grad():
         losses, predicted, _ = resnet50.losses_and_predictions(model, pixels, labels)

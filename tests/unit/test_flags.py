@@ -114,12 +114,10 @@ FREE_IN = {
     "gradient_accumulation": {"cpu_memory_gib", "micro_batch_size", "virtual_processes"},
     # compile is how the model is computed, as a dynamo_config of the config file.
     "resnet50": {
-        *{"compile", "max_test_samples", "num_workers", "preset", "skip_bad_images", "synthetic"},
-        "virtual_processes",
+        *{"compile", "max_test_samples", "num_workers", "preset", "skip_bad_images", "virtual_processes"},
     },
     "model_split": {
-        *{"balance", "cpu_threads", "max_test_samples", "num_microbatches", "num_stages", "schedule"},
-        "split",
+        *{"balance", "cpu_threads", "max_test_samples", "num_microbatches", "num_stages", "schedule", "split"},
     },
 }
 

@@ -202,34 +202,6 @@ def test_copies_of_an_image_in_one_step_are_augmented_differently(tmp_path):
         assert not torch.equal(two, three)
 
 
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
-def test_mixing_does_not_depend_on_how_the_batch_is_cut(mixup, cutmix):
-    pixels = torch.randint(256, (8, 3, 20, 20), dtype=torch.uint8)
-    kinds = set()
-    for step in range(8):
-        whole, partners, share = images.mix(pixels, mixup, cutmix, 3, step)
-        assert partners.tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
-        for start in (0, 4):
-            part, _, same = images.mix(pixels[start : start + 4], mixup, cutmix, 3, step)
-            assert torch.equal(part, whole[start : start + 4])
-            assert same == share
-        kinds.add(whole.dtype)
-        if whole.dtype == torch.uint8:  # CutMix: the share is that of the pixels
-            own = (whole == pixels).all(1).double().mean()
-            assert float(own) == pytest.approx(share, abs=0.01)
-        else:
-            expected = share * pixels.float() + (1 - share) * pixels[partners].float()
-            torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-3)
-    assert len(kinds) == 1 + bool(mixup and cutmix)
-
-
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0)])
-def test_how_much_is_mixed_in_depends_on_seed_and_step(mixup, cutmix):
-    pixels = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
-    own = [images.mix(pixels, mixup, cutmix, seed, step)[2] for seed in (0, 1) for step in (0, 1)]
-    assert len(set(own)) == 4
-
-
 def test_with_repeats_mixup_finds_another_image():
     data = torch.utils.data.TensorDataset(torch.arange(103))
     loader = GlobalLoader(data, 12, ONE, seed=0, drop_last=True, repeats=3)
@@ -269,21 +241,3 @@ def test_fingerprint_of_a_table(tmp_path):
     ]
     assert len({images.fingerprint(table) for table in tables}) == len(tables)
     assert images.fingerprint(table_of([photo, grey], [0, 1])) == images.fingerprint(tables[0])
-
-
-def test_synthetic_images_of_1000_classes_are_the_same_tensors_in_each_batch():
-    data = images.SyntheticImages(2000, 16, torch.device("cpu"))
-    assert len(data.classes) == 1000
-    loader = GlobalLoader(data, 8, ONE, seed=0, collate_fn=data.collate)
-    first, second, *_, last = loader.epoch(0)
-    pixels, labels = first.data
-    assert pixels.shape == (8, 3, 16, 16)
-    assert pixels.dtype == torch.uint8
-    assert pixels.is_contiguous(memory_format=torch.channels_last)
-    assert pixels.float().std() > 60  # of numbers from 0 to 255 that are equally likely: 74
-    assert (labels.dtype, labels.shape) == (torch.int64, (8,))
-    assert 0 <= labels.min() <= labels.max() < 1000
-    assert pixels is second.data[0] is last.data[0]
-    assert loader.describe() == {"items": 2000, "fingerprint": "synthetic"}
-    (nothing,) = GlobalLoader(data, 8, ONE, collate_fn=data.collate, shard=(7, 8), max_samples=3)
-    assert nothing.is_stand_in

@@ -57,6 +57,7 @@ def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], 
     first_row = int(top * y_scale + 0.5)
     last_column = max(int((left + width) * x_scale + 0.5), first_column + 1)
     last_row = max(int((top + height) * y_scale + 0.5), first_row + 1)
+    # torchvision.io.decode_jpeg gives the same pixels in three quarters of the time, and is deprecated since 0.29.
     part = to_rgb(image).crop((first_column, first_row, last_column, last_row))
     pixels = torch.from_numpy(np.array(part)).permute(2, 0, 1)[None]
     resized = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
@@ -170,10 +171,7 @@ class ImageFiles(Dataset):
 
 
 def default_num_workers(accelerator: Accelerator) -> int:
-    """Worker processes for ImageFiles: this process's part of the cores, at most 16.
-
-    None if the CPU trains, because then no core is idle.
-    """
+    """Worker processes for ImageFiles: this process's part of the cores, at most 16; 0 if the CPU trains."""
     if accelerator.device.type == "cpu":
         return 0
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -181,13 +179,10 @@ def default_num_workers(accelerator: Accelerator) -> int:
 
 
 def without_bad_images(split, accelerator: Accelerator, num_workers: int | None = None):
-    """Read all images, and leave out those that cannot be decoded.
-
-    Collective. Call it before the first step: the order of the data is then a permutation of the images that are left,
-    on any topology.
+    """Read all images, and leave out those that cannot be decoded. Collective.
 
     Args:
-        num_workers: threads. None or 0: one for each core.
+        num_workers: threads. None or 0: one per core.
 
     Returns:
         The split without the bad images, and {row: why it cannot be decoded}.
@@ -213,14 +208,10 @@ def without_bad_images(split, accelerator: Accelerator, num_workers: int | None 
 
 
 def fingerprint(split) -> str:
-    """16 hex digits that change with the labels and the images' number, names and sizes in bytes.
-
-    They do not depend on the pixels: to read all of a large dataset takes as long as an epoch.
-    """
+    """16 hex digits of the labels and the images' names and sizes in bytes; to read all pixels would take an epoch."""
     import pyarrow.compute
 
-    digest = hashlib.sha256()
-    digest.update(split.labels.numpy())
+    digest = hashlib.sha256(split.labels.numpy())
     column = split.rows.data.column(split.image_column)
     contents = pyarrow.compute.struct_field(column, "bytes")
     paths = pyarrow.compute.struct_field(column, "path").to_pylist()
@@ -240,78 +231,3 @@ def file_size(path: str | None) -> int:
         return os.path.getsize(path or "")
     except OSError:
         return -1
-
-
-class SyntheticImages(Dataset):
-    """Random images of 1000 classes. All batches of one length are the same tensors on the device.
-
-    Reading and copying then cost nothing, and what is measured is the speed of training.
-
-    Args:
-        num_samples: length of the dataset.
-        size: pixels of a side.
-        device: where the images lie.
-    """
-
-    deterministic = True
-    fingerprint = "synthetic"
-
-    def __init__(self, num_samples: int, size: int, device: torch.device):
-        self.num_samples, self.size, self.device = num_samples, size, device
-        self.classes = [str(label) for label in range(1000)]
-        self.batches = {}  # by number of samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> int:
-        """The index: `collate` looks at the number of items only."""
-        return index
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
-
-    def collate(self, indices: list[int]) -> list[torch.Tensor]:
-        """Images, uint8 (N, 3, H, W) in channels_last, and labels, int64 (N,)."""
-        count = len(indices)
-        if count not in self.batches:
-            generator = torch.Generator(self.device).manual_seed(0)
-            shape = (count, self.size, self.size, 3)
-            options = {"generator": generator, "device": self.device}
-            images = torch.randint(256, shape, dtype=torch.uint8, **options)
-            labels = torch.randint(len(self.classes), (count,), **options)
-            self.batches[count] = [images.permute(0, 3, 1, 2), labels]
-        return self.batches[count]
-
-
-def mix(images: torch.Tensor, mixup: float, cutmix: float, seed: int, step: int):
-    """Mixup or CutMix of neighbours: sample 2i with sample 2i + 1.
-
-    The fraction and the box are the same for all samples of a step, a function of (seed, step). Neighbours are mixed,
-    and not samples of a permutation, because one process then holds both, whatever the number of processes.
-    Sources: https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899.
-
-    Args:
-        images: uint8 (N, 3, H, W), N even.
-        mixup, cutmix: alpha of the Beta distribution; 0: off. With both, half of the steps each.
-
-    Returns:
-        The mixed images, float32 after mixup and else uint8, 0 to 255; which sample each one is mixed with, int64 (N,);
-        the fraction of each image that is kept.
-    """
-    partners = torch.arange(len(images), device=images.device)
-    if not mixup and not cutmix:
-        return images, partners, 1.0
-    partners = partners ^ 1
-    rng = np.random.default_rng([seed, step])
-    if mixup and (not cutmix or rng.random() < 0.5):
-        kept = rng.beta(mixup, mixup)
-        return torch.lerp(images[partners].float(), images.float(), kept), partners, kept
-    height, width = images.shape[2:]
-    y, x = rng.random(2)
-    half = 0.5 * np.sqrt(1 - rng.beta(cutmix, cutmix))
-    top, bottom = (int(height * np.clip(y + side, 0, 1)) for side in (-half, half))
-    left, right = (int(width * np.clip(x + side, 0, 1)) for side in (-half, half))
-    mixed = images.clone()
-    mixed[:, :, top:bottom, left:right] = images[partners, :, top:bottom, left:right]
-    return mixed, partners, 1 - (bottom - top) * (right - left) / (height * width)
