@@ -5,14 +5,14 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/gradient_accumulation.py \
         --batch_size 16384 --micro_batch_size auto
 
-The model is a small CNN and not the MLP of mnist_mlp.py: accumulation saves the memory of
-activations, and most of an MLP's memory is weights.
+The model is a small CNN and not the MLP of mnist_mlp.py: accumulation saves the memory of activations, and most of an
+MLP's memory is weights.
 
 Measured on 2 CPU cores, torch 2.15, accelerate 1.15, by benchmarks/gradient_accumulation.py: the gradients of
 8 micro-batches on 2 processes equal those of the whole batch to 6e-16 in float64 and 3e-7 in float32; with a batch of
 16384, 8 micro-batches take 0.44 GiB above the start instead of 1.97.
-Sources: samples of different length, https://huggingface.co/blog/gradient_accumulation; how
-no_sync skips communication, S. Li et al., https://arxiv.org/abs/2006.15704.
+Sources: samples of different length, https://huggingface.co/blog/gradient_accumulation; how no_sync skips
+communication, S. Li et al., https://arxiv.org/abs/2006.15704.
 """
 
 import math
@@ -24,8 +24,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn import functional as F
 
-# Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
 
 from utils import launch
 from utils.console import stop
@@ -48,26 +47,24 @@ def auto_or_size(text: str) -> int | str:
 def parse_args():
     parser = ArgumentParser(__doc__)
 
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
+    data = parser.add_argument_group("data").add_argument
+    data("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
 
     # resume_invariant: a resumed run must have the same values.
-    add = parser.add_argument_group("model and training", resume_invariant=True).add_argument
-    add("--variable_length", action="store_true", help="a loss for each cell with ink: 9 to 30 of an image's 49 cells")
-    add("--norm", choices=NORMS, default="none", help="normalisation; with batch, accumulation is not exact")
-    add("--batch_size", type=positive_int, default=512, help="samples per optimizer step, over all processes")
-    add("--lr", type=non_negative_float, default=2e-2, help="highest learning rate of the one-cycle schedule")
-    add("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of AdamW")
-    add("--max_grad_norm", type=non_negative_float, default=1.0, help="clip the norm of a step's gradient; 0: off")
+    model = parser.add_argument_group("model and training", resume_invariant=True).add_argument
+    model("--variable_length", action="store_true", help="a loss per cell with ink: 9 to 30 of an image's 49 cells")
+    model("--norm", choices=NORMS, default="none", help="normalisation; with batch, accumulation is not exact")
+    model("--batch_size", type=positive_int, default=512, help="samples per optimizer step, over all processes")
+    model("--lr", type=non_negative_float, default=2e-2, help="highest learning rate of the one-cycle schedule")
+    model("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of AdamW")
+    model("--max_grad_norm", type=non_negative_float, default=1.0, help="clip the norm of a step's gradient; 0: off")
 
-    add = parser.add_argument_group("length and memory").add_argument
-    add("--num_epochs", type=positive_int, default=3, help="passes over the training images")
-    add("--max_steps", type=positive_int, default=None, help="optimizer steps, instead of --num_epochs")
-    add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step, on each process")
-    size = "largest micro-batch of a process, instead of their number; auto: as large as memory allows"
-    add("--micro_batch_size", type=auto_or_size, metavar="N|auto", help=size)
-    limit = "CPU memory that auto fills with what the backward pass needs; 0: what is free"
-    add("--cpu_memory_gib", type=non_negative_float, default=0, help=limit)
+    length = parser.add_argument_group("length and memory").add_argument
+    length("--num_epochs", type=positive_int, default=3, help="passes over the training images")
+    length("--max_steps", type=positive_int, default=None, help="optimizer steps, instead of --num_epochs")
+    length("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step and process")
+    length("--micro_batch_size", type=auto_or_size, metavar="N|auto", help="at most N samples; auto: as memory allows")
+    length("--cpu_memory_gib", type=non_negative_float, default=0, help="limit of auto on a CPU; 0: free memory")
 
     parser.add_run_flags(log_every=20)
     args = parser.parse_args()
@@ -152,11 +149,7 @@ def evaluate(model, loader, run) -> dict:
 
 
 def largest_micro_batch(args, model, data, accelerator) -> int:
-    """Samples of a process that fit into memory at once, the same number on all ranks. Collective.
-
-    Raises:
-        SystemExit: if not even one sample fits, or if the model is sharded (FSDP).
-    """
+    """Samples of a process that fit into memory at once, the same number on all ranks. Collective."""
     if accelerator.distributed_type == DistributedType.FSDP:
         stop("--micro_batch_size auto needs the whole model on one device, and FSDP shards it: give a number")
 
@@ -194,8 +187,9 @@ def main():
     train_data, test_data = load_images(args.dataset)
     model = CellNet(train_data.tensors[0].shape[1], len(train_data.classes), args.norm, args.variable_length)
     if args.micro_batch_size:
-        is_auto, per_process = args.micro_batch_size == "auto", args.batch_size // accelerator.num_processes
-        size = largest_micro_batch(args, model, train_data, accelerator) if is_auto else args.micro_batch_size
+        per_process, size = args.batch_size // accelerator.num_processes, args.micro_batch_size
+        if size == "auto":
+            size = largest_micro_batch(args, model, train_data, accelerator)
         steps = accelerator.gradient_accumulation_steps = accumulation_steps(per_process, size)
         accelerator.print(f"micro-batch   {per_process // steps} per process ({size} would fit), {steps} in a step")
 
