@@ -7,7 +7,6 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import run_many
 import run_reader
@@ -15,7 +14,7 @@ import safetensors.torch
 import torch
 import torchvision
 from accelerate import Accelerator
-from conftest import MNIST, ROOT
+from conftest import ROOT
 from PIL import Image
 from run_reader import lines
 from small_resnets import use_4_blocks, use_float64
@@ -295,28 +294,6 @@ def test_pretrained_weights_but_not_the_last_layer(tmp_path):
         load_pretrained(nn.Sequential(), str(tmp_path / "w.pth"), head="fc")
 
 
-@pytest.mark.slow
-def test_another_recipe_is_refused_on_resume(run_4_blocks, capsys):
-    assert run_4_blocks("run", "--max_steps", 1, "--ema_decay", 0.9) is None
-    again = ["--max_steps", 1, "--ema_decay", 0.9, "--resume"]
-    others = {
-        "schedule was 'cosine' and is 'step'": ["--schedule", "step"],
-        "label_smoothing was 0.0 and is 0.1": ["--label_smoothing", 0.1],
-        "eval_size was 16 and is 24": ["--eval_size", 24],
-        "flip was 0.0 and is 0.5": ["--flip", 0.5],
-        "repeats was 1 and is 2": ["--repeats", 2],
-        "zero_init was True and is False": ["--no-zero_init"],
-        "model_ema, optimizer, scheduler' and is 'model, optimizer, scheduler'": ["--ema_decay", 0],
-    }
-    for sentence, flags in others.items():
-        capsys.readouterr()
-        assert run_4_blocks("run", *again, *flags) == 2
-        error = capsys.readouterr().err
-        assert sentence in error
-        assert len(error.splitlines()) == 1
-    assert run_4_blocks("run", *again, "--num_workers", 1, "--max_test_samples", 5) in (None, 0)
-
-
 def test_a_part_of_the_test_set_and_a_picture_that_cannot_be_drawn(run_4_blocks, tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise ValueError("no such colour")
@@ -573,21 +550,3 @@ def test_a_broken_file_on_one_process_is_named_and_ends_both(launcher):
     assert done.stdout.count("left out: ") == 1
     data = run_reader.record(launcher.folder / "through")["data"]
     assert (data["train"], data["bad_images"]) == (15, 1)
-
-
-@pytest.mark.slow
-def test_the_default_run_reads_digits(launcher):
-    """A shorter one: 36 steps, and 200 of the test images."""
-    data = launcher.folder / "data"
-    data.mkdir()
-    train, test = (f"{split}-00000-of-00001.parquet" for split in ("train", "test"))
-    (data / train).symlink_to(MNIST / train)
-    table = pyarrow.parquet.read_table(MNIST / test).slice(0, 200)
-    pyarrow.parquet.write_table(table, data / test)
-    flags = ["--dataset", data, "--max_steps", 36, "--output_dir", "run"]
-    done = launcher("cpu", *flags, script="resnet50", timeout=600)
-    assert "leaked" not in done.stderr  # triton's word for what it finds frozen at the end
-    run = launcher.folder / "run"
-    losses = run_reader.losses(run)
-    assert losses[-1] < 0.5 * losses[0]
-    assert run_reader.summary(run)["test_accuracy"] >= 0.6
