@@ -24,7 +24,7 @@ EVERY = 4
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=5)
+    parser = common.make_parser(__doc__, rounds=3)
     parser.add_argument("--batch_size", type=common.positive_int, default=32, help="of 64 x 64 pixels (%(default)s)")
     return parser.parse_args()
 

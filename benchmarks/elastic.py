@@ -35,7 +35,7 @@ def parse_args():
     parser = common.make_parser(__doc__, dataset=True)
     add = parser.add_argument
     add("--machines", type=common.positive_int, default=3, help="%(default)s")
-    add("--events", type=common.positive_int, default=4, help="losses and returns (%(default)s)")
+    add("--events", type=common.positive_int, default=3, help="losses and returns (%(default)s)")
     add("--steps_between", type=common.positive_int, default=300, help="steps between two of them (%(default)s)")
     return parser.parse_args()
 

@@ -40,7 +40,7 @@ PICTURE = Path(__file__).with_suffix(".png")
 
 
 def parse_args():
-    return common.make_parser(__doc__, rounds=5, dataset=True).parse_args()
+    return common.make_parser(__doc__, rounds=3, dataset=True).parse_args()
 
 
 class PilImages(Dataset):

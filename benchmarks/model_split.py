@@ -30,7 +30,7 @@ STAGES = 2
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=5)
+    parser = common.make_parser(__doc__, rounds=3)
     add = parser.add_argument
     add("--batch_size", type=common.positive_int, default=64, help="%(default)s")
     add("--microbatches", type=int, nargs="+", default=[1, 4, 8])

@@ -4,16 +4,12 @@
 
 Two processes with one thread each, under accelerate_configs/cpu_ddp.yaml: a script with V virtual processes, and the
 same script with plain DDP and V / 2 accumulation steps, which has the same micro-batches. ResNet-50 takes random images
-of 64 x 64 pixels. "sent" is what a process sends in a step, counted by the kernel: on 2 processes a ring all-reduce
-sends the size of the gradients once.
+of 64 x 64 pixels.
 """
 
 import functools
-import statistics
 import sys
 from pathlib import Path
-
-import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -21,7 +17,7 @@ from benchmarks import common
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=4, dataset=True)
+    parser = common.make_parser(__doc__, rounds=3, dataset=True)
     add = parser.add_argument
     add("--steps", type=common.positive_int, default=4, help="steps of ResNet-50 in a turn (%(default)s)")
     add("--numbers", type=int, nargs="+", default=[2, 8], help="values of V (%(default)s)")
@@ -29,18 +25,10 @@ def parse_args():
     return parser.parse_args()
 
 
-def sent_mib() -> float:
-    """What all processes of this machine have sent to each other, with headers."""
-    return psutil.net_io_counters(pernic=True)["lo"].bytes_sent / 2**20
-
-
-def run(name: str, *flags) -> list[float]:
-    """Seconds of training, and MiB that a process sends, both per step."""
-    before = sent_mib()
+def step_ms(name: str, *flags) -> float:
+    """Of the training loop, on the main process."""
     summary, _ = common.run_script(name, *flags)
-    if not summary:  # not the main process
-        return [0.0, 0.0]
-    return [common.training_s(summary) / summary["step"], (sent_mib() - before) / summary["step"] / 2]
+    return 1000 * common.training_s(summary) / summary["step"] if summary else 0.0
 
 
 def worker(args) -> list:
@@ -57,7 +45,7 @@ def worker(args) -> list:
                 f"DDP, {accumulation} micro-batches": ("--gradient_accumulation_steps", accumulation),
                 f"V = {number}": ("--virtual_processes", number),
             }
-            ways = {way: functools.partial(run, *script, *flags) for way, flags in ways.items()}
+            ways = {way: functools.partial(step_ms, *script, *flags) for way, flags in ways.items()}
             common.take_turns(ways, 1)  # warm-up
             measured.append([workload, common.take_turns(ways, args.rounds)])
     return measured
@@ -71,15 +59,13 @@ def measure(args) -> list:
 
 def report(measured) -> list[str]:
     columns = {"run": "{}", "way": "{}", "median ms per step": "{:.2f}"}
-    columns |= {"min": "{:.2f}", "max": "{:.2f}", "/ DDP": "{:.2f}", "sent, MiB": "{:.2f}"}
+    columns |= {"min": "{:.2f}", "max": "{:.2f}", "/ DDP": "{:.2f}"}
     rows = []
     for workload, ways in measured:
-        medians = {way: statistics.median(seconds for seconds, _ in turns) for way, turns in ways.items()}
+        medians = common.medians(ways)
         base = next(iter(medians.values()))
-        for way, turns in ways.items():
-            ms = [1000 * seconds for seconds, _ in turns]
-            sent = statistics.median(mib for _, mib in turns)
-            rows.append([workload, way, 1000 * medians[way], min(ms), max(ms), medians[way] / base, sent])
+        for way, ms in ways.items():
+            rows.append([workload, way, medians[way], min(ms), max(ms), medians[way] / base])
     return [common.table(columns, rows)]
 
 

@@ -7,8 +7,8 @@
 One process splits the model over its devices (dp.yaml: all GPUs). Several processes have one stage each. With
 --num_stages below the number of processes, several copies of the pipeline share the batch.
 
-On 2 CPU cores with torch 2.15, two processes with one thread each reach 1.72 times the images/s of the unsplit model on
-one thread, with the same weights (8 micro-batches of 8 images of 64 pixels; the ideal is 1.78).
+Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.15: two processes with one thread each reach 1.72 times
+the images/s of the unsplit model on one thread (8 micro-batches of 8 images of 64 pixels; the ideal is 1.78).
 
 Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B and interleaved 1F1B, D. Narayanan et al.,
 https://arxiv.org/abs/2104.04473; ResNet-50, K. He et al., https://arxiv.org/abs/1512.03385.
