@@ -8,7 +8,6 @@ The tests are the same on CPUs and GPUs. All runs of a config are in one launch,
 test of it starts. This file is also the script of the runs with a smaller ResNet-50.
 """
 
-import json
 import statistics
 import subprocess
 import sys
@@ -527,23 +526,3 @@ def test_what_runs_on_a_machine(monkeypatch, gpus, fit, split):
         assert resumed == {"dp_float64", "ddp_float64", "fsdp_float64", "ddp_virtual"}
         processes = {each.config: each.processes() for each in here}
         assert processes == {"cpu": 1, "cpu_ddp": 2, "single_gpu": 1, "dp": 1, "ddp": gpus, "fsdp": gpus}
-
-
-def test_another_topology_than_asked_for_is_noticed(launcher):
-    """A run on the CPU is not one of two processes, nor one on GPUs."""
-    launches = Launches(launcher, None, None)
-    for topology in (Topology("cpu_ddp"), Topology("cpu"), Topology("cpu", precision="bf16")):
-        launches.output[topology] = ""
-        folder = launcher.folder / topology.name / "run"
-        folder.mkdir(parents=True)
-        (folder / "summary.json").write_text("{}")
-        launch = {"num_processes": 1, "data_parallel_gpus": 1, "distributed_type": "NO"}
-        launch |= {"mixed_precision": "no", "processes": [{"device": "cpu"}]}
-        (folder / "run.json").write_text(json.dumps({"launches": [launch]}))
-        if topology == Topology("cpu"):
-            assert launches.run(topology, "run") == folder
-            continue
-        with pytest.raises(AssertionError):
-            launches.run(topology, "run")
-    with pytest.raises(AssertionError, match="another did not end"):
-        launches.run(Topology("cpu"), "another")

@@ -131,15 +131,6 @@ def test_batches_are_uint8_in_channels_last_with_their_labels(tmp_path, num_work
         assert label == labels[1]
 
 
-def test_a_process_without_an_image_gets_one_that_counts_nothing(tmp_path):
-    loader = loader_of(split_of(tmp_path, {}), images.CenterCrop(8, 8), shard=(6, 7), max_samples=3)
-    (batch,) = loader
-    pixels, labels = batch.data
-    assert tuple(pixels.shape) == (1, 3, 8, 8)
-    assert (pixels.dtype, labels.dtype, len(labels)) == (torch.uint8, torch.int64, 1)
-    assert batch.is_stand_in
-
-
 @pytest.mark.parametrize(("width", "height", "tolerance"), [(500, 375, 4), (2000, 1500, 5)])
 def test_the_middle_is_that_of_torchvision(width, height, tolerance):
     """Also where the JPEG is decoded at a part of its size."""
