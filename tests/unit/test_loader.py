@@ -626,6 +626,13 @@ def test_the_weighted_mean_is_that_of_all_parts_together(processes, accumulation
         assert total / processes / accumulation == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_step_of_no_weight_has_no_gradient():
+    each = make(Squares(), loss_weights=lambda data: torch.zeros(len(data[0])))
+    losses = torch.ones(4, requires_grad=True)
+    next(iter(each)).mean_loss(losses).backward()
+    assert losses.grad.tolist() == [0, 0, 0, 0]
+
+
 def test_a_mean_over_no_token_has_no_gradient():
     """It is nan, as transformers' loss of texts that have no token to predict."""
     batch = next(iter(make(Squares(), loss_weights=lambda data: torch.zeros(len(data[0])))))
