@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 
-import psutil
 from accelerate.utils import gather_object
 
 from .console import show, stop
@@ -69,16 +68,11 @@ def follow_launcher(timeout_s: float) -> None:
 
     Args:
         timeout_s: time for the last step and the save.
-
-    Raises:
-        SystemExit: if the launcher was killed while this process imported torch.
     """
     # Set by `accelerate launch` and by torchrun.
     by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     if sys.platform == "linux" and (by_environment or launcher_words() is not None):
         end_with_parent(number=signal.SIGTERM)
-        if is_orphan():
-            stop("the launcher was killed: start the run again", alone=True)
         threading.Thread(target=end_after_launcher, args=(os.getppid(), timeout_s), daemon=True).start()
 
 
@@ -92,20 +86,6 @@ def end_after_launcher(launcher: int, timeout_s: float) -> None:
         return
     time.sleep(timeout_s)
     os._exit(1)  # a checkpoint that is being written stays an unnamed temporary folder
-
-
-def is_orphan() -> bool:
-    """Whether init has adopted this process. In a container, process 1 may be the launcher."""
-    parent = psutil.Process().parent()
-    if parent is None:
-        return False  # its parent is in another container
-    try:
-        is_init = parent.pid == 1 or parent.name() == "systemd"
-        return is_init and "python" not in parent.exe()
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.AccessDenied:  # somebody else's process
-        return is_init
 
 
 def check_restarts(is_new_folder: bool) -> None:

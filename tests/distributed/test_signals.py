@@ -12,7 +12,6 @@ import subprocess
 import sys
 import termios
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,7 +19,7 @@ import run_reader
 from conftest import ROOT
 from fakes import fake_accelerator
 
-from utils import processes, signals
+from utils import signals
 from utils.errors import explain_errors
 
 FLAGS = ["--hidden", 32, "--batch_size", 128, "--log_every", 100, "--output_dir", "run"]
@@ -193,18 +192,6 @@ def is_script(process: psutil.Process) -> bool:
         return any(word.endswith("mnist_mlp.py") for word in process.cmdline()[:3])
     except psutil.Error:  # it has just ended
         return False
-
-
-def test_a_launcher_that_is_process_1_of_a_container_is_alive(monkeypatch):
-    def adopted_by(pid, name, exe):
-        parent = SimpleNamespace(pid=pid, name=lambda: name, exe=lambda: exe)
-        monkeypatch.setattr(psutil.Process, "parent", lambda _: parent)
-        return processes.is_orphan()
-
-    assert not adopted_by(1, "accelerate", "/usr/bin/python3.11")
-    assert adopted_by(1, "tini", "/usr/bin/tini")
-    assert adopted_by(812, "systemd", "/usr/lib/systemd/systemd")
-    assert not adopted_by(813, "hydra_pmi_proxy", "/usr/bin/hydra_pmi_proxy")
 
 
 @pytest.mark.parametrize(
