@@ -10,8 +10,9 @@ from .console import is_local_main, report_to_launcher, show
 class ExplainedErrors:
     """A sys.excepthook with a list of explanations; an error that none of them matches keeps its traceback.
 
-    explanations: pairs (matches(error), sentence(error, traceback)); the first that matches counts. Every process that
-        has the error prints the sentence, since others may have a different one, and hands it to the launcher.
+    Attributes:
+        explanations: pairs (matches(error), sentence(error, traceback)); the first that matches counts. Every process
+            prints its own sentence, since others may have a different one, and hands it to the launcher.
     """
 
     def __init__(self):

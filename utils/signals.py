@@ -21,8 +21,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 def end_with_parent(_worker: int = 0, number: int = signal.SIGKILL) -> None:
     """Have Linux send this process a signal when its parent ends.
 
-    Also for `worker_init_fn` of a DataLoader: a worker that is stuck in a read would stay for ever when the process
-    that waits for it is killed.
+    Also for `worker_init_fn` of a DataLoader: a worker that is stuck in a read would outlive a process that is killed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
@@ -32,7 +31,7 @@ class StopSignal:
     """SIGTERM, SIGUSR1, SIGHUP or Ctrl-C asks for a stop after the current step; a second Ctrl-C stops at once.
 
     Args:
-        check_every_s: seconds between two questions to the other processes.
+        check_every_s: how often to ask the other processes.
     """
 
     def __init__(self, accelerator: Accelerator, check_every_s: float = 0.25):
@@ -41,7 +40,7 @@ class StopSignal:
         self.pid = os.getpid()
         self.calls, self.next_check, self.checked_at = 0, 1, time.perf_counter()
         numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-        # nohup has SIGHUP ignored. torchrun does not obey, and kills who does.
+        # Respect nohup's ignored SIGHUP, except under torchrun, which kills its workers anyway.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
             numbers.append(signal.SIGHUP)
         for number in numbers:
@@ -69,8 +68,8 @@ class StopSignal:
     def agreed(self, must_stop: bool = False) -> bool:
         """Whether any process got a signal: the same answer on all of them. Collective: call it once a step.
 
-        To ask costs an all-reduce, so the processes ask every `check_every_s` only, and agree on the number of calls
-        until the next time.
+        Asking costs an all-reduce, so the processes ask only every `check_every_s`, and agree on the number of calls
+        until they ask again.
 
         Args:
             must_stop: this process has another reason to stop.

@@ -7,16 +7,14 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-import run_reader
 import torch
 
 from utils.extras.profiling import mean_ms
 
 
-def event(name, begin, end, kernel=False):
-    kind = torch.autograd.DeviceType.CUDA if kernel else torch.autograd.DeviceType.CPU
-    span = SimpleNamespace(start=begin, end=end)
-    return SimpleNamespace(name=name, device_type=kind, is_user_annotation=False, time_range=span)
+def event(name, begin, end, device="CPU", is_user_annotation=False):
+    kind, span = torch.autograd.DeviceType.__members__[device], SimpleNamespace(start=begin, end=end)
+    return SimpleNamespace(name=name, device_type=kind, is_user_annotation=is_user_annotation, time_range=span)
 
 
 CPU = [
@@ -33,8 +31,9 @@ CPU = [
 GPU = [
     event("step", 0, 10_000),
     event("autograd::engine::evaluate_function: AddmmBackward0", 0, 9_000),  # only launches the kernels
-    event("sgemm", 1_000, 5_000, kernel=True),
-    event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 4_000, 7_000, kernel=True),
+    event("sgemm", 1_000, 5_000, "CUDA"),
+    event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 4_000, 7_000, "CUDA"),
+    event("nccl:all_reduce", 2_000, 9_000, "CUDA", is_user_annotation=True),
 ]
 
 
@@ -44,32 +43,26 @@ def test_parts_communication_and_overlap_of_a_trace():
     assert mean_ms(GPU, ["step"], 1) == {"other": 10.0, "step": 10.0, "communication": 3.0, "  overlapped": 1.0}
 
 
-def losses(folder):
-    return [(line["split"], line["step"], line["loss"]) for line in run_reader.lines(folder)]
-
-
-@pytest.mark.parametrize("parts", [["--virtual_processes", 4], ["--gradient_accumulation_steps", 2]])
-def test_a_profile_changes_no_bit_and_leaves_tests_out(train, tmp_path, capfd, parts):
-    flags = ["--batch_size", 100, "--max_steps", 22, *parts]  # 11 steps in an epoch; the run goes on after the profile
+@pytest.mark.parametrize("cut", [["--virtual_processes", 4], ["--gradient_accumulation_steps", 2]])
+def test_a_profile_changes_no_bit_and_leaves_tests_out(train, tmp_path, capfd, cut):
+    flags = ["--batch_size", 100, "--max_steps", 22, *cut]  # 11 steps in an epoch; the run goes on after the profile
     train("plain", *flags)
     capfd.readouterr()
     train("profiled", *flags, "--profile", 3)
     out, err = capfd.readouterr()
     assert "GetDeviceCount" not in err
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
-    assert losses(plain) == losses(profiled)
     assert (plain / "model.safetensors").read_bytes() == (profiled / "model.safetensors").read_bytes()
     table = (profiled / "profile" / "table.txt").read_text()
     assert table.partition("\n\n")[0] in out
     assert "aten::addmm" in table
-    ms = {name: float(number) for name, number in re.findall(r"^  (\w+(?: \w+)?) +(\d+\.\d+) ", table, re.M)}
-    assert list(ms)[:6] == ["data wait", "forward", "backward", "optimizer", "other", "step"]
-    assert min(list(ms.values())[:6]) > 0
-    assert sum(list(ms.values())[:5]) == pytest.approx(ms["step"], abs=0.01)
+    *parts, step = [float(ms) for ms in re.findall(r"^  \D+ (\d+\.\d+) ", table, re.M)[:6]]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(step, abs=0.01)
     trace = json.loads(gzip.decompress((profiled / "profile" / "trace_rank0.json.gz").read_bytes()))
     counts = Counter(event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
     # Steps 11 to 13: an epoch ends after the 11th, and a test and a checkpoint follow.
-    micro_batches = 3 * parts[1]
+    micro_batches = 3 * cut[1]
     assert (counts["forward"], counts["backward"], counts["optimizer"]) == (micro_batches, micro_batches, 3)
 
 

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -31,8 +30,6 @@ def own_peak_memory_gib(device: torch.device) -> float:
         status = Path("/proc/self/status").read_text()
         peak_kib = int(status.partition("VmHWM:")[2].split()[0])
         return peak_kib / 2**20
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset / 2**30
     import resource  # Windows does not have it
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # in bytes on macOS

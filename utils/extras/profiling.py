@@ -1,5 +1,6 @@
 """A profile of some steps: how long each part of a step takes, and a trace to look at."""
 
+import atexit
 import contextlib
 import functools
 import os
@@ -54,6 +55,13 @@ class Profiler:
             acc_events=True,
         )
         self.recorder.start()
+        atexit.register(self._abandon)
+
+    def _abandon(self) -> None:
+        """At the end of the process: one that ends while it is recorded would crash, and lose its exit code."""
+        if self.recorder is not None:
+            self.recorder.on_trace_ready = None
+            self.recorder.stop()
 
     def _enter(self, name: str) -> None:
         if self.recorder is not None and (self.open or name == "step"):  # a forward pass outside of a step is a test's
@@ -125,11 +133,13 @@ def mean_ms(events: list, names: list[str], steps: int) -> dict[str, float]:
     """
     spans = {name: [] for name in [*names, "communication", "kernel", "gradient"]}
     for event in events:
-        name, is_kernel = event.name, event.device_type != torch.autograd.DeviceType.CPU
-        if name.startswith("gloo:") or (is_kernel and "nccl" in name.lower()):
+        name, on_device = event.name, event.device_type != torch.autograd.DeviceType.CPU
+        if on_device and event.is_user_annotation:  # a copy of the one on the CPU
+            continue
+        if name.startswith("gloo:") or (on_device and "nccl" in name.lower()):
             name = "communication"
-        elif is_kernel:
-            name = "annotation" if event.is_user_annotation else "kernel"
+        elif on_device:
+            name = "kernel"
         elif name.startswith("autograd::engine::evaluate_function"):
             name = "gradient"
         spans.setdefault(name, []).append((event.time_range.start, event.time_range.end))
