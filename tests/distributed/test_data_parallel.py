@@ -78,6 +78,7 @@ def test_numbers_and_gradients_are_those_of_one_device(gpus, model, samples, by_
         found = losses_and_hits(gpus(model), images=images, labels=labels, smoothing=0.1)
     else:
         found = losses_and_hits(gpus(model), images, labels, smoothing=0.1)
+    assert len({id(replica) for _, replica in seen}) == min(samples, GPUS)
     torch.testing.assert_close(found[0], losses)
     assert found[1].dtype == torch.bool
     assert torch.equal(found[1], hits)

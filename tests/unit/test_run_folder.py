@@ -154,6 +154,22 @@ def test_metrics_that_cannot_be_written_are_one_sentence(make, tmp_path, capsys)
     assert capsys.readouterr().err == f"error: {tmp_path}/run/metrics.jsonl cannot be written: Is a directory\n"
 
 
+@pytest.mark.parametrize("name", ["run.json", "summary.json"])
+def test_a_full_disk_is_one_sentence(make, tmp_path, capsys, name):
+    folder = make()
+    (tmp_path / "run" / f".part_{name}").symlink_to("/dev/full")
+
+    def run():
+        started(folder).write_summary({"loss": 1.0})
+
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/run/{name} cannot be written: No space left on device\n"
+    assert not (tmp_path / "run" / name).exists()
+    assert not (tmp_path / "run" / f".part_{name}").is_symlink()
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
