@@ -94,7 +94,8 @@ LOST_READER = ROOT / "tests" / "programs" / "lost_reader.py"
 def test_a_reader_that_goes_ends_the_output_and_not_the_process():
     """As `| head -1` does. The exit code stays; without the mend it is 120, or a traceback."""
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    process = subprocess.Popen([sys.executable, LOST_READER], text=True, **pipes)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # so that a flush meets the closed pipe too
+    process = subprocess.Popen([sys.executable, LOST_READER], text=True, env=buffered, **pipes)
     assert process.stdout.readline() == "first\n"
     process.stdout.close()
     process.stdin.write("\n")
