@@ -17,7 +17,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ROOT
-from prove_training import command, mistakes, proof, resuming, same_work, stages
+from prove_training import command, mistakes, proof, resuming, same_work
+from prove_training.stages import Finding
+from prove_training.stages.evaluations import differing
+from prove_training.stages.several import Several, uneven_call
+from prove_training.stages.single import Single
 from prove_training.tensors import sampled
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
@@ -356,14 +360,14 @@ def made_up_step(number: int, rank: int, processes: int) -> dict:
     return step
 
 
-def found(reference: dict, ranks: list[dict]) -> list[stages.Finding]:
-    return [*stages.Single(reference).findings(), *stages.Several(reference, ranks).findings()]
+def found(reference: dict, ranks: list[dict]) -> list[Finding]:
+    return [*Single(reference).findings(), *Several(reference, ranks).findings()]
 
 
 def test_made_up_records_without_a_change_are_the_same():
     (reference,), ranks = made_up(), made_up(2)
     assert found(reference, ranks) == []
-    several = stages.Several(reference, ranks)
+    several = Several(reference, ranks)
     assert list(several.findings()) == []
     assert {*several.compared} >= {"samples", "gradients", "learning rates", "weights"}
 
@@ -418,12 +422,12 @@ def test_accumulation_weighs_each_micro_batch_alike():
     (reference,) = made_up()
     for step in reference["steps"]:
         step["micro_batches"] = [dict(step["micro_batches"][0], losses=[(1.0, 6, "train.py:8")]) for _ in range(2)]
-    kinds = [finding.kind for finding in stages.Single(reference).findings()]
+    kinds = [finding.kind for finding in Single(reference).findings()]
     assert set(kinds) == {"not_divided"}
     for step in reference["steps"]:
         for micro in step["micro_batches"]:
             micro["losses"] = [(0.5, 6, "train.py:8")]
-    assert list(stages.Single(reference).findings()) == []
+    assert list(Single(reference).findings()) == []
 
 
 @pytest.mark.parametrize(
@@ -437,7 +441,7 @@ def test_accumulation_weighs_each_micro_batch_alike():
     ],
 )
 def test_numbers_after_an_evaluation_may_differ_in_their_last_digit(one, other, differs):
-    assert bool(list(stages.differing([one], [other]))) == differs
+    assert bool(list(differing([one], [other]))) == differs
 
 
 def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
@@ -451,9 +455,9 @@ def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
 
 def test_a_call_that_one_rank_alone_makes_is_found():
     calls = [["3 all_reduce train.py:4", "6 all_reduce train.py:4"], ["3 all_reduce train.py:4"]]
-    words, line = stages.uneven_call(calls)
+    words, line = uneven_call(calls)
     assert (line, "rank 0 calls all_reduce, and rank 1 does not" in words) == ("train.py:4", True)
-    assert stages.uneven_call([calls[0], calls[0]]) is None
+    assert uneven_call([calls[0], calls[0]]) is None
 
 
 def test_random_items_are_the_same_in_each_process_and_told_as_random():

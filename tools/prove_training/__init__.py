@@ -18,6 +18,8 @@ Any script that trains with Accelerate or with torch.distributed, unchanged. The
       files           what is saved and loaded
       global_loader   scripts that train through GlobalLoader and Run
     stages          what the records show, in the order in which things happen
+      single          of one process alone
+      several         of several: samples, losses, rates, steps, evaluations
     resuming        what the record of a resumed run shows
     mistakes        what to do about each mistake
     picture         who read which sample

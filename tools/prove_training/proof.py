@@ -16,7 +16,10 @@ from .resuming import compare
 from .runs import Outcome, Runs
 from .same_work import items_of_epoch, micro_batch
 from .sandbox import TooLarge
-from .stages import Evaluations, Finding, Several, Single, note, trained_on, uneven_call
+from .stages import Finding, note, trained_on
+from .stages.evaluations import Evaluations
+from .stages.several import Several, uneven_call
+from .stages.single import Single
 from .text import and_join, plural, show
 
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
