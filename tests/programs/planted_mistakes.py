@@ -41,7 +41,7 @@ MISTAKES = {
     ),
     "divided by the accumulation steps twice": Planted(
         [(BACKWARD, BACKWARD[:-1] + " / accelerator.gradient_accumulation_steps)")],
-        kind="factor",
+        kind="divided_twice",
     ),
     "divided by the processes twice": Planted(
         [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) / accelerator.num_processes)")],
@@ -91,7 +91,7 @@ MISTAKES = {
                 "logits = model(points)\n                logits = logits - logits.mean(0)\n                losses",
             )
         ],
-        kind="draws",
+        kind="gradient",
     ),
     "a model that was not prepared": Planted(
         [
@@ -109,7 +109,7 @@ MISTAKES = {
                 "logits = accelerator.unwrap_model(model)(points)\n                losses",
             )
         ],
-        kind="not_reduced",
+        kind="around_ddp",
     ),
     "one layer that was not prepared": Planted(
         [
@@ -127,11 +127,11 @@ MISTAKES = {
                 "if True:\n                    torch.nn.utils.clip_grad_norm_(",
             )
         ],
-        kind="gradient",
+        kind="clip_early",
     ),
     "rank 0 counts twice": Planted(
         [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) * (2 - min(accelerator.process_index, 1)))")],
-        kind="gradient",
+        kind="token_weights",
     ),
     "a step in each micro-batch": Planted(
         [
@@ -142,7 +142,7 @@ MISTAKES = {
                 "",
             ),
         ],
-        kind="steps",
+        kind="not_reduced",
     ),
     "weights clamped by what this process saw": Planted(
         [
@@ -171,7 +171,7 @@ MISTAKES = {
                 '    metrics.reduce()\n    return {"loss": losses.sum() / max(len(losses), 1)}',
             )
         ],
-        kind="mean_of_means",
+        kind="eval_mean",
     ),
     "a test in training mode": Planted(
         [
@@ -205,11 +205,11 @@ MISTAKES = {
                 "    run.finish()",
             )
         ],
-        kind="resume",
+        kind="weights",
     ),
     "the end is missing": Planted(
         [("    run.finish()\n", "")],
-        kind="resume",
+        kind="finish",
     ),
     "a counter of one's own that is not saved": Planted(
         [
@@ -238,7 +238,7 @@ MISTAKES = {
                 "                optimizer.step()\n",
             ),
         ],
-        kind="not_reduced",
+        kind="clipped",
     ),
     "weights of rank 2": Planted(
         [
@@ -271,7 +271,7 @@ MISTAKES = {
                 "    return result",
             )
         ],
-        kind="mean_of_means",
+        kind="eval_mean",
     ),
     "mixup in the loop, with BatchNorm": Planted(
         [

@@ -177,6 +177,7 @@ UNUSUAL = {
     "mixed_precision": (0, "proven: the same samples, gradients"),
     "written_for_cuda": (0, "proven: the same samples, gradients"),
     "teacher": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "spawned_workers": (0, "proven: the same samples, gradients"),
     "exits_early": (3, "cannot tell: it ended before the first optimizer.step()"),
 }
 
@@ -188,6 +189,11 @@ def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(p
     said = prove_it(FOREIGN / "unusual" / f"{program}.py", timeout_s=3 if program == "hangs" else 60)
     assert (said.code, said.verdict[: len(words)]) == (code, words), said.text
     assert "Traceback" not in said.text
+
+
+def test_a_script_that_cannot_be_read_fails(prove_it):
+    said = prove_it(FOREIGN / "unusual" / "plain.py", [("import torch\n", "import import\n")])
+    assert (said.code, said.verdict[:40]) == (2, "fails: on one process, SyntaxError: inva")
 
 
 def test_every_unusual_program_is_tried():

@@ -36,10 +36,18 @@ class Batches:
     def begin_pass(self, loader) -> dict:
         return {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False}
 
-    def deliver(self, current: dict, digests: list[str] | None) -> None:
-        """A batch is given to the script."""
+    def deliver(self, current: dict, digests: list[str] | None, window: int = 1) -> None:
+        """A batch is given to the script.
+
+        Args:
+            window: batches that are read before the first of them is used.
+        """
+        same = [batch for batch in self.fresh if batch["pass"] is current]
         # What the script has left out, or has only looked at without a gradient.
-        self.fresh = [batch for batch in self.fresh if batch["pass"] is not current and not batch["is_tested"]]
+        left_out = same[: max(0, len(same) - window + 1)]
+        self.fresh = [
+            batch for batch in self.fresh if not batch["is_tested"] and not any(batch is each for each in left_out)
+        ]
         self.fresh.append({"pass": current, "digests": digests, "is_tested": False})
 
     def opened(self, content) -> tuple[object, list[str] | None]:
@@ -152,8 +160,8 @@ def install_loaders(batches: Batches) -> None:
         dataset = same.cut(dataset)
         if given is not None:
             batch_size = same.batch_size(given)
-        if kwargs.get("num_workers", 0) > 1:
-            kwargs["num_workers"] = 1
+        if kwargs.get("num_workers", 0):
+            kwargs |= {"num_workers": 1, "multiprocessing_context": "fork"}  # a new interpreter has no wrappers
         original(loader, dataset, batch_size, *args, **kwargs)
         sampler, kind = loader.sampler, type(loader.sampler).__name__
         batches.new_loader(
