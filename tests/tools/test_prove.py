@@ -384,6 +384,12 @@ def scale(entries: dict, factor: float) -> None:
 
 CHANGES = {
     "a gradient of all ranks": ("factor", lambda ranks: [scale(rank["steps"][2]["gradients"], 2) for rank in ranks]),
+    "a gradient of all ranks, by 1 %": (
+        "factor",
+        lambda ranks: [scale(rank["steps"][2]["gradients"], 1.01) for rank in ranks],
+    ),
+    "initial weights of a third rank": ("initial_weights", lambda ranks: scale(ranks[2]["initial"], 1.001)),
+    "weights before a step": ("weights", lambda ranks: scale(ranks[1]["steps"][2]["before"], 1.001)),
     "a gradient of one rank": ("not_reduced", lambda ranks: scale(ranks[1]["steps"][2]["gradients"], 1.001)),
     "a clipped gradient": ("clipped", lambda ranks: scale(ranks[1]["steps"][2]["at_step"], 1.001)),
     "weights of one rank": ("weights", lambda ranks: scale(ranks[1]["steps"][2]["weights"], 1.001)),
@@ -398,7 +404,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_number_that_differs_in_one_place_is_found(change):
     kind, apply = CHANGES[change]
-    (reference,), ranks = made_up(), made_up(2)
+    (reference,), ranks = made_up(), made_up(3)
     if apply is None:
         reference["steps"][2]["holds"] = True
     else:
