@@ -29,7 +29,7 @@ def cited(text: str) -> list[tuple[str, str]]:
 
 def figures_that_are_not_in(section: str, text: str) -> list[str]:
     """Of prose, the numbers with a decimal point or an exponent; of tables, all; as rounded as they are written."""
-    text = re.sub(VERSIONS, "", re.sub(r"\]\([^)]*\)|`[^`]*`", "", text))
+    text = re.sub(VERSIONS, "", re.sub(r"\]\([^)]*\)|`[^`]*`|https://\S+", "", text))
     measured = [float(number.replace(",", "")) for number in re.findall(NUMBER, section)]
     missing = []
     for line in text.splitlines():
