@@ -49,7 +49,7 @@ HEADLINES = {
     "ResNet-50, 4 checkpoints": (
         "cpu",
         "resnet50",
-        "--batch_size 16 --checkpoint_every 2 --max_steps 8",
+        "--batch_size 16 --checkpoint_every 2 --max_steps 8 --max_test_samples 64",
         "checkpoint_time_s",
     ),
 }
