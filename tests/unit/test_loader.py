@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from utils.items import UnreadableItem
-from utils.loader import GlobalLoader
+from utils.loader import GlobalLoader, describe_data
 from utils.sampler import GlobalSampler
 
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
@@ -707,3 +707,20 @@ def test_the_facts_that_a_resume_compares():
         {"max_samples": 9},
     ):
         assert make(Squares(), **options).resume_invariants() != facts
+
+
+def test_a_tensor_dataset_with_batches_of_its_own_is_asked_for_them():
+    class Negative(TensorDataset):
+        deterministic = True
+
+        def __getitems__(self, indices):
+            return [(-self.tensors[0][index],) for index in indices]
+
+    (batch,) = make(Negative(torch.arange(1, 4)), 3).epoch()
+    assert (batch.data[0] < 0).all()
+
+
+def test_different_test_data_are_different_data():
+    train, one, other = (TensorDataset(torch.full((3,), value)) for value in (0, 1, 2))
+    facts = [describe_data(make(train), make(test), {})["fingerprint"] for test in (one, other)]
+    assert facts[0] != facts[1]

@@ -125,7 +125,7 @@ def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsy
     assert (found["step"], found["stopped_early"], found["best_step"]) == (20, True, 8)
     assert (found["test_f1"], found["test_confusion"], found["best_f1"]) == (0.9, [[1]], 0.9)
     assert [line["step"] for line in lines(tmp_path / "run", "test")] == [4, 8, 12, 16, 20]
-    # Resumed, it knows that it is complete.
+    # Resumed, it knows that it is complete: its last step was saved, whatever --checkpoint_every says.
     assert start(Regression(RESULTS), save_best="score", patience=3, resume=True) == 0
     assert "the run stopped early, after 20 steps: nothing to do" in capsys.readouterr().out
 
@@ -326,20 +326,37 @@ class DrawingInTheLoop:
         run.start(train_loader, test_loader, 8, checkpoint={})
         for epoch in run.epochs():
             for _ in (run.steps if self.in_steps else run.batches)(train_loader, epoch):
-                self.draw()
+                with accelerator.accumulate(nn.Identity()):
+                    self.draw()
             for _ in run.test_batches(test_loader):
                 self.draw()
             run.log_test({})
         run.finish()
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
-def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_drawn_before(start, in_steps):
+@pytest.mark.parametrize(("in_steps", "accumulation", "expected"), [(False, 1, 14), (False, 2, 22), (True, 1, 14)])
+def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_drawn_before(
+    start, in_steps, accumulation, expected
+):
     first, second = (DrawingInTheLoop(before, in_steps) for before in (0, 3))
-    assert start(first, "first") is start(second, "second") is None
+    flags = {"gradient_accumulation_steps": accumulation}
+    assert start(first, "first", **flags) is start(second, "second", **flags) is None
     assert first.drawn == second.drawn
-    # 4 steps and 3 batches of a test in each of 2 epochs; all of them draw numbers of their own.
-    assert [len(set(numbers)) for numbers in zip(*first.drawn, strict=True)] == [14, 14, 14]
+    # 4 steps and 3 batches of a test in each of 2 epochs; each micro-batch draws numbers of its own.
+    assert [len(set(numbers)) for numbers in zip(*first.drawn, strict=True)] == [expected] * 3
+
+
+def test_patience_saves_its_last_step(start, tmp_path, capsys):
+    flags = {"save_best": "score", "patience": 3, "checkpoint_every": 3}
+    assert start(Regression(RESULTS), **flags) is None
+    newest = max(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert newest == "step_00000020"
+
+
+def test_a_run_without_a_schedule_is_not_resumed_to_a_different_length(start, capsys):
+    assert start(Regression(epochs=2, stop_at=(3, "step"))) == EXIT_REQUEUE
+    assert start(Regression(epochs=3), resume=True) == 2
+    assert "total_steps was 8 and is 12" in capsys.readouterr().err
 
 
 class Drawing:
