@@ -292,7 +292,7 @@ def test_on_a_terminal(launcher, small_mnist):
     shown = b""
     while chunk := read(terminal):
         shown += chunk
-        if re.search(rb"step 200/.*steps/s, \d+:\d\d:\d\d left", shown, re.S):
+        if re.search(rb"step 200/.*\d+/\d+ \[\d+:\d\d<\d", shown, re.S):
             (worker,) = workers(process, 1)
             worker.send_signal(signal.SIGINT)
             break
