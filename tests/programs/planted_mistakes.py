@@ -216,7 +216,7 @@ MISTAKES = {
             ("    for epoch in run.epochs():", "    seen = 0\n    for epoch in run.epochs():"),
             (
                 '                losses = F.cross_entropy(logits, labels, reduction="none")\n                acc',
-                "                seen += len(batch) / 1000\n"
+                "                seen += 0.012 * (batch.micro_step == 0)\n"
                 "                losses = F.cross_entropy(logits * (1 + seen), labels, "
                 'reduction="none")\n                acc',
             ),
