@@ -4,8 +4,10 @@ import datetime
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from .console import show
+from .console import plural, show
+from .extras.best import is_number
 
 
 class Progress:
@@ -76,6 +78,12 @@ class Progress:
             left_s = (self.total_steps - step) * self.train_s / self.steps
             words.append(f"eta {datetime.timedelta(seconds=round(left_s))}")
         show("  ".join(words))
+
+    def say_done(self, step: int, result: dict, folder: Path) -> None:
+        """result: of the last test."""
+        numbers = {name: value for name, value in result.items() if is_number(value) and name != "samples"}
+        shown = ", ".join(f"test {metric_text(name, value)}" for name, value in numbers.items()) or plural(step, "step")
+        show(f"done: {shown} in {self.train_s:.1f} s of training; model, curves and summary in {folder}", "green")
 
     def close(self) -> None:
         if self.bar is not None:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from .checkpoint import Checkpoints, save_model
-from .console import plural, show, stop
+from .console import show, stop
 from .extras.banner import announce
 from .extras.best import Best, is_number, to_python
 from .extras.curves import plot_curves
@@ -26,7 +26,7 @@ from .extras.watchdog import Watchdog
 from .flags import with_defaults
 from .loader import Batch, GlobalLoader, describe_data
 from .metrics import Metrics
-from .progress import Progress, metric_text
+from .progress import Progress
 from .randomness import combine, seed_generators_for
 from .run_folder import RunFolder
 from .signals import StopSignal
@@ -52,6 +52,7 @@ class Run:
 
     Attributes:
         step: optimizer steps done, the one number that says where the run is.
+        summary: values of your own for summary.json.
 
     Raises:
         SystemExit: on every rank, if the folder holds a run and --resume is not given, if another process writes
@@ -63,10 +64,9 @@ class Run:
         self.stop_signal = StopSignal(accelerator)
         self.folder = RunFolder(accelerator, Path(args.output_dir), self.args.resume)
         self.best = Best(self.args.save_best, self.args.patience)
-        self.step = 0
-        self.before_test = None  # what a checkpoint has from before the test of this step
+        self.step, self.summary = 0, {}
         self.stopped_early = False
-        self.last_test, self.more_summary = {}, {}
+        self.last_test = {}
 
     def start(
         self,
@@ -119,31 +119,21 @@ class Run:
         self.checkpoints = Checkpoints(
             accelerator, folder, checkpoint, invariants, args.keep_checkpoints, self.join_parts
         )
-        self.step, extra, saved_metrics = self.checkpoints.load()
-        self.best.load_state(extra)
+        self.step, self.extra, saved_metrics = self.checkpoints.load()
+        self.best.load_state(self.extra)
         self.metrics = Metrics(accelerator, saved_metrics, all_ranks_add=model_parts is None)
         batch = model_parts.batch if model_parts else None
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
         )
-        self._exit_if_completed()
+        self.folder.exit_if_completed(accelerator, self.step, total_steps)
         self._attach(models, topology)
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         if accelerator.is_main_process:
             arguments = {name: value for name, value in vars(args).items() if name != "resume_invariants"}
             about_run = {"arguments": arguments, "data": data, "total_steps": total_steps}
             about_launch = {**topology, **(model_parts.notes if model_parts else {})}
-            self.folder.open(self.step, extra.get("metrics_bytes", 0), about_run, about_launch)
-
-    def _exit_if_completed(self) -> None:
-        if not self.step or self.folder.completed_step(self.accelerator) != self.step:
-            return
-        done = f"all {self.step} steps are done"
-        if self.step < self.total_steps:
-            done = f"the run stopped early, after {plural(self.step, 'step')}"
-        self.accelerator.print(f"{done}: nothing to do")
-        self.accelerator.end_training()
-        raise SystemExit(0)
+            self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about_run, about_launch)
 
     def _attach(self, models: list[nn.Module], topology: dict) -> None:
         """What flags and the topology ask for, beside what launch.py attaches to the process. Collective."""
@@ -249,7 +239,9 @@ class Run:
             means = self.metrics.reduce()
             del means["samples"]
             self.log("train", epoch, **means, **self.learning_rates, **self.progress.since_last_line())
-        self.before_test = self._extra() if epoch_ends else None
+        # A run that is resumed at the end of an epoch begins with the test: a checkpoint that is saved after that test
+        # must not have its result already.
+        self.extra = {"metrics_bytes": self.folder.metrics_bytes(), **self.best.state()}
         due = self.step % args.checkpoint_every == 0 if args.checkpoint_every else epoch_ends
         if due or self.step == self.total_steps:
             self._save()
@@ -262,18 +254,11 @@ class Run:
             self.checkpoints.wait()
             self.stop_signal.leave(self.step)
 
-    def _extra(self) -> dict:
-        """What a checkpoint has besides the state."""
-        return {"metrics_bytes": self.folder.metrics_bytes(), **self.best.state()}
-
     def _save(self) -> None:
         self.metrics.check()
         if self.same_weights is not None:
             self.same_weights.check(self.accelerator, self.checkpoints.models)
-        # A run that is resumed at the end of an epoch begins with the test: a checkpoint that is
-        # saved after that test must not have its result already.
-        extra = self.before_test or self._extra()
-        self.checkpoints.save(self.step, self.metrics.state(), extra, self.folder.sync)
+        self.checkpoints.save(self.step, self.metrics.state(), self.extra, self.folder.sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.
@@ -345,15 +330,11 @@ class Run:
                 model = model.module
             save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors", self.join_parts)
 
-    def add_to_summary(self, **values) -> None:
-        """Add values of your own to summary.json."""
-        self.more_summary |= {name: to_python(value) for name, value in values.items()}
-
     def finish(self) -> None:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
         self.checkpoints.wait()
         self._save_models()
-        self.add_to_summary(peak_memory_gib=round(peak_memory_gib(self.accelerator), 3))
+        peak_gib = round(peak_memory_gib(self.accelerator), 3)
         if self.accelerator.is_main_process:
             self.progress.close()
             self.folder.write_summary(
@@ -361,7 +342,8 @@ class Run:
                     "step": self.step,
                     **{f"test_{name}": value for name, value in self.last_test.items()},
                     **self.best.summary(),
-                    **self.more_summary,
+                    **{name: to_python(value) for name, value in self.summary.items()},
+                    "peak_memory_gib": peak_gib,
                     "stopped_early": self.stopped_early,
                     "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
                     **self.progress.summary(self.step),
@@ -371,15 +353,7 @@ class Run:
             self.trackers.finish()
         self.accelerator.end_training()
         if self.accelerator.is_main_process:
-            self._draw_and_say_done()
-
-    def _draw_and_say_done(self) -> None:
-        path = self.folder.path
-        title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
-        plot_curves(path / "metrics.jsonl", path / "curves.png", title)
-        numbers = {n: v for n, v in self.last_test.items() if is_number(v) and n != "samples"}
-        result = (
-            ", ".join(f"test {metric_text(name, value)}" for name, value in numbers.items()) or f"{self.step} steps"
-        )
-        train_s = self.progress.train_s
-        show(f"done: {result} in {train_s:.1f} s of training; model, curves and summary in {path}", "green")
+            path = self.folder.path
+            title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
+            plot_curves(path / "metrics.jsonl", path / "curves.png", title)
+            self.progress.say_done(self.step, self.last_test, path)

@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from .atomic_files import fsync, read_entry, write_json
-from .console import stop
+from .console import plural, stop
 from .extras.banner import describe_code
 
 
@@ -97,9 +97,16 @@ class RunFolder:
     def write_summary(self, summary: dict) -> None:
         write_json(self.path / "summary.json", summary)
 
-    def completed_step(self, accelerator: Accelerator) -> int | None:
-        """The last step of a run that was completed in this folder; None without one. Collective."""
-        step = None
+    def exit_if_completed(self, accelerator: Accelerator, step: int, total_steps: int) -> None:
+        """End the process with exit code 0 if the run in this folder was completed at `step`. Collective."""
+        completed = None
         if accelerator.is_main_process:
-            step = read_entry(self.path / "summary.json", "step", int)
-        return broadcast_object_list([step])[0]
+            completed = read_entry(self.path / "summary.json", "step", int)
+        if step == 0 or broadcast_object_list([completed])[0] != step:
+            return
+        done = f"all {step} steps are done"
+        if step < total_steps:
+            done = f"the run stopped early, after {plural(step, 'step')}"
+        accelerator.print(f"{done}: nothing to do")
+        accelerator.end_training()
+        raise SystemExit(0)

@@ -27,7 +27,7 @@ def main() -> None:
                 model.register_comm_hook(None, count)
 
     def finish_and_tell(run):
-        run.add_to_summary(gradient_all_reduces=run.all_reduces)
+        run.summary["gradient_all_reduces"] = run.all_reduces
         finish(run)
 
     Run.start, Run.finish = start_and_hook, finish_and_tell

@@ -281,7 +281,7 @@ class Small:
                 if len(self.seen) == self.leave_at:
                     break
         for numbers in self.added:
-            run.add_to_summary(**numbers)
+            run.summary |= numbers
         run.finish()
 
 
