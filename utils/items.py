@@ -1,4 +1,4 @@
-"""Items of any map-style dataset, read by this process or by workers: what they draw depends on (seed, epoch, item)."""
+"""Reads the items of a dataset, in this process or in workers, each seeded by (seed, epoch, item)."""
 
 import contextlib
 import itertools
@@ -16,41 +16,38 @@ from .randomness import combine, generators_restored, seed_generators
 from .sampler import MicroBatch
 from .signals import end_with_parent
 
-COLLATE = 1  # sets apart what collate_fn draws from what the items draw
+COLLATE = 1  # keeps the random numbers of collate_fn apart from those of the items
 Request = tuple[int, list[int], list[int]]  # epoch, items, their random ids
 
 
 class UnreadableItem(ValueError):
-    """Raised by a dataset for an item that cannot be read: its message ends the run, without a traceback."""
+    """Raised by a dataset for an item that cannot be read; the run ends with its message and no traceback."""
 
 
 @contextlib.contextmanager
 def stop_at_unreadable_items() -> Iterator[None]:
-    """Raises: SystemExit, for an UnreadableItem inside, or for a worker that was killed."""
+    """End the process, without a traceback, at an UnreadableItem or a killed worker."""
     try:
         yield
-    except UnreadableItem as error:  # a worker puts its traceback in front of the message
+    except UnreadableItem as error:  # a worker puts its traceback before the message
         _, _, message = str(error).rpartition("UnreadableItem")
         stop(message.removeprefix(": ").strip() or "an item of the dataset cannot be read", alone=True)
     except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker (pid"):  # an error of the dataset names the worker later
+        if not str(error).startswith("DataLoader worker (pid"):  # errors raised by the dataset name it further on
             raise
         reason = str(error).splitlines()[0].rstrip(". ")
-        stop(f"{reason}: if memory ran out, take fewer --num_workers", alone=True)
+        stop(f"{reason}: if memory ran out, use fewer --num_workers", alone=True)
 
 
 class ItemFetcher(Dataset):
-    """Reads the items of a request, in this process or in a worker.
-
-    A whole batch is asked for (torch's __getitems__) where the dataset has that and is deterministic.
-    """
+    """Reads the items of a request, all at once if the dataset has __getitems__ and is deterministic."""
 
     def __init__(self, dataset, collate_fn: Callable, seed: int, deterministic: bool | None):
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
         self.deterministic = getattr(dataset, "deterministic", False) if deterministic is None else deterministic
 
     def fetch(self, request: Request) -> Any:
-        """The batch of a request, in a process that goes on with its own random numbers afterwards."""
+        """The collated batch of a request; leaves this process's random state unchanged."""
         with contextlib.nullcontext() if self.deterministic else generators_restored():
             return self.collate_fn(self.__getitems__(request))
 
@@ -69,7 +66,7 @@ class ItemFetcher(Dataset):
 
 
 class Requests:
-    """A batch sampler whose requests are set anew for every epoch, while the workers live on."""
+    """A batch sampler whose `source` is replaced for every epoch, while the workers keep running."""
 
     source: Iterator[Request] = iter(())
 
@@ -78,7 +75,7 @@ class Requests:
 
 
 class ItemReader:
-    """Reads micro-batches, by workers if there are any. The arguments are those of GlobalLoader."""
+    """Reads micro-batches, in workers if there are any. For the arguments, see GlobalLoader."""
 
     def __init__(
         self,
@@ -100,7 +97,7 @@ class ItemReader:
         with stop_at_unreadable_items():
             for micro_batch, data in zip(micro_batches, self._batches(requests), strict=True):
                 if self.device.type != "cpu":
-                    # Not blocking: from pinned memory, the GPU copies while the CPU goes on.
+                    # From pinned memory, the copy overlaps with work on the CPU.
                     data = send_to_device(data, self.device, non_blocking=True)
                     indices, random_ids = (tensor.to(self.device, non_blocking=True) for tensor in micro_batch[:2])
                     micro_batch = micro_batch._replace(indices=indices, random_ids=random_ids)
@@ -119,17 +116,14 @@ class ItemReader:
                 persistent_workers=True,
                 pin_memory=self.device.type == "cuda",
                 generator=torch.Generator(),  # without one, DataLoader draws from the global generator in every epoch
-                # Memory-mapped tables and datasets that cannot be pickled are shared by a fork.
+                # A fork shares memory-mapped tables, and datasets that cannot be pickled.
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
             )
         self._requests.source = requests
         return iter(self._workers)
 
     def fingerprint(self) -> str:
-        """A digest of the first and the last item.
-
-        Warns where one of them differs when it is read again: it draws from a generator that is not seeded.
-        """
+        """A digest of the first and the last item; warns if one of them differs when read twice."""
         ends = sorted({0, len(self.fetcher.dataset) - 1})
         with generators_restored(), stop_at_unreadable_items():
             first, again = (digest(self.fetcher.__getitems__((0, ends, ends))) for _ in range(2))
@@ -137,9 +131,9 @@ class ItemReader:
             return first
         if is_local_main():
             show(
-                f"warning: item {ends[0]} or {ends[-1]} of the dataset differs when it is read again: it draws from a "
-                "generator of its own, so other processes, workers or a resume will train on other data; draw from "
-                "torch's, Python's or NumPy's global generator instead",
+                f"warning: item {ends[0]} or {ends[-1]} of the dataset differs when it is read twice: the dataset has "
+                "a random generator of its own, so the data will depend on processes and workers, and change when "
+                "resuming; draw from the global generator of torch, Python or NumPy instead",
                 "yellow",
             )
         return "differs"

@@ -1,4 +1,4 @@
-"""Make the Accelerator for the topology that the config file asks for."""
+"""Create the Accelerator for the topology in the config file."""
 
 import argparse
 import contextlib
@@ -34,14 +34,13 @@ from .topology import bind_gloo_to_the_route, check_topology, data_parallel_gpus
 
 
 class TrainingAccelerator(Accelerator):
-    """Accelerate's Accelerator, and what a run attaches to it.
+    """Accelerate's Accelerator with the attributes of a run.
 
     Attributes:
-        virtual_processes: as --virtual_processes asked for; 0: off.
+        virtual_processes: the value of --virtual_processes; 0: off.
         split_batch: each process gets a part of the batch; False if the processes share the model.
         around_backward: functions that return a context manager, entered around every backward pass, the last one
-            outermost. Who attaches to `backward` appends to this list and removes its own entry: a method replaced on
-            the object, which the next one replaces again, cannot be put back without undoing the others.
+            outermost. A hook is undone by removing its entry, in any order.
     """
 
     virtual_processes = 0
@@ -58,7 +57,7 @@ class TrainingAccelerator(Accelerator):
             super().backward(loss, **kwargs)
 
     def prepare_model(self, model, device_placement=None, evaluation_mode=False):
-        """As in Accelerate, which has no nn.DataParallel: with dp.yaml, the model is wrapped in that."""
+        """As in Accelerate, plus nn.DataParallel for dp.yaml, which Accelerate lacks."""
         is_new = not evaluation_mode and not getattr(model, "_is_accelerate_prepared", False)
         if is_new and data_parallel_gpus(self) > 1 and not self.verify_device_map(model):
             from .parallel.data_parallel import data_parallel
@@ -75,25 +74,23 @@ def make_accelerator(
     find_unused_parameters: bool = False,
     kwargs_handlers=(),
 ) -> TrainingAccelerator:
-    """The Accelerator for the topology in the config file, checked against what runs. Collective.
-
-    Also seeds all generators, sets the number of CPU threads, and attaches what needs no flag.
+    """Create the Accelerator, check it against the config file, seed all generators and set CPU threads. Collective.
 
     Args:
-        args: the parsed flags; run flags that it does not have get their defaults. Sets `output_dir` to a new
-            folder under runs/ if there is none, and `resume` to True if the launcher restarted a failed run.
-        cpu_threads: threads of each process for work on the CPU. None: the cores of the machine divided by its
-            processes; 1 with virtual processes, since a different number of threads adds in a different order.
+        args: the parsed flags; missing run flags get their defaults. Sets `output_dir` to a new folder under runs/ if
+            it is not given, and `resume` to True if the launcher restarted a failed run.
+        cpu_threads: CPU threads per process. None: the machine's cores divided by its processes; 1 with virtual
+            processes, because the number of threads changes the order of additions.
         split_batch: each process gets a part of the batch. False if the processes share the model.
-        log_with: trackers besides --log_with: names, objects of a GeneralTracker, or a list.
-        find_unused_parameters: of DistributedDataParallel: some parameters get no gradient in some steps.
-        kwargs_handlers: for Accelerator. One of the same class as ours is used in place of ours.
+        log_with: trackers besides --log_with: names, GeneralTracker objects, or a list of them.
+        find_unused_parameters: as in DistributedDataParallel, for models in which some parameters get no gradient.
+        kwargs_handlers: as in Accelerator. A handler replaces the default one of its class.
 
     Raises:
-        SystemExit: what runs is not what the config file and the flags ask for, or differs between processes.
+        SystemExit: if the processes do not match the config file and the flags, or differ from each other.
     """
-    if "triton" not in sys.modules:  # at exit it reports frozen objects as leaked
-        gc.freeze()  # exclude imported objects from garbage collection: saves 1 s of each start
+    if "triton" not in sys.modules:  # it would report frozen objects as leaked at exit
+        gc.freeze()  # excludes imported objects from garbage collection: each start is 1 s faster
     settings = with_defaults(args)
     accumulation = getattr(args, "gradient_accumulation_steps", 1)
     errors = explain_errors()
@@ -107,7 +104,7 @@ def make_accelerator(
         settings.log_with = check_trackers(settings.log_with, log_with)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
     accelerator = create_accelerator(settings, accumulation, errors, [ddp, *kwargs_handlers])
-    # From here on, the processes can talk to each other.
+    # From here on, collectives work.
     check_topology(accelerator)
     if watchdog:
         watchdog.watch(settings.timeout_s)
@@ -124,7 +121,7 @@ def make_accelerator(
         check_batch_size(args.batch_size, settings.virtual_processes or accelerator.num_processes * accumulation)
     set_cpu_threads(cpu_threads)
     set_seed(settings.seed)
-    if is_new_folder:  # its name has a time and a process id: all take that of the main process
+    if is_new_folder:  # the name contains a time and a process id: all ranks use the main process's
         args.output_dir = broadcast_object_list([settings.output_dir])[0]
         accelerator.project_configuration.set_directories(args.output_dir)
     return accelerator
@@ -133,34 +130,30 @@ def make_accelerator(
 def create_accelerator(
     settings: argparse.Namespace, accumulation: int, errors: ExplainedErrors, handlers: list
 ) -> TrainingAccelerator:
-    """Accelerate's object, with the defaults that are traps set otherwise.
+    """Create the Accelerator, replacing the defaults with which training silently goes wrong.
 
     Args:
-        errors: those of its errors that are explained there are raised.
-        handlers: Accelerate's kwargs_handlers; of several of one class, the last one counts.
-
-    Raises:
-        SystemExit: if Accelerate cannot start with this config file and these flags.
+        errors: the errors it explains are raised; others end the process with one line.
+        handlers: kwargs_handlers; the last one of each class is used.
     """
-    # 1 ms more, because Accelerate drops a timeout that equals its own default of 600 s. The default of gloo, 30
-    # minutes, would then hold.
+    # 1 ms more: Accelerate ignores a timeout equal to its default of 600 s, and gloo would use its own 30 minutes.
     timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.timeout_s, milliseconds=1))
     try:
         return TrainingAccelerator(
-            # The launcher of several processes does not pass `use_cpu` on. Without it Accelerate looks for GPUs, finds
-            # none, reports one process, and N processes train N models.
+            # The multi-process launcher does not pass `use_cpu` on. Without it Accelerate looks for GPUs, finds none
+            # and reports a single process: N processes would train N separate models.
             cpu=wants_cpu() or not torch.accelerator.is_available(),
             log_with=settings.log_with,
             project_dir=settings.output_dir,
-            # Without split_batches Accelerate steps the scheduler once a process: N times too fast.
+            # Without split_batches Accelerate steps the scheduler once per process: N times too fast.
             dataloader_config=DataLoaderConfiguration(split_batches=True),
-            # adjust_scheduler would have the scheduler count micro-batches as steps.
+            # With adjust_scheduler the scheduler would count micro-batches as steps.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 accumulation, sync_with_dataloader=False, adjust_scheduler=False
             ),
             kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
         )
-    except (ValueError, RuntimeError) as error:  # a precision that is not there, FSDP on a CPU, ...
+    except (ValueError, RuntimeError) as error:  # unsupported precision, FSDP on a CPU, ...
         if any(matches(error) for matches, _ in errors.explanations):
             raise
         reason = " ".join(str(error).split())
@@ -173,15 +166,15 @@ def new_output_dir() -> str:
 
 
 def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace, timeout_s: float) -> Watchdog | None:
-    """What needs no flag, before the process group is made.
+    """Set up output, the launcher's death signal and error messages, before the process group exists.
 
     Returns:
-        The watchdog, which watches once the process group is there; None without one.
+        The watchdog, to be started once the process group exists; None without a launcher.
     """
     outlive_readers()
     follow_launcher(timeout_s)
-    # Accelerate's optimizer asks twice per step whether a package is installed, which searches the disk: 8 % of a step
-    # of mnist_mlp.py with batches of 64.
+    # Accelerate's optimizer searches the disk for an optional package twice per step: 8 % of a step of mnist_mlp.py
+    # with batches of 64.
     if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
     errors.explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))
@@ -194,11 +187,6 @@ def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace, timeout
 
 
 def check_batch_size(batch_size: int, micro_batches: int) -> None:
-    """Check that each micro-batch of a step has a sample.
-
-    Raises:
-        SystemExit: if the global batch of a step has fewer samples than micro-batches.
-    """
     if batch_size < micro_batches:
         stop(
             f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of a step (processes x "
@@ -207,7 +195,7 @@ def check_batch_size(batch_size: int, micro_batches: int) -> None:
 
 
 def set_cpu_threads(cpu_threads: int | None) -> None:
-    """Set the threads of this process; None: its part of the machine's physical cores."""
+    """Set the threads of this process; None: its share of the machine's physical cores."""
     if cpu_threads is None:
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         cpu_threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

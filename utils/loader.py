@@ -1,4 +1,4 @@
-"""Batches of any map-style dataset that are the same on any number of processes, workers and accumulation steps."""
+"""Batches of a map-style dataset that are the same on any number of processes, workers and accumulation steps."""
 
 import dataclasses
 import itertools
@@ -19,107 +19,98 @@ from .sampler import GlobalSampler, MicroBatch, virtual_processes
 class Batch:
     """One micro-batch of one process: n samples, at least one.
 
-    Where the last step of an epoch has fewer samples than micro-batches, some processes have none. They get a
-    stand-in: one real sample, which counts nothing. No model has to know what to do without a sample.
+    If the last step of an epoch has fewer samples than micro-batches, the others get a stand-in: a real sample with
+    weight zero, so that models never see an empty batch.
     """
 
-    data: Any  # what the dataset and collate_fn make of the items, on the accelerator's device
-    # Those of a MicroBatch, in its order:
-    indices: torch.Tensor  # int64 (n,): which items these are; the same numbers on any topology
-    random_ids: torch.Tensor  # int64 (n,): what `rand` depends on
+    data: Any  # the collated items, on the accelerator's device
+    # The fields of a MicroBatch, in its order:
+    indices: torch.Tensor  # int64 (n,): indices into the dataset
+    random_ids: torch.Tensor  # int64 (n,): seeds of `rand`
     is_stand_in: bool
-    _step_samples: int  # of all processes; private, because `losses.sum() / step_samples` would count stand-ins
-    micro_step: int  # number of this micro-batch within the step, on this process, from 0
-    slot: int  # the same over all processes
-    # Those of the loader:
-    grad_divisor: int  # what DDP and accelerator.backward will divide its gradient by; 1 in a pipeline
-    key: int  # of the epoch's random numbers
-    weights: torch.Tensor | None = None  # (n,): what each sample counts in means; None: all count alike
-    step_weight: torch.Tensor | None = None  # the sum of the weights of the whole step
+    _step_samples: int  # over all processes; private, because `losses.sum() / step_samples` would count stand-ins
+    micro_step: int  # index of this micro-batch within the step on this process
+    slot: int  # index of this micro-batch within the step over all processes
+    # Added by the loader:
+    grad_divisor: int  # what DDP and accelerator.backward will divide the gradient by; 1 in a pipeline
+    key: int  # seed of the epoch's random numbers
+    weights: torch.Tensor | None = None  # (n,): weight of each sample in means; None: all equal
+    step_weight: torch.Tensor | None = None  # sum of the weights over the whole step
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def counted(self, values: torch.Tensor) -> torch.Tensor:
-        """The values (n, ...) of the samples that count: all of them, or none (0, ...) of a stand-in.
+        """`values` (n, ...) unchanged, or an empty tensor (0, ...) for a stand-in.
 
-        For what you gather yourself; `mean_loss` and metrics do it themselves.
+        For values that you gather yourself; `mean_loss` and metrics do this already.
         """
         return values[:0] if self.is_stand_in else values
 
     def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's part of the mean loss of the step, for `accelerator.backward`; a stand-in adds 0.
+        """This micro-batch's part of the step's mean loss, for `accelerator.backward`; 0 for a stand-in.
 
-        DDP divides gradients by the number of processes, and accelerator.backward by the accumulation steps. Both are
-        right only where all parts of a step are equally large. So the sum of the losses is multiplied by both numbers,
-        and divided by the samples (the weight) of the whole step. In a pipeline and with virtual processes, which sum
-        gradients, nothing divides.
+        DDP divides gradients by the number of processes and accelerator.backward by the accumulation steps, which is
+        correct only if all micro-batches have the same size. So the sum of the losses is multiplied by both numbers and
+        divided by the number of samples (or the weight) of the whole step. Pipelines and virtual processes sum
+        gradients instead, so there is no division to undo.
 
         Args:
-            losses: (n,), one per sample. With weights, the mean is sum(weights * losses) / sum(weights).
-                Or a scalar, from a model that returns nothing else: the mean over this micro-batch, by the
-                same weights. That is exact if the model averages over samples, or over what `loss_weights`
-                counts (tokens that are no padding, for a language model).
+            losses: (n,), one per sample; with weights, the mean is sum(weights * losses) / sum(weights). Or a scalar,
+                if the model only returns the mean over this micro-batch: exact if the model averages over samples, or
+                over what `loss_weights` counts (such as tokens that are not padding).
         """
         if losses.ndim == 0:
             losses = losses.expand(len(self))
         if losses.shape != self.indices.shape:
             raise ValueError(
-                f"mean_loss takes one loss per sample, shape ({len(self)},), or their mean, shape (), and got "
+                f"mean_loss takes one loss per sample, shape ({len(self)},), or their mean, shape (), but got "
                 f"{tuple(losses.shape)}"
             )
         losses = self.counted(losses)
         if self.weights is None:
             return losses.sum() * (self.grad_divisor / self._step_samples)
-        # In the dtype of the sum, which may be too large for that of the weights.
+        # The sum may overflow the dtype of the weights.
         shares = self.counted(self.weights).to(self.step_weight.dtype) / self.step_weight
         return (losses * shares.to(losses.dtype)).sum() * self.grad_divisor
 
     def rand(self, *shape: int, stream: int = 0) -> torch.Tensor:
-        """Uniform numbers in [0, 1), float32 (n, *shape): a function of (seed, epoch, sample), on any topology.
+        """Uniform random numbers in [0, 1), float32 (n, *shape), that depend only on (seed, epoch, sample, stream).
 
-        For dropout, noise and augmentation in the training loop.
-
-        Args:
-            stream: a different number for each use.
+        For dropout, noise and augmentation in the training loop; each use needs a `stream` of its own.
         """
         return random_uniform(combine(self.key, stream), self.random_ids, shape)
 
     def randn(self, *shape: int, stream: int = 0) -> torch.Tensor:
-        """Standard normal numbers, float32 (n, *shape), as `rand`."""
+        """Standard normal random numbers, float32 (n, *shape); see `rand`."""
         return random_normal(combine(self.key, stream), self.random_ids, shape)
 
 
 class GlobalLoader:
-    """The batches of a map-style dataset, the same samples in every step on any topology.
+    """Loads a map-style dataset in batches: each step has the same samples on any topology.
 
-    Before an item is read, the global generators of torch, Python and NumPy are seeded by (seed, epoch, item): what an
-    augmentation draws from them does not depend on processes, workers or a resume. Before collate_fn they are seeded by
-    the batch's first item: what it draws is the same with any number of workers and after a resume, but not on a
-    different number of processes or accumulation steps, which cut different batches.
+    Before an item is read, the global generators of torch, Python and NumPy are seeded by (seed, epoch, item), so
+    random augmentation does not depend on processes, workers or resuming. Before collate_fn they are seeded by the
+    batch's first item: what it draws does not depend on workers or resuming, but it does depend on the number of
+    processes and accumulation steps, which cut different batches.
 
     Args:
         dataset: a torch.utils.data.Dataset, a datasets.Dataset, a list: anything with __len__ and __getitem__.
-            A TensorDataset is moved to the accelerator's device once, and indexed there.
+            A TensorDataset is moved to the accelerator's device once and indexed there.
         batch_size: samples per step, over all processes and accumulation steps.
-        seed: shuffle by (seed, epoch), for training; None: in the order of the dataset, for tests.
-        collate_fn: makes a batch of a list of items; None: torch's default_collate.
-        num_workers: processes that read items ahead of the training; 0: this process reads them.
-        loss_weights: a function of a batch's data that returns what each sample counts, (n,): tokens that are no
-            padding, for instance. The sum over the step is then known before its first backward pass.
-        deterministic: promise that neither items nor collate_fn draw random numbers; None: what an attribute of that
-            name of the dataset says, else unknown.
-        max_samples: take the first ones only.
+        seed: shuffles by (seed, epoch), for training; None: dataset order, for testing.
+        collate_fn: makes a batch from a list of items; None: torch's default_collate.
+        num_workers: processes that read items ahead; 0: this process reads them.
+        loss_weights: function from a batch's data to the weight of each sample, (n,), such as its number of tokens
+            that are not padding. Their sum over the step is then known before its first backward pass.
+        deterministic: promises that neither items nor collate_fn draw random numbers; None: the dataset's attribute of
+            that name, else False.
+        max_samples: use only the first ones.
         shard: (rank, world size) of a pipeline's copies, whose processes share their samples and sum gradients; None:
             the accelerator's.
-        accumulation: micro-batches of a step on each process; None: the accelerator's in training, 1 in tests.
-            Virtual processes decide it otherwise.
-        drop_last: see GlobalSampler.
-        repeats: see GlobalSampler.
-
-    Raises:
-        SystemExit: if the dataset is not map-style, empty, or smaller than a dropped batch.
-        ValueError: if options contradict each other.
+        accumulation: micro-batches per step on each process; None: the accelerator's in training, 1 in testing.
+            Ignored with virtual processes.
+        drop_last, repeats: see GlobalSampler.
     """
 
     def __init__(
@@ -141,9 +132,9 @@ class GlobalLoader:
     ):
         check_dataset(dataset)
         if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, and is {batch_size}")
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if repeats > 1 and (seed is None or batch_size % repeats):
-            raise ValueError(f"{repeats} repeats of an item need a seed, and must divide batch_size {batch_size}")
+            raise ValueError(f"repeats={repeats} needs a seed and must divide batch_size {batch_size}")
         if loss_weights is not None and shard is not None:
             raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")
         length = min(len(dataset), max_samples or len(dataset))
@@ -162,12 +153,12 @@ class GlobalLoader:
             virtual_processes=virtual_processes(accelerator),
         )
         if len(self) == 0:
-            stop(f"--batch_size {batch_size} is more than the {length} items of the training set: take a smaller one")
+            stop(f"--batch_size {batch_size} is more than the {length} items of the training set: use a smaller one")
         self.tensors = self.reader = None
         if gives_its_tensors(dataset) and collate_fn is None:
             self.tensors = [tensor.to(accelerator.device) for tensor in dataset.tensors]
         else:
-            from .items import ItemReader  # here and not above: images in memory do not need it
+            from .items import ItemReader  # not needed for images in memory
 
             self.reader = ItemReader(dataset, collate_fn, seed or 0, deterministic, num_workers, accelerator.device)
 
@@ -192,16 +183,16 @@ class GlobalLoader:
         return batches if self.loss_weights is None else self._weighted(batches)
 
     def _weighted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches with their weights, and the sum of these over the whole step. Collective."""
+        """Set the weights of each batch, and their sum over the whole step. Collective."""
         for step in zip(*[batches] * self.sampler.accumulation, strict=True):
-            # A sum for each micro-batch, so that their order is the same on any number of processes.
+            # One sum per micro-batch, added in the same order on any number of processes.
             device = self.accelerator.device
             sums = torch.zeros(self.sampler.num_slots, dtype=widest_float(device), device=device)
             for batch in step:
                 weights = self.loss_weights(batch.data)
                 if weights.shape != batch.indices.shape:
                     raise ValueError(
-                        f"loss_weights must return one weight per sample, shape ({len(batch)},), and "
+                        f"loss_weights must return one weight per sample, shape ({len(batch)},), but "
                         f"returned {tuple(weights.shape)}"
                     )
                 batch.weights = weights if weights.is_floating_point() else weights.float()
@@ -212,7 +203,6 @@ class GlobalLoader:
             yield from step
 
     def _read(self, epoch: int, first_step: int) -> Iterator[tuple[MicroBatch, Any]]:
-        """Each micro-batch and its data, both on the accelerator's device."""
         if self.reader is not None:
             yield from self.reader.read(epoch, self.sampler.micro_batches(epoch, first_step))
             return
@@ -221,7 +211,7 @@ class GlobalLoader:
             yield micro_batch, [tensor.index_select(0, micro_batch.indices) for tensor in self.tensors]
 
     def describe(self) -> dict:
-        """What identifies the data: compared between processes, and between a run and its resume.
+        """The size of the data and a fingerprint, which must be the same on all processes and when resuming.
 
         The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of the first and last item.
         """
@@ -232,7 +222,7 @@ class GlobalLoader:
         return {"items": self.sampler.length, "fingerprint": fingerprint}
 
     def resume_invariants(self) -> dict:
-        """What must not change between a run and its resume, besides the data."""
+        """Settings that must not change when resuming."""
         sampler = self.sampler
         facts = {"batch_size": sampler.batch_size, "seed": sampler.seed, "steps_per_epoch": len(self)}
         facts |= {"drop_last": sampler.drop_last, "repeats": sampler.repeats}
@@ -242,11 +232,7 @@ class GlobalLoader:
 
 
 def describe_data(train_loader: GlobalLoader, test_loader: GlobalLoader | None, known: dict) -> dict:
-    """What run.json, the screen and the comparison with other processes and launches have of the data.
-
-    Args:
-        known: what the script says itself; it goes before what the loaders say.
-    """
+    """The data's facts for run.json and the banner; those in `known`, from the script, replace the loaders'."""
     loaders = {"train": train_loader, "test": test_loader}
     described = {split: loader.describe() for split, loader in loaders.items() if loader is not None}
     items = {split: facts["items"] for split, facts in described.items()}
@@ -255,22 +241,22 @@ def describe_data(train_loader: GlobalLoader, test_loader: GlobalLoader | None, 
 
 
 def gives_its_tensors(dataset) -> bool:
-    """Whether the items are slices of `dataset.tensors`: a TensorDataset, and no subclass that changes the items."""
+    """Whether the items are slices of `dataset.tensors`: a TensorDataset, not a subclass that changes the items."""
     is_plain = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
     return is_plain and not hasattr(dataset, "__getitems__")
 
 
 def check_dataset(dataset) -> None:
-    """Raises: SystemExit, if `dataset` is not map-style or has no items."""
+    """Stop if `dataset` is not map-style or has no items."""
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         stop(
-            f"the dataset is a {kind}, which cannot be read by item number: the order of the data could not be the "
-            "same on a different number of processes, nor be resumed; take a map-style dataset (__len__ and "
-            "__getitem__), for instance list(dataset) or datasets.Dataset.from_generator"
+            f"the dataset is a {kind}, which has no indices: its order could be neither reproduced on a different "
+            "process count nor resumed; use a map-style dataset (__len__ and __getitem__), for instance "
+            "list(dataset) or datasets.Dataset.from_generator"
         )
     if isinstance(dataset, Mapping):
         names = ", ".join(map(str, itertools.islice(dataset, 5)))
-        stop(f"the dataset is a {kind} with {names or 'nothing in it'}: pass one of its parts, such as data['train']")
+        stop(f"the dataset is a {kind} with {names or 'nothing in it'}: pass one of its splits, such as data['train']")
     if len(dataset) == 0:
         stop(f"the dataset, a {kind}, has no items")

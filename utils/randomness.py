@@ -1,7 +1,6 @@
-"""Random numbers that are a function of their place in the run, not of what a process drew before.
+"""Random numbers computed from a key, such as (seed, epoch, sample), instead of a generator's state.
 
-A generator's numbers depend on how often it was used, and so on the number of processes and workers, and on whether
-the run was resumed. The functions here compute their numbers from a key instead.
+That state depends on how often the generator was used, and so on processes, workers and resuming.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ MASK = 0xFFFFFFFF
 
 
 def mix_bits(x):
-    """A bijection on 32-bit integers (an int, or an int64 tensor): a flipped bit of x flips about half of the result.
+    """A bijection on 32-bit integers (int or int64 tensor): flipping a bit of x flips about half of the result's bits.
 
     Source: "lowbias32" of C. Wellons, https://nullprogram.com/blog/2018/07/31/.
     """
@@ -27,7 +26,7 @@ def mix_bits(x):
 
 
 def combine(*numbers):
-    """One 32-bit key from several integers, of which one may be an int64 tensor; their order counts."""
+    """Hash integers, of which one may be an int64 tensor, into a 32-bit key; their order matters."""
     key = 0
     for number in numbers:
         key = mix_bits(key + number)
@@ -35,11 +34,9 @@ def combine(*numbers):
 
 
 def random_uniform(key: int, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Uniform numbers in [0, 1), float32 (n, *shape): a function of (key, index, position in `shape`), on any device.
+    """Uniform numbers in [0, 1), float32 (n, *shape), that depend only on (key, index, position in `shape`).
 
-    Args:
-        key: a different one for each use.
-        indices: int64 (n,).
+    Each use needs its own `key`; `indices` is int64 (n,).
     """
     positions = torch.arange(math.prod(shape), device=indices.device)
     keys = mix_bits(key + indices)
@@ -48,7 +45,7 @@ def random_uniform(key: int, indices: torch.Tensor, shape: tuple[int, ...]) -> t
 
 
 def random_normal(key: int, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Standard normal numbers, float32 (n, *shape), as `random_uniform`; by the Box-Muller transform."""
+    """As `random_uniform`, but standard normal, by the Box-Muller transform."""
     dtype = widest_float(indices.device)
     radius = random_uniform(combine(key, 1), indices, shape).to(dtype)
     angle = random_uniform(combine(key, 2), indices, shape).to(dtype)
@@ -57,22 +54,19 @@ def random_normal(key: int, indices: torch.Tensor, shape: tuple[int, ...]) -> to
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """float64, which Apple GPUs do not have: float32 there."""
+    """float64, or float32 on Apple GPUs, which lack float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global generators of torch (CPU), Python and NumPy. 7 us; torch.manual_seed alone takes longer.
-
-    key: 32 bits.
-    """
+    """Seed the global generators of torch (CPU), Python and NumPy. 7 us: torch.manual_seed alone takes longer."""
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key)
 
 
 def seed_generators_for(device: torch.device, key: int) -> None:
-    """`seed_generators`, and torch's generator of `device`: for what a model or a loop draws, such as dropout."""
+    """As `seed_generators`, plus torch's generator of `device`: for dropout in a model or mixup in the loop."""
     seed_generators(key)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(key)
@@ -80,7 +74,7 @@ def seed_generators_for(device: torch.device, key: int) -> None:
 
 @contextlib.contextmanager
 def generators_restored() -> Iterator[None]:
-    """Whatever is drawn inside, the three global generators go on afterwards as if it had not been drawn."""
+    """On exit, restore the state of the three global generators."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

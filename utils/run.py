@@ -46,9 +46,8 @@ class Run:
         run.finish()
 
     Args:
-        args: the parsed flags. Those of `ArgumentParser.add_run_flags` that it does not have get their defaults;
-            run.json records everything. When resuming, the flags that `args.resume_invariants` names must have the
-            same values.
+        args: the parsed flags; missing run flags get their defaults. The flags in `args.resume_invariants` must have
+            the same values when resuming.
 
     Attributes:
         step: optimizer steps done, the one number that says where the run is.
@@ -83,17 +82,15 @@ class Run:
 
         Args:
             total_steps: optimizer steps of the whole run.
-            checkpoint: by name, everything that a checkpoint must hold, as `prepare` returned it: any number of
-                models, optimizers, schedules, moving averages, and objects of your own with state_dict and
-                load_state_dict.
-            data: more about the data, for run.json and the screen; its "fingerprint" replaces the loaders' own.
-            resume_invariants: what else a resumed run must have the same value for, by name.
+            checkpoint: everything a checkpoint must hold, by name, as `prepare` returned it: models, optimizers,
+                schedulers, moving averages, and any other object with state_dict and load_state_dict.
+            data: further facts about the data, for run.json and the banner; a "fingerprint" replaces the loaders'.
+            resume_invariants: further values that must be the same when resuming, by name.
             model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
 
         Raises:
-            SystemExit: on every rank, if processes have different data or the checkpoint does not fit; with exit
-                code 0 if the run was completed before.
-            ValueError: if total_steps is not a positive int.
+            SystemExit: with exit code 0 if the run is already complete; on every rank, if processes have different
+                data or the checkpoint does not fit.
         """
         if not isinstance(total_steps, int) or total_steps < 1:
             raise ValueError(f"total_steps must be a positive int, got {total_steps!r}")
@@ -110,7 +107,7 @@ class Run:
         invariants = {name: vars(args)[name] for name in args.resume_invariants}
         invariants |= train_loader.resume_invariants()
         invariants |= {"data": data["fingerprint"], "total_steps": total_steps}
-        invariants |= {"save_best": args.save_best}  # the file of the best model is of this metric
+        invariants |= {"save_best": args.save_best}  # the saved best model is the best by this metric
         invariants |= resume_invariants or {}
         self.join_parts = None
         if model_parts is not None and accelerator.num_processes > 1:
@@ -136,7 +133,7 @@ class Run:
             self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about_run, about_launch)
 
     def _attach(self, models: list[nn.Module], topology: dict) -> None:
-        """What flags and the topology ask for, beside what launch.py attaches to the process. Collective."""
+        """Attach the checks, the profiler and the trackers that this run needs. Collective."""
         accelerator, args = self.accelerator, self.args
         self.trackers = self.profiler = self.same_weights = None
         if accelerator.num_processes > 1 and self.model_parts is None:
@@ -157,7 +154,7 @@ class Run:
             if steps > 0:
                 self.profiler = Profiler(accelerator, self.folder.path, steps, models, optimizers)
             elif accelerator.is_main_process:
-                show(f"warning: no profile: fewer than the {WARM_UP + 1} steps that it takes are left", "yellow")
+                show(f"warning: no profile: it needs {WARM_UP + 1} steps, and fewer are left", "yellow")
         if accelerator.log_with:
             from .extras.trackers import Trackers
 
@@ -165,10 +162,10 @@ class Run:
             self.trackers = Trackers(accelerator, config)
 
     def epochs(self) -> Iterator[int]:
-        """The numbers of the epochs to go, until `total_steps` steps are done or --patience ends the run.
+        """Yield the remaining epochs, until `total_steps` steps are done or --patience ends the run.
 
         A run resumed at the end of an epoch begins with that epoch's test. The generators of torch, Python and NumPy
-        are seeded here and after `batches`: what a script draws between them is the same when resumed.
+        are seeded here and after `batches`, so what a script draws between them is the same when resumed.
         """
         first = max(self.step - 1, 0) // self.steps_per_epoch
         for epoch in range(first, math.ceil(self.total_steps / self.steps_per_epoch)):
@@ -180,20 +177,20 @@ class Run:
                 return
 
     def batches(self, loader: GlobalLoader, epoch: int) -> Iterator[Batch]:
-        """The micro-batches of an epoch that are still to go; between steps it logs, saves and stops. Collective.
+        """Yield the remaining micro-batches of an epoch; between steps, log, save and stop. Collective.
 
-        A step is done when the next batch is asked for: do not leave the loop by `break`. Before every micro-batch,
-        the generators of torch, Python and NumPy are seeded by its place in the run: dropout inside a model, or a
-        mixup in the loop, is the same when resumed, and on P processes as on one with P accumulation steps.
+        A step ends when the next batch is requested, so do not `break` out of the loop. Before every micro-batch, the
+        generators of torch, Python and NumPy are seeded by its position in the run: dropout in a model or mixup in the
+        loop is the same when resumed, and the same on P processes as on one process with P accumulation steps.
         """
         optimizers = self.checkpoints.optimizers.values()
-        if loader.sampler.num_slots > 1 and any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
-            stop("LBFGS needs all micro-batches of a step in its closure: take `run.steps` in place of `run.batches`")
+        if loader.sampler.num_slots > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            stop("LBFGS needs all micro-batches of a step in its closure: use `run.steps` instead of `run.batches`")
         batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
         yield from self._loop(batches, loader.sampler.accumulation, epoch, self._seed_model)
 
     def steps(self, loader: GlobalLoader, epoch: int) -> Iterator[list[Batch]]:
-        """As `batches`, but all micro-batches of a step at once, in a list. Collective."""
+        """As `batches`, but yield all micro-batches of a step as a list. Collective."""
         batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
         windows = map(list, zip(*[batches] * loader.sampler.accumulation, strict=True))
         yield from self._loop(windows, 1, epoch, lambda window: self._seed_model(window[0]))
@@ -212,8 +209,8 @@ class Run:
             if self.accelerator.sync_gradients != is_last:
                 raise RuntimeError(
                     "gradient accumulation is out of step with the batches: put forward, backward and the "
-                    "optimizer's step into one `with accelerator.accumulate(model):` for each batch (all models "
-                    "in one call)"
+                    "optimizer's step into one `with accelerator.accumulate(model):` per batch, with all models in "
+                    "one call"
                 )
             if is_last:
                 self._step_done(epoch)
@@ -222,12 +219,12 @@ class Run:
         seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 2))
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
-        """test_batch: 0 during training; during testing, the number of the batch from 1 on."""
+        """test_batch: 0 during training; the test batch's number, from 1, during testing."""
         Watchdog.step = self.step
         seed_generators_for(self.accelerator.device, combine(self.args.seed, self.step, batch.slot, test_batch))
 
     def _step_done(self, epoch: int) -> None:
-        """Count a step; then what is due after it: a log line, a checkpoint, a stop. Collective."""
+        """Count a step; then log, save and stop if due. Collective."""
         samples_before = self.step % self.steps_per_epoch * self.batch_size
         self.progress.samples += min(self.batch_size, self.samples_per_epoch - samples_before)
         self.step += 1
@@ -248,7 +245,7 @@ class Run:
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        """After a signal, or where a checkpoint could not be written: save, and end. Collective."""
+        """After a signal, or if a checkpoint could not be written: save and exit. Collective."""
         if self.stop_signal.agreed(self.checkpoints.failed()):
             self._save()
             self.checkpoints.wait()
@@ -265,17 +262,17 @@ class Run:
 
         Args:
             values: (n,), one per sample.
-            weights: (n,); None: those of the batch, else all samples count alike.
+            weights: (n,); None: the batch's weights, if it has any, else all samples count equally.
         """
         self.metrics.add(batch, weights=weights, step=self.step, **values)
 
     def log(self, split: str, epoch: int, *, step: int | None = None, **metrics: float) -> None:
-        """A line of your own in metrics.jsonl, on the screen and in the trackers.
+        """Write a line of your own to metrics.jsonl, the screen and the trackers.
 
         Args:
-            split: its first word.
-            epoch: from 0 on.
-            step: steps done; None: `self.step`, in which the step under way does not count yet.
+            split: the first word of the line.
+            epoch: counted from 0.
+            step: steps done; None: `self.step`, which does not include the current step.
         """
         step = self.step if step is None else step
         metrics = {name: to_python(value) for name, value in metrics.items()}
@@ -287,12 +284,12 @@ class Run:
             self.progress.show_line(split, step, epoch + 1, metrics)
 
     def test_batches(self, loader: GlobalLoader) -> Iterator[Batch]:
-        """The batches of a test set. Stops the run after a signal. Collective."""
+        """Yield the batches of a test set; after a signal, stop the run. Collective."""
         for batches in self.test_steps(loader):
             yield from batches
 
     def test_steps(self, loader: GlobalLoader) -> Iterator[list[Batch]]:
-        """As `test_batches`, but in lists of as many micro-batches as the loader's `accumulation`. Collective."""
+        """As `test_batches`, but yield lists of the loader's `accumulation` micro-batches. Collective."""
         windows = zip(*[loader.epoch()] * loader.sampler.accumulation, strict=True)
         for number, window in enumerate(windows, 1):
             self._seed_model(window[0], test_batch=number)
@@ -304,16 +301,12 @@ class Run:
         return Metrics(self.accelerator, all_ranks_add=self.model_parts is None, test_after=self.step)
 
     def log_test(self, result: dict) -> None:
-        """Log the numbers of `result`, the same on every rank; all of it goes to summary.json. Collective.
+        """Log a test result, which must be the same on every rank. Collective.
 
-        Keeps the best value of every number, and with --save_best the model that had it.
+        The best value of each number is kept, and with --save_best the model that reached it.
 
         Args:
-            result: by name, numbers, and what else may be of interest: tensors, arrays, lists.
-
-        Raises:
-            SystemExit: if --save_best or --patience names a metric that the result does not have, or if the numbers
-                differ between processes.
+            result: numbers by name; tensors, arrays and lists go to summary.json only.
         """
         self.last_test = {name: to_python(value) for name, value in result.items()}
         numbers = {name: value for name, value in self.last_test.items() if is_number(value)}

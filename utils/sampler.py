@@ -11,46 +11,45 @@ from .randomness import combine
 
 
 def virtual_processes(accelerator: Accelerator) -> int:
-    """The number that --virtual_processes asked for; 0: none."""
-    return getattr(accelerator, "virtual_processes", 0)  # an Accelerator of your own has none
+    """The value of --virtual_processes; 0: off."""
+    return getattr(accelerator, "virtual_processes", 0)  # a plain Accelerator lacks it
 
 
 def logical_ranks(rank: int, world_size: int, number: int) -> range:
-    """The virtual processes, of `number`, that a process computes."""
+    """The logical ranks (virtual processes), out of `number`, that process `rank` computes."""
     return range(rank * number // world_size, (rank + 1) * number // world_size)
 
 
 class MicroBatch(NamedTuple):
     """What one process reads for one micro-batch: at least one item."""
 
-    indices: torch.Tensor  # int64 (n,): the items
-    random_ids: torch.Tensor  # int64 (n,): what their random numbers depend on; the item, unless items repeat
-    is_stand_in: bool  # there is no item for this micro-batch: the one that is read counts nothing
-    step_samples: int  # items of the whole step, over all processes and micro-batches
-    micro_step: int  # number of the micro-batch within the step, on this process, from 0
-    slot: int  # the same over all processes
+    indices: torch.Tensor  # int64 (n,): indices into the dataset
+    random_ids: torch.Tensor  # int64 (n,): seeds of the items' random numbers; the index, unless items repeat
+    is_stand_in: bool  # no item is left for this micro-batch: the one it reads has weight zero
+    step_samples: int  # items in the whole step, over all processes and micro-batches
+    micro_step: int  # index of the micro-batch within the step on this process
+    slot: int  # index of the micro-batch within the step over all processes
 
 
 class GlobalSampler:
-    """Which items each process reads, for steps of `batch_size` items over all processes and accumulation steps.
+    """Assigns items to processes, for steps of `batch_size` items over all processes and accumulation steps.
 
     The order of an epoch is a permutation by (seed, epoch), or the dataset's with `seed=None`. Step s takes the items
-    from s x batch_size on, cut into accumulation x world_size micro-batches of equal length (+-1; the last step of an
-    epoch has what is left). Where there are fewer items than micro-batches, some get a stand-in, which counts nothing.
-    So every item comes once per epoch, nothing is padded or dropped, every process has the same number of
-    micro-batches, and any step is found in O(1).
+    from s x batch_size on and splits them into accumulation x world_size micro-batches, whose sizes differ by at most
+    one. The last step takes the items that are left; micro-batches for which there are none get a stand-in of weight
+    zero. So each item is used once per epoch, every process has the same number of micro-batches, and a resumed run
+    skips to any step without reading data.
 
     Accelerate's own sharding pads the last batch with items that were already used, or gives some processes one batch
-    less than others; and it resumes by reading the batches before.
+    fewer than others, and it resumes by reading all earlier batches.
 
     Args:
-        length: items of the dataset.
-        seed: None: in the order of the dataset.
-        drop_last: leave out a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
-        repeats: an epoch takes 1/repeats of the items, each `repeats` times in one step, for augmentation.
+        seed: None: dataset order.
+        drop_last: skip a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
+        repeats: use 1/repeats of the items per epoch, each `repeats` times within a step.
             Source: repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
-        virtual_processes: cut each step into so many micro-batches instead of accumulation x world_size;
-            each process has consecutive ones, and not all have equally many. 0: off.
+        virtual_processes: number of micro-batches per step, instead of accumulation x world_size; each process
+            computes consecutive ones, and some compute one more than others. 0: off.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class GlobalSampler:
         return math.ceil(self.length / self.batch_size)
 
     def items(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items of an epoch in their order, and their random ids; both int64 (length,)."""
+        """The indices of an epoch in order, and their random ids; both int64 (length,)."""
         positions = torch.arange(self.length)
         if self.seed is None:
             return positions, positions
@@ -91,10 +90,10 @@ class GlobalSampler:
         different = self.batch_size // self.repeats
         step, within = positions // self.batch_size, positions % self.batch_size
         items = items[step * different + within % different]
-        return items, items + self.length * (within // different)  # each repeat has random numbers of its own
+        return items, items + self.length * (within // different)  # each repeat has its own random numbers
 
     def micro_batches(self, epoch: int = 0, first_step: int = 0, device="cpu") -> Iterator[MicroBatch]:
-        """This process's micro-batches of an epoch, `accumulation` for each step from `first_step` on."""
+        """This process's micro-batches of an epoch, `accumulation` per step, from `first_step` on."""
         items, random_ids = (tensor.to(device) for tensor in self.items(epoch))
         for start in range(first_step * self.batch_size, len(self) * self.batch_size, self.batch_size):
             step_samples = min(self.batch_size, self.length - start)

@@ -342,12 +342,12 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "sentence"),
     [
-        (Stream(), "the dataset is a Stream, which cannot be read by item number"),
-        (iter(range(3)), "the dataset is a range_iterator, which cannot be read by item number"),
-        (hub_dataset().to_iterable_dataset(), "the dataset is a IterableDataset, which cannot be read by item number"),
+        (Stream(), "the dataset is a Stream, which has no indices"),
+        (iter(range(3)), "the dataset is a range_iterator, which has no indices"),
+        (hub_dataset().to_iterable_dataset(), "the dataset is a IterableDataset, which has no indices"),
         (
             datasets.DatasetDict({"train": datasets.Dataset.from_dict({"a": [1]})}),
-            "the dataset is a DatasetDict with train: pass one of its parts",
+            "the dataset is a DatasetDict with train: pass one of its splits",
         ),
         ([], "the dataset, a list, has no items"),
         (TensorDataset(torch.zeros(0, 3)), "the dataset, a TensorDataset, has no items"),
@@ -487,7 +487,7 @@ def test_an_item_with_a_generator_of_its_own_is_warned_about(capsys, monkeypatch
     facts = make(OwnGenerator()).describe()
     assert facts["fingerprint"] == "differs"
     warning = capsys.readouterr().out
-    assert warning.startswith("warning: item 0 or 22 of the dataset differs when it is read again")
+    assert warning.startswith("warning: item 0 or 22 of the dataset differs when it is read twice")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "x")
@@ -544,7 +544,7 @@ def test_a_worker_that_was_killed_is_one_sentence(capsys):
         list(GlobalLoader(Deadly(), 2, fake_accelerator(), num_workers=1))
     error = capsys.readouterr().err
     assert error.startswith("error: DataLoader worker (pid")
-    assert error.endswith(": if memory ran out, take fewer --num_workers\n")
+    assert error.endswith(": if memory ran out, use fewer --num_workers\n")
     assert len(error.splitlines()) == 1
 
 

@@ -70,7 +70,7 @@ def test_fewer_steps_than_asked_for_are_recorded_near_the_end_and_then_none(trai
     train("run", "--batch_size", 100, "--max_steps", 12, "--profile", 5)
     assert "profile       2 steps after the first 10" in capfd.readouterr().out
     train("short", "--batch_size", 100, "--max_steps", 10, "--profile", 5)
-    assert "warning: no profile: fewer than the 11 steps that it takes are left" in capfd.readouterr().out
+    assert "warning: no profile: it needs 11 steps, and fewer are left" in capfd.readouterr().out
     assert (tmp_path / "short" / "summary.json").exists()
 
 

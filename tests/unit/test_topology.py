@@ -37,7 +37,7 @@ def asked(monkeypatch):
             {},
             "asks for 4 processes with distributed_type MULTI_CPU, but the run has 1 process:",
         ),
-        ({}, {}, {}, "asks for a GPU and none is visible"),
+        ({}, {}, {}, "asks for a GPU, but none is visible"),
         ({"distributed_type": "FSDP", "gpu_ids": "-1,-1"}, {}, {"kind": "MULTI_CPU"}, "asks for FSDP"),
         ({"num_processes": 8}, {"WORLD_SIZE": "4"}, {"processes": 4, "device": "cuda"}, "asks for 8 processes"),
         ({"use_cpu": True}, {}, {"precision": "fp16"}, "precision fp16 needs a GPU: "),
@@ -45,7 +45,7 @@ def asked(monkeypatch):
             {"distributed_type": "FSDP", "num_processes": 2},
             {"WORLD_SIZE": "2"},
             {"processes": 2, "device": "cuda", "kind": "FSDP", "fsdp_version": 1},
-            "version 1 of FSDP runs: set fsdp_version to 2",
+            "FSDP1 is not supported: set fsdp_version to 2",
         ),
     ],
 )
@@ -80,7 +80,7 @@ def test_more_processes_than_gpus_stop_the_run(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         topology.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
     error = capsys.readouterr().err
-    assert "4 processes were started on a machine where 2 GPUs are visible" in error
+    assert "4 processes were started on a machine with 2 visible GPUs" in error
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_a_gpu_config_without_a_gpu_names_the_way_out(launcher):
     if torch.accelerator.is_available():
         pytest.skip("there is a GPU here")
     done = launcher("single_gpu", check=False)
-    assert "asks for a GPU and none is visible here: use cpu.yaml or cpu_ddp.yaml" in done.stderr
+    assert "asks for a GPU, but none is visible: use cpu.yaml or cpu_ddp.yaml" in done.stderr
 
 
 def test_what_differs_between_processes_is_named(monkeypatch, capsys):
