@@ -1,4 +1,4 @@
-"""Print a line, and end the process with one sentence."""
+"""Print lines, and end the process with an error message."""
 
 import contextlib
 import json
@@ -16,13 +16,13 @@ COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
 def is_local_main() -> bool:
-    """Whether this process prints: local rank 0, or a process that no launcher started."""
+    """Whether this process prints: local rank 0, or not started by a launcher."""
     is_launched = "MASTER_ADDR" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     return not is_launched or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def printable(text: str) -> str:
-    r"""`text` with escapes, such as \x1b, for what a terminal would obey or cannot show: file names may have it."""
+    r"""`text` with control characters escaped, such as \x1b, which file names may contain."""
     return "".join(c if c.isprintable() or c in "\t\n" else ascii(c)[1:-1] for c in text)
 
 
@@ -30,8 +30,8 @@ def show(text: str, colour: str = "", file=None) -> None:
     """Print a line. On a terminal, clear a progress bar first, and colour the first word.
 
     Args:
-        colour: a key of COLOURS; "" for none. Not used if NO_COLOR is set or `file` is not a terminal.
-        file: default: stdout.
+        colour: a key of COLOURS, or "". Ignored if NO_COLOR is set or `file` is not a terminal.
+        file: stdout by default.
     """
     file = file or sys.stdout
     text = printable(text)
@@ -39,30 +39,26 @@ def show(text: str, colour: str = "", file=None) -> None:
         sys.stderr.write(CLEAR_LINE)  # a progress bar has no line end
         sys.stderr.flush()
     if colour and file.isatty() and not os.environ.get("NO_COLOR"):
-        first, space, others = text.partition(" ")
-        text = f"\033[1;{COLOURS[colour]}m{first}\033[0m{space}{others}"
+        first, space, rest = text.partition(" ")
+        text = f"\033[1;{COLOURS[colour]}m{first}\033[0m{space}{rest}"
     print(text, file=file, flush=True)
 
 
 def report_to_launcher(sentence: str) -> None:
-    """Have the launcher's report of a failure end with `sentence`, and not with "To enable traceback see ..."."""
+    """Make the launcher's failure report end with `sentence` instead of "To enable traceback see ..."."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # the report is a courtesy: the sentence is on stderr too
+        with contextlib.suppress(OSError):  # stderr has the sentence too
             Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": details}}))
 
 
 def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
-    """End this process with one sentence on stderr, printed once per machine, and in the launcher's report.
+    """Print an error message, once per machine, and exit.
 
     Args:
         sentence: what is wrong, the value, what to do.
-        code: the exit code.
-        alone: this process may be the only one that stops, so it prints whatever its rank is.
-
-    Raises:
-        SystemExit: always.
+        alone: this process may be the only one that stops, so it prints on any rank.
     """
     report_to_launcher(f"error: {sentence}")
     if alone or is_local_main():
@@ -71,7 +67,7 @@ def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
 
 
 def own_line(frames: Iterable[tuple]) -> str:
-    """FILE:LINE of the innermost frame that is in no library, nor in launch.py, through which each backward pass goes.
+    """FILE:LINE of the innermost frame outside libraries and launch.py, which every backward pass goes through.
 
     Args:
         frames: pairs (frame, line), innermost first, as from traceback.walk_stack.

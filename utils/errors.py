@@ -1,4 +1,4 @@
-"""One sentence in place of a traceback, for the errors that a user can do something about."""
+"""A one-line message instead of a traceback, for errors that a user can do something about."""
 
 import sys
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from .console import is_local_main, report_to_launcher, show
 
 
 class ExplainedErrors:
-    """A sys.excepthook with a list of explanations; an error that none of them matches keeps its traceback.
+    """A sys.excepthook that explains some errors; all others keep their traceback.
 
     Attributes:
-        explanations: pairs (matches(error), sentence(error, traceback)); the first that matches counts. Every process
-            prints its own sentence, since others may have a different one, and hands it to the launcher.
+        explanations: pairs of functions, matches(error) and sentence(error, traceback). The first match is printed by
+            every process with the error, since theirs may differ, and is reported to the launcher.
     """
 
     def __init__(self):
         self.explanations: list[tuple[Callable, Callable]] = []
-        # A second run in one process replaces the explanations of the first.
+        # A second run in the same process replaces the explanations of the first.
         self.other_hook = getattr(sys.excepthook, "other_hook", sys.excepthook)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -35,6 +35,6 @@ class ExplainedErrors:
 
 
 def explain_errors() -> ExplainedErrors:
-    """From now on, uncaught errors are explained; returns the object to add explanations to."""
+    """Install ExplainedErrors as sys.excepthook."""
     sys.excepthook = ExplainedErrors()
     return sys.excepthook

@@ -1,4 +1,4 @@
-"""Command-line flags: argparse with short errors, and the flags that every script has."""
+"""Command-line flags: argparse with one-line errors, and the flags that every script has."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from .console import is_local_main, stop
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the default of each flag that has one, and keeps the lines of the examples."""
+    """Shows each flag's default, if it has one, and keeps the line breaks of the examples."""
 
     def _get_help_string(self, action):
         has_default = action.default is not None and action.default is not False
@@ -16,10 +16,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose help and errors are printed once per machine, an error as one line.
+    """argparse with help and one-line errors printed once per machine.
 
-    The parsed namespace has an attribute `resume_invariants`: the names (dest) of all flags that must have the same
-    value when a run is resumed, as a tuple: "seed", and those in groups made with `resume_invariant=True`.
+    The parsed namespace has a tuple `resume_invariants`: the names (dest) of the flags that must not change when
+    resuming, which are "seed" and the flags in groups made with `resume_invariant=True`.
 
     Args:
         docstring: the script's. --help shows its first line, and its indented lines as examples.
@@ -28,17 +28,17 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, docstring: str | None = None):
         first, *others = (docstring or "").splitlines() or [""]  # python -OO removes docstrings
         commands = [f"  {' '.join(line.split())}" for line in others if line.startswith("    ")]
-        sets = "CONFIG alone sets the number of processes, devices and precision."
+        note = "CONFIG alone sets the number of processes, the devices and the precision."
         super().__init__(
             usage=f"accelerate launch --config_file CONFIG {sys.argv[0]} [flags]".replace("%", "%%"),
-            description=textwrap.fill(f"{first} {sets}", 80),
+            description=textwrap.fill(f"{first} {note}", 80),
             epilog="\n".join(["examples:", *commands]) if commands else None,
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
 
     def add_argument_group(self, *args, resume_invariant: bool = False, **kwargs):
-        """A group of flags; resume_invariant: a resumed run must have the same values for all of them."""
+        """As in argparse; resume_invariant: the flags of this group must not change when resuming."""
         group = super().add_argument_group(*args, **kwargs)
         group.resume_invariant = resume_invariant
         return group
@@ -56,33 +56,29 @@ class ArgumentParser(argparse.ArgumentParser):
         """Add the last group, "run": the seed, where the output goes, and how to save, resume and log.
 
         Args:
-            log_every: default of --log_every. None: for a script that neither logs its steps nor can be resumed; it
-                gets --seed, --output_dir and --timeout_s only.
-            virtual_processes: whether the script has --virtual_processes. False where the processes share the model.
+            log_every: default of --log_every. None, for a script that neither logs steps nor resumes: only --seed,
+                --output_dir and --timeout_s.
+            virtual_processes: add --virtual_processes. False if the processes share the model.
         """
         run = self.add_argument_group("run")
         run.add_argument("--seed", type=non_negative_int, default=0, help="seed of all random numbers")
         run.add_argument("--output_dir", help="folder of this run (default: a new one under runs/)")
-        run.add_argument("--timeout_s", type=positive_int, default=600, help="how long a process waits for another")
+        run.add_argument("--timeout_s", type=positive_int, default=600, help="seconds a process waits for the others")
         if log_every is None:
             return
         run.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output_dir")
-        run.add_argument("--checkpoint_every", type=non_negative_int, default=0, help="steps; 0: after each epoch")
-        run.add_argument("--keep_checkpoints", type=non_negative_int, default=2, help="how many to keep; 0: all")
-        run.add_argument("--save_best", metavar="METRIC", help="also keep the model of the best test METRIC")
+        run.add_argument("--checkpoint_every", type=non_negative_int, default=0, help="in steps; 0: every epoch")
+        run.add_argument("--keep_checkpoints", type=non_negative_int, default=2, help="number to keep; 0: all")
+        run.add_argument("--save_best", metavar="METRIC", help="also keep the model with the best test METRIC")
         run.add_argument(
-            "--patience", type=non_negative_int, default=0, help="tests without a better one; 0: never stop"
+            "--patience", type=non_negative_int, default=0, help="stop after N tests without improvement; 0: never"
         )
         run.add_argument("--log_every", type=positive_int, default=log_every, help="steps per log line")
-        run.add_argument(
-            "--log_with", metavar="TRACKER", help="also log to a tracker of Accelerate: tensorboard, wandb"
-        )
-        run.add_argument(
-            "--profile", nargs="?", type=positive_int, const=10, default=0, help="profile so many steps (10)"
-        )
+        run.add_argument("--log_with", metavar="TRACKER", help="also log to an Accelerate tracker: tensorboard, wandb")
+        run.add_argument("--profile", nargs="?", type=positive_int, const=10, default=0, help="profile N steps (10)")
         if virtual_processes:
             run.add_argument(
-                "--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes"
+                "--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes; 0: off"
             )
 
     def print_help(self, file=None):
@@ -94,14 +90,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """A copy of `args` in which the run flags that it lacks have their defaults."""
+    """A copy of `args` in which missing run flags have their defaults."""
     parser = ArgumentParser()
     parser.add_run_flags(log_every=10)
     return argparse.Namespace(**{**vars(parser.parse_args([])), **vars(args)})
 
 
 def at_least(minimum: float, kind: type = int, below: float = float("inf")):
-    """An argparse type: a number of type `kind` with minimum <= number < below."""
+    """An argparse type: a number with minimum <= number < below."""
 
     def number(text: str):
         value = kind(text)
@@ -110,7 +106,7 @@ def at_least(minimum: float, kind: type = int, below: float = float("inf")):
             raise argparse.ArgumentTypeError(f"must be at least {minimum}{limit}, got {text}")
         return value
 
-    number.__name__ = kind.__name__  # argparse puts it into "invalid int value"
+    number.__name__ = kind.__name__  # for argparse's "invalid int value"
     return number
 
 

@@ -1,4 +1,4 @@
-"""What happens to a process from outside: its output is closed, its launcher is killed or restarts it."""
+"""Survive a closed output; follow the launcher when it is killed, or restarts the processes."""
 
 import os
 import select
@@ -17,8 +17,7 @@ from .topology import launcher_words
 class LastingOutput:
     """A stream that survives a closed pipe or a full disk: output is dropped, the run goes on.
 
-    Without it `script | tee log` would die at its next line after a Ctrl-C, which ends `tee` at once, and before the
-    checkpoint is saved.
+    Ctrl-C ends the `tee` of `script | tee log` at once; the script's next print would then end it before it saves.
     """
 
     def __init__(self, stream):
@@ -41,35 +40,35 @@ class LastingOutput:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        # /dev/null also takes what is still in the buffer, and what libraries write to the file descriptor.
+        # /dev/null also swallows what is still buffered, and what libraries write to the file descriptor.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.stream.fileno())
         os.close(null)
         if self is sys.stdout:
             reason = error.strerror or error
-            show(f"warning: the run goes on, but not its output: {reason}", "yellow", sys.stderr)
+            show(f"warning: the run goes on without output: {reason}", "yellow", sys.stderr)
 
 
 def outlive_readers() -> None:
-    """From now on, stdout and stderr are `LastingOutput`s. A second call changes nothing."""
+    """Turn stdout and stderr into `LastingOutput`s. A second call changes nothing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started this process
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  until the end
+        if stream is None:  # closed by the parent process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  stays open
         elif not isinstance(stream, LastingOutput):
             setattr(sys, name, LastingOutput(stream))
 
 
 def follow_launcher(timeout_s: float) -> None:
-    """From now on, the end of the launcher ends this process, even after `kill -9`.
+    """Have the kernel send SIGTERM to this process when its launcher ends, even by `kill -9`.
 
-    Otherwise the processes would run on unseen and keep the folder locked. The kernel sends them SIGTERM instead.
-    Without a launcher nothing changes: the parent is then a shell, which may end before the run does.
+    Otherwise it would keep running in the background with its folder locked. Without a launcher nothing changes: the
+    parent is then a shell, which may exit before the run does.
 
     Args:
-        timeout_s: time for the last step and the save.
+        timeout_s: time to finish the step and save; then this process is killed.
     """
-    # Set by `accelerate launch` and by torchrun.
+    # These are set by `accelerate launch` and by torchrun.
     by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     if sys.platform == "linux" and (by_environment or launcher_words() is not None):
         end_with_parent(number=signal.SIGTERM)
@@ -77,7 +76,7 @@ def follow_launcher(timeout_s: float) -> None:
 
 
 def end_after_launcher(launcher: int, timeout_s: float) -> None:
-    """End this process `timeout_s` seconds after the process `launcher`, even if it is stuck."""
+    """End this process, even if it is stuck, `timeout_s` seconds after the process `launcher` ends."""
     try:
         select.select([os.pidfd_open(launcher)], [], [])
     except ProcessLookupError:  # it has just ended
@@ -85,34 +84,25 @@ def end_after_launcher(launcher: int, timeout_s: float) -> None:
     except OSError:  # an old Linux
         return
     time.sleep(timeout_s)
-    os._exit(1)  # a checkpoint that is being written stays an unnamed temporary folder
+    os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
 
 
 def check_restarts(is_new_folder: bool) -> None:
-    """With the launcher's --max_restarts, check that restarted processes find each other and the checkpoints.
-
-    Args:
-        is_new_folder: the run has no --output_dir, and writes to a new folder.
-
-    Raises:
-        SystemExit: if they would not.
-    """
+    """With the launcher's --max_restarts, stop if restarted processes could not find each other or the checkpoints."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # pytorch/pytorch#135712
         stop(
             "--max_restarts needs --rdzv_backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: otherwise restarted "
-            "processes find the addresses of the old ones in the launcher's store"
+            "processes would read the addresses of the old ones from the launcher's store"
         )
     if is_new_folder:
-        stop("--max_restarts needs an --output_dir, to continue from the checkpoints in it")
+        stop("--max_restarts needs an --output_dir, whose checkpoints the restarted run continues from")
 
 
 def was_restarted() -> bool:
-    """Whether the launcher restarted any process after a failure. Collective.
-
-    On a machine where no process failed, the launcher's count stays 0.
-    """
+    """Whether the launcher restarted any process after a failure. Collective."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return False
+    # On a machine where no process failed, the count stays 0.
     return any(gather_object([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]))

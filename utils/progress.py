@@ -1,4 +1,4 @@
-"""What a run shows while it runs, and how long its parts take."""
+"""The progress of a run on the screen, and its times."""
 
 import datetime
 import sys
@@ -11,15 +11,15 @@ from .extras.best import is_number
 
 
 class Progress:
-    """The lines on the screen, a bar on a terminal, and the speed of this launch.
+    """Prints log lines, a progress bar on a terminal, and measures the speed of this launch.
 
     Args:
         step: optimizer steps done before this launch.
         shows: whether this process prints.
 
     Attributes:
-        steps, samples: done in this launch; the run adds the samples.
-        train_s, wait_s: seconds in the training loop, and of these waiting for batches.
+        steps, samples: done in this launch; Run adds the samples.
+        train_s, wait_s: seconds in the training loop, and how many of them were spent waiting for batches.
     """
 
     def __init__(self, step: int, total_steps: int, shows: bool):
@@ -36,17 +36,17 @@ class Progress:
             self.bar = tqdm(total=total_steps, initial=step, unit="step", leave=False, dynamic_ncols=True)
 
     def timed(self, batches: Iterable, batches_per_step: int) -> Iterator:
-        """The same batches; adds up the time in this loop, and draws the bar."""
-        asked = time.perf_counter()
+        """Yield the batches, timing the loop and updating the bar."""
+        requested_at = time.perf_counter()
         for number, batch in enumerate(batches, 1):
-            self.in_body_since = got = time.perf_counter()
-            self.wait_s += got - asked
-            self.train_s += got - asked
+            self.in_body_since = received_at = time.perf_counter()
+            self.wait_s += received_at - requested_at
+            self.train_s += received_at - requested_at
             try:
                 yield batch
-            finally:  # also when the loop is left by break
-                asked = time.perf_counter()
-                self.train_s += asked - got
+            finally:  # also after a break
+                requested_at = time.perf_counter()
+                self.train_s += requested_at - received_at
                 self.in_body_since = None
                 if number % batches_per_step == 0:
                     self.steps += 1
@@ -54,7 +54,7 @@ class Progress:
                         self.bar.update()
 
     def since_last_line(self) -> dict[str, float]:
-        """Speed, and the share of waiting for data, since the last call."""
+        """Speed, and the percentage of time spent waiting for data, since the last call."""
         train_s = self.train_s
         if self.in_body_since is not None:
             train_s += time.perf_counter() - self.in_body_since
@@ -67,17 +67,17 @@ class Progress:
         }
 
     def show_line(self, split: str, step: int, epoch: int, metrics: dict) -> None:
-        """Print a line of metrics.jsonl for people; in a log file with the training time left."""
+        """Print a line of metrics.jsonl in a readable form; without a bar, with the training time left."""
         if not self.shows:
             return
-        width = 6 + 2 * len(str(self.total_steps))  # the columns stay where they are
-        words = [f"{split:<5} epoch {epoch:g}", f"step {step}/{self.total_steps}".ljust(width)]
+        width = 6 + 2 * len(str(self.total_steps))  # keeps columns aligned
+        columns = [f"{split:<5} epoch {epoch:g}", f"step {step}/{self.total_steps}".ljust(width)]
         hidden = {"samples"} | ({"data_wait_pct"} if metrics.get("data_wait_pct", 10) < 10 else set())
-        words += [metric_text(name, value) for name, value in metrics.items() if name not in hidden]
+        columns += [metric_text(name, value) for name, value in metrics.items() if name not in hidden]
         if self.bar is None and split == "train" and self.steps:
             left_s = (self.total_steps - step) * self.train_s / self.steps
-            words.append(f"eta {datetime.timedelta(seconds=round(left_s))}")
-        show("  ".join(words))
+            columns.append(f"eta {datetime.timedelta(seconds=round(left_s))}")
+        show("  ".join(columns))
 
     def say_done(self, step: int, result: dict, folder: Path) -> None:
         """result: of the last test."""
@@ -100,7 +100,7 @@ class Progress:
 
 
 def metric_text(name: str, value: float) -> str:
-    """A metric for the screen, by the last word of its name: loss 0.1234, accuracy 98.19%."""
+    """A metric for the screen, formatted by the last word of its name: loss 0.1234, accuracy 98.19%."""
     if name == "samples_per_s":
         return f"{value:,.0f} samples/s"
     if name == "data_wait_pct":

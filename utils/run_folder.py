@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: run.json, metrics.jsonl and summary.json. The main process alone writes."""
+"""The files of a run: run.json, metrics.jsonl and summary.json. Only the main process writes them."""
 
 import json
 import os
@@ -16,18 +16,13 @@ from .extras.banner import describe_code
 
 
 class RunFolder:
-    """The folder of one run. Collective.
-
-    Makes it and locks it until the process ends; the kernel releases the lock after a
-    `kill -9` too.
+    """Creates the folder of a run and locks it until the process ends, even by `kill -9`. Collective.
 
     Args:
-        path: of the folder.
-        resume: whether it may hold a run; None: as False, in a script that cannot resume.
+        resume: whether the folder may already hold a run; None: no, and the script cannot resume.
 
     Raises:
-        SystemExit: on every rank, if the folder holds a run and `resume` is not set, if another process writes to it,
-            or if it cannot be written to.
+        SystemExit: on every rank, if the folder already holds a run, is in use, or cannot be written to.
     """
 
     def __init__(self, accelerator: Accelerator, path: Path | str, resume: bool | None):
@@ -44,54 +39,52 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 fsync(self.path.parent)
             self.lock = FileLock(self.path / ".lock")
-            # A run that was told to stop may still be saving.
+            # A run that is being stopped may still be saving.
             self.lock.acquire(timeout=10 if self.resume else 0)
         except Timeout:
-            return f"another run is writing to {self.path}: wait for it, or take another --output_dir"
+            return f"another run is writing to {self.path}: wait for it, or use a different --output_dir"
         except OSError as error:
             return f"--output_dir {self.path} cannot be written to: {error.strerror}"
-        # Also without run.json, which a power cut may have taken: the checkpoints would be mixed.
+        # A power cut may have destroyed run.json; even so, checkpoints of two runs must not mix.
         holds_a_run = any(any(self.path.glob(name)) for name in ("run.json", "checkpoints/step_*"))
         if not self.resume and holds_a_run:
-            way_out = "" if self.resume is None else "add --resume to continue it, or "
-            return f"{self.path} already holds a run: {way_out}take another --output_dir"
+            advice = "" if self.resume is None else "add --resume to continue it, or "
+            return f"{self.path} already holds a run: {advice}use a different --output_dir"
         return None
 
     def open(self, step: int, metrics_bytes: int, about_run: dict, about_launch: dict) -> None:
-        """Write run.json, and begin metrics.jsonl after its first `metrics_bytes` bytes. On the main process.
-
-        Lines after these are dropped: the run will write them again.
+        """Write run.json, and open metrics.jsonl. On the main process.
 
         Args:
             step: optimizer steps done before this launch.
-            about_run, about_launch: for run.json, what holds for the run, and for this launch of it.
+            metrics_bytes: the part of metrics.jsonl to keep: the run will repeat what follows.
+            about_run, about_launch: facts for run.json about the whole run, and about this launch.
         """
         launches = read_entry(self.path / "run.json", "launches", list) if step else None
         launch = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": step, **about_launch}
         content = {**about_run, "command": sys.argv, **describe_code(), "launches": [*(launches or []), launch]}
         path = self.path / "metrics.jsonl"
         try:
-            self.metrics_file = open(path, "ab")  # noqa: SIM115  until the end
-        except OSError as error:  # it may be another user's
+            self.metrics_file = open(path, "ab")  # noqa: SIM115  stays open
+        except OSError as error:  # it may belong to another user
             stop(f"{path} cannot be written: {error.strerror}")
         self.metrics_file.truncate(min(metrics_bytes, path.stat().st_size))
         self.metrics_file.seek(0, os.SEEK_END)
-        write_json(self.path / "run.json", content)  # and flushes the name of metrics.jsonl too
+        write_json(self.path / "run.json", content)  # also flushes the folder, with the name of metrics.jsonl
 
     def write_metrics(self, line: dict) -> None:
-        """Add a line to metrics.jsonl. Raises: SystemExit, if that cannot be written."""
         try:
             self.metrics_file.write(json.dumps(line).encode() + b"\n")
             self.metrics_file.flush()
         except OSError as error:
-            stop(f"{self.path}/metrics.jsonl cannot be written ({error.strerror}); continue with --resume when it can")
+            stop(f"{self.path}/metrics.jsonl cannot be written ({error.strerror}): solve this, then use --resume")
 
     def metrics_bytes(self) -> int:
-        """The length of metrics.jsonl: a checkpoint's place in the file."""
+        """The current length of metrics.jsonl."""
         return 0 if self.metrics_file is None else self.metrics_file.tell()
 
     def sync(self) -> None:
-        """Flush metrics.jsonl to the disk. In any thread."""
+        """Flush metrics.jsonl to disk; may be called from any thread."""
         os.fsync(self.metrics_file.fileno())
 
     def write_summary(self, summary: dict) -> None:

@@ -1,4 +1,4 @@
-"""Signals: stop after the current step, on all processes together, and save first."""
+"""On a signal, stop all processes after the current step, and save first."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ def end_with_parent(_worker: int = 0, number: int = signal.SIGKILL) -> None:
 
 
 class StopSignal:
-    """SIGTERM, SIGUSR1, SIGHUP or Ctrl-C asks for a stop after the current step; a second Ctrl-C stops at once.
+    """SIGTERM, SIGUSR1, SIGHUP or Ctrl-C stops the run after the current step; a second Ctrl-C stops it at once.
 
     Args:
         check_every_s: how often to ask the other processes.
@@ -47,9 +47,9 @@ class StopSignal:
             signal.signal(number, self._receive)
 
     def _receive(self, number, _frame):
-        if os.getpid() != self.pid:  # a forked data worker, which this process will end
+        if os.getpid() != self.pid:  # a forked data worker, which its parent will end
             return
-        # torchrun passes a second Ctrl-C on as SIGTERM.
+        # torchrun forwards a second Ctrl-C as SIGTERM.
         again = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
         second_ctrl_c = self.had_ctrl_c and number in again
         self.had_ctrl_c = self.had_ctrl_c or number == signal.SIGINT
@@ -59,20 +59,20 @@ class StopSignal:
             if second_ctrl_c:
                 command = resume_command(self.accelerator.project_dir)
                 message = f"stopped at once; to continue from the last checkpoint: {command}"
-            # os.write, because print may be in the middle of a line. The terminal may be gone: the save matters more.
+            # os.write, because a print may be under way. If the terminal is gone, saving matters more than the message.
             with contextlib.suppress(OSError):
                 os.write(2, f"{CLEAR_LINE if os.isatty(2) else ''}{message}\n".encode())
         if second_ctrl_c:
-            os._exit(130)  # a checkpoint that is being written stays an unnamed temporary folder
+            os._exit(130)  # an unfinished checkpoint remains an unnamed temporary folder
 
     def agreed(self, must_stop: bool = False) -> bool:
-        """Whether any process got a signal: the same answer on all of them. Collective: call it once a step.
+        """Whether any process got a signal; the same answer on all of them. Call it once per step. Collective.
 
         Asking costs an all-reduce, so the processes ask only every `check_every_s`, and agree on the number of calls
         until they ask again.
 
         Args:
-            must_stop: this process has another reason to stop.
+            must_stop: whether this process has a different reason to stop.
         """
         stops = must_stop or self.received is not None
         if self.accelerator.num_processes == 1:
@@ -83,7 +83,7 @@ class StopSignal:
         now = time.perf_counter()
         calls_per_s = self.calls / max(now - self.checked_at, 1e-9)
         calls_to_next = max(1, int(calls_per_s * self.check_every_s))
-        # One maximum answers both questions: was there a signal, and which rank's number of calls is smallest.
+        # One maximum serves both: whether there was a signal, and the smallest number of calls of any rank.
         votes = torch.tensor([float(stops), -float(calls_to_next)], device=self.accelerator.device)
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
         stopped, negative_calls = votes.tolist()
@@ -91,13 +91,10 @@ class StopSignal:
         return bool(stopped)
 
     def leave(self, step: int) -> None:
-        """End all processes after a save. Collective.
+        """Exit with EXIT_REQUEUE, which asks a scheduler to queue the job again. Collective.
 
         Args:
-            step: steps done, as saved.
-
-        Raises:
-            SystemExit: always, with EXIT_REQUEUE, which asks a scheduler to queue the job again.
+            step: the step that was saved.
         """
         self.accelerator.wait_for_everyone()
         command = resume_command(self.accelerator.project_dir)

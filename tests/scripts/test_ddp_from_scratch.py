@@ -194,5 +194,5 @@ def test_a_folder_that_holds_a_run_is_left_alone(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_here(monkeypatch, "--output_dir", tmp_path)
     assert stopped.value.code == 2
-    assert f"{tmp_path} already holds a run: take another --output_dir" in capsys.readouterr().err
+    assert f"{tmp_path} already holds a run: use a different --output_dir" in capsys.readouterr().err
     assert (tmp_path / "run.json").read_text() == "{}"

@@ -103,7 +103,7 @@ def test_a_reader_that_goes_ends_the_output_and_not_the_process():
     said = process.stderr.read()
     process.stderr.close()
     assert process.wait(60) == 7
-    assert said == "warning: the run goes on, but not its output: Broken pipe\n"
+    assert said == "warning: the run goes on without output: Broken pipe\n"
 
 
 @pytest.mark.parametrize("words", [">/dev/full", "2>/dev/full", ">&-", "2>&-", ">&- 2>&- <&-"])

@@ -246,7 +246,7 @@ def test_repeats_are_in_one_step_with_draws_of_their_own(processes, accumulation
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"seed": None, "repeats": 2}, "need a seed"),
+        ({"seed": None, "repeats": 2}, "needs a seed"),
         ({"repeats": 3}, "must divide batch_size 4"),
         ({"batch_size": 0}, "at least 1"),
         ({"shard": (0, 1), "loss_weights": len}, "cannot be combined with shard"),
