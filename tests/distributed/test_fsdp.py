@@ -212,7 +212,7 @@ def test_the_moving_average_is_that_of_torch():
 @pytest.mark.parametrize(
     ("script", "flags", "sentence"),
     [
-        ("mlp", ["--virtual_processes", 2], "--virtual_processes works with DDP, and FSDP"),
+        ("mlp", ["--virtual_processes", 2], "--virtual_processes works with DDP, not with FSDP"),
         (
             "gradient_accumulation",
             ["--micro_batch_size", "auto"],

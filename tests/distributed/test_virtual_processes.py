@@ -193,7 +193,7 @@ def test_batch_norm_whose_statistics_no_process_averages_is_refused(is_averaged,
 def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):
     flags = ["--virtual_processes", 8, "--sparse", "--output_dir", tmp_path / "run"]
     assert run_many.run("sometimes", flags) == 2
-    assert "adds dense gradients, and embed has sparse ones" in capsys.readouterr().err
+    assert "needs dense gradients, but embed has sparse ones" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -206,7 +206,7 @@ def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
         model(torch.ones(1, 2)).sum().backward()
         if _ == 0:
             gradients.collect()
-    with pytest.raises(RuntimeError, match="one backward pass a micro-batch"):
+    with pytest.raises(RuntimeError, match="one backward pass per micro-batch"):
         gradients.collect()
 
 
@@ -309,4 +309,4 @@ def test_a_resume_on_another_kind_of_machine_warns(runs, tmp_path, capsys):
     (folder / "run.json").write_text(json.dumps(run))
     assert run_many.run("mlp", flags) is None
     said = capsys.readouterr()
-    assert "warning: this run has been on Another CPU with 1 thread, torch " in said.out + said.err
+    assert "warning: this run was started on Another CPU with 1 thread, torch " in said.out + said.err

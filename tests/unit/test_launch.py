@@ -259,7 +259,7 @@ def test_a_batch_of_fewer_samples_than_micro_batches_stops_the_run(capsys):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"gradient_accumulation_steps": 2}, "cuts a batch into 4 micro-batches already"),
+        ({"gradient_accumulation_steps": 2}, "already splits a batch into 4 micro-batches"),
         ({"batch_size": 3}, "--batch_size 3 is less than the 4 micro-batches"),
     ],
 )

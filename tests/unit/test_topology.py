@@ -30,7 +30,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "environment", "runs", "sentence"),
     [
-        ({}, {"WORLD_SIZE": "2"}, {}, "the launcher started 2 processes, but they do not find each"),
+        ({}, {"WORLD_SIZE": "2"}, {}, "the launcher started 2 processes, but they did not form a"),
         (
             {"distributed_type": "MULTI_CPU", "num_processes": 4, "use_cpu": True},
             {},

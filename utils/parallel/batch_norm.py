@@ -1,14 +1,12 @@
 """BatchNorm statistics that do not depend on the number of processes.
 
-BatchNorm normalises each micro-batch of a process by the statistics of that micro-batch. Gradients
-therefore depend on the micro-batch size, and nothing can correct that afterwards. (SyncBatchNorm
-computes the statistics over the micro-batches of all processes.)
-
-What this module does: P processes with k accumulation steps give exactly the weights and running
-statistics of one process with P x k accumulation steps. For that, all micro-batches of a step
-get the same weight, and a step changes the running statistics by `momentum` once:
+P processes with k accumulation steps get exactly the weights and running statistics of one process with P x k
+accumulation steps: all micro-batches of a step have the same weight, and each step updates the statistics once:
 
     running = (1 - momentum) x running + momentum x mean of the micro-batches' statistics
+
+Gradients still depend on the size of the micro-batches, because BatchNorm normalises each one by its own statistics.
+(SyncBatchNorm normalises by the statistics of all processes' micro-batches.)
 """
 
 import contextlib
@@ -25,29 +23,27 @@ from .virtual_processes import Node, TreeSum, current_logical_rank, tree_push
 
 
 class BatchNorms:
-    """The BatchNorm layers of a model, with one step of their running statistics a step.
+    """The BatchNorm layers of a model, whose running statistics are updated once per optimizer step. Collective.
 
         batch_norms = BatchNorms(model, accelerator)
         ...
             with accelerator.accumulate(model), batch_norms.averaged():
                 ...
 
-    DDP's broadcast_buffers copies the statistics of process 0 to all others instead, and what the
-    others computed is lost: set `model.forward_sync_buffers = False`.
-
-    Making one is collective. A layer that is frozen (in evaluation mode) keeps its statistics.
+    Set `model.forward_sync_buffers = False`: DDP would replace the statistics by those of rank 0. Frozen layers (in
+    evaluation mode) keep their statistics.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
         self.accelerator = accelerator
-        layers = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+        layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self.momentum = {layer: layer.momentum for layer in layers if layer.track_running_stats}
         self.tree = TreeSum(accelerator) if virtual_processes(accelerator) else None
-        self.sums = []  # of the micro-batches of this step: nodes of the tree
+        self.sums = []  # over the micro-batches of this step, as nodes of the tree
 
     @contextlib.contextmanager
     def averaged(self):
-        """Around each micro-batch, in `accelerator.accumulate`. Collective in the last micro-batch of a step."""
+        """Wrap each micro-batch in it, in `accelerator.accumulate`. Collective in the last micro-batch of a step."""
         layers = [layer for layer in self.momentum if layer.training]
         if not layers:
             yield
@@ -57,7 +53,7 @@ class BatchNorms:
         if not self.sums:
             self.before = [tensor.clone() for tensor in statistics]
         for layer in layers:
-            layer.momentum = 1.0  # the micro-batch's own statistics
+            layer.momentum = 1.0  # records the micro-batch's own statistics
         yield
         for layer in layers:
             layer.momentum = self.momentum[layer]
@@ -83,23 +79,19 @@ class BatchNorms:
         self.sums = []
         means = means.split([len(tensor) for tensor in statistics])
         momentum = [self.momentum[layer] for layer in layers] * 2
-        torch._foreach_mul_(self.before, [1 - each for each in momentum])
+        torch._foreach_mul_(self.before, [1 - value for value in momentum])
         torch._foreach_add_(self.before, torch._foreach_mul(list(means), momentum))
         torch._foreach_copy_(statistics, self.before)
-        # One step, however many micro-batches this process had.
+        # Counts as one, however many micro-batches this process had.
         counts = [layer.num_batches_tracked for layer in layers]
         torch._foreach_sub_(counts, accumulation - 1)
 
 
 def check_micro_batches(models: Iterable[nn.Module], sampler: GlobalSampler) -> None:
-    """Check that models with BatchNorm get micro-batches of one size: their statistics would not count alike.
-
-    Raises:
-        SystemExit: if not.
-    """
+    """Stop if a model with BatchNorm would get micro-batches of different sizes, which it would weight equally."""
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
     if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
         stop(
-            f"--batch_size {sampler.batch_size} does not divide by {sampler.num_slots} micro-batches, and the model "
-            "has BatchNorm, which needs micro-batches of one size"
+            f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the model "
+            "has BatchNorm, which needs micro-batches of equal size"
         )

@@ -1,4 +1,4 @@
-"""FSDP2: what other modules need to know of models whose parameters are sharded (fsdp.yaml)."""
+"""FSDP2 (fsdp.yaml): saving, loading and averaging models with sharded parameters."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,7 +10,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 def whole_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a sharded model by plain names, on the main process alone. Collective."""
+    """The unsharded state of a model, on the main process only. Collective."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     return get_model_state_dict(model, options=whole_tensors())
@@ -24,7 +24,7 @@ def load_whole_model(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def whole_optimizer_state(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, dict]:
-    """The state of each parameter of a sharded model by name, on the main process alone. Collective."""
+    """The unsharded state of each parameter by name, on the main process only. Collective."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     return get_optimizer_state_dict(model_of(optimizer, models), optimizer, options=whole_tensors()).get("state", {})
@@ -37,28 +37,27 @@ def load_whole_optimizer(models: Iterable[nn.Module], optimizer: torch.optim.Opt
     if not state:  # SGD without momentum
         return
     model = model_of(optimizer, models)
-    # Without the options: with them, rank 0 alone would get the names of the parameters.
+    # Without options: with them, only rank 0 would get the names of the parameters.
     groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
     set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=whole_tensors())
 
 
 def model_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> nn.Module:
-    """The model that the optimizer has parameters of."""
+    """The model whose parameters the optimizer trains."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return next(model for model in models if any(id(parameter) in trained for parameter in model.parameters()))
 
 
 def whole_tensors():
-    """Options of torch's functions on state_dicts, which take a second to import."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
+    from torch.distributed.checkpoint.state_dict import StateDictOptions  # takes a second to import
 
     return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def memory_format(accelerator: Accelerator) -> torch.memory_format:
-    """The memory format for the weights of a model of images: channels_last, except under FSDP.
+    """The memory format for the weights of an image model: channels_last, except under FSDP.
 
-    FSDP takes contiguous parameters only. Convolutions of images in channels_last convert these.
+    FSDP accepts only contiguous parameters; convolutions convert them for channels_last images.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         return torch.contiguous_format
@@ -66,34 +65,34 @@ def memory_format(accelerator: Accelerator) -> torch.memory_format:
 
 
 def supports_fused_step(accelerator: Accelerator) -> bool:
-    """Whether SGD has a fused step: not for sharded parameters in torch 2.15 (AdamW has)."""
+    """Whether SGD can use fused=True: in torch 2.15 not for sharded parameters, unlike AdamW."""
     return accelerator.distributed_type != DistributedType.FSDP
 
 
 def shard(model: nn.Module, accelerator: Accelerator) -> None:
-    """Under FSDP, shard a model without an optimizer, as `prepare` shards one with an optimizer.
+    """Under FSDP, shard a model that has no optimizer: a moving average.
 
-    For a moving average: a sharded model cannot be copied. Make the AveragedModel of the whole
-    model, with `moving_average`, and call `shard(average.module, accelerator)` after `prepare`.
+    A sharded model cannot be copied. Create the AveragedModel of the unsharded model, with `moving_average`, and call
+    `shard(average.module, accelerator)` after `prepare`.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         fsdp2_prepare_model(accelerator, model)
-        # Also the outermost module, which otherwise stays whole after a test: the next step of the
-        # average would change what is then thrown away.
+        # Also the outermost module: it would otherwise stay unsharded after a test, and the next step of the average
+        # would update a copy that is thrown away.
         model.set_reshard_after_forward(True)
 
 
 def moving_average(decay: float) -> Callable:
-    """As torch's get_ema_multi_avg_fn, for sharded models too: each process averages its shards."""
+    """As torch's get_ema_multi_avg_fn, but each process averages its own shards of a sharded model."""
     average = get_ema_multi_avg_fn(decay)
 
     def average_shards(averaged, current, num_averaged):
-        # Not as DTensors: a model has plain buffers beside them, and torch takes no mixed lists.
+        # Not as DTensors: a model also has plain buffers, and torch does not accept mixed lists.
         average(list(map(local_shard, averaged)), list(map(local_shard, current)), None)
 
     return average_shards
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a DTensor, in the same memory; any other tensor unchanged."""
+    """This process's shard of a DTensor, without a copy; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,25 +1,23 @@
-"""Every sample's value on every process, once: for metrics that are neither means nor counts."""
+"""Gather the value of every sample, for metrics that are neither means nor counts."""
 
 import torch
 from accelerate import Accelerator
 
 
 def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Each process's (n, ...) tensors as one tensor (N, ...) in the order of the ranks; n may differ. Collective.
+    """Concatenate the (n, ...) tensors of all processes to (N, ...), in rank order; n may differ. Collective.
 
-    For metrics that are neither means nor counts, such as those of the package evaluate:
+    For example, with the package evaluate:
 
         metric.compute(predictions=gather_samples(accelerator, predictions), references=...)
 
-    A confusion matrix is a sum of counts and needs one `accelerator.reduce` only, as in scripts/mnist_mlp.py.
-
-    Accelerate's `gather_for_metrics` needs a loader that it prepared itself, and then drops the last samples of the
-    last batch whoever holds them.
+    Accelerate's `gather_for_metrics` needs a loader that Accelerate prepared, and drops the last samples of the last
+    batch on whichever rank they are.
     """
-    mine = torch.cat(parts)
-    counts = accelerator.gather(torch.tensor([len(mine)], device=mine.device)).tolist()
-    # Not by `pad_across_processes`, which makes integers of bools on those ranks that it pads.
-    padded = mine.new_zeros((max(counts), *mine.shape[1:]))
-    padded[: len(mine)] = mine
+    values = torch.cat(parts)
+    counts = accelerator.gather(torch.tensor([len(values)], device=values.device)).tolist()
+    # Not with `pad_across_processes`, which turns bools into integers, but only on the ranks that it pads.
+    padded = values.new_zeros((max(counts), *values.shape[1:]))
+    padded[: len(values)] = values
     padded = accelerator.gather(padded)
     return torch.cat([part[:count] for part, count in zip(padded.chunk(len(counts)), counts, strict=True)])

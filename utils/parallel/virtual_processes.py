@@ -1,20 +1,18 @@
-"""The numbers of V processes, bit for bit, on any number of processes from 1 to V.
+"""The results of V processes, bit for bit, on any number of processes from 1 to V.
 
-A sum of floating-point numbers depends on the order of its terms, so P processes usually train
-another model than one, by rounding at first. Here a step is always cut into V micro-batches, one
-for each virtual process, and their gradients are added in the order of one binary tree, whichever
-process computed them. For V = 8:
+A floating-point sum depends on the order of its terms, so P processes usually train a different model than one, at
+first by rounding. With virtual processes, a step is always split into V micro-batches, and their gradients are added in
+the order of one binary tree, whichever process computed them. For V = 8:
 
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
 
-Each process computes consecutive micro-batches, and adds what the tree adds among them: with 2
-processes one sum each, with 3 processes two sums each. Of these every process gets its own slice
-from all others (all-to-all), completes the tree on that slice, and sends the result to all
-(all-gather). Where P divides V and both are powers of two, that is the traffic of a ring
-all-reduce. With other numbers a process sends up to 2 log2(V) sums.
+Each process computes consecutive micro-batches and makes the sums of the tree that contain only these: 2 processes one
+sum each, 3 processes two. Then each process receives one slice of all sums (all-to-all), completes the tree on its
+slice and sends the result to all (all-gather). If P divides V and both are powers of two, this is the traffic of a ring
+all-reduce; otherwise a process sends up to 2 log2(V) sums.
 
-Source: EasyScale, M. Li et al., SC 2023, https://arxiv.org/abs/2208.14228, trains with the numbers
-of a fixed number of logical workers; the tree is what makes their place irrelevant here.
+Source: EasyScale, M. Li et al., SC 2023, https://arxiv.org/abs/2208.14228, which trains with a fixed number of logical
+workers; the tree makes it irrelevant which process computes them.
 """
 
 import contextlib
@@ -42,15 +40,12 @@ from .gather_samples import gather_samples
 
 
 def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
-    """Have this accelerator's loaders, metrics and gradients be those of `number` processes.
-
-    Raises: SystemExit, in one sentence, if that is not possible on these processes.
-    """
+    """Make this accelerator's loaders, metrics and gradients those of `number` processes."""
     world_size = accelerator.num_processes
     if accelerator.gradient_accumulation_steps > 1:
         stop(
-            f"--virtual_processes {number} cuts a batch into {plural(number, 'micro-batch')} "
-            "already: leave --gradient_accumulation_steps out"
+            f"--virtual_processes {number} already splits a batch into {plural(number, 'micro-batch')}: "
+            "leave --gradient_accumulation_steps out"
         )
     if number < world_size:
         stop(
@@ -58,9 +53,9 @@ def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
             f"some would have nothing to do; start {number} or fewer"
         )
     if accelerator.distributed_type == DistributedType.FSDP:
-        stop("--virtual_processes works with DDP, and FSDP runs here: use ddp.yaml")
+        stop("--virtual_processes works with DDP, not with FSDP: use ddp.yaml")
     if data_parallel_gpus(accelerator) > 1:
-        stop("--virtual_processes works with DDP, and DataParallel runs here: use ddp.yaml")
+        stop("--virtual_processes works with DDP, not with DataParallel: use ddp.yaml")
     if accelerator.device.type == "cuda":
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -81,20 +76,19 @@ def current_logical_rank(accelerator: Accelerator) -> int:
 
 
 class Node(NamedTuple):
-    """A sum of the tree, over the logical_ranks start to start + size - 1."""
+    """A sum of the tree, over the logical ranks start to start + size - 1."""
 
     start: int
-    size: int  # a power of two, that divides start
+    size: int  # a power of two that divides start
     value: Any
 
 
 def tree_push(nodes: list[Node], node: Node, add: Callable) -> None:
-    """Append a node to those on its left, and add up what the tree adds up.
+    """Append `node` to the consecutive `nodes` on its left, and make the sums of the tree that this completes.
 
-    nodes: consecutive, without a sum that the tree could still make among them.
-    add(left, right): their sum; may change either in place.
+    add(left, right) returns the sum, and may change either in place.
     """
-    # A node with an odd number belongs to the one on its left, if this process has that.
+    # A node with an odd number is added to the one on its left, if this process has that one.
     while nodes and nodes[-1].size == node.size and node.start // node.size % 2 == 1:
         left = nodes.pop()
         node = Node(left.start, 2 * left.size, add(left.value, node.value))
@@ -102,7 +96,7 @@ def tree_push(nodes: list[Node], node: Node, add: Callable) -> None:
 
 
 def tree_total(nodes: list[Node], add: Callable) -> Any:
-    """The sum of the whole tree, of nodes that cover all logical_ranks."""
+    """The root of the tree, from nodes that cover all logical ranks."""
     total = nodes[-1].value
     for node in reversed(nodes[:-1]):
         total = add(node.value, total)
@@ -110,7 +104,7 @@ def tree_total(nodes: list[Node], add: Callable) -> Any:
 
 
 def partial_sums(logical_ranks: range) -> list[Node]:
-    """The sums that a process with these logical_ranks sends, without values."""
+    """The nodes, without values, that a process with these logical ranks sends."""
     nodes = []
     for logical_rank in logical_ranks:
         tree_push(nodes, Node(logical_rank, 1, None), lambda left, right: None)
@@ -118,10 +112,9 @@ def partial_sums(logical_ranks: range) -> list[Node]:
 
 
 class TreeSum:
-    """Adds up tensors over the virtual processes, on all real ones.
+    """Adds up tensors over all virtual processes, on every real process. Collective.
 
-    Has a process group and a thread of its own: sums travel while the backward pass goes on.
-    Making one is collective.
+    It has its own process group and thread, so communication overlaps with the backward pass.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -142,15 +135,14 @@ class TreeSum:
             self.stream = torch.cuda.Stream()
 
     def total(self, nodes: list[Node]) -> torch.Tensor:
-        """The sum over all logical_ranks; `nodes` are this process's, flat tensors of one size.
-        Collective."""
+        """The sum over all logical ranks; `nodes` are this process's, flat tensors of one size. Collective."""
         if self.world_size == 1:
             return tree_total(nodes, torch.Tensor.add_)
         values = [node.value for node in nodes]
         return self._exchange(values, torch.empty_like(values[0]))
 
     def start(self, values: list[torch.Tensor], result: torch.Tensor) -> torch.futures.Future:
-        """As `total`, at once, in the background: a Future of `result`, which gets the sum."""
+        """As `total`, in the background. Returns a Future of `result`, which receives the sum."""
         if result.is_cuda:
             self.stream.wait_stream(torch.cuda.current_stream())
             future = torch.futures.Future(devices=[result.device])
@@ -171,16 +163,16 @@ class TreeSum:
         return future
 
     def _exchange(self, values: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
-        size = math.ceil(result.numel() / self.world_size)  # of a slice; the last one is padded
+        size = math.ceil(result.numel() / self.world_size)  # of each slice; the last one is padded
         is_even = size * self.world_size == result.numel()
         counts = [len(nodes) for nodes in self.nodes_of_ranks]
         sent = values[0]
         if len(values) > 1 or not is_even:
-            # The slices in the order of the ranks that get them.
+            # The slices in the order of the ranks that receive them.
             sent = self._buffer("sent", result, self.world_size * len(values) * size)
-            for place, value in enumerate(values):
+            for index, value in enumerate(values):
                 for rank, part in enumerate(value.split(size)):
-                    start = (rank * len(values) + place) * size
+                    start = (rank * len(values) + index) * size
                     sent[start : start + len(part)] = part
         received = self._buffer("received", result, sum(counts) * size)
         dist.all_to_all_single(
@@ -191,9 +183,9 @@ class TreeSum:
             group=self.group,
         )
         nodes = []
-        places = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
-        for place, value in zip(places, received.split(size), strict=True):
-            tree_push(nodes, place._replace(value=value), torch.Tensor.add_)
+        expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
+        for node, value in zip(expected, received.split(size), strict=True):
+            tree_push(nodes, node._replace(value=value), torch.Tensor.add_)
         total = tree_total(nodes, torch.Tensor.add_)
         if is_even:
             dist.all_gather_into_tensor(result, total, group=self.group)
@@ -203,7 +195,7 @@ class TreeSum:
         return result.copy_(gathered[: result.numel()])
 
     def _buffer(self, name: str, like: torch.Tensor, size: int) -> torch.Tensor:
-        """Memory for `size` entries, which stays: new memory costs as much time as a copy."""
+        """Memory for `size` entries, reused in every step: allocating it takes as long as a copy."""
         key = (name, like.dtype, size)
         if key not in self.buffers:
             self.buffers[key] = like.new_zeros(size)
@@ -213,24 +205,23 @@ class TreeSum:
 class GradientSum:
     """Adds the gradients of one model in the order of the tree.
 
-    After each micro-batch but the last one the gradients are taken away from the parameters. In the
-    last one the sums are completed: on several processes by DDP's communication hook, bucket by
-    bucket during the backward pass.
+    After each micro-batch except the last one, the gradients are moved from the parameters to the tree. In the last one
+    the sums are completed: with several processes in DDP's communication hook, bucket by bucket.
     """
 
     def __init__(self, model: nn.Module, tree: TreeSum):
         self.tree = tree
-        self.parameters = [each for each in model.parameters() if each.requires_grad]
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._begin_step()
         self.collected_at = None  # accelerator.step
-        if is_compiled_module(model):  # by dynamo_config: around DDP
+        if is_compiled_module(model):  # by dynamo_config, which compiles the DDP module
             model = model._orig_mod
         is_wrapped = isinstance(model, DistributedDataParallel)
-        # torchrun with one process: DDP reduces nothing then, and Accelerate has no no_sync.
+        # torchrun with one process: DDP does not reduce, and Accelerate has no no_sync.
         self.in_buckets = is_wrapped and tree.world_size == 1
         self.is_ddp = is_wrapped and tree.world_size > 1
         self.finds_unused = self.is_ddp and model.find_unused_parameters
-        self.used = set()  # parameters that got a gradient in this backward pass, if some may get none
+        self.used = set()  # if finds_unused: the parameters that got a gradient in this backward pass
         if self.is_ddp:
             self.ddp = model
             model.register_comm_hook(None, self._sum_bucket)
@@ -240,7 +231,7 @@ class GradientSum:
                 parameter.register_post_accumulate_grad_hook(self.used.add)
 
     def _begin_step(self) -> None:
-        self.nodes = []  # of {parameter: gradient}; one that is not there is zero
+        self.nodes = []  # of {parameter: gradient}; a missing gradient is zero
         self.next_rank = self.tree.logical_ranks[0]
 
     def prepare(self) -> None:
@@ -248,9 +239,9 @@ class GradientSum:
         if not self.finds_unused or not self.tree.accelerator.sync_gradients:
             return
         self.used.clear()
-        # DDP remembers which parameters it has seen a gradient of, and ends the run if that is gone in the last
-        # micro-batch. What is added to -0.0 stays what it is.
-        for parameter in {each for node in self.nodes for each in node.value}:
+        # DDP ends the run if a parameter that had a gradient before has none in the last micro-batch. Adding to -0.0
+        # does not change a bit.
+        for parameter in {parameter for node in self.nodes for parameter in node.value}:
             if parameter.grad is None:
                 parameter.grad = torch.full_like(parameter, -0.0)
 
@@ -260,13 +251,13 @@ class GradientSum:
         logical_rank = current_logical_rank(accelerator)
         is_last = accelerator.sync_gradients
         if is_last and self.is_ddp:
-            if self.buckets_of_step[0] == accelerator.step:  # not only another model's
+            if self.buckets_of_step[0] == accelerator.step:  # this model's backward pass, not a different one's
                 self._begin_step()
-                # DDP would do that in its next forward pass: a broadcast, which a rank with more micro-batches
-                # would wait in while others wait for its part of another model's sum.
+                # DDP would do this, a broadcast, in its next forward pass, and ranks with more micro-batches would
+                # wait in it while others wait for their part of a different model's sum.
                 self.ddp.reducer._rebuild_buckets()
             return
-        gradients = {each: each.grad for each in self.parameters if each.grad is not None}
+        gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
         again = self.collected_at == accelerator.step
         if not gradients or (again and is_last):
             return
@@ -276,8 +267,8 @@ class GradientSum:
         self._skip_to(logical_rank)
         for parameter in gradients:
             parameter.grad = None
-        if self.in_buckets:  # which the next micro-batch writes to
-            gradients = {each: gradient.clone() for each, gradient in gradients.items()}
+        if self.in_buckets:  # the next micro-batch overwrites them
+            gradients = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
         tree_push(self.nodes, Node(logical_rank, 1, gradients), add_gradients)
         self.next_rank = logical_rank + 1
         if is_last:
@@ -286,13 +277,13 @@ class GradientSum:
             self._begin_step()
 
     def _skip_to(self, logical_rank: int) -> None:
-        """Micro-batches in which the model got no gradient at all."""
+        """Push empty nodes for micro-batches in which the model got no gradient at all."""
         for skipped in range(self.next_rank, logical_rank):
             tree_push(self.nodes, Node(skipped, 1, {}), add_gradients)
         self.next_rank = logical_rank
 
     def _sum_bucket(self, _, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's hook: `bucket` has the gradients of the last micro-batch."""
+        """DDP's communication hook: `bucket` holds the gradients of the last micro-batch."""
         self._check_once(bucket)
         last = self.tree.logical_ranks[-1]
         self._skip_to(last)
@@ -304,11 +295,11 @@ class GradientSum:
         nodes = list(self.nodes)
         tree_push(nodes, Node(last, 1, gradients), add_into_bucket)
         values = []
-        for node in nodes[:-1]:  # what the tree does not add to the last micro-batch here
+        for node in nodes[:-1]:  # sums that do not include the last micro-batch
             values.append(torch.zeros_like(buffer))
-            views = {each: view for each, view in views_of(bucket, values[-1]).items() if each in node.value}
-            if views:  # not added to the zeros, which would change -0.0
-                torch._foreach_copy_(list(views.values()), [node.value[each] for each in views])
+            views = {key: view for key, view in views_of(bucket, values[-1]).items() if key in node.value}
+            if views:  # copied, because adding to the zeros would change -0.0
+                torch._foreach_copy_(list(views.values()), [node.value[parameter] for parameter in views])
         return self.tree.start([*values, buffer], buffer)
 
     def _check_once(self, bucket: dist.GradBucket) -> None:
@@ -322,11 +313,11 @@ class GradientSum:
 
 
 def views_of(bucket: dist.GradBucket, buffer: torch.Tensor) -> dict:
-    """{parameter: its part of `buffer`}, which is laid out as the bucket's own.
+    """{parameter: view into `buffer`}, which has the layout of the bucket's own buffer.
 
-    bucket.gradients() has the same parts, but not the strides of channels_last.
+    The views of bucket.gradients() lack the strides of channels_last.
     """
-    if bucket.parameters()[0].is_complex():  # of which the buffer has the real and the imaginary parts
+    if bucket.parameters()[0].is_complex():  # the buffer holds real and imaginary parts
         buffer = torch.view_as_complex(buffer.view(-1, 2))
     views = {}
     for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -336,24 +327,24 @@ def views_of(bucket: dist.GradBucket, buffer: torch.Tensor) -> dict:
 
 
 def add_gradients(left: dict, right: dict) -> dict:
-    """The sum of two {parameter: gradient}, in place of `left`."""
+    """Add {parameter: gradient} `right` to `left`, in place."""
     if left and left.keys() == right.keys():
-        torch._foreach_add_(list(left.values()), [right[each] for each in left])
+        torch._foreach_add_(list(left.values()), [right[parameter] for parameter in left])
         return left
     for parameter, gradient in right.items():
         if parameter in left:
             left[parameter].add_(gradient)
     for parameter in left.keys() ^ right.keys():
-        # As in a bucket of DDP, where it would be zeros: -0.0 becomes 0.0.
+        # As in DDP's buckets, where the missing gradient is zeros: -0.0 becomes 0.0.
         left[parameter] = (left.get(parameter, right.get(parameter))).add_(0)
     return left
 
 
 def add_into_bucket(left: dict, right: dict) -> dict:
-    """Add what `left` has for the parameters of `right`, views of a bucket, in place."""
-    known = [each for each in right if each in left]
-    if known:
-        torch._foreach_add_([right[each] for each in known], [left[each] for each in known])
+    """Add the gradients in `left` to `right`, views of a bucket, in place."""
+    common = [parameter for parameter in right if parameter in left]
+    if common:
+        torch._foreach_add_([right[parameter] for parameter in common], [left[parameter] for parameter in common])
     for parameter in right.keys() - left.keys():
         right[parameter].add_(0)
     return right
@@ -361,17 +352,16 @@ def add_into_bucket(left: dict, right: dict) -> dict:
 
 def refuse_second_backward():
     raise RuntimeError(
-        "with --virtual_processes a model takes one backward pass a micro-batch: add its losses, "
+        "with --virtual_processes a model takes one backward pass per micro-batch: add its losses, "
         "and call accelerator.backward once"
     )
 
 
 def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> TreeSum:
-    """Have `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective.
+    """Make `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective.
 
-    models: as `prepare` returned them.
-
-    Raises: SystemExit, if a layer has sparse gradients.
+    Args:
+        models: as `prepare` returned them.
     """
     check_dense(models)
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
@@ -382,52 +372,49 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
 
     @contextlib.contextmanager
     def collect_gradients():
-        # accelerator.backward divides by the accumulation steps, which are those of this process.
+        # accelerator.backward would divide by the accumulation steps of this process.
         accelerator.gradient_accumulation_steps = 1
-        for each in sums:
-            each.prepare()
+        for gradient_sum in sums:
+            gradient_sum.prepare()
         try:
             yield
         finally:
             accelerator.gradient_accumulation_steps = accumulation
         check_averaged(before)
         before.clear()  # once is enough
-        for each in sums:
-            each.collect()
+        for gradient_sum in sums:
+            gradient_sum.collect()
 
     accelerator.around_backward.append(collect_gradients)
     return tree
 
 
 def check_dense(models: list[nn.Module]) -> None:
-    """Raises: SystemExit, if an embedding makes sparse gradients, which DDP exchanges in another way."""
+    """Stop if an embedding has sparse gradients, which DDP does not put into buckets."""
     for name, module in (pair for model in models for pair in model.named_modules()):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             layer = name.removeprefix("module.")  # of DDP
             stop(
-                f"--virtual_processes adds dense gradients, and {layer} has sparse ones: make it with sparse=False, "
+                f"--virtual_processes needs dense gradients, but {layer} has sparse ones: create it with sparse=False, "
                 "or leave --virtual_processes out"
             )
 
 
 def batches_of(layer: _BatchNorm) -> int:
-    """Micro-batches that went into its running statistics; 0 if it has none."""
+    """Number of micro-batches in its running statistics; 0 if it has none."""
     return int(layer.num_batches_tracked) if layer.track_running_stats else 0
 
 
 def check_averaged(before: list[tuple[_BatchNorm, float | None, int]]) -> None:
-    """Check that a micro-batch's running statistics go into the mean of its step.
+    """Stop if running statistics are updated outside `BatchNorms.averaged`: they would differ between processes.
 
     Args:
         before: layers with their momentum and `batches_of` before the first micro-batch.
-
-    Raises:
-        SystemExit: if each process would keep those of its own micro-batches.
     """
     for layer, momentum, batches in before:
         if batches_of(layer) > batches and layer.momentum == momentum != 1:  # in `BatchNorms.averaged` it is 1
             stop(
-                "--virtual_processes needs BatchNorm statistics over all processes: use BatchNorms of "
+                "--virtual_processes needs BatchNorm statistics over all processes: use BatchNorms from "
                 f"{__package__.replace('.', '/')}/batch_norm.py, as in resnet50.py, or leave --virtual_processes out"
             )
 
@@ -437,28 +424,28 @@ def any_trained(model: nn.Module) -> bool:
 
 
 def warn_of_other_rounding(accelerator: Accelerator, folder: Path, topology: dict) -> None:
-    """Warn where a resumed run was on a different kind of machine: the bits are promised for one kind.
+    """Warn if a resumed run was on a different kind of hardware: equal bits are promised for one kind only.
 
     Args:
-        folder: of the run, with the run.json of its earlier launches.
-        topology: of this launch, as describe_topology returns it.
+        folder: the run's folder, whose run.json lists its earlier launches.
+        topology: this launch's, from describe_topology.
     """
     if not accelerator.is_main_process:
         return
     launches = read_entry(folder / "run.json", "launches", list)
-    if not launches:  # RunFolder says so
+    if not launches:  # no readable run.json
         return
     before, now = decides_rounding(launches[-1]), decides_rounding(topology)
     if before != now:
         show(
-            f"warning: this run has been on {', '.join(before)} and goes on on "
-            f"{', '.join(now)}: its last bits are not those of a run on one kind alone",
+            f"warning: this run was started on {', '.join(before)} and continues on {', '.join(now)}: its results will "
+            "not be bit-for-bit those of a run on one kind of hardware",
             "yellow",
         )
 
 
 def decides_rounding(topology: dict) -> list[str]:
-    """What else than the order of the sums decides the last bits of the numbers."""
+    """What decides the last bits of the results, besides the order of additions."""
     kinds = set()
     for process in topology["processes"]:
         threads = plural(process["cpu_threads"], "thread")
@@ -467,12 +454,12 @@ def decides_rounding(topology: dict) -> list[str]:
 
 
 def exact_sums(accelerator: Accelerator, columns: list[torch.Tensor], num_values: int) -> list[float]:
-    """The weighted sum of each value, of the weights, and the number of samples, over all processes. Collective.
+    """The weighted sum of each value, the sum of weights, and the number of samples, over all processes. Collective.
 
-    These are sums of the real numbers, rounded once: the same in any order.
+    Each sum is exact and rounded once, so the order does not matter.
 
     Args:
-        columns: (n,) each: `num_values` values, then the weights; none where a process has no sample.
+        columns: (n,) each: `num_values` values, then the weights; empty if this process has no sample.
     """
     rows = torch.zeros(0, num_values + 1, dtype=torch.float64)
     if columns:
