@@ -50,12 +50,8 @@ class Run:
             the same values when resuming.
 
     Attributes:
-        step: optimizer steps done, the one number that says where the run is.
+        step: optimizer steps done.
         summary: values of your own for summary.json.
-
-    Raises:
-        SystemExit: on every rank, if the folder holds a run and --resume is not given, if another process writes
-            to it, or if it cannot be written to.
     """
 
     def __init__(self, accelerator: Accelerator, args: argparse.Namespace):
