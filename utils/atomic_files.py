@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +11,10 @@ from .console import stop
 
 
 def write_atomically(path: Path, save: Callable[[Path], object]) -> None:
-    """Write a file with `save(temporary_path)`, then rename it to `path`.
-
-    A reader sees the old file or the new one, never half of one. The content is on the disk before the file gets its
-    name, so that it is not empty after a power cut.
+    """Write a file with `save(temporary_path)`, flush it to the disk, then rename it to `path`.
 
     Raises:
-        OSError: if the file cannot be written (the disk is full, ...); and what `save` raises.
+        OSError: if the file cannot be written; and what `save` raises.
     """
     part = path.with_name(f".part_{path.name}")
     try:
@@ -33,10 +29,7 @@ def write_atomically(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write `content` as indented JSON, as `write_atomically` does; what JSON cannot hold becomes text.
-
-    Raises: SystemExit, if it cannot be written.
-    """
+    """Write indented JSON as `write_atomically` does, other objects as text. Raises: SystemExit, if that fails."""
     try:
         write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=2, default=str) + "\n"))
     except OSError as error:
@@ -52,21 +45,13 @@ def read_entry(path: Path, name: str, kind: type):
     return entry if isinstance(entry, kind) else None
 
 
-def remove(path: Path) -> None:
-    """Remove a folder with all in it, a file, or a link (not what it leads to), if it is there. Raises: OSError."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def fsync(path: Path) -> None:
     """Flush the content of a file, or the names in a folder: fsync of a file does not cover its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot flush a folder. A run must be possible on them.
+        # Some network file systems cannot flush a folder.
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -10,30 +10,30 @@ import torch
 def digest(content) -> str:
     """16 hex digits of nested tensors, arrays, images, numbers and strings; other objects count by their type."""
     sha = hashlib.sha256()
-
-    def add(part):
-        if isinstance(part, np.ndarray) and part.dtype.hasobject:
-            part = part.tolist()  # its bytes are addresses
-        if isinstance(part, torch.Tensor):
-            part = part.detach().cpu().contiguous()
-            sha.update(f"{part.dtype}{tuple(part.shape)}".encode())
-            sha.update(part.view(torch.uint8).numpy() if part.ndim else repr(part.item()).encode())
-        elif isinstance(part, np.ndarray):
-            sha.update(f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
-        elif isinstance(part, Mapping):
-            for name in part:
-                sha.update(repr(name).encode())
-                add(part[name])
-        elif isinstance(part, (list, tuple)):
-            sha.update(str(len(part)).encode())
-            for each in part:
-                add(each)
-        elif isinstance(part, (str, bytes, int, float, bool, type(None))):
-            sha.update(repr(part).encode())
-        elif hasattr(part, "tobytes"):  # an image of PIL
-            sha.update(part.tobytes())
-        else:
-            sha.update(type(part).__qualname__.encode())
-
-    add(content)
+    update(sha, content)
     return sha.hexdigest()[:16]
+
+
+def update(sha, content) -> None:
+    if isinstance(content, np.ndarray) and content.dtype.hasobject:
+        content = content.tolist()  # its bytes are addresses
+    if isinstance(content, torch.Tensor):
+        sha.update(f"{content.dtype}{tuple(content.shape)}".encode())
+        flat = content.detach().cpu().flatten().view(torch.uint8)  # NumPy has no bfloat16
+        sha.update(flat.numpy() if content.ndim else repr(content.item()).encode())
+    elif isinstance(content, np.ndarray):
+        sha.update(f"{content.dtype}{content.shape}".encode() + content.tobytes())
+    elif isinstance(content, Mapping):
+        for name in content:
+            sha.update(repr(name).encode())
+            update(sha, content[name])
+    elif isinstance(content, (list, tuple)):
+        sha.update(str(len(content)).encode())
+        for part in content:
+            update(sha, part)
+    elif isinstance(content, (str, bytes, int, float, bool, type(None))):
+        sha.update(repr(content).encode())
+    elif hasattr(content, "tobytes"):  # an image of PIL
+        sha.update(content.tobytes())
+    else:
+        sha.update(type(content).__qualname__.encode())

@@ -121,7 +121,7 @@ def test_values_are_kept_without_their_graph(accelerator):
     stats = Metrics(accelerator)
     losses = torch.ones(2, requires_grad=True) * 2
     stats.add(batch_of([0, 1]), loss=losses)
-    assert not stats.values["loss"][0].requires_grad
+    assert not stats.columns["value:loss"][0].requires_grad
 
 
 @pytest.mark.parametrize("name", ["aa", "bb"])
@@ -154,9 +154,9 @@ def test_arrays_lists_and_numbers_count_like_tensors(accelerator):
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (3,)])
 def test_a_wrong_shape_is_named(accelerator, shape):
     stats = Metrics(accelerator)
-    with pytest.raises(ValueError, match=r"metric error_px has the shape .* for 2 samples"):
+    with pytest.raises(ValueError, match=r"metric error_px of shape .* for 2 samples"):
         stats.add(batch_of([0, 1]), loss=torch.ones(2), error_px=torch.ones(shape))
-    with pytest.raises(ValueError, match=r"the weights have the shape .* for 2 samples"):
+    with pytest.raises(ValueError, match=r"weights of shape .* for 2 samples"):
         stats.add(batch_of([0, 1]), loss=torch.ones(2), weights=torch.ones(shape))
     assert stats.reduce() == {"samples": 0}  # nothing is left half counted
 

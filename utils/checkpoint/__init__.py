@@ -27,7 +27,7 @@ from torch import nn
 
 from ..console import stop
 from .folder import PROCESSES, Files, Tensors, copy_to_cpu, read_checkpoint, read_newest, write_checkpoint, write_model
-from .state import ModelState, ObjectState, OptimizerState, differences, name_parameters, plain_name
+from .state import ModelState, ObjectState, OptimizerState, differences, layout, name_parameters, plain_name
 
 __all__ = ["Checkpoints", "read_checkpoint", "save_model"]
 
@@ -36,14 +36,11 @@ class Checkpoints:
     """The checkpoints of one run. The main process alone touches the disk.
 
     Args:
-        state: by name, whatever has a state_dict: models and optimizers as `prepare` returned them, schedules, moving
-            averages, objects of your own.
-        resume_invariants: what else decides the numbers (flags, data, total steps), as JSON. A checkpoint in which one
-            of them differs is refused, and so is one with different classes or hyperparameters of optimizer and
-            schedule, different parameters or another precision.
-        keep: how many of the newest ones stay; 0: all of them.
-        join_parts: collective function of the entries of all processes, where each has a part of the model; see
-            parallel/pipeline.py.
+        state: by name, whatever has a state_dict, as `prepare` returned it.
+        resume_invariants: what else decides the numbers (flags, data, total steps), as JSON. A checkpoint with
+            different ones is refused; so are different models, optimizers, schedules and precisions.
+        keep: how many of the newest checkpoints to keep; 0: all.
+        join_parts: where each process has a part of the model: ModelParts.join of parallel/pipeline.py.
 
     Raises:
         SystemExit: if something in `state` cannot be saved.
@@ -62,9 +59,9 @@ class Checkpoints:
         self.models, self.optimizers, objects = {}, {}, {}
         if accelerator.scaler is not None:
             state = {**state, "scaler": accelerator.scaler}
-        for name, instance in state.items():  # each without what `prepare` put around it
+        for name, instance in state.items():  # without the wrappers of `prepare`
             if not re.fullmatch(r"[\w.-]*\w", name) or f"{name}.safetensors" == PROCESSES:
-                stop(f"{name!r} in the checkpoint cannot be a file name: take another word, such as model")
+                stop(f"{name!r} in the checkpoint is not a valid file name: use another, such as model")
             if isinstance(instance, nn.Module):
                 self.models[name] = accelerator.unwrap_model(instance, keep_torch_compile=False)
             elif isinstance(instance, (AcceleratedOptimizer, torch.optim.Optimizer)):
@@ -74,15 +71,15 @@ class Checkpoints:
             else:
                 stop(f"{name} cannot be saved: a {type(instance).__name__} has no state_dict and load_state_dict")
         names = name_parameters(self.models, self.optimizers)
-        # Models first: after a test FSDP has some whole parameters, which no optimizer knows, and asking for the state
-        # of a model makes them shards again.
+        # Models first: after a test, FSDP has some whole parameters, which no optimizer knows. Asking for the state of
+        # a model shards them again.
         self.entries = {name: ModelState(accelerator, model) for name, model in self.models.items()}
         for name, optimizer in self.optimizers.items():
             self.entries[name] = OptimizerState(accelerator, optimizer, names, self.models.values())
         self.entries |= {name: ObjectState(name, instance) for name, instance in objects.items()}
         derived = {name: entry.settings for name, entry in self.entries.items() if name not in self.models}
         derived["precision"] = accelerator.mixed_precision
-        # As they will be read back: tuples become lists.
+        # As they are read back: tuples become lists.
         self.invariants = json.loads(json.dumps({"fixed": resume_invariants, "derived": derived}))
         self.saved_step = None
         self.writing: Future | None = None
@@ -92,16 +89,14 @@ class Checkpoints:
     def save(self, step: int, metrics: Tensors, extra: dict, sync: Callable[[], None] | None = None) -> None:
         """Copy the state after `step` steps into memory; a thread writes it to the disk. Collective.
 
-        Waits for the previous checkpoint first. Older checkpoints are removed at the end: at no moment is there less
-        than the last whole one.
-
         Args:
             metrics: this process's tensors.
-            extra: JSON, the main process's.
-            sync: called in the thread first, to flush what `extra` speaks of.
+            extra: JSON of the main process.
+            sync: called by the thread first, to flush the files that `extra` counts on.
 
         Raises:
-            SystemExit: on every rank, if the previous one could not be written, or had a parameter that is not finite.
+            SystemExit: on every rank, if the previous checkpoint could not be written, or had a parameter that is not
+                finite.
         """
         began = time.perf_counter()
         self.wait()
@@ -113,20 +108,18 @@ class Checkpoints:
             saved, state[name] = entry.save()
             if saved is not None:
                 tensors[f"{name}.safetensors"] = saved
-        whole = {"tensors": tensors, "state": state}
         if self.join_parts is not None:
-            whole = self.join_parts(whole)
+            tensors, state = self.join_parts({"tensors": tensors, "state": state}).values()
         by_rank = gather_object([metrics])
         if self.accelerator.is_main_process:
-            processes = {f"{rank}/{name}": t for rank, saved in enumerate(by_rank) for name, t in saved.items()}
-            files = {**whole["tensors"], PROCESSES: processes}
-            self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
+            tensors[PROCESSES] = {f"{rank}/{name}": t for rank, own in enumerate(by_rank) for name, t in own.items()}
+            self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in tensors.items()}
             manifest = {
                 "step": step,
                 **self.invariants,
                 "num_processes": self.accelerator.num_processes,
                 "torch": torch.__version__,
-                "state": {name: saved for name, saved in whole["state"].items() if name not in self.models},
+                "state": {name: saved for name, saved in state.items() if name not in self.models},
                 "extra": extra,
             }
             writer = ThreadPoolExecutor(1, "checkpoint")  # the interpreter waits for it at its end
@@ -135,14 +128,14 @@ class Checkpoints:
         self.save_time_s += time.perf_counter() - began
 
     def _write(self, manifest: dict, sync: Callable[[], None] | None) -> None:
-        """What the thread does."""
+        """Runs in the thread."""
         for model_name, model in self.models.items():
-            buffers = {plain_name(name) for name, _ in model.named_buffers()}  # may well be infinite, as masks are
+            buffers = {plain_name(name) for name, _ in model.named_buffers()}  # a mask may have infinite values
             for name, tensor in self.copies[f"{model_name}.safetensors"].items():
                 if name not in buffers and not tensor.isfinite().all():
                     stop(
-                        f"{model_name}.{name} is not finite after step {manifest['step']}, and no checkpoint of it is "
-                        "saved: train with a smaller learning rate, or clip the gradients"
+                        f"{model_name}.{name} is not finite after step {manifest['step']}, which is not saved: "
+                        "train with a smaller learning rate, or clip the gradients"
                     )
         if sync is not None:
             sync()
@@ -153,7 +146,7 @@ class Checkpoints:
         return self.writing is not None and self.writing.done() and bool(self.writing.exception())
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on the disk. Collective. Raises: SystemExit on every rank, if it is not."""
+        """Wait until the last checkpoint is on the disk; on every rank, stop if it failed. Collective."""
         writing, self.writing = self.writing, None
         on_main(self.accelerator, lambda: writing and writing.result())
 
@@ -164,7 +157,7 @@ class Checkpoints:
             Its step, its extra, and this process's metrics; (0, {}, {}) where there is none.
 
         Raises:
-            SystemExit: on every rank, if none is whole though there are some, or if it does not fit.
+            SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit.
         """
         newest = on_main(self.accelerator, lambda: read_newest(self.folder))
         if newest is None:
@@ -174,7 +167,7 @@ class Checkpoints:
         for name, entry in self.entries.items():
             try:
                 entry.load(tensors.get(f"{name}.safetensors", {}), manifest["state"].get(name))
-            except Exception as error:  # in another version of torch or of a class of the user's
+            except Exception as error:  # a different version of torch, or of a class in the script
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 stop(f"{name} in {path} cannot be loaded ({reason}): remove it to go on from the one before it")
         self.saved_step = manifest["step"]
@@ -187,26 +180,31 @@ class Checkpoints:
         for key, tensor in tensors.items():
             saved_rank, _, name = key.partition("/")
             is_own = int(saved_rank) == rank if same else rank == 0
-            # The others have no samples, under the same names: `Metrics.reduce` needs these on all processes.
+            # The others have no samples, but the same names: `Metrics.reduce` needs them on all processes.
             metrics.setdefault(name, []).append(tensor if is_own else tensor[:0])
         return {name: torch.cat(parts) for name, parts in metrics.items()}
 
     def _check_fits(self, manifest: dict, tensors: Files) -> None:
-        """Stop at the first kind of difference; what the script said goes before what follows from it."""
-        names = {file.removesuffix(".safetensors") for file in tensors.keys() - {PROCESSES}} | manifest["state"].keys()
-        kinds = [[{"checkpoint": ", ".join(sorted(known))} for known in (names, self.entries)]]
-        kinds += [(manifest[kind], self.invariants[kind]) for kind in ("fixed", "derived")]
-        saved, current = {}, {}
-        for name in (*self.models, *self.optimizers):
-            content = tensors.get(f"{name}.safetensors", {}), manifest["state"].get(name, {})
-            saved[name], current[name] = self.entries[name].layouts(*content)
+        """Stop at the first kind of difference: the later ones follow from it."""
+        files = {file.removesuffix(".safetensors") for file in tensors if file != PROCESSES}
+        names = files | manifest["state"].keys()
+        self._refuse(", ".join(sorted(names)), ", ".join(sorted(self.entries)), "checkpoint")
+        for kind in ("fixed", "derived"):
+            self._refuse(manifest[kind], self.invariants[kind])
+        layouts = {name: layout(tensors[f"{name}.safetensors"]) for name in self.models}
+        layouts |= {name: manifest["state"][name]["parameters"] for name in self.optimizers}
+        for name, saved in layouts.items():
+            now = self.entries[name].layout()
             if self.join_parts is not None:  # this process has some of the parameters
-                saved[name] = {key: saved[name].get(key) for key in current[name]}
-        for before, now in (*kinds, (saved, current)):
-            # Classes first: other differences follow from them.
-            if reasons := sorted(differences(before, now), key=lambda reason: ".class was " not in reason):
-                shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
-                stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
+                saved = {parameter: saved.get(parameter) for parameter in now}
+            self._refuse(saved, now, name)
+
+    def _refuse(self, saved, now, name: str = "") -> None:
+        """Stop if the two are different."""
+        # Classes first: other differences follow from them.
+        if reasons := sorted(differences(saved, now, name), key=lambda reason: ".class was " not in reason):
+            shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
+            stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
 
 
 def save_model(accelerator: Accelerator, model: nn.Module, path: Path, join_parts: Callable | None = None) -> None:
@@ -215,7 +213,7 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path, join_part
     tensors, _ = ModelState(accelerator, model).save()
     if join_parts is not None:
         tensors = join_parts(tensors)
-    on_main(accelerator, lambda: write_model(path, copy_to_cpu(tensors, {})))
+    on_main(accelerator, lambda: write_model(path, tensors))
 
 
 def on_main(accelerator: Accelerator, work: Callable):
@@ -232,6 +230,6 @@ def on_main(accelerator: Accelerator, work: Callable):
     result, problem = broadcast_object_list([result, problem])
     if isinstance(problem, OSError):
         stop(f"{problem.filename or 'a file'}: {problem.strerror or problem}")
-    if problem is not None:  # work() already said why
+    if problem is not None:  # work() printed the reason
         raise problem
     return result

@@ -1,16 +1,16 @@
 """The folder of a run's checkpoints: write one so that it is whole or not there, and read one that is whole."""
 
-import contextlib
 import errno
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
-from ..atomic_files import fsync, remove
+from ..atomic_files import fsync, write_atomically
 from ..console import show, stop
 
 FORMAT = 2
@@ -36,10 +36,9 @@ def write_checkpoint(folder: Path, manifest: dict, files: Files, keep: int) -> N
     final = folder / f"step_{manifest['step']:08d}"
     part = folder / f".part_{final.name}"
     try:
-        # Not its parents: a run whose folder was moved or removed must not go on in half of a new one.
+        # Not its parents: a run whose folder was moved must not go on in half of a new one.
         folder.mkdir(exist_ok=True)
         fsync(folder.parent)
-        remove(part)
         part.mkdir()
         digests = {name: write_tensors(part / name, tensors) for name, tensors in files.items()}
         write_manifest(part / "manifest.json", {"format": FORMAT, **manifest, "sha256": digests})
@@ -47,26 +46,20 @@ def write_checkpoint(folder: Path, manifest: dict, files: Files, keep: int) -> N
         part.rename(final)
         fsync(folder)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            remove(part)
+        shutil.rmtree(part, ignore_errors=True)
         stop(f"{final} cannot be written ({error.strerror}): --resume goes on from the checkpoint before it, if any")
     for path in newest_first(folder)[keep:] if keep else []:
-        part = folder / f".part_{path.name}"
-        try:
-            # First its name, so that a kill in the middle leaves no half of a checkpoint.
-            path.rename(part)
-            remove(part)
-        except OSError as error:  # costs disk space only
-            show(f"warning: {path} cannot be removed: {error.strerror or error}", "yellow")
+        # First its name, so that a kill in the middle leaves no half of a checkpoint.
+        shutil.rmtree(path.rename(folder / f".part_{path.name}"), ignore_errors=True)
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Write a file of safetensors through to the disk, without a copy in memory; returns its SHA-256 in hex."""
+    """Write a file of safetensors to the disk, without a copy in memory. Returns its SHA-256 in hex."""
     try:
         safetensors.torch.save_file(tensors, path)
     except safetensors.SafetensorError as error:
         raise OSError(errno.EIO, str(error).rpartition("I/O error: ")[2], str(path)) from error
-    # For those who may read the folder: safetensors makes it for its owner alone.
+    # Readable by those who may read the folder: safetensors makes it for its owner alone.
     path.chmod(path.parent.stat().st_mode & 0o666)
     fsync(path)
     with open(path, "rb") as file:
@@ -75,14 +68,7 @@ def write_tensors(path: Path, tensors: Tensors) -> str:
 
 def write_model(path: Path, tensors: Tensors) -> None:
     """Write a file of safetensors that is whole or not there."""
-    # In a folder of its own, for what safetensors leaves there when it is killed.
-    part = path.with_name(f".part_{path.name}")
-    remove(part)
-    part.mkdir()
-    write_tensors(part / path.name, tensors)
-    (part / path.name).replace(path)
-    fsync(path.parent)
-    remove(part)
+    write_atomically(path, lambda part: write_tensors(part, copy_to_cpu(tensors, {})))
 
 
 def write_manifest(path: Path, manifest: dict) -> None:
@@ -118,7 +104,7 @@ def read_checkpoint(path: Path) -> tuple[dict, Files]:
     name, files = "manifest.json", {}
     try:
         manifest = json.loads((path / name).read_bytes())
-        if manifest.pop("checksum", None) != checksum(manifest):
+        if not isinstance(manifest, dict) or manifest.pop("checksum", None) != checksum(manifest):
             raise ValueError("its checksum differs")
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, and this version of the code reads {FORMAT}")
@@ -127,11 +113,7 @@ def read_checkpoint(path: Path) -> tuple[dict, Files]:
             if hashlib.sha256(content).hexdigest() != digest:
                 raise ValueError("its SHA-256 is not the one in manifest.json")
             files[name] = safetensors.torch.load(content)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EIO):
-            raise
-        raise ValueError(f"{name}: {error.strerror}") from error
-    except (ValueError, safetensors.SafetensorError) as error:
+    except (FileNotFoundError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{name}: {error}") from error
     return manifest, files
 
@@ -142,8 +124,7 @@ def read_newest(folder: Path) -> tuple[Path, dict, Files] | None:
     Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*.
     """
     for part in folder.glob(".part_*"):  # what a kill in the middle of a save left
-        with contextlib.suppress(OSError):
-            remove(part)
+        shutil.rmtree(part, ignore_errors=True)
     paths = newest_first(folder)
     for number, path in enumerate(paths):
         try:
@@ -151,9 +132,9 @@ def read_newest(folder: Path) -> tuple[Path, dict, Files] | None:
         except ValueError as error:
             show(f"warning: {path} is skipped: {error}", "yellow")
             continue
-        for damaged in paths[:number]:  # its name will be needed again
+        for damaged in paths[:number]:  # the run will need its name again
             aside = folder / f"damaged_{damaged.name}"
-            remove(aside)
+            shutil.rmtree(aside, ignore_errors=True)
             damaged.rename(aside)
         return path, manifest, files
     if paths:

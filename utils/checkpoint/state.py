@@ -1,12 +1,10 @@
 """Models, optimizers and any other object as named tensors and JSON: nothing that is read back is executed.
 
-`save` returns both, complete on the main process (None: there are no tensors, or no JSON), and `load` takes them, on
-any number of processes, sharded or not. `layouts` returns what a checkpoint has and what the run has: they must be
-equal when resuming, and so must the `settings`. Collective.
+`save` returns both, complete on the main process (None: no tensors, or no JSON); `load` takes them, on any number of
+processes, sharded or not. `settings` and `layout` must be equal when resuming. All are collective.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
@@ -29,12 +27,9 @@ class ModelState:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):
         self.model, self.fsdp = model, sharding(accelerator)
-        for name, value in model.state_dict().items():  # stops now, and not at the first checkpoint
-            if not isinstance(value, torch.Tensor):  # what a get_extra_state returns
-                stop(f"{name} of the model cannot be saved: it is a {type(value).__name__}, and not a tensor")
 
-    def layouts(self, tensors: Tensors, _) -> tuple[dict, dict]:
-        return layout(tensors), layout(self.model.state_dict())
+    def layout(self) -> dict[str, str]:
+        return layout(self.model.state_dict())
 
     def save(self) -> tuple[Tensors, None]:
         if self.fsdp:
@@ -52,7 +47,10 @@ class OptimizerState:
     """An optimizer of one of `models`: its tensors as <parameter name>/<state name>, with `names` by id.
 
     The JSON has "groups": the hyperparameters, "numbers": what is not a tensor, such as LBFGS's lists, and
-    "parameters": the group of each, with state or yet without.
+    "parameters": the group of each.
+
+    torch's get_optimizer_state_dict, which FSDP needs, fails for LBFGS and for parameters of no model or of two; and
+    its setter loses the strides of moments.
     """
 
     def __init__(self, accelerator: Accelerator, optimizer: Optimizer, names: dict[int, str], models: list[nn.Module]):
@@ -60,11 +58,7 @@ class OptimizerState:
         groups = plain_values(optimizer.param_groups, leave_out=IMPLEMENTATION)
         self.settings = {"class": type(optimizer).__name__, "groups": groups}
 
-    def layouts(self, _, saved: dict) -> tuple[dict, dict]:
-        groups = self._parameters()
-        return saved["parameters"], groups
-
-    def _parameters(self) -> dict[str, str]:
+    def layout(self) -> dict[str, str]:
         groups = enumerate(self.optimizer.param_groups)
         return {self.names[id(p)]: f"group {number}" for number, group in groups for p in group["params"]}
 
@@ -81,31 +75,27 @@ class OptimizerState:
         return tensors, {
             "groups": plain_values(self.optimizer.param_groups, leave_out={"params"}),
             "numbers": {key: value for key, value in numbers.items() if key not in tensors},
-            "parameters": self._parameters(),
+            "parameters": self.layout(),
         }
 
     def load(self, tensors: Tensors, saved: dict) -> None:
         for group, hyperparameters in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             for key, value in hyperparameters.items():
-                # None where JSON has no word for a value, such as a function: the run's own one stays.
-                if key in IMPLEMENTATION or value is None:
-                    continue
                 if isinstance(group.get(key), torch.Tensor):
-                    value = torch.full_like(group[key], value)
-                group[key] = tuple(value) if isinstance(value, list) else value
+                    group[key] = torch.full_like(group[key], value)
+                elif key not in IMPLEMENTATION and value is not None:  # None: not JSON, so the run's own stays
+                    group[key] = tuple(value) if isinstance(value, list) else value
         state = {}
-        numbers = {key: put_back_tensors(value, tensors) for key, value in saved["numbers"].items()}
-        for key, value in {**tensors, **numbers}.items():
+        for key, value in {**tensors, **saved["numbers"]}.items():
             parameter, _, name = key.rpartition("/")
-            state.setdefault(parameter, {})[name] = value
+            state.setdefault(parameter, {})[name] = put_back_tensors(value, tensors)
         if self.fsdp:
             self.fsdp.load_whole_optimizer(self.models, self.optimizer, state)
             return
         positions = enumerate(parameters_of(self.optimizer))  # by which torch knows the parameters
         by_position = {i: state[self.names[id(p)]] for i, p in positions if self.names[id(p)] in state}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": by_position})
-        # With the strides of the parameter, as before the save: a fused step goes through the memory of both side by
-        # side, and would otherwise give a weight with channels last the momentum of other weights.
+        # With the strides of the parameter, as before the save: a fused step reads the memory of both side by side.
         for parameter, entries in self.optimizer.state.items():
             for name, value in entries.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -129,36 +119,33 @@ class ObjectState:
 
     def load(self, tensors: Tensors, saved) -> None:
         state = put_back_tensors(saved, tensors)
-        # A schedule of another version of torch: entries that are missing would stay at their first values.
+        # A schedule of a different version of torch: missing entries would keep their first values.
         if isinstance(self.instance, LRScheduler) and state.keys() != self.instance.state_dict().keys():
             raise ValueError(f"it has {', '.join(state)}")
         self.instance.load_state_dict(state)
 
 
 def take_out_tensors(state, tensors: Tensors, path: str):
-    """A state_dict, or a part of it, as JSON. Each tensor goes to `tensors` as `path`, and {"tensor": path} stays."""
+    """A state_dict, or a part of it, as JSON: each tensor goes to `tensors` and leaves {"tensor": path}."""
     if isinstance(state, torch.Tensor):
         tensors[path] = state
         return {"tensor": path}
     if isinstance(state, (list, tuple)):
         return {"list": [take_out_tensors(value, tensors, f"{path}/{place}") for place, value in enumerate(state)]}
-    if isinstance(state, dict):
-        entries = {}
-        for key, value in state.items():
-            if type(key) not in (str, int) or str(key) in entries:
-                stop(f"{path} cannot be saved: it is a dict with the key {key!r}")
-            entries[str(key)] = take_out_tensors(value, tensors, f"{path}/{key}")
+    if isinstance(state, dict) and all(type(key) in (str, int) for key in state):
+        entries = {str(key): take_out_tensors(value, tensors, f"{path}/{key}") for key, value in state.items()}
         int_keys = [str(key) for key in state if isinstance(key, int)]
         # MultiStepLR has its milestones in a Counter.
         return {"dict": entries, "int_keys": int_keys, "counter": isinstance(state, Counter)}
     if state is None or isinstance(state, (bool, int, float, str)):
         return state
-    stop(f"{path} cannot be saved: it is a {type(state).__name__}, which is neither a tensor nor JSON")
+    what = f"dict with the keys {list(state)}" if isinstance(state, dict) else type(state).__name__
+    stop(f"{path} cannot be saved: it is a {what}, which is neither a tensor nor JSON")
 
 
 def put_back_tensors(state, tensors: Tensors):
     """The inverse of `take_out_tensors`; tuples come back as lists."""
-    if not isinstance(state, dict):
+    if not isinstance(state, dict):  # a tensor already, or JSON
         return state
     if "tensor" in state:
         return tensors[state["tensor"]]
@@ -222,13 +209,11 @@ def layout(state: Tensors) -> dict[str, str]:
     return {plain_name(n): f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for n, t in state.items()}
 
 
-def differences(saved, current, path: str = "") -> Iterator[str]:
-    """Sentences such as "optimizer.lr was 0.1 and is 0.2"."""
-    if isinstance(saved, list) and isinstance(current, list):
-        only_one = len(saved) == len(current) == 1
-        saved, current = (each[0] if only_one else dict(enumerate(each)) for each in (saved, current))
-    if isinstance(saved, dict) and isinstance(current, dict):
-        for name in sorted(saved.keys() | current.keys()):
-            yield from differences(saved.get(name), current.get(name), f"{path}.{name}")
-    elif saved != current:
-        yield f"{path.removeprefix('.').replace('.groups', '')} was {saved!r} and is {current!r}"
+def differences(saved, now, path: str = "") -> list[str]:
+    """Sentences such as "optimizer.groups.0.lr was 0.1 and is 0.2"."""
+    if isinstance(saved, list) and isinstance(now, list):
+        saved, now = dict(enumerate(saved)), dict(enumerate(now))
+    if not isinstance(saved, dict) or not isinstance(now, dict):
+        return [f"{path} was {saved!r} and is {now!r}"] if saved != now else []
+    paths = {name: f"{path}.{name}" if path else name for name in sorted(saved.keys() | now.keys())}
+    return [reason for name in paths for reason in differences(saved.get(name), now.get(name), paths[name])]
