@@ -49,8 +49,7 @@ class OptimizerState:
     The JSON has "groups": the hyperparameters, "numbers": what is not a tensor, such as LBFGS's lists, and
     "parameters": the group of each.
 
-    torch's get_optimizer_state_dict, which FSDP needs, fails for LBFGS and for parameters of no model or of two; and
-    its setter loses the strides of moments.
+    torch's get_optimizer_state_dict, which FSDP needs, fails for LBFGS: it makes a step without a closure.
     """
 
     def __init__(self, accelerator: Accelerator, optimizer: Optimizer, names: dict[int, str], models: list[nn.Module]):
