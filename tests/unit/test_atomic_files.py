@@ -49,17 +49,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_file(tmp_path, capsys):
     assert not os.path.lexists(part)
 
 
-def test_a_disk_that_fills_up_in_fsync_is_one_sentence_too(tmp_path, capsys, monkeypatch):
-    def full(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SystemExit):
-        files.write_json(tmp_path / "a", {"x": 1})
-    assert "No space left on device" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_error_of_save_is_raised_and_leaves_no_file(tmp_path):
     def save(part):
         part.write_text("half")
@@ -68,11 +57,6 @@ def test_an_error_of_save_is_raised_and_leaves_no_file(tmp_path):
     with pytest.raises(ValueError, match="this cannot be saved"):
         files.write_atomically(tmp_path / "a", save)
     assert not list(tmp_path.iterdir())
-
-
-def test_write_raises(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        files.write_atomically(tmp_path / "missing" / "a", lambda part: part.write_text("x"))
 
 
 def test_a_file_system_that_cannot_flush_folders_is_accepted(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -104,10 +103,6 @@ def test_everything_that_a_step_needs_comes_back(tmp_path, accelerator):
     assert_equal(first, second)
 
 
-def test_without_a_checkpoint_it_is_step_0(tmp_path, accelerator):
-    assert checkpoints(accelerator, tmp_path, build(0, accelerator)).load() == (0, {}, {})
-
-
 SCHEDULERS = {
     "lambda": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1)),
     "plateau": lambda opt: PLATEAU(opt, patience=1, factor=0.5),
@@ -192,16 +187,6 @@ def test_lbfgs_goes_on(tmp_path, accelerator):
         assert torch.equal(second["model"].state_dict()[name], tensor)
 
 
-def test_an_optimizer_whose_state_cannot_be_saved_is_named(tmp_path, accelerator, capsys):
-    state = build(0, accelerator)
-    train(accelerator, state, 1)
-    saver = checkpoints(accelerator, tmp_path, state)
-    next(iter(state["optimizer"].optimizer.state.values()))["seen"] = {1, 2}
-    with pytest.raises(SystemExit):
-        saver.save(1, {}, {})
-    assert "0.weight/seen cannot be saved: it is a set" in capsys.readouterr().err
-
-
 def test_moments_come_back_in_the_layout_of_their_weights(tmp_path, accelerator):
     """A fused step reads both side by side: other strides give a weight another one's momentum."""
 
@@ -278,9 +263,6 @@ def test_the_newest_is_the_largest_number_and_not_the_last_name(tmp_path, accele
         (tmp_path / "checkpoints" / name).mkdir()
     assert [path.name for path in newest_first(saver.folder)] == ["step_100000000", "step_99999999", "step_00000005"]
     assert saver.load()[0] == 100_000_000
-
-
-# --- several models ---------------------------------------------------------------------------
 
 
 def build_two(seed, accelerator):
@@ -442,27 +424,6 @@ def test_the_next_save_waits_for_the_one_before_and_takes_its_memory(tmp_path, a
         read_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}")
 
 
-def test_a_failure_while_training_goes_on_is_told_when_it_is_asked_for(tmp_path, accelerator, monkeypatch, capsys):
-    def full(path, tensors):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    state = build(0, accelerator)
-    saver = Checkpoints(accelerator, tmp_path / "checkpoints", state, {})
-    train(accelerator, state, 1)
-    saver.save(1, {}, {})
-    saver.wait()
-    monkeypatch.setattr(disk, "write_tensors", full)
-    saver.save(2, {}, {})
-    while not saver.failed():
-        time.sleep(0.01)
-    sentence = "step_00000002 cannot be written"
-    assert sentence in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        saver.save(3, {}, {})
-    assert sentence not in capsys.readouterr().err  # not a second time
-    assert names(tmp_path) == ["step_00000001"]
-
-
 def test_no_file_of_an_older_checkpoint_is_in_a_newer_one(tmp_path, accelerator):
     queue = Queue({"items": torch.ones(2)})
     saver = checkpoints(accelerator, tmp_path, {"queue": queue})
@@ -610,33 +571,24 @@ def test_what_the_script_declared_must_match(tmp_path, accelerator, capsys):
     assert len(error.splitlines()) == 1
 
 
-CHANGED = {
-    "class of the schedule": (
-        {"scheduler": SCHEDULERS["plateau"]},
-        "scheduler.class was 'OneCycleLR' and is 'ReduceLROnPlateau'",
-    ),
-    "a setting of the schedule": (
-        {"scheduler": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.01, 60)},
-        "scheduler.total_steps was 50 and is 60",
-    ),
-    "an inner setting of the schedule": (
-        {"scheduler": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.01, 50, pct_start=0.5)},
+one_cycle = torch.optim.lr_scheduler.OneCycleLR
+CHANGED = [
+    ({"scheduler": SCHEDULERS["plateau"]}, "scheduler.class was 'OneCycleLR' and is 'ReduceLROnPlateau'"),
+    ({"scheduler": lambda o: one_cycle(o, 0.01, 60)}, "scheduler.total_steps was 50 and is 60"),
+    (
+        {"scheduler": lambda o: one_cycle(o, 0.01, 50, pct_start=0.5)},
         "scheduler._schedule_phases.0.end_step was 14.0 and is 24.0",
     ),
-    "class of the optimizer": ({"optimizer": torch.optim.Adam}, "optimizer.class was 'AdamW' and is 'Adam'"),
-    "a hyperparameter": ({"eps": 1e-6}, "optimizer.groups.0.eps was 1e-08 and is 1e-06"),
-    "lr": (
-        {"scheduler": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, 50)},
-        "optimizer.groups.0.max_lr was 0.01 and is 0.02",
-    ),
-}
+    ({"scheduler": lambda o: one_cycle(o, 0.02, 50)}, "optimizer.groups.0.max_lr was 0.01 and is 0.02"),
+    ({"optimizer": torch.optim.Adam}, "optimizer.class was 'AdamW' and is 'Adam'"),
+    ({"eps": 1e-6}, "optimizer.groups.0.eps was 1e-08 and is 1e-06"),
+]
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_other_optimizers_and_schedules_are_refused(tmp_path, accelerator, capsys, name):
+@pytest.mark.parametrize(("options", "sentence"), CHANGED)
+def test_other_optimizers_and_schedules_are_refused(tmp_path, accelerator, capsys, options, sentence):
     """Though the script did not declare anything."""
     saved(accelerator, tmp_path, build(0, accelerator))
-    options, sentence = CHANGED[name]
     refused(accelerator, tmp_path, build(0, accelerator, **options))
     assert sentence in capsys.readouterr().err
 
@@ -655,39 +607,19 @@ def test_another_precision_is_refused(tmp_path, accelerator, capsys, monkeypatch
     assert "precision was 'no' and is 'bf16'" in capsys.readouterr().err
 
 
-MODELS = {
-    "dtype": (
-        lambda: nn.Linear(4, 2),
-        lambda: nn.Linear(4, 2).bfloat16(),
-        "model.weight was 'bfloat16 (2, 4)' and is 'float32 (2, 4)'",
-    ),
-    "shape": (
-        lambda: nn.Linear(4, 2),
-        lambda: nn.Linear(4, 3),
-        "model.weight was 'float32 (3, 4)' and is 'float32 (2, 4)'",
-    ),
-    "parameter missing": (
-        lambda: nn.Linear(4, 2, bias=False),
-        lambda: nn.Linear(4, 2),
-        "model.bias was 'float32 (2,)' and is None",
-    ),
-    "buffer added": (
-        lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2, affine=False)),
-        lambda: nn.Sequential(nn.Linear(4, 2), nn.Identity()),
-        "model.1.running_mean was None and is 'float32 (2,)'",
-    ),
-}
+MODELS = [
+    (nn.Linear(4, 2), nn.Linear(4, 2).bfloat16(), "weight was 'float32 (2, 4)' and is 'bfloat16 (2, 4)'"),
+    (nn.Linear(4, 3), nn.Linear(4, 2), "weight was 'float32 (3, 4)' and is 'float32 (2, 4)'"),
+    (nn.Linear(4, 2), nn.Linear(4, 2, bias=False), "bias was 'float32 (2,)' and is None"),
+    (nn.Identity(), nn.BatchNorm1d(2, affine=False), "running_mean was None and is 'float32 (2,)'"),
+]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_another_model_is_refused_by_what_differs(tmp_path, accelerator, capsys, name):
-    build_now, build_then, sentence = MODELS[name]
-    then, now = build_then(), build_now()
+@pytest.mark.parametrize(("then", "now", "sentence"), MODELS)
+def test_another_model_is_refused_by_what_differs(tmp_path, accelerator, capsys, then, now, sentence):
     checkpoints(accelerator, tmp_path, {"model": then}).save(1, {}, {})
-    before = {key: tensor.clone() for key, tensor in now.state_dict().items()}
     refused(accelerator, tmp_path, {"model": now})
-    assert sentence in capsys.readouterr().err
-    assert all(torch.equal(before[key], tensor) for key, tensor in now.state_dict().items())
+    assert f"model.{sentence}" in capsys.readouterr().err
 
 
 def test_a_different_set_of_names_is_refused(tmp_path, accelerator, capsys):

@@ -63,20 +63,6 @@ def test_every_sample_counts_the_same_whatever_its_batch(accelerator):
     assert stats.state() == {}
 
 
-def test_names_are_free_and_values_of_any_number_type(accelerator):
-    stats = Metrics(accelerator)
-    values = {
-        "error_px": torch.tensor([-3, 5]),
-        "hit": torch.tensor([True, False]),
-        "r2": torch.tensor([-1.5, -0.5], dtype=torch.bfloat16),
-        "value:odd": torch.tensor([1.0, 2.0], dtype=torch.float64),
-    }
-    stats.add(batch_of([0, 1]), **values)
-    restored = Metrics(accelerator, stats.state())
-    expected = {"error_px": 1.0, "hit": 0.5, "r2": -1.0, "value:odd": 1.5, "samples": 2}
-    assert stats.reduce() == restored.reduce() == expected
-
-
 def test_weights_are_those_of_the_batch_or_of_the_call(accelerator):
     losses = torch.tensor([1.0, 4.0])
     stats = Metrics(accelerator)
@@ -138,17 +124,22 @@ def test_ranks_with_metrics_of_different_names_stop(accelerator, monkeypatch, ca
     assert "metrics of different names: aa | bb" in capsys.readouterr().err
 
 
-def test_a_scalar_is_the_mean_of_the_batch(accelerator):
+def test_values_may_be_of_any_number_type_and_a_scalar_is_the_mean_of_the_batch(accelerator):
     stats = Metrics(accelerator)
+    values = {
+        "array": np.array([1.0, 2.0]),
+        "list": [True, False],
+        "number": 0.5,
+        "bfloat16": torch.tensor([-1.5, -0.5], dtype=torch.bfloat16),
+        "value:odd": torch.tensor([-3, 5]),
+    }
+    stats.add(batch_of([0, 1]), **values)
+    restored = Metrics(accelerator, stats.state())
+    expected = {"array": 1.5, "list": 0.5, "number": 0.5, "bfloat16": -1.0, "value:odd": 1.0, "samples": 2}
+    assert stats.reduce() == restored.reduce() == expected
     stats.add(batch_of([0, 1]), loss=torch.tensor(3.0))
     stats.add(batch_of([2]), loss=torch.tensor(6.0))
     assert stats.reduce() == {"loss": 4, "samples": 3}
-
-
-def test_arrays_lists_and_numbers_count_like_tensors(accelerator):
-    stats = Metrics(accelerator)
-    stats.add(batch_of([0, 1]), array=np.array([1.0, 2.0]), list=[True, False], number=torch.tensor(0.5).item())
-    assert stats.reduce() == {"array": 1.5, "list": 0.5, "number": 0.5, "samples": 2}
 
 
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (3,)])
