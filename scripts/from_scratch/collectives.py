@@ -1,14 +1,14 @@
-"""Checks, times and draws each collective, to test a network before GPU-hours are spent on it.
+"""Checks and times each collective operation, to test a network before GPU-hours are spent on it.
 
-    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/from_scratch/collectives.py \
-        --explain --simulate
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml scripts/from_scratch/collectives.py --explain
     accelerate launch --config_file accelerate_configs/multi_node.yaml scripts/from_scratch/collectives.py \
         --sizes 8 1M 256M
 
-Every operation first runs on numbers whose result is known, on every process and at every size. A wrong result ends the
-run with exit code 1 and the name of the operation. Then each is timed: a barrier, the call, the time of the slowest
-process, the median of the repetitions. Gloo, 2 busy CPU cores, torch 2.15: 27 s, and 0.8 GB/s of bus bandwidth for an
-all_reduce of 4 MiB between 2 processes; 43 s and 0.4 GB/s between 4.
+Each operation first runs on inputs whose result is known, on every process and with every size. If a result is wrong,
+the run ends with exit code 1 and the name of the operation. Then each operation is timed: all processes start at a
+barrier, the slowest one counts, and the table shows the median of the repetitions.
+Gloo, 2 busy CPU cores, torch 2.15: an all_reduce of 4 MiB has a bus bandwidth of 0.8 GB/s between 2 processes, and of
+0.4 GB/s between 4.
 Source of the bandwidths: nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
@@ -25,8 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
 import network_timing
 from network_timing import leave_together, share_verdicts
@@ -35,14 +34,12 @@ from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.console import plural
 from utils.extras.banner import describe_topology
-from utils.extras.curves import save_picture
 from utils.run_folder import RunFolder
 
-# A check makes the inputs of all processes. Sizes for which these take more are only timed.
+# A check needs the inputs of all processes. Sizes at which they take more bytes than this are timed, but not checked.
 CHECK_BYTES = 2**30
-DTYPES = (torch.float32, torch.int32)
 NOT_SUPPORTED = re.compile("not support|unsupported|cannot use|not implemented", re.IGNORECASE)
-TAG = 7  # of the messages of recv_from_any
+TAG = 7  # of the messages that recv_from_any receives
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -54,18 +51,20 @@ def num_bytes(text: str) -> int:
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    sizes, what = [8, 2**12, 2**18, 2**22], "bytes, or 4K, 1M, 2G (default: 8 4K 256K 4M)"
-    nodes = "print what a broadcast to NODES nodes costs in theory; without a number: 8"
-    add = parser.add_argument_group("measuring").add_argument
-    add("--sizes", type=num_bytes, nargs="+", default=sizes, metavar="BYTES", help=what)
-    add("--repetitions", type=flags.positive_int, default=15, help="timed calls of each operation and size")
-    add("--warmup", type=flags.non_negative_int, default=3, help="calls before the timed ones")
-    add = parser.add_argument_group("explaining").add_argument
-    add("--explain", action="store_true", help="print what each operation does, with a picture")
-    add("--simulate", type=flags.at_least(2), nargs="?", const=8, metavar="NODES", help=nodes)
-    add("--simulate_latency_s", type=flags.non_negative_float, default=0.0, help="seconds of a message without bytes")
-    add("--simulate_gb", type=flags.non_negative_float, default=1.0, help="size of the message in GB")
-    add("--simulate_gb_per_s", type=flags.at_least(1e-9, float), default=0.2, help="bandwidth between two nodes")
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument(
+        "--sizes",
+        type=num_bytes,
+        nargs="+",
+        default=[8, 2**12, 2**18, 2**22],
+        metavar="BYTES",
+        help="bytes, or 4K, 1M, 2G (default: 8 4K 256K 4M)",
+    )
+    measuring.add_argument(
+        "--repetitions", type=flags.positive_int, default=15, help="timed calls per operation and size"
+    )
+    measuring.add_argument("--warmup", type=flags.non_negative_int, default=3, help="calls before the timed ones")
+    measuring.add_argument("--explain", action="store_true", help="print what each operation does, with a picture")
     parser.add_run_flags()
     args = parser.parse_args()
     args.sizes = sorted(set(args.sizes))
@@ -77,7 +76,7 @@ class World(NamedTuple):
 
     rank: int
     n: int  # world size
-    halves: list  # sub-groups; every process must make both, also the one that it is not in
+    halves: list  # sub-groups; every process must create both, also the one that it does not belong to
 
     @property
     def right(self):
@@ -88,15 +87,15 @@ class World(NamedTuple):
         return (self.rank - 1) % self.n
 
 
-# The operations. Args: x, this process's input, (count,), float32 or int32, with a count that n divides; out, an
-# uninitialised tensor like it. Each returns the tensor with the result, which may be x itself, or None on a process
-# that gets no result.
+# The operations. Each gets x, this process's input: float32, of shape (count,), where count is a multiple of n; and
+# out, an uninitialised tensor of the same shape. It returns the tensor with the result, which may be x itself, or None
+# on a process that gets no result.
 
 
 def send_recv(x, out, world):
-    """each sends a message to the next; the calls block, so half of the processes receive first
+    """each process sends a message to the next; the calls block, so every second process receives first
     0 [a]   [d] 0
-    1 [b]   [a] 1      If all sent first, all would wait for a receiver forever.
+    1 [b]   [a] 1      If all sent first, all could wait for a receiver forever.
     2 [c]   [b] 2
     3 [d]   [c] 3"""
     if world.rank % 2 == 0:
@@ -109,7 +108,7 @@ def send_recv(x, out, world):
 
 
 def isend_irecv(x, out, world):
-    """the same without blocking: both messages travel at once; wait() returns when they are done
+    """the same without blocking: both messages travel at once; wait() returns when they have arrived
     0 [a]   [d] 0
     1 [b]   [a] 1      Keep what isend returns until wait(), or the message may never be sent.
     2 [c]   [b] 2
@@ -122,7 +121,7 @@ def isend_irecv(x, out, world):
 
 
 def broadcast(x, out, world):
-    """one process sends its message to all: weights at the start
+    """one process sends its message to all: the weights at the start of training
     0 [a]   [a] 0
     1 [ ]   [a] 1
     2 [ ]   [a] 2
@@ -133,7 +132,7 @@ def broadcast(x, out, world):
 
 def reduce(operation):
     def run(x, out, world):
-        """the sum (product, ..., the bits that all or any have), on one process: a metric to print
+        """the sum (maximum, mean), on one process: a metric to print
         0 [a]   [a+b+c+d] 0
         1 [b]   [?]       1      The other tensors hold partial sums: do not read them.
         2 [c]   [?]       2
@@ -146,7 +145,7 @@ def reduce(operation):
 
 def all_reduce(operation):
     def run(x, out, world):
-        """the sum (product, maximum, minimum, mean) of all, on all: gradients in data parallelism
+        """the sum (maximum, mean), on all processes: gradients in data parallelism
         0 [a]   [a+b+c+d] 0
         1 [b]   [a+b+c+d] 1      = reduce_scatter, then all_gather
         2 [c]   [a+b+c+d] 2
@@ -158,7 +157,7 @@ def all_reduce(operation):
 
 
 def gather(x, out, world):
-    """one process gets a chunk from each: predictions to save
+    """one process gets a chunk from each process: predictions to save
     0 [a]   [a b c d] 0
     1 [b]             1
     2 [c]             2
@@ -169,7 +168,7 @@ def gather(x, out, world):
 
 
 def scatter(x, out, world):
-    """one process sends a chunk to each: data that only one can read
+    """one process sends a chunk to each process: data that only one can read
     0 [a b c d]   [a] 0
     1 [       ]   [b] 1
     2 [       ]   [c] 2
@@ -180,7 +179,7 @@ def scatter(x, out, world):
 
 
 def all_gather(x, out, world):
-    """all get a chunk from each: sharded weights (FSDP) before a layer runs
+    """all processes get a chunk from each: sharded weights (FSDP) before a layer runs
     0 [a]   [a b c d] 0
     1 [b]   [a b c d] 1
     2 [c]   [a b c d] 2
@@ -190,7 +189,7 @@ def all_gather(x, out, world):
 
 
 def reduce_scatter(x, out, world):
-    """each gets one chunk of the sum: gradients of sharded weights (FSDP)
+    """each process gets one chunk of the sum: gradients of sharded weights (FSDP)
     0 [a0 a1 a2 a3]   [a0+b0+c0+d0] 0
     1 [b0 b1 b2 b3]   [a1+b1+c1+d1] 1
     2 [c0 c1 c2 c3]   [a2+b2+c2+d2] 2
@@ -214,7 +213,7 @@ def new_group(x, out, world):
     """an all_reduce in each half of the processes, both at once: tensor parallelism in each half
     0 [a]   [a+b] 0
     1 [b]   [a+b] 1
-    2 [c]   [c+d] 2      All processes must call new_group, in the same order, for both groups.
+    2 [c]   [c+d] 2      All processes must call new_group for both groups, in the same order.
     3 [d]   [c+d] 3"""
     dist.all_reduce(x, group=world.halves[world.rank >= world.n // 2])
     return x
@@ -232,7 +231,7 @@ def broadcast_one_by_one(x, out, world):
 
 
 def broadcast_tree(x, out, world):
-    """a broadcast by hand: all that have the message send it, so their number doubles each round
+    """a broadcast by hand: all that have the message send it, so their number doubles in each round
     round 1: 0 > 1;  round 2: 0 > 2, 1 > 3;  round 3: 0 > 4, 1 > 5, 2 > 6, 3 > 7"""
     have = 1
     while have < world.n:
@@ -245,13 +244,13 @@ def broadcast_tree(x, out, world):
 
 
 def reduce_tree(x, out, world):
-    """a reduce by hand: in each round half of those that still have a sum send it to the others
+    """a reduce by hand: in each round, half of the processes that hold a sum send it to the other half
     round 1: 1 > 0, 3 > 2, 5 > 4, 7 > 6;  round 2: 2 > 0, 6 > 4;  round 3: 4 > 0"""
     distance = 1
     while distance < world.n:
         if world.rank % (2 * distance) == distance:
             dist.send(x, world.rank - distance)
-            return None  # the others go on without this process
+            return None  # the other processes continue
         if world.rank + distance < world.n:
             dist.recv(out, world.rank + distance)
             x += out
@@ -262,20 +261,20 @@ def reduce_tree(x, out, world):
 def recv_from_any(x, out, world):
     """a gather by hand in the order of arrival: recv without a source returns the sender
     0 [a]   [a b c d] 0      A tag keeps messages of different kinds apart: this recv takes
-    1 [b]             1      only those that were sent with its own.
+    1 [b]             1      only messages that were sent with the same tag.
     2 [c]             2
     3 [d]             3"""
-    if dist.get_backend() == "nccl":  # it would raise on rank 0 alone, after the others have sent
+    if dist.get_backend() == "nccl":  # recv would raise on rank 0 only, after the others have sent
         raise NotImplementedError("recv from any source is not supported by nccl")
     chunk, chunks = x.chunk(world.n)[world.rank], out.chunk(world.n)
     if world.rank > 0:
         dist.send(chunk, 0, tag=TAG)
         return None
     chunks[0].copy_(chunk)
-    arriving = torch.empty_like(chunk)
+    received = torch.empty_like(chunk)
     for _ in range(world.n - 1):
-        sender = dist.recv(arriving, tag=TAG)
-        chunks[sender].copy_(arriving)
+        sender = dist.recv(received, tag=TAG)
+        chunks[sender].copy_(received)
     return out
 
 
@@ -297,44 +296,35 @@ def broadcast_ring(x, out, world):
 
 class Operation(NamedTuple):
     run: Callable  # one of the functions above
-    expected: Callable  # expected(inputs, rank, n): the result of `rank` from the inputs of all, (n, count)
-    bus_factor: Callable  # bus_factor(n): the bandwidth of the busiest link / (bytes / time), as in nccl-tests
+    expected: Callable  # expected(inputs, rank, n): the result on `rank`, given the inputs of all ranks, (n, count)
+    bus_factor: Callable = lambda n: 1.0  # bus_factor(n): bus bandwidth / (bytes / time), as in nccl-tests
     exact: bool = True  # the result does not depend on the order of the additions
-    dtype: torch.dtype = torch.float32
 
 
-def once(n):
-    return 1.0
-
-
-def all_but_own(n):
+def one_chunk_less(n):
     return (n - 1) / n
 
 
-def there_and_back(n):
+def ring_factor(n):
     return 2 * (n - 1) / n
 
 
-def larger_half(n):
-    return there_and_back((n + 1) // 2)
-
-
-def of_all(combine):
+def all_ranks(combine):
     """An expected result that is the same on every rank."""
     return lambda inputs, rank, n: combine(inputs)
 
 
-def on_first(expected):
+def rank_0_only(expected):
     """As `expected` on rank 0; no result on the others."""
     return lambda inputs, rank, n: expected(inputs, rank, n) if rank == 0 else None
 
 
-def own_chunks(inputs, rank, n):
+def gathered(inputs, rank, n):
     """Chunk r of rank r, for all r."""
     return torch.cat([row.chunk(n)[sender] for sender, row in enumerate(inputs)])
 
 
-def chunks_for_rank(inputs, rank, n):
+def transposed(inputs, rank, n):
     """Chunk `rank` of each rank."""
     return torch.cat([row.chunk(n)[rank] for row in inputs])
 
@@ -355,52 +345,38 @@ def total_of_half(inputs, rank, n):
     return (inputs[n // 2 :] if rank >= n // 2 else inputs[: n // 2]).sum(0)
 
 
-def reduce_int32(operation, operator):
-    expected = of_all(functools.partial(functools.reduce, operator))
-    return Operation(reduce(operation), on_first(expected), once, dtype=torch.int32)
-
-
-from_first = of_all(lambda inputs: inputs[0])
-total = of_all(lambda inputs: inputs.sum(0))
-product = of_all(lambda inputs: inputs.prod(0))
-maximum = of_all(lambda inputs: inputs.amax(0))
-minimum = of_all(lambda inputs: inputs.amin(0))
-mean = of_all(lambda inputs: inputs.mean(0))
+first = all_ranks(lambda inputs: inputs[0])
+total = all_ranks(lambda inputs: inputs.sum(0))
+maximum = all_ranks(lambda inputs: inputs.amax(0))
+mean = all_ranks(lambda inputs: inputs.mean(0))
 
 Op = dist.ReduceOp
 OPERATIONS = {
-    "send/recv": Operation(send_recv, from_left, once),
-    "isend/irecv": Operation(isend_irecv, from_left, once),
-    "broadcast": Operation(broadcast, from_first, once),
-    "reduce SUM": Operation(reduce(Op.SUM), on_first(total), once),
-    "reduce PRODUCT": Operation(reduce(Op.PRODUCT), on_first(product), once),
-    "reduce MAX": Operation(reduce(Op.MAX), on_first(maximum), once),
-    "reduce MIN": Operation(reduce(Op.MIN), on_first(minimum), once),
-    "reduce AVG": Operation(reduce(Op.AVG), on_first(mean), once, exact=False),
-    "reduce BAND": reduce_int32(Op.BAND, torch.bitwise_and),
-    "reduce BOR": reduce_int32(Op.BOR, torch.bitwise_or),
-    "reduce BXOR": reduce_int32(Op.BXOR, torch.bitwise_xor),
-    "all_reduce SUM": Operation(all_reduce(Op.SUM), total, there_and_back),
-    "all_reduce PRODUCT": Operation(all_reduce(Op.PRODUCT), product, there_and_back),
-    "all_reduce MAX": Operation(all_reduce(Op.MAX), maximum, there_and_back),
-    "all_reduce MIN": Operation(all_reduce(Op.MIN), minimum, there_and_back),
-    "all_reduce AVG": Operation(all_reduce(Op.AVG), mean, there_and_back, exact=False),
-    "gather": Operation(gather, on_first(own_chunks), all_but_own),
-    "scatter": Operation(scatter, chunk_of_first, all_but_own),
-    "all_gather": Operation(all_gather, own_chunks, all_but_own),
-    "reduce_scatter": Operation(reduce_scatter, chunk_of_total, all_but_own),
-    "all_to_all": Operation(all_to_all, chunks_for_rank, all_but_own),
-    "new_group": Operation(new_group, total_of_half, larger_half),
-    "broadcast one by one": Operation(broadcast_one_by_one, from_first, once),
-    "broadcast tree": Operation(broadcast_tree, from_first, once),
-    "broadcast ring": Operation(broadcast_ring, from_first, once),
-    "reduce tree": Operation(reduce_tree, on_first(total), once),
-    "recv from any": Operation(recv_from_any, on_first(own_chunks), all_but_own),
+    "send/recv": Operation(send_recv, from_left),
+    "isend/irecv": Operation(isend_irecv, from_left),
+    "broadcast": Operation(broadcast, first),
+    "reduce SUM": Operation(reduce(Op.SUM), rank_0_only(total)),
+    "reduce MAX": Operation(reduce(Op.MAX), rank_0_only(maximum)),
+    "reduce AVG": Operation(reduce(Op.AVG), rank_0_only(mean), exact=False),
+    "all_reduce SUM": Operation(all_reduce(Op.SUM), total, ring_factor),
+    "all_reduce MAX": Operation(all_reduce(Op.MAX), maximum, ring_factor),
+    "all_reduce AVG": Operation(all_reduce(Op.AVG), mean, ring_factor, exact=False),
+    "gather": Operation(gather, rank_0_only(gathered), one_chunk_less),
+    "scatter": Operation(scatter, chunk_of_first, one_chunk_less),
+    "all_gather": Operation(all_gather, gathered, one_chunk_less),
+    "reduce_scatter": Operation(reduce_scatter, chunk_of_total, one_chunk_less),
+    "all_to_all": Operation(all_to_all, transposed, one_chunk_less),
+    "new_group": Operation(new_group, total_of_half, lambda n: ring_factor((n + 1) // 2)),
+    "broadcast one by one": Operation(broadcast_one_by_one, first),
+    "broadcast tree": Operation(broadcast_tree, first),
+    "broadcast ring": Operation(broadcast_ring, first),
+    "reduce tree": Operation(reduce_tree, rank_0_only(total)),
+    "recv from any": Operation(recv_from_any, rank_0_only(gathered), one_chunk_less),
 }
 
 
 def explain() -> str:
-    """The docstrings above, each once."""
+    """The docstring of each operation, with its names."""
     pictures = {}
     for name, operation in OPERATIONS.items():
         pictures.setdefault(inspect.cleandoc(operation.run.__doc__), []).append(name)
@@ -408,27 +384,27 @@ def explain() -> str:
 
 
 def message_length(size: int, n: int) -> int:
-    """Numbers of 4 bytes in a message of at least `size` bytes that divides into n chunks."""
+    """How many float32 numbers make a message of at least `size` bytes that n equal chunks divide."""
     return n * math.ceil(size / 4 / n)
 
 
-def make_inputs(count: int, n: int, seed: int, dtype=torch.float32) -> torch.Tensor:
+def make_inputs(count: int, n: int, seed: int) -> torch.Tensor:
     """The inputs of all ranks, (n, count), on the CPU; the same numbers on every rank.
 
-    float32: powers of two from 1/4 to 4, whose sums and products are exact in any order. int32: from 0 to 15, in which
-    each bit is 0 as often as 1.
+    They are powers of two from 1/4 to 4, whose sum is exact in any order.
     """
     generator = torch.Generator().manual_seed(seed)
-    if dtype == torch.int32:
-        return torch.randint(16, (n, count), generator=generator, dtype=dtype)
     return 2.0 ** torch.randint(-2, 3, (n, count), generator=generator)
 
 
 def check(operation: Operation, inputs: torch.Tensor, world: World, device) -> str:
-    """Run an operation once. Collective. Returns what is wrong with this rank's result; "" if it is right."""
+    """Run an operation once. Collective.
+
+    Returns:
+        A description of the error in this rank's result; "" if the result is right.
+    """
     x = inputs[world.rank].to(device, copy=True)
-    wrong_value = math.nan if x.is_floating_point() else -1
-    result = operation.run(x, torch.full_like(x, wrong_value), world)
+    result = operation.run(x, torch.full_like(x, math.nan), world)
     expected = operation.expected(inputs, world.rank, world.n)
     if expected is None:
         return ""
@@ -436,48 +412,37 @@ def check(operation: Operation, inputs: torch.Tensor, world: World, device) -> s
     wrong = ~torch.isclose(result, expected, rtol=0 if operation.exact else 1e-6, atol=0)
     if not wrong.any():
         return ""
-    at = int(wrong.nonzero()[0])
-    return f"{int(wrong.sum())} of {len(result)} numbers, [{at}] is {result[at]:g} and should be {expected[at]:g}"
+    i = int(wrong.nonzero()[0])
+    return f"{int(wrong.sum())} of {len(result)} numbers, [{i}] is {result[i]:g} and should be {expected[i]:g}"
 
 
 def check_all(sizes: list[int], world: World, device, seed: int) -> tuple[list[str], set[str]]:
-    """Check every operation at every size. Collective.
+    """Check every operation with every size. Collective.
 
     Returns:
-        A sentence for each wrong operation, and the names of the operations that the backend does not support.
+        An error message for each wrong operation, and the names of the operations that the backend does not support.
     """
     wrong, unsupported = {}, set()
     for size in sizes:
         count = message_length(size, world.n)
-        inputs = {dtype: make_inputs(count, world.n, seed, dtype) for dtype in DTYPES}
+        inputs = make_inputs(count, world.n, seed)
         for name, operation in OPERATIONS.items():
             if name in wrong or name in unsupported:
                 continue
             try:
-                verdict = check(operation, inputs[operation.dtype], world, device)
+                verdict = check(operation, inputs, world, device)
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 if not NOT_SUPPORTED.search(str(error)):
-                    error.add_note(f"this was {name} of {4 * count} bytes on rank {world.rank}")
+                    error.add_note(f"raised by {name} of {4 * count} bytes on rank {world.rank}")
                     raise
                 verdict = "not supported"
             verdicts = share_verdicts(f"{name}/{size}", verdict)
             if "not supported" in verdicts:
                 unsupported.add(name)
             elif any(verdicts):
-                where = [f"on rank {rank} {said}" for rank, said in enumerate(verdicts) if said]
-                wrong[name] = f"wrong result of {name}, {4 * count} bytes: {'; '.join(where)}"
+                errors = [f"on rank {rank} {error}" for rank, error in enumerate(verdicts) if error]
+                wrong[name] = f"wrong result of {name}, {4 * count} bytes: {'; '.join(errors)}"
     return list(wrong.values()), unsupported
-
-
-def bandwidths(operation: Operation, size: int, time_s: float, n: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in GB/s (1e9 bytes); 0 if nothing is sent, in groups of one.
-
-    Args:
-        size: bytes of the whole message, which a process has after an all_gather, or before a reduce_scatter.
-    """
-    factor = operation.bus_factor(n)
-    algorithm = size / time_s / 1e9 if factor else 0.0
-    return algorithm, algorithm * factor
 
 
 def time_all(args, world: World, device, unsupported: set[str]) -> list[dict]:
@@ -485,13 +450,11 @@ def time_all(args, world: World, device, unsupported: set[str]) -> list[dict]:
     rows = []
     for name, operation in OPERATIONS.items():
         for size in args.sizes if name not in unsupported else ():
-            # Zeros stay zeros, however often they are added up.
-            x = torch.zeros(message_length(size, world.n), dtype=operation.dtype, device=device)
+            x = torch.zeros(message_length(size, world.n), device=device)  # repeated sums of zeros do not overflow
             call = functools.partial(operation.run, x, torch.empty_like(x), world)
             time_s = statistics.median(network_timing.timed(call, args.repetitions, args.warmup, device))
-            algorithm, bus = bandwidths(operation, x.nbytes, time_s, world.n)
-            row = {"operation": name, "bytes": x.nbytes, "time_us": time_s * 1e6}
-            rows.append({**row, "algorithm_gb_per_s": algorithm, "bus_gb_per_s": bus})
+            bus_gb_per_s = operation.bus_factor(world.n) * x.nbytes / time_s / 1e9
+            rows.append({"operation": name, "bytes": x.nbytes, "time_us": time_s * 1e6, "bus_gb_per_s": bus_gb_per_s})
     return rows
 
 
@@ -499,87 +462,28 @@ def table(rows: list[dict], unsupported: set[str], backend: str) -> str:
     """One line for each operation, with its time for each size."""
     sizes = sorted({row["bytes"] for row in rows})
     columns = "".join(f"{size:>10} B" for size in sizes)
-    lines = [f"operation            {columns}     alg GB/s  bus GB/s"]
+    lines = [f"operation            {columns}  bus GB/s"]
     for name in OPERATIONS:
         if name in unsupported:
             lines.append(f"{name:<21} not supported by {backend}")
             continue
         chosen = [row for row in rows if row["operation"] == name]
         times = "".join(f"{row['time_us']:>9,.0f} us" for row in chosen)
-        rates = f"{chosen[-1]['algorithm_gb_per_s']:>10.3f} {chosen[-1]['bus_gb_per_s']:>9.3f}"
-        lines.append(f"{name:<21}{times}  {rates}")
-    lines.append("latency: time of the smallest message; bandwidths: of the largest message")
+        lines.append(f"{name:<21}{times} {chosen[-1]['bus_gb_per_s']:>9.3f}")
+    lines.append("us: microseconds per call with a message of this many bytes; bus GB/s: for the largest message")
     return "\n".join(lines)
-
-
-def readable(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
-
-
-def draw(rows: list[dict], pairs: dict, n: int, title: str):
-    """Each operation's time by size, its bus bandwidth, and the bandwidth of each pair of ranks."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 8), layout="constrained")
-    times, bandwidth, matrix = figure.subplots(1, 3, width_ratios=(5, 3, 5))
-    names = list(dict.fromkeys(row["operation"] for row in rows))
-    sizes = sorted({row["bytes"] for row in rows})
-    for place, size in enumerate(sizes):
-        times_us = [row["time_us"] for row in rows if row["bytes"] == size]
-        colour = colormaps["viridis"](0.95 * place / max(len(sizes) - 1, 1))
-        times.plot(times_us, range(len(names)), "o", color=colour, label=readable(size))
-    times.set(xscale="log", xlabel="µs", title="Time by size, slowest process")
-    times.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=8)
-    largest = [row["bus_gb_per_s"] for row in rows if row["bytes"] == sizes[-1]]
-    bandwidth.bar_label(bandwidth.barh(names, largest, color="#0072b2"), fmt=" {:.2f}")
-    bandwidth.set(xlabel="GB/s", title=f"Bus bandwidth, {readable(sizes[-1])}", xlim=(0, 1.2 * max(largest)))
-    for axes in (times, bandwidth):
-        axes.set_yticks(range(len(names)), names if axes is times else [])
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.grid(alpha=0.3)
-        axes.set_axisbelow(True)
-    cells = torch.full((n, n), math.nan)
-    for (a, b), (_, bytes_per_s) in pairs.items():
-        cells[a, b] = cells[b, a] = bytes_per_s / 1e9
-    ticks = range(n) if n <= 16 else [0, n - 1]
-    matrix.set(xlabel="rank", ylabel="rank", title="Bandwidth of each pair, GB/s", xticks=ticks, yticks=ticks)
-    figure.colorbar(matrix.imshow(cells, vmin=0), ax=matrix, shrink=0.8)
-    figure.suptitle(title)
-    return figure
-
-
-def as_json(rows: list[dict], unsupported: set[str], pairs: dict) -> dict:
-    """The results for run.json."""
-    links = []
-    for ranks, (latency_s, bytes_per_s) in pairs.items():
-        links.append({"ranks": ranks, "latency_us": latency_s * 1e6, "gb_per_s": bytes_per_s / 1e9})
-    slow = network_timing.slow_pairs(pairs)
-    return {"operations": rows, "not_supported": sorted(unsupported), "pairs": links, "slow_pairs": slow}
-
-
-def print_theory(args, accelerator):
-    """What --explain and --simulate say without any other process."""
-    if args.explain:
-        accelerator.print(explain(), end="\n\n")
-    if args.simulate:
-        message = args.simulate_gb * 1e9, args.simulate_latency_s, args.simulate_gb_per_s * 1e9
-        accelerator.print(network_timing.describe_simulation("in theory", args.simulate, *message), end="\n\n")
 
 
 def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args, cpu_threads=1)
-    print_theory(args, accelerator)
+    if args.explain:
+        accelerator.print(explain(), end="\n\n")
     n, device = accelerator.num_processes, accelerator.device
     if n == 1:
-        accelerator.print("one process: there is nothing to send; accelerate_configs/cpu_ddp.yaml starts two")
+        accelerator.print("one process has nothing to send: accelerate_configs/cpu_ddp.yaml starts two")
         return accelerator.end_training()
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
     facts = describe_topology(accelerator)
     backend, hosts = facts["backend"], [process["host"] for process in facts["processes"]]
     halves = [dist.new_group(list(ranks)) for ranks in (range(n // 2), range(n // 2, n))]
@@ -596,20 +500,14 @@ def main():
     right = len(OPERATIONS) - len(unsupported)
     accelerator.print(f"{title}: {right} operations give the right results", flush=True)
     if len(checked) < len(args.sizes):
-        accelerator.print(f"messages of more than {CHECK_BYTES // n:,} bytes are timed and not checked")
+        accelerator.print(f"messages of more than {CHECK_BYTES // n:,} bytes are timed, but not checked")
 
     rows = time_all(args, world, device, unsupported)
+    accelerator.print(table(rows, unsupported, backend), end="\n\n", flush=True)
     pairs = network_timing.time_pairs(args.repetitions, args.warmup, device)
-    accelerator.print(table(rows, unsupported, backend), end="\n\n")
     accelerator.print(network_timing.describe_pairs(pairs, hosts), flush=True)
-    if args.simulate:
-        largest, link = max(row["bytes"] for row in rows), network_timing.median_pair(pairs)
-        accelerator.print("\n" + network_timing.describe_simulation("this run", n, largest, *link, rows))
     if accelerator.is_main_process:
-        record = {"arguments": vars(args), **facts, "results": as_json(rows, unsupported, pairs)}
-        write_json(folder.path / "run.json", record)
-        save_picture(folder.path / "collectives.png", lambda: draw(rows, pairs, n, title))
-        print(f"\ndone: numbers and a picture in {folder.path}/run.json and collectives.png", flush=True)
+        write_json(folder.path / "run.json", {"arguments": vars(args), **facts, "results": rows})
     accelerator.end_training()
 
 
