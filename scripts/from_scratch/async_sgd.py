@@ -1,15 +1,16 @@
-"""Asynchronous SGD with a parameter server, beside three ways in which processes wait for others.
+"""Asynchronous SGD with a parameter server, compared with three ways in which processes wait for each other.
 
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 4 scripts/from_scratch/async_sgd.py
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 4 \
         scripts/from_scratch/async_sgd.py --stragglers last any
 
 Rank 0 is the server, which only `asynchronous` uses; the other ranks are workers, each with its share of MNIST. One
-worker sleeps in each step: always the last one, or a random one. Every way sees the same number of samples at the same
-learning rate, and the script draws the test accuracy over time. Runs on the CPU: receiving from any source needs gloo.
+worker sleeps in each step: always the last one, or a random one. All ways train on the same number of samples with the
+same learning rate, and the script draws the test accuracy over time. It runs on the CPU, because receiving from any
+source needs gloo.
 
-3 workers on 2 busy cores, the last one 20 ms late: 97 % after 11 s with `asynchronous`, 18 s with `local`, 23 s with
-the others. With a random one late: `local` 13 s, `asynchronous` 17 s, `stale` 18 s, `synchronous` 25 s.
+3 workers on 2 busy cores, the last one 20 ms late: 97 % test accuracy after 11 s with `asynchronous`, 18 s with `local`
+and 23 s with the others. With a random one late: `local` 13 s, `asynchronous` 17 s, `stale` 18 s, `synchronous` 25 s.
 Sources: asynchronous SGD, https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks; local SGD,
 https://arxiv.org/abs/1805.09767; stale gradients, https://arxiv.org/abs/1511.05950.
 """
@@ -25,8 +26,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.nn import functional as F
 
-# Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
 from utils import flags, launch
 from utils.atomic_files import write_json
@@ -43,20 +43,29 @@ STOP = -1  # sent instead of a version
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    who = "the last worker is slow, or a random one in each step; both: one run of each (default: last)"
-    add = parser.add_argument_group("ways").add_argument
-    add("--sleep_ms", type=flags.non_negative_float, default=20.0, help="how long the slow worker sleeps in a step")
-    add("--stragglers", nargs="+", choices=("last", "any"), default=["last"], help=who)
-    add("--local_steps", type=flags.positive_int, default=8, help="local: steps between two averages")
-    add("--delay", type=flags.non_negative_int, default=1, help="stale: steps that a gradient comes late")
-    add = parser.add_argument_group("training").add_argument
-    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--num_epochs", type=flags.positive_int, default=3, help="passes over the training images")
-    add("--worker_batch_size", type=flags.positive_int, default=64, help="samples per gradient")
-    add("--hidden", type=flags.positive_int, default=128, help="hidden units")
-    add("--lr", type=flags.non_negative_float, default=0.2, help="learning rate for the mean gradient of all workers")
-    add("--target", type=flags.non_negative_float, default=0.97, help="test accuracy to reach; its time is printed")
-    add("--test_every", type=flags.positive_int, default=16, help="steps between two tests")
+    ways = parser.add_argument_group("ways")
+    ways.add_argument(
+        "--sleep_ms", type=flags.non_negative_float, default=20.0, help="the slow worker's sleep per step"
+    )
+    ways.add_argument(
+        "--stragglers",
+        nargs="+",
+        choices=("last", "any"),
+        default=["last"],
+        help="slow worker: the last one, or a random one in each step; both: one run of each (default: last)",
+    )
+    ways.add_argument("--local_steps", type=flags.positive_int, default=8, help="local: steps between two averages")
+    ways.add_argument("--delay", type=flags.non_negative_int, default=1, help="stale: steps of delay of a gradient")
+    training = parser.add_argument_group("training")
+    training.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of <split>/<class>/ images")
+    training.add_argument("--num_epochs", type=flags.positive_int, default=3, help="passes over the training images")
+    training.add_argument("--worker_batch_size", type=flags.positive_int, default=64, help="samples per gradient")
+    training.add_argument("--hidden", type=flags.positive_int, default=128, help="hidden units")
+    training.add_argument(
+        "--lr", type=flags.non_negative_float, default=0.2, help="learning rate for the mean gradient"
+    )
+    training.add_argument("--target", type=flags.non_negative_float, default=0.97, help="test accuracy to be reached")
+    training.add_argument("--test_every", type=flags.positive_int, default=16, help="steps between two tests")
     parser.add_run_flags()
     return parser.parse_args()
 
@@ -72,7 +81,7 @@ class Trainee:
         parameters = list(self.model.parameters())
         self.weights = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(self.weights, parameters)
-        self.history = []  # (time, weights), to be tested after the training
+        self.history = []  # (time, weights), tested after training
 
     def logits(self, images):
         return self.model((images.float() - MEAN) / STD)
@@ -82,7 +91,7 @@ class Trainee:
 
 
 class Worker(Trainee):
-    """A Trainee with its share of the data.
+    """A trainee with its share of the data.
 
     Args:
         worker: from 0 to num_workers - 1.
@@ -97,7 +106,7 @@ class Worker(Trainee):
         self.images, self.labels = (tensor[worker::num_workers] for tensor in data.tensors)
         self.order = torch.Generator().manual_seed(args.seed + 1 + worker)
         self.sleeper = torch.Generator().manual_seed(args.seed)  # the same in all workers
-        self.left = torch.empty(0, dtype=torch.int64)  # indices of this epoch's remaining samples
+        self.remaining = torch.empty(0, dtype=torch.int64)  # indices of samples that this epoch has not used
         self.num_steps = steps_per_worker(args, data, num_workers)
 
     def sleeps(self) -> bool:
@@ -108,13 +117,13 @@ class Worker(Trainee):
         return slow == self.worker
 
     def gradient(self) -> torch.Tensor:
-        """The flat gradient of the next batch's mean loss, with the present weights."""
+        """The flat gradient of the next batch's mean loss, at the current weights."""
         if self.sleeps():
             time.sleep(self.args.sleep_ms / 1000)
         size = self.args.worker_batch_size
-        if len(self.left) < size:
-            self.left = torch.randperm(len(self.images), generator=self.order)
-        batch, self.left = self.left[:size], self.left[size:]
+        if len(self.remaining) < size:
+            self.remaining = torch.randperm(len(self.images), generator=self.order)
+        batch, self.remaining = self.remaining[:size], self.remaining[size:]
         loss = F.cross_entropy(self.logits(self.images[batch]), self.labels[batch])
         gradients = torch.autograd.grad(loss, list(self.model.parameters()))
         return torch.cat([gradient.flatten() for gradient in gradients])
@@ -128,12 +137,12 @@ def steps_per_worker(args, data, num_workers: int) -> int:
     return args.num_epochs * len(data) // (args.worker_batch_size * num_workers)
 
 
-# The ways. `lr / num_workers` times the sum of the workers' gradients is lr times their mean. Each way returns the
-# staleness of its gradients: how often the weights changed between computing a gradient and applying it.
+# The ways. lr / num_workers times the sum of the workers' gradients is lr times their mean. Each way returns the
+# staleness of each gradient: how often the weights changed between computing and applying it.
 
 
 def synchronous(worker, args):
-    """each step applies the mean of all gradients, as in DDP: everybody waits for the slowest"""
+    """each step applies the mean of all gradients, as in DDP: all wait for the slowest worker"""
     for step in range(1, worker.num_steps + 1):
         gradient = worker.gradient()
         dist.all_reduce(gradient, group=worker.group)
@@ -143,7 +152,7 @@ def synchronous(worker, args):
 
 
 def local(worker, args):
-    """each worker trains alone; all wait for the slowest only where the weights are averaged"""
+    """each worker trains on its own; all wait for the slowest only when weights are averaged"""
     for step in range(1, worker.num_steps + 1):
         worker.weights -= args.lr * worker.gradient()
         if step % args.local_steps == 0 or step == worker.num_steps:
@@ -154,14 +163,14 @@ def local(worker, args):
 
 
 def stale(worker, args):
-    """the mean of all gradients, --delay steps late: waits for what was sent some steps ago"""
+    """the mean of all gradients, --delay steps late: waits for a sum that start some steps ago"""
     sending, staleness = [], []
     for step in range(1, worker.num_steps + 1):
         gradient, version = worker.gradient(), len(staleness)
         sending.append((gradient, version, dist.all_reduce(gradient, group=worker.group, async_op=True)))
         while len(sending) > (args.delay if step < worker.num_steps else 0):
             gradient, version, work = sending.pop(0)
-            work.wait()  # until then the gradient is partly a sum: neither read nor write it
+            work.wait()  # before this, the gradient must be neither read nor written
             staleness.append(len(staleness) - version)
             worker.weights -= args.lr / worker.num_workers * gradient
         worker.keep_weights_at(step)
@@ -169,7 +178,7 @@ def stale(worker, args):
 
 
 def asynchronous(worker, args):
-    """the server applies each gradient as it comes: nobody waits for anybody"""
+    """the server applies each gradient when it arrives: no worker waits for another"""
     version = 0
     while version != STOP:
         # The last number says which weights the gradient belongs to; float32 is exact up to 2^24.
@@ -178,15 +187,15 @@ def asynchronous(worker, args):
         dist.recv(message, SERVER)
         worker.weights.copy_(message[:-1])
         version = int(message[-1])
-    return []  # the server knows it
+    return []  # the server counts the staleness
 
 
 def serve(server, num_workers: int, num_gradients: int, args) -> list[int]:
-    """The other end of `asynchronous`: apply `num_gradients`, each as it comes. Returns their staleness."""
+    """The server of `asynchronous`: apply `num_gradients` gradients, each when it arrives. Returns their staleness."""
     message = torch.empty(len(server.weights) + 1)
-    staleness, working = [], num_workers
-    while working:
-        sender = dist.recv(message)  # without a source: the first gradient that comes, of any rank
+    staleness, active = [], num_workers
+    while active:
+        sender = dist.recv(message)  # without a source: the next message from any rank
         if len(staleness) < num_gradients:
             staleness.append(len(staleness) - int(message[-1]))
             server.weights -= args.lr / num_workers * message[:-1]
@@ -197,7 +206,7 @@ def serve(server, num_workers: int, num_gradients: int, args) -> list[int]:
         message[-1] = len(staleness)
         if len(staleness) == num_gradients:
             message[-1] = STOP
-            working -= 1
+            active -= 1
         dist.send(message, sender)
     return staleness
 
@@ -206,13 +215,13 @@ WAYS = {way.__name__: way for way in (synchronous, local, stale, asynchronous)}
 
 
 @torch.no_grad()
-def test(trainee, data, began: float) -> list[tuple[float, float]]:
-    """(seconds since `began`, accuracy) of all weights in the history."""
+def test(trainee, data, start: float) -> list[tuple[float, float]]:
+    """(seconds since `start`, accuracy) of all weights in the history."""
     curve, (images, labels) = [], data.tensors
     for moment, weights in trainee.history:
         trainee.weights.copy_(weights)
         correct = trainee.logits(images).argmax(1) == labels
-        curve.append((moment - began, correct.float().mean().item()))
+        curve.append((moment - start, correct.float().mean().item()))
     return curve
 
 
@@ -225,15 +234,15 @@ def run(name: str, straggler: str, data, args, group) -> dict:
         trainee = Worker(args, train_data, rank - 1, num_workers, straggler, group)
     staleness = []
     dist.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     if rank != SERVER:
         staleness = WAYS[name](trainee, args)
     elif name == "asynchronous":
         staleness = serve(trainee, num_workers, num_workers * steps_per_worker(args, train_data, num_workers), args)
-    # The server has the weights of `asynchronous`; otherwise all workers have the same ones where they were kept.
-    teller = SERVER if name == "asynchronous" else 1
-    told = gather_object([(test(trainee, test_data, began), staleness) if rank == teller else None])
-    curve, staleness = told[teller]
+    # `asynchronous` keeps its weights on the server; in the other ways all workers keep the same weights.
+    tester = SERVER if name == "asynchronous" else 1
+    gathered = gather_object([(test(trainee, test_data, start), staleness) if rank == tester else None])
+    curve, staleness = gathered[tester]
     return {
         "way": name,
         "straggler": straggler,
@@ -280,20 +289,18 @@ def main():
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     num_workers = accelerator.num_processes - 1
     if num_workers == 0:
-        accelerator.print("one process: a server has no worker; add --num_processes 4")
+        accelerator.print("one process: the server has no worker; add --num_processes 4")
         return accelerator.end_training()
     if accelerator.device.type != "cpu":
         stop(f"{dist.get_backend()} cannot receive from any source: use cpu_ddp.yaml")
     data = load_images(args.dataset)
     share = len(data[0]) // num_workers
     if args.worker_batch_size > share:
-        stop(
-            f"--worker_batch_size {args.worker_batch_size} is more than a worker's share of the images: at most {share}"
-        )
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
+        stop(f"--worker_batch_size must be at most a worker's share of {share} images, got {args.worker_batch_size}")
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
     group = dist.new_group(list(range(1, num_workers + 1)))
     results = []
-    accelerator.print(f"straggler  way           seconds to {args.target:.0%}  in all  accuracy  staleness", flush=True)
+    accelerator.print(f"straggler  way           seconds to {args.target:.0%}   total  accuracy  staleness", flush=True)
     for straggler in args.stragglers:
         for name in WAYS:
             results.append(run(name, straggler, data, args, group))
@@ -302,7 +309,7 @@ def main():
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": results})
         save_picture(folder.path / "accuracy.png", lambda: draw(results, args, num_workers))
-        show(f"done: numbers and curves in {folder.path}/run.json and accuracy.png", "green")
+        show(f"done: the numbers are in {folder.path}/run.json, curves in accuracy.png", "green")
     accelerator.end_training()
 
 

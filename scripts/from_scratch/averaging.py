@@ -1,12 +1,12 @@
-"""Averages gradients through rank 0 and by an all-reduce, on 1, 2, ... processes, and draws both.
+"""Averages a gradient through rank 0 and by an all-reduce, on 1, 2, ... processes: time and traffic of each way.
 
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 4 scripts/from_scratch/averaging.py
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/from_scratch/averaging.py --size_mib 100
 
-All ways end with the same mean, which is checked on each process. What differs is the traffic: a parameter server on
-rank 0 receives n - 1 gradients and sends n - 1 means, so that its network is the bottleneck; in a ring all-reduce each
-process sends 2 (n-1)/n of a gradient, whatever n is. Why the mean: it is the gradient of the mean loss over the samples
-of all processes, so that the learning rate does not depend on the number of processes.
+All ways give the same mean, which is checked on each process. The traffic differs: a parameter server on rank 0
+receives n - 1 gradients and sends n - 1 means, so its network is the bottleneck; in a ring all-reduce, a process sends
+2 (n-1)/n of a gradient, which is less than twice its size for any n. Gradients are averaged because their mean is the
+gradient of the mean loss over the samples of all processes: the learning rate need not depend on their number.
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
 """
 
@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
 from utils import flags, launch
 from utils.atomic_files import write_json
@@ -31,16 +30,16 @@ from utils.run_folder import RunFolder
 MIB = 2**20
 
 
-# The ways. Each turns `gradient`, on the ranks 0 to n - 1 of `group`, into their mean, in place.
+# The ways. Each replaces `gradient` by the mean of the gradients of ranks 0 to n - 1, which form `group`.
 
 
 def parameter_server(gradient, rank, n, group):
-    """rank 0 receives the gradient of each other process, adds, and sends the mean to each"""
+    """rank 0 receives the gradients of the other processes, and sends them the mean"""
     if rank == 0:
-        arriving = torch.empty_like(gradient)
+        received = torch.empty_like(gradient)
         for other in range(1, n):
-            dist.recv(arriving, other, group=group)
-            gradient += arriving
+            dist.recv(received, other, group=group)
+            gradient += received
         gradient /= n
         for other in range(1, n):
             dist.send(gradient, other, group=group)
@@ -52,13 +51,13 @@ def parameter_server(gradient, rank, n, group):
 def reduce_broadcast(gradient, rank, n, group):
     """the same in two collectives: the library may add and send along a tree or a ring"""
     dist.reduce(gradient, dst=0, group=group)
-    if rank == 0:  # not a collective: the other processes get the mean by the next line
+    if rank == 0:  # not a collective: the others get the mean from the broadcast
         gradient /= n
     dist.broadcast(gradient, src=0, group=group)
 
 
 def all_reduce(gradient, rank, n, group):
-    """one collective, and no process is special"""
+    """one collective, in which no process has a special role"""
     dist.all_reduce(gradient, group=group)
     gradient /= n
 
@@ -68,10 +67,10 @@ WAYS = {"parameter server": parameter_server, "reduce, broadcast": reduce_broadc
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("measuring").add_argument
-    add("--size_mib", type=flags.positive_int, default=4, help="size of the gradient in MiB")
-    add("--repetitions", type=flags.positive_int, default=10, help="timed calls of each way")
-    add("--warmup", type=flags.non_negative_int, default=2, help="calls before the timed ones")
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument("--size_mib", type=flags.positive_int, default=4, help="size of the gradient in MiB")
+    measuring.add_argument("--repetitions", type=flags.positive_int, default=10, help="timed calls of each way")
+    measuring.add_argument("--warmup", type=flags.non_negative_int, default=2, help="calls before the timed ones")
     parser.add_run_flags()
     return parser.parse_args()
 
@@ -83,9 +82,9 @@ def make_gradients(count: int, n: int, seed: int) -> torch.Tensor:
 
 
 def written_bytes() -> int:
-    """Bytes that this process has written to sockets and files, as Linux counts them; 0 on other systems.
+    """Bytes that this process has written to sockets and files, as counted by Linux; 0 on other systems.
 
-    The kernel does not see what NCCL sends by itself.
+    NCCL's transfers between GPUs bypass the kernel and are not counted.
     """
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
@@ -101,7 +100,7 @@ def measure(way, gradients, rank: int, group, args, device) -> dict:
         gradients: (n, count), one for each rank of the group.
 
     Returns:
-        The slowest process's median time and the median traffic of the process that sends most.
+        The median time of the slowest process, and the median traffic of the process that sends most.
 
     Raises:
         SystemExit: if the mean is wrong on this rank.
@@ -112,11 +111,11 @@ def measure(way, gradients, rank: int, group, args, device) -> dict:
     for _ in range(args.warmup + args.repetitions):
         gradient = gradients[rank].to(device, copy=True)
         dist.barrier(group)
-        written, began = written_bytes(), time.perf_counter()
+        written, start = written_bytes(), time.perf_counter()
         way(gradient, rank, n, group)
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        costs.append((time.perf_counter() - began, written_bytes() - written))
+        costs.append((time.perf_counter() - start, written_bytes() - written))
         if not torch.equal(gradient.cpu(), expected):
             stop(f"wrong mean by {way.__name__} on rank {rank} of {n}", alone=True)
     most = torch.tensor(costs[args.warmup :], dtype=torch.float64, device=device)
@@ -156,11 +155,11 @@ def main():
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     world_size, rank = accelerator.num_processes, accelerator.process_index
     if world_size == 1:
-        accelerator.print("one process: there is nothing to send; add --num_processes 4")
+        accelerator.print("one process has nothing to send: add --num_processes 4")
         return accelerator.end_training()
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
     gradients = make_gradients(args.size_mib * MIB // 4, world_size, args.seed)
-    # Every process must make every group, also those that it is not in.
+    # Every process must create every group, also those that it does not belong to.
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}
     rows = []
     accelerator.print("processes  way                  ms   most MiB sent by a process", flush=True)
@@ -177,7 +176,7 @@ def main():
         write_json(folder.path / "run.json", {**facts, "results": rows})
         title = f"Mean of a gradient of {args.size_mib} MiB, {facts['backend']}"
         save_picture(folder.path / "averaging.png", lambda: draw(rows, args.size_mib, title))
-        show(f"done: the means are equal; numbers and a picture in {folder.path}", "green")
+        show(f"done: the means are right; numbers and a picture are in {folder.path}", "green")
     accelerator.end_training()
 
 

@@ -4,9 +4,9 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/from_scratch/ddp.py \
         --algorithm bucketed --bucket_kib 1 64 1024 25600 --layers 8
 
-On 2 processes and 2 CPU cores, torch 2.15: one_by_one, reduce_broadcast, flat_copy, bucketed and ring end with DDP's
-weights, bit by bit, and with 94.54 % test accuracy after 2 epochs, local_sgd with 94.58 % and stale with 94.83 %. A
-step of ddp takes 8.4 ms, one of local_sgd 4.2 ms.
+On 2 processes and 2 CPU cores, torch 2.15: one_by_one, reduce_broadcast, flat_copy, bucketed and ring end with exactly
+the weights of DDP, and reach 94.54 % test accuracy after 2 epochs; local_sgd reaches 94.58 % and stale 94.83 %. A step
+of ddp takes 8.4 ms, a step of local_sgd 4.2 ms.
 Sources: buckets, https://arxiv.org/abs/2006.15704; ring, P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
 algorithms", 2009; local SGD, https://arxiv.org/abs/1805.09767; stale gradients, https://arxiv.org/abs/1511.05950.
 """
@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-# Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
 from utils import flags, launch
 from utils.atomic_files import write_json
@@ -41,20 +40,37 @@ TEST_BATCH_SIZE = 2000
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    which = f"{', '.join(ALGORITHMS)} or all; ddp always runs, to compare with"
-    sizes = "bucketed: largest bucket; several: one run for each; DDP's are 25600 (default: 64)"
-    add = parser.add_argument_group("algorithm").add_argument
-    add("--algorithm", choices=["all", *ALGORITHMS], default="all", metavar="NAME", help=which)
-    add("--bucket_kib", type=flags.positive_int, nargs="+", default=[64], metavar="KIB", help=sizes)
-    add("--local_steps", type=flags.positive_int, default=8, help="local_sgd: steps between two averages")
-    add("--delay", type=flags.non_negative_int, default=4, help="stale: steps that a gradient comes late")
-    add = parser.add_argument_group("training").add_argument
-    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--layers", type=flags.positive_int, default=1, help="hidden layers of the model")
-    add("--num_epochs", type=flags.positive_int, default=2, help="passes over the training images")
-    add("--batch_size", type=flags.positive_int, default=256, help="samples per step, over all processes together")
-    add("--lr", type=flags.non_negative_float, default=0.1, help="learning rate")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare to 1e-12")
+    algorithm = parser.add_argument_group("algorithm")
+    algorithm.add_argument(
+        "--algorithm",
+        choices=["all", *ALGORITHMS],
+        default="all",
+        metavar="NAME",
+        help=f"{', '.join(ALGORITHMS)} or all; ddp always runs, to compare with",
+    )
+    algorithm.add_argument(
+        "--bucket_kib",
+        type=flags.positive_int,
+        nargs="+",
+        default=[64],
+        metavar="KIB",
+        help="bucketed: size of the largest bucket, one run for each; DDP has 25600 (default: 64)",
+    )
+    algorithm.add_argument("--local_steps", type=flags.positive_int, default=8, help="local_sgd: steps per average")
+    algorithm.add_argument(
+        "--delay", type=flags.non_negative_int, default=4, help="stale: steps of delay of a gradient"
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of <split>/<class>/ images")
+    training.add_argument("--layers", type=flags.positive_int, default=1, help="hidden layers of the model")
+    training.add_argument("--num_epochs", type=flags.positive_int, default=2, help="passes over the training images")
+    training.add_argument(
+        "--batch_size", type=flags.positive_int, default=256, help="samples per step, over all processes"
+    )
+    training.add_argument("--lr", type=flags.non_negative_float, default=0.1, help="learning rate")
+    training.add_argument(
+        "--dtype", choices=("float32", "float64"), default="float32", help="float64: weights equal DDP's to 1e-12"
+    )
     parser.add_run_flags()
     return parser.parse_args()
 
@@ -104,7 +120,7 @@ def one_by_one(model, optimizer, batches, args, all_reduce=dist.all_reduce):
 
 
 def reduce_broadcast(model, optimizer, batches, args):
-    """the sum of each gradient goes to rank 0, and from there to all: two collectives"""
+    """each gradient is summed on rank 0 (reduce), and sent from there to all (broadcast)"""
 
     def through_rank_0(gradient):
         dist.reduce(gradient, dst=0)
@@ -129,7 +145,7 @@ def flat_copy(model, optimizer, batches, args):
 def make_buckets(parameters, bucket_kib):
     """Lists of parameters, each of up to `bucket_kib`; a larger parameter is alone in its list.
 
-    The backward pass has the gradients of the last layers first, so these make the first bucket.
+    The backward pass computes the gradients of the last layers first, so these make the first bucket.
     """
     buckets, room = [], 0
     for parameter in reversed(list(parameters)):
@@ -142,7 +158,7 @@ def make_buckets(parameters, bucket_kib):
 
 
 def fill_buckets(model, bucket_kib, send):
-    """Have gradients put into buckets, and `send(bucket, parameters)` called as soon as one is full."""
+    """Have gradients written to buckets, and `send(bucket, parameters)` called as soon as a bucket is full."""
 
     def fill(parameters):
         sizes = [parameter.numel() for parameter in parameters]
@@ -210,7 +226,7 @@ def ring(model, optimizer, batches, args):
 
 
 def local_sgd(model, optimizer, batches, args):
-    """different steps: each process trains alone; weights are averaged every --local_steps"""
+    """different steps: each process trains on its own; weights are averaged every --local_steps"""
 
     def average_weights():
         for parameter in model.parameters():
@@ -253,7 +269,7 @@ ALGORITHMS = {function.__name__: function for function in (*SAME_STEPS, local_sg
 
 
 def make_runs(args) -> list[tuple[str, int | None]]:
-    """The name of the algorithm and, for `bucketed`, the size of its buckets, of each run."""
+    """The name of each run's algorithm and, for `bucketed`, the size of its buckets."""
     names = ALGORITHMS if args.algorithm == "all" else dict.fromkeys(["ddp", args.algorithm])
     return [(name, size) for name in names for size in (args.bucket_kib if name == "bucketed" else [None])]
 
@@ -284,28 +300,28 @@ def evaluate(model, loader, accelerator) -> dict:
 def passed_on(model, batch) -> list[tuple[float, float]]:
     """What DDP's last layer passes to the layer before, and the gradient of its own weights. Collective.
 
-    Some say that DDP passes the averaged gradient on. It does not: on each rank the backward pass goes on with the
+    Some say that DDP passes the averaged gradient on. It does not: on each rank the backward pass continues with the
     gradient of that rank's samples, and only the gradients of the weights are averaged.
 
     Returns:
         For each rank: the sum of the gradient passed on, and the sum of the absolute gradients of the layer's weights.
     """
     model = nn.parallel.DistributedDataParallel(model)
-    layer, found = model.module[-1], []
-    layer.register_full_backward_hook(lambda layer, passed, arrived: found.append(passed[0].sum()))
-    backward(model, batch)
-    sums = torch.stack([*found, layer.weight.grad.abs().sum()])
-    everybody = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, sums)
-    return [tuple(sums.tolist()) for sums in everybody]
+    layer, passed_sums = model.module[-1], []
+    layer.register_full_backward_hook(lambda layer, passed, received: passed_sums.append(passed[0].sum()))
+    backward(model, batch, scale=dist.get_world_size())
+    sums = torch.stack([*passed_sums, layer.weight.grad.abs().sum()])
+    sums_of_ranks = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+    dist.all_gather(sums_of_ranks, sums)
+    return [tuple(sums.tolist()) for sums in sums_of_ranks]
 
 
 def record_overlap(model, batch, bucket_kib) -> dict:
-    """When gradients are there and buckets are sent, in the fastest of ten backward passes on a CPU. Collective.
+    """When gradients are computed and buckets are sent, in the fastest of ten backward passes on a CPU. Collective.
 
     Returns:
-        "gradients": (name of the parameter, ms) last layer first; "buckets": (names of the first and the
-        last parameter, ms when it was sent, ms when its sum was there).
+        "gradients": (name of the parameter, ms when computed), last layer first; "buckets": (names of the first and
+        the last parameter, ms when sent, ms when summed).
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     gradients, buckets, sending, passes = [], [], [], []
@@ -338,7 +354,7 @@ def record_overlap(model, batch, bucket_kib) -> dict:
 
 
 def draw_overlap(overlap: dict, title: str):
-    """The gradients of the backward pass above, and below the buckets that are sent meanwhile."""
+    """A bar for the backward pass, divided where a gradient was ready; below it, a bar for each bucket's all-reduce."""
     from matplotlib.figure import Figure
 
     gradients, buckets = overlap["gradients"], overlap["buckets"]
@@ -360,7 +376,7 @@ def draw_overlap(overlap: dict, title: str):
 
 
 def draw(results: dict, title: str):
-    """A bar for each run: the time of a step; the colour says whether it is the same step as DDP's."""
+    """A bar for each run: the time per step; the colour says whether its steps are the same as DDP's."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -386,14 +402,15 @@ def main():
     accelerator = launch.make_accelerator(args, cpu_threads=1)  # a second thread would slow matrices this small down
     if not dist.is_initialized():  # one process: a group of one, in which a sum changes nothing
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
     train_data, test_data = load_images(args.dataset)
-    # Every process shuffles alike and takes its own part of each batch, so that each sample comes once.
+    # All processes use the same order, and each takes its part of every batch, so that each sample is used once.
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed)
+    images, _ = train_data.tensors
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator)
-    new_model = partial(make_model, args, accelerator, train_data.tensors[0][0].numel(), len(train_data.classes))
+    new_model = partial(make_model, args, accelerator, images[0].numel(), len(train_data.classes))
     results = {}
-    accelerator.print("algorithm           ms/step  weights-DDP  accuracy  what it does", flush=True)
+    accelerator.print("algorithm           ms/step  max |w-DDP|  accuracy  what it does", flush=True)
     for name, bucket_kib in make_runs(args):
         run = f"{name} {bucket_kib} KiB" if bucket_kib and len(args.bucket_kib) > 1 else name
         algorithm = partial(bucketed, bucket_kib=bucket_kib) if bucket_kib else ALGORITHMS[name]
@@ -402,13 +419,13 @@ def main():
         batches = (batch for epoch in range(args.num_epochs) for batch in train_loader.epoch(epoch))
         started = time.perf_counter()
         algorithm(model, optimizer, batches, args)
-        dist.barrier()  # so that the slowest process counts
+        dist.barrier()  # the slowest process counts
         step_time_ms = 1000 * (time.perf_counter() - started) / (args.num_epochs * len(train_loader))
         weights = nn.utils.parameters_to_vector(model.parameters()).detach()
         if name == "ddp":
             reference = weights
         difference = (weights - reference).abs().max()
-        dist.all_reduce(difference, dist.ReduceOp.MAX)  # finds a process that has other weights
+        dist.all_reduce(difference, dist.ReduceOp.MAX)  # over all processes, so that none has different weights
         results[run] = {
             "step_time_ms": step_time_ms,
             "difference_to_ddp": difference.item(),
@@ -420,20 +437,20 @@ def main():
         accelerator.print(f"{run:<18} {numbers}  {ALGORITHMS[name].__doc__}", flush=True)
 
     sums = passed_on(new_model(), next(iter(train_loader.epoch(0))))
-    accelerator.print("DDP's last layer: sum of the gradient passed to the layer before, of |gradient| of its weights")
-    for rank, (passed, own) in enumerate(sums):
-        accelerator.print(f"  rank {rank}: {passed:>9.6f}  {own:.6f}", flush=True)
+    accelerator.print("DDP's last layer: sum of the gradient that it passes on, sum of |gradient| of its weights")
+    for rank, (passed, of_weights) in enumerate(sums):
+        accelerator.print(f"  rank {rank}: {passed:>9.6f}  {of_weights:.6f}", flush=True)
     overlap = None
-    if accelerator.device.type == "cpu":  # a GPU computes and sends later than it is told to: see --profile
+    if accelerator.device.type == "cpu":  # the times of a GPU need --profile
         overlap = record_overlap(new_model(), next(iter(train_loader.epoch(0))), args.bucket_kib[0])
     facts = {"arguments": vars(args), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "results": results, "passed_on": sums, "overlap": overlap})
         title = f"{plural(args.layers, 'hidden layer')}, {plural(accelerator.num_processes, 'process')}"
         save_picture(folder.path / "times.png", lambda: draw(results, title))
-        title = f"Buckets of up to {args.bucket_kib[0]} KiB under the backward pass, rank 0"
+        title = f"Buckets of up to {args.bucket_kib[0]} KiB during the backward pass, rank 0"
         save_picture(folder.path / "buckets.png", lambda: overlap and draw_overlap(overlap, title))
-        show(f"done: these numbers and pictures in {folder.path}", "green")
+        show(f"done: these numbers and pictures are in {folder.path}", "green")
     dist.destroy_process_group()
 
 

@@ -4,8 +4,8 @@
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes 3 scripts/from_scratch/tutorial.py \
         --fractions 0.7 0.2 0.1
 
-Each process trains a copy of the model on a part of the data of its own, and averages the gradients by an all-reduce.
-The tutorial's average is right for parts of equal size; here each process counts by its number of samples.
+Each process trains a copy of the model on its own part of the data, and averages the gradients by an all-reduce. The
+tutorial's average is right only for parts of equal size; this one weights each process by its number of samples.
 97.8 % test accuracy after ten epochs on two processes, one CPU core each; torch 2.15.
 Source: https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html, with its model, recipe and batch size.
 """
@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-# Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
 from utils import flags, launch
 from utils.atomic_files import write_json
@@ -36,14 +35,23 @@ TEST_BATCH_SIZE = 1000
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("parts").add_argument
-    parts = "each process's part of the data (default: equal parts)"
-    add("--fractions", type=flags.non_negative_float, nargs="+", metavar="X", help=parts)
-    add("--mean_of_means", action="store_true", help="average as the tutorial: wrong for parts of unequal size")
-    add = parser.add_argument_group("training").add_argument
-    add("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    add("--num_epochs", type=flags.positive_int, default=10, help="passes over the training images")
-    add("--batch_size", type=flags.positive_int, default=128, help="samples per step, over all processes together")
+    parts = parser.add_argument_group("parts")
+    parts.add_argument(
+        "--fractions",
+        type=flags.non_negative_float,
+        nargs="+",
+        metavar="X",
+        help="each process's part of the data (default: equal parts)",
+    )
+    parts.add_argument(
+        "--mean_of_means", action="store_true", help="average as in the tutorial, which is wrong for unequal parts"
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of <split>/<class>/ images")
+    training.add_argument("--num_epochs", type=flags.positive_int, default=10, help="passes over the training images")
+    training.add_argument(
+        "--batch_size", type=flags.positive_int, default=128, help="samples per step, over all processes"
+    )
     parser.add_run_flags()
     return parser.parse_args()
 
@@ -74,7 +82,7 @@ class DataPartitioner:
     def __init__(self, length, fractions=(0.7, 0.2, 0.1), seed=1234):
         order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
         sizes = [int(fraction * length) for fraction in fractions]
-        sizes[0] += length - sum(sizes)  # what rounding leaves over
+        sizes[0] += length - sum(sizes)  # the samples that rounding left out
         self.parts = order.split(sizes)
 
     def use(self, rank):
@@ -82,14 +90,14 @@ class DataPartitioner:
 
 
 def partition_dataset(length, fractions, num_batches, seed, epoch):
-    """The batches of this process: the indices of each.
+    """The indices of the samples in each batch of this process.
 
-    Equally many batches on each process: one with more of them would wait for the others forever. (The tutorial divides
-    the batch size by the number of processes instead, which gives a float, and a number of samples that may not fit.)
+    All processes have the same number of batches: a process with more would wait for the others forever. (The tutorial
+    divides the batch size by the number of processes instead, which gives a float, and parts of unequal length.)
     """
-    own = DataPartitioner(length, fractions, seed).use(dist.get_rank())
-    order = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed + epoch))
-    return own[order].tensor_split(num_batches)
+    indices = DataPartitioner(length, fractions, seed).use(dist.get_rank())
+    order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed + epoch))
+    return indices[order].tensor_split(num_batches)
 
 
 def average_gradients(model, samples, weighted=True):
@@ -131,11 +139,11 @@ def train(model, images, labels, fractions, num_batches, weighted=True, num_epoc
 
 @torch.no_grad()
 def test_accuracy(model, images, labels):
-    """Each test image counts once: every process tests its own part. Collective."""
+    """Accuracy over all test images, of which each process tests a part. Collective."""
     model.eval()
     correct = torch.zeros((), device=images.device)
-    own = torch.arange(len(images)).tensor_split(dist.get_world_size())[dist.get_rank()]
-    for batch in own.split(TEST_BATCH_SIZE):
+    indices = torch.arange(len(images)).tensor_split(dist.get_world_size())[dist.get_rank()]
+    for batch in indices.split(TEST_BATCH_SIZE):
         correct += (model(images[batch]).argmax(1) == labels[batch]).sum()
     dist.all_reduce(correct)
     return correct.item() / len(images)
@@ -147,16 +155,15 @@ def main():
     world_size, rank = accelerator.num_processes, accelerator.process_index
     fractions = args.fractions or [1 / world_size] * world_size
     if len(fractions) != world_size or abs(sum(fractions) - 1) > 1e-6 or min(fractions) == 0:
-        numbers = plural(world_size, "number")
-        stop(f"--fractions needs {numbers} above 0, one for each process, that add up to 1")
+        stop(f"--fractions needs {plural(world_size, 'number')} above 0, one for each process, that add up to 1")
     if not dist.is_initialized():  # one process: a group of one, in which a sum changes nothing
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked as long as it is referred to
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
     train_data, test_data = load_images(args.dataset)
     images, labels = (tensor.to(accelerator.device) for tensor in train_data.tensors)
     test_images, test_labels = (tensor.to(accelerator.device) for tensor in test_data.tensors)
 
-    torch.manual_seed(args.seed + rank)  # different weights, until rank 0 sends its own, and different dropout
+    torch.manual_seed(args.seed + rank)  # different dropout; the weights are replaced by rank 0's
     model = Net().to(accelerator.device)
     num_batches = math.ceil(len(images) / args.batch_size)
     epochs = []
@@ -169,7 +176,7 @@ def main():
     facts = {"arguments": vars(args), **describe_topology(accelerator)}
     if accelerator.is_main_process:
         write_json(folder.path / "run.json", {**facts, "fractions": fractions, "results": epochs})
-        show(f"done: these numbers in {folder.path}/run.json", "green")
+        show(f"done: these numbers are in {folder.path}/run.json", "green")
     dist.destroy_process_group()
 
 

@@ -59,6 +59,9 @@ def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypat
     for name in [*SYNCHRONOUS, "local_sgd"]:
         assert one[name]["difference_to_ddp"] < 1e-12, name
     assert one["ddp"]["samples"] == 203
+    (_, expected), *_ = run_reader.record(tmp_path / "one")["passed_on"]
+    for _, gradient in run_reader.record(tmp_path / "all")["passed_on"]:
+        assert gradient == pytest.approx(expected, rel=1e-12)  # DDP's mean over the whole batch
     for name in SYNCHRONOUS:
         assert everything[name]["loss"] == pytest.approx(one["ddp"]["loss"], rel=1e-12)
         assert everything[name]["accuracy"] == one["ddp"]["accuracy"]
