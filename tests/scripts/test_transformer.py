@@ -295,7 +295,7 @@ def test_data_parallel_has_the_numbers_of_one_device(train, monkeypatch):
     [
         (["--dim", 20, "--heads", 4], "--dim 20 must be a multiple of 2 x --heads 4"),
         (["--prompt", "a"], "--prompt needs the model of a finished run"),
-        (["--dataset", "empty"], "--dataset empty needs a document for training"),
+        (["--dataset", "empty"], "--dataset empty needs a non-empty document for training"),
         (["--tokenizer", "nowhere.json"], "--tokenizer nowhere.json is not a readable tokenizer"),
         (["--pretrained", "model.safetensors"], "--pretrained also needs --tokenizer"),
     ],

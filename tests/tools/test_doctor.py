@@ -90,7 +90,7 @@ def test_the_exit_code_is_1_only_if_a_run_would_fail(machine, monkeypatch, capsy
     for changes, code, words in (
         ({}, 0, "No problems found"),
         ({"free_disk_gib": 0.5}, 0, "warning: /runs has 0.50 GiB free"),
-        ({"is_writable": False}, 1, "error: nothing can be written to /runs"),
+        ({"is_writable": False}, 1, "error: /runs is not writable"),
     ):
         monkeypatch.setattr(doctor, "gather", lambda folder, changes=changes: machine(**changes))
         assert doctor.main() == code
@@ -161,8 +161,8 @@ BROKEN = {"torch": "OSError: libcudart.so.13", "accelerate": "OSError: libcudart
         (8, {"shm_gib": 0.0625}, True, "/dev/shm has 64 MiB free"),
         (0, {"shm_gib": 0.0625}, False, "/dev/shm has 64 MiB free"),
         (0, {"free_disk_gib": 0.5}, False, "has 0.50 GiB free"),
-        (0, {"is_writable": False, "free_disk_gib": 0}, True, "nothing can be written to /runs: pass"),
-        (0, {"default_config": "/home/me/x.yaml"}, False, "/home/me/x.yaml is used without a message"),
+        (0, {"is_writable": False, "free_disk_gib": 0}, True, "/runs is not writable: pass"),
+        (0, {"default_config": "/home/me/x.yaml"}, False, "/home/me/x.yaml is silently used"),
         (0, {"environment": {"WORLD_SIZE": "16"}}, True, "WORLD_SIZE=16 in the environment"),
         (0, {"environment": {"WORLD_SIZE": "1"}}, False, "WORLD_SIZE=1 in the environment"),
         (0, {"environment": {"LOCAL_RANK": "0"}}, True, "LOCAL_RANK=0 in the environment"),

@@ -73,7 +73,7 @@ def test_mnist_by_its_hub_id_is_the_bundled_one_and_without_that_the_hub_is_aske
     monkeypatch.setattr(data, "MNIST_FOLDER", tmp_path / "gone")
     with pytest.raises(SystemExit):
         data.load_splits("ylecun/mnist")
-    sentence = "error: --dataset ylecun/mnist is not a folder and cannot be loaded from the Hub either: "
+    sentence = "error: --dataset ylecun/mnist is not a folder, and cannot be loaded from the Hub: "
     assert capsys.readouterr().err.startswith(sentence)
 
 
@@ -117,11 +117,11 @@ def bad_hub_id(folder):
 
 
 def bad_empty(folder):
-    return folder, "a folder without a data set, or with a damaged one"
+    return folder, "a folder without a dataset, or with a damaged one"
 
 
 def bad_no_test(folder):
-    return image_folder(folder, splits=("train",)), "needed are train and one of"
+    return image_folder(folder, splits=("train",)), "it needs train and one of"
 
 
 def bad_file(folder):
@@ -139,7 +139,7 @@ def bad_size(folder):
 def bad_columns(folder):
     for split in ("train", "test"):
         datasets.Dataset.from_dict({"a": [1, 2]}).to_parquet(folder / f"{split}.parquet")
-    return folder, "{'a': 'int64'}; needed are an Image column, and a ClassLabel column or a column `label` of integers"
+    return folder, "{'a': 'int64'}; it needs an Image column, and a ClassLabel column or an integer column `label`"
 
 
 def bad_shapes(folder):
@@ -165,7 +165,7 @@ def parquet(folder, split, names=("cat", "dog"), labels=(0, 1), images=None, dty
 
 def bad_label(folder):
     parquet(folder, "train", labels=(0, 1, 2))
-    return parquet(folder, "test"), "has the label 2, and 2 classes: number them"
+    return parquet(folder, "test"), "has the label 2, but 2 classes: number them"
 
 
 def bad_null_image(folder):
@@ -266,6 +266,6 @@ def test_a_damaged_copy_in_the_cache_is_named(small_mnist, tmp_path, capsys, mon
     with pytest.raises(SystemExit):
         data.load_splits(str(small_mnist))
     error = capsys.readouterr().err
-    assert error.endswith(f"if its files are whole, remove their copies in the cache {cache}\n")
+    assert error.endswith(f"if its files are intact, remove their copies in the cache {cache}\n")
     shutil.rmtree(cache)
     data.load_splits(str(small_mnist))

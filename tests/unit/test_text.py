@@ -111,7 +111,7 @@ def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, 
     assert data.tensors[1].tolist() == [[3, 1, 4, 9, 5, 9]]
 
     Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")).save(str(tmp_path / "gaps.json"))
-    assert "has token ids with gaps" in stops(capsys, load_tokenizer, tmp_path / "gaps.json")
+    assert "has gaps in its token ids" in stops(capsys, load_tokenizer, tmp_path / "gaps.json")
 
 
 def test_files_are_split_by_the_hash_of_their_names(tmp_path):
@@ -143,8 +143,8 @@ def test_rows_have_their_own_test_split_or_one_by_hash_and_those_without_text_ar
 def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys, monkeypatch):
     memory = {"available": 10**12}
     monkeypatch.setattr(text.psutil, "virtual_memory", lambda: SimpleNamespace(**memory))
-    assert "needs a document for" in stops(capsys, load_text, write_files(tmp_path / "empty", {".hidden": b"a"}))
-    assert "needs a document for" in stops(capsys, load_text, write_files(tmp_path / "one", {"a": b"a", "b": b""}))
+    assert "needs a non-empty" in stops(capsys, load_text, write_files(tmp_path / "empty", {".hidden": b"a"}))
+    assert "needs a non-empty" in stops(capsys, load_text, write_files(tmp_path / "one", {"a": b"a", "b": b""}))
     folder = write_files(tmp_path / "images", {"a.txt": b"a", "image.png": b"\x89PNG\0\0"})
     assert "image.png is not a text file" in stops(capsys, load_text, folder)
     with open(f"{folder}/image.png", "wb") as file:
@@ -159,6 +159,6 @@ def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys, monkey
     numbers = tmp_path / "numbers"
     numbers.mkdir()
     datasets.Dataset.from_dict({"number": [1, 2]}).to_parquet(numbers / "train.parquet")
-    assert "none of strings" in stops(capsys, load_text, str(numbers))
+    assert "none of which holds strings" in stops(capsys, load_text, str(numbers))
     unlabelled = write_parquet(tmp_path / "unlabelled", train=["a", "b"], test=[None, ""])
-    assert "needs a document for" in stops(capsys, load_text, unlabelled)
+    assert "needs a non-empty document" in stops(capsys, load_text, unlabelled)

@@ -1,10 +1,10 @@
-"""Compare runs: where their numbers begin to differ, by how much, and what else differs.
+"""Compare runs: where their numbers begin to differ, by how much, and which settings differ.
 
     python tools/compare runs/a runs/b
 
 The first folder is the reference. The exit code is 0 if the other runs are the same, bit for bit or up to rounding, 1
-if one of them differs or lacks something, and 2 if a folder does not hold a run or there is nothing to compare. A run
-that is still going or was killed is compared up to its last step.
+if one of them differs or lacks something, and 2 if a folder does not hold a run or there is nothing to compare.
+Unfinished runs are compared up to their last step.
 """
 
 import argparse
@@ -20,37 +20,34 @@ import pandas as pd
 from utils.console import show, stop
 from utils.flags import non_negative_float
 
-# Two logged numbers that differ by less than this fraction of themselves are the same up to rounding. mnist_mlp.py in
-# float32 with 6 seeds on 1 to 3 processes, and with 1 and 4 micro-batches: at most 2.1e-6.
+# Logged numbers with a smaller relative difference are the same up to rounding. Measured with mnist_mlp.py in float32,
+# 6 seeds, 1 to 3 processes, 1 and 4 micro-batches: at most 2.1e-6.
 TOLERANCE = 1e-5
-# The tolerance for tensors is this times larger, relative to their largest entry. The same runs: at most 2.3e-4.
+# The tolerance for tensors, relative to their largest entry, is this times larger. The same runs: at most 2.3e-4.
 TENSORS = 100
 WORST = 10  # rows in a table
-NOT_COMPARED = ("samples_per_s", "data_wait_pct", "epoch")  # in metrics.jsonl: timings, and what follows from the step
-# Settings on which no logged number and no tensor depends.
+NOT_COMPARED = ("samples_per_s", "data_wait_pct", "epoch")  # in metrics.jsonl: timings, and what the step determines
+# Settings that affect no logged number and no tensor.
 WITHOUT_EFFECT = {"output_dir", "resume", "checkpoint_every", "save_best", "keep_checkpoints", "log_every", "log_with"}
 WITHOUT_EFFECT |= {"num_workers", "patience", "profile", "timeout_s", "from_step"}
-# Settings on which no bit of a run with virtual processes depends.
+# Settings that affect no bit of a run with virtual processes.
 NOT_WITH_VIRTUAL = {"distributed_type", "backend", "num_processes", "data_parallel_gpus", "machines"}
 NOT_WITH_VIRTUAL |= {"gradient_accumulation_steps"}
-# Entries of an optimizer's state that say how it computes a step, and not what it computes.
+# Implementation switches in an optimizer's state, not hyperparameters.
 IMPLEMENTATION = ("fused", "foreach", "capturable")
 
 
 @dataclass
 class Run:
-    """A run's folder. step: how far the run got; numbers: see `read_numbers`; settings: see `read_settings`."""
-
     name: str
     folder: Path
-    settings: dict[str, object]
-    numbers: pd.DataFrame
-    step: int
+    settings: dict[str, object]  # see read_settings
+    numbers: pd.DataFrame  # see read_numbers
+    step: int  # the last one
     finished: bool
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Raises: SystemExit if the folder does not hold a run, or if a file in it is damaged."""
     if not (folder / "run.json").is_file():
         stop(f"{folder} is not a run: it has no run.json")
     settings = read_settings(read_json(folder / "run.json"))
@@ -71,19 +68,20 @@ def read_json(path: Path) -> dict:
 
 
 def read_settings(record: dict) -> dict[str, object]:
-    """The settings in run.json by name. One of the topology that a resume changed is "1, then 2"."""
+    """The settings in run.json by name. If resuming changed the topology, a value reads "1, then 2"."""
     settings = {"script": Path((record.get("command") or [""])[0]).name}
     for section in ("arguments", "data", "versions"):
         settings |= record.get(section) or {}
     settings |= {name: record.get(name) for name in ("total_steps", "git_commit")}
     launches = []
     for launch in record.get("launches") or []:
-        # It repeats the steps of all earlier launches that began at the same step or later.
+        # This launch repeats the steps of all earlier ones that began at the same step or later.
         launches = [earlier for earlier in launches if earlier["from_step"] < launch["from_step"]]
         processes = launch.pop("processes", None) or []
-        launch["devices"] = ", ".join({str(one.get("device_name") or one.get("device")): None for one in processes})
-        launch["cpu_threads"] = ", ".join({str(one.get("cpu_threads")): None for one in processes})
-        launch["machines"] = len({one.get("host") for one in processes})
+        devices = [str(process.get("device_name") or process.get("device")) for process in processes]
+        launch["devices"] = ", ".join(dict.fromkeys(devices))
+        launch["cpu_threads"] = ", ".join(dict.fromkeys(str(process.get("cpu_threads")) for process in processes))
+        launch["machines"] = len({process.get("host") for process in processes})
         launches.append(launch)
     for name in dict.fromkeys(itertools.chain(*launches)):
         if name not in ("started", "config_file", *settings):
@@ -93,15 +91,15 @@ def read_settings(record: dict) -> dict[str, object]:
 
 
 def read_numbers(path: Path, batch_size: float) -> pd.DataFrame:
-    """The numbers in metrics.jsonl, one per row. A last line that is half written is left out.
+    """The numbers in metrics.jsonl, one per row, without an incomplete last line.
 
-    json reads the lines: pandas.read_json takes a metric that a line lacks for NaN, rounds a third of all floats, and
-    reads nothing if the last line is half written.
+    Not with pandas.read_json, which turns missing metrics into NaN, rounds a third of all floats, and reads nothing if
+    the last line is incomplete.
 
     Returns:
-        A table with the columns "split", "step", "since" (the step of the train line before: a train line is a mean
-        over the steps since then), "metric", "nth" (the numbers of this metric, split and step before it), "value" and
-        "samples" (of which it is a mean; NaN if that is not known).
+        A table with the columns "split", "step", "since" (the step of the previous train line: train lines are means
+        over the steps since then), "metric", "nth" (counts the numbers of the same metric, split and step), "value"
+        and "samples" (how many the value is a mean of; NaN if unknown).
     """
     rows, last_steps = [], {}
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -135,26 +133,26 @@ def compare_settings(reference: Run, other: Run) -> pd.DataFrame:
     ignored = set(WITHOUT_EFFECT)
     if settings[0].get("fingerprint", 0) == settings[1].get("fingerprint", 1):
         ignored.add("dataset")  # the same data in different folders
-    if all(each.get("virtual_processes") for each in settings):
+    if all(values.get("virtual_processes") for values in settings):
         ignored |= NOT_WITH_VIRTUAL
-    rows = [(name, *(each.get(name) for each in settings)) for name in {**settings[0], **settings[1]}]
+    rows = [(name, *(values.get(name) for values in settings)) for name in {**settings[0], **settings[1]}]
     rows = [row for row in rows if row[1] != row[2] and row[0] not in ignored]
     return pd.DataFrame(rows, columns=["setting", "reference", "other"], dtype=object)
 
 
 def compare_numbers(reference: Run, other: Run, tolerance: float = TOLERANCE) -> pd.DataFrame:
-    """The logged numbers of both runs, up to the last step that both reached, in the order of the steps.
+    """The logged numbers of both runs, up to the last step that both reached, ordered by step.
 
     Returns:
         A table with the columns "split", "metric", "place" (such as "test loss at step 4"), "difference" (see
-        `number_difference`; infinite if one run lacks the number), "exact" (whether it is 0), "beyond" (whether it is
-        more than rounding) and "note" (both values).
+        `number_difference`; infinite if one run lacks the number), "exact" (the difference is 0), "beyond" (it is more
+        than rounding) and "note" (both values).
     """
     last_step = min(reference.step, other.step)
     numbers = [run.numbers[run.numbers["step"] <= last_step] for run in (reference, other)]
     keys = ["split", "step", "since", "nth", "metric"]
     table = numbers[0].merge(numbers[1], on=keys, how="outer", suffixes=("_reference", "_other"), indicator="runs")
-    # The last lines of a run that was killed may be missing.
+    # A run that was killed may lack its last lines.
     killed = [runs for runs, run in (("left_only", other), ("right_only", reference)) if not run.finished]
     left_out = table["runs"].isin(killed) & (table["step"] == last_step)
     if reference.settings.get("log_every") != other.settings.get("log_every"):
@@ -163,7 +161,7 @@ def compare_numbers(reference: Run, other: Run, tolerance: float = TOLERANCE) ->
     for row in table[~left_out].sort_values("step", kind="stable").itertuples():
         first, second = row.value_reference, row.value_other
         difference, note = number_difference(first, second), f"{first} and {second}"
-        # Rounding may flip one prediction among the samples of a line.
+        # Rounding may flip a single prediction.
         is_flip = row.metric.endswith("accuracy") and abs(first - second) * row.samples_reference < 1.5
         if row.runs != "both":
             difference, note = math.inf, f"only in {reference.name if row.runs == 'left_only' else other.name}"
@@ -184,15 +182,14 @@ def number_difference(first: float, second: float) -> float:
 
 
 def compare_tensors(reference: Run, other: Run, tolerance: float = TOLERANCE) -> pd.DataFrame:
-    """The newest checkpoint that both runs have and, if both ended at the same step, their final models.
+    """Compare the newest common checkpoint and, if both runs ended at the same step, the final models.
 
-    The random states of the processes are not compared.
+    Random states are not compared.
 
     Returns:
         A table, the largest difference first, with the columns "source", "place", "difference" (see
-        `tensor_difference`; infinite if a tensor is missing), "beyond" (whether it is more than rounding), "exact"
-        (whether all bits are equal) and "note". What differs in a checkpoint and is not a tensor, such as a learning
-        rate, is a row too.
+        `tensor_difference`; infinite if a tensor is missing), "beyond" (it is more than rounding), "exact" (all bits
+        are equal) and "note". Differing numbers and strings in a checkpoint, such as a learning rate, are rows too.
     """
     rows = []
     folders = [run.folder for run in (reference, other)]
@@ -209,7 +206,7 @@ def compare_tensors(reference: Run, other: Run, tolerance: float = TOLERANCE) ->
 
 
 def compare_states(reference: Path, other: Path) -> list[tuple]:
-    """What differs in the manifests of two checkpoints, and is not a tensor: rows as those of `compare_folders`."""
+    """The values that differ in the manifests of two checkpoints: rows as in `compare_folders`."""
     rows = []
     states = [flatten(read_json(folder / "manifest.json").get("state"), "state") for folder in (reference, other)]
     for name in {**states[0], **states[1]}:
@@ -233,12 +230,12 @@ def flatten(value, name: str) -> dict[str, object]:
 
 def compare_folders(reference: Path, other: Path) -> list[tuple]:
     """The tensors in two folders: rows of "place", "difference", "exact" and "note"."""
-    tensors = [load_tensors(folder) for folder in (reference, other)]
-    return [(name, *compare_pair(*(found.get(name) for found in tensors))) for name in {**tensors[0], **tensors[1]}]
+    first, second = load_tensors(reference), load_tensors(other)
+    return [(name, *compare_pair(first.get(name), second.get(name))) for name in {**first, **second}]
 
 
 def load_tensors(folder: Path) -> dict:
-    """All tensors in a folder, but for the best model, which needs --save_best, and the processes' random states."""
+    """All tensors in a folder, except the best model (from --save_best) and the processes' random states."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -254,10 +251,10 @@ def load_tensors(folder: Path) -> dict:
 
 
 def compare_pair(reference, other) -> tuple[float, bool, str]:
-    """The difference of two tensors, whether all bits are equal, and a note. None: a tensor that is missing."""
+    """The difference of two tensors, whether all bits are equal, and a note. None stands for a missing tensor."""
     import torch
 
-    forms = ["missing" if one is None else f"{one.dtype} {tuple(one.shape)}" for one in (reference, other)]
+    forms = ["missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (reference, other)]
     if forms[0] != forms[1]:
         return math.inf, False, f"{forms[0]} and {forms[1]}"
     is_exact = torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (reference, other)))
@@ -265,7 +262,7 @@ def compare_pair(reference, other) -> tuple[float, bool, str]:
 
 
 def tensor_difference(reference, other) -> float:
-    """The largest difference of two entries, divided by the largest finite entry of `reference`, both absolute.
+    """The largest absolute difference, divided by the largest finite absolute entry of `reference`.
 
     Infinite if `reference` is 0 everywhere, or if an entry is NaN or infinite in only one of them.
     """
@@ -282,7 +279,7 @@ def tensor_difference(reference, other) -> float:
 
 
 def judge(numbers: pd.DataFrame, tensors: pd.DataFrame) -> tuple[int, str]:
-    """The exit code, and the verdict in words."""
+    """The exit code and the verdict."""
     if numbers.empty and tensors.empty:
         return 2, "nothing to compare: no logged number and no checkpoint step is in both runs"
     for table in (numbers, tensors):
@@ -293,12 +290,11 @@ def judge(numbers: pd.DataFrame, tensors: pd.DataFrame) -> tuple[int, str]:
             return 1, f"different, first in {first['place']}{source}{note}"
     verdict = "the same bit for bit" if numbers["exact"].all() and tensors["exact"].all() else "the same up to rounding"
     if numbers.empty or tensors.empty:
-        verdict += f" in the {'tensors' if numbers.empty else 'logged numbers'}, which are all there is to compare"
+        verdict += f" (only {'tensors' if numbers.empty else 'logged numbers'} could be compared)"
     return 0, verdict
 
 
 def describe(table: pd.DataFrame, what: str, unit: str) -> str:
-    """A sentence on the numbers or on the tensors."""
     if table.empty:
         return f"No {what} to compare."
     if table["exact"].all():
@@ -309,7 +305,7 @@ def describe(table: pd.DataFrame, what: str, unit: str) -> str:
 
 
 def report(reference: Run, other: Run, tolerance: float, show_all: bool) -> tuple[int, str]:
-    """Print what differs; returns the exit code and the verdict."""
+    """Print the differences; return the exit code and the verdict."""
     settings = compare_settings(reference, other)
     numbers = compare_numbers(reference, other, tolerance)
     tensors = compare_tensors(reference, other, tolerance)
@@ -335,19 +331,19 @@ def report(reference: Run, other: Run, tolerance: float, show_all: bool) -> tupl
 
 
 def main() -> int:
-    """Returns the exit code; an error that nobody expected is not "different"."""
+    """Return the exit code."""
     parser = argparse.ArgumentParser("compare", description="Compare runs: where do their numbers begin to differ?")
     add = parser.add_argument
-    add("reference", type=Path, metavar="RUN", help="the folder of the run to compare with")
+    add("reference", type=Path, metavar="RUN", help="folder of the run to compare with")
     add("others", type=Path, nargs="+", metavar="OTHER", help="folders of other runs")
-    tolerance = f"relative difference of logged numbers that is rounding; tensors: {TENSORS} times that (%(default)g)"
+    tolerance = f"largest relative difference due to rounding; for tensors {TENSORS} times as large (%(default)g)"
     add("--tolerance", type=non_negative_float, default=TOLERANCE, metavar="X", help=tolerance)
-    add("--all", action="store_true", help="show all numbers and tensors, not only those that differ most")
+    add("--all", action="store_true", help="show all numbers and tensors, not only the largest differences")
     add("--picture", type=Path, metavar="FILE", help="draw the curves and their differences as a PNG")
     args = parser.parse_args()
     try:
         return compare_all([args.reference, *args.others], args)
-    except Exception:
+    except Exception:  # Python's own exit code, 1, would mean "different"
         traceback.print_exc()
         return 2
 

@@ -1,4 +1,4 @@
-"""The curves of several runs, and below each metric its relative difference to the first run."""
+"""The curves of several runs and, below each metric, its relative difference from the first run."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ def draw(names: list[str], numbers: list[pd.DataFrame], tolerance: float, pictur
     """Write a PNG with two panels per metric.
 
     Args:
-        names, numbers: of the runs, the reference first; as `read_numbers` returns them.
-        tolerance: drawn as a line among the differences.
+        names, numbers: one entry per run, the reference first; `numbers` as from `read_numbers`.
+        tolerance: drawn as a line in the lower panels.
     """
     metrics = [metric for metric in pd.concat(numbers)["metric"].unique() if metric not in NOT_DRAWN]
     figure = Figure(figsize=(5 * max(len(metrics), 1), 6), dpi=120, layout="constrained")
@@ -30,12 +30,12 @@ def draw(names: list[str], numbers: list[pd.DataFrame], tolerance: float, pictur
             for table in numbers:
                 lines = table[(table["metric"] == metric) & (table["split"] == split) & (table["nth"] == 0)]
                 curves.append(lines.set_index("step")["value"])
-            for place, (name, curve) in enumerate(zip(names, curves, strict=True)):
-                # The reference is broad and pale: an equal curve can be seen on top of it.
-                look = {"color": f"C{place}", "linestyle": style, "marker": "." if len(curve) < 30 else None}
-                look |= {"linewidth": 4, "alpha": 0.4} if place == 0 else {}
+            for index, (name, curve) in enumerate(zip(names, curves, strict=True)):
+                # The reference is wide and pale, so that an equal curve is visible on top of it.
+                look = {"color": f"C{index}", "linestyle": style, "marker": "." if len(curve) < 30 else None}
+                look |= {"linewidth": 4, "alpha": 0.4} if index == 0 else {}
                 above.plot(curve.index, curve, label=f"{name}, {split}", **look)
-                if place:
+                if index:
                     difference = (curve - curves[0]).abs() / pd.concat([curve.abs(), curves[0].abs()], axis=1).max(
                         axis=1
                     )

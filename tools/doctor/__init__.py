@@ -2,7 +2,7 @@
 
     python tools/doctor
 
-The exit code is 1 if a run would fail or give wrong results, else 0, also with warnings. It changes nothing.
+The exit code is 1 if a run would fail or give wrong results, else 0, even with warnings. Nothing is changed.
 """
 
 import argparse
@@ -28,17 +28,17 @@ MIN_SHM_GIB = 1
 MIN_GPU_GIB = 2
 MIN_DISK_GIB = 1
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets")  # in the report
-TEST_PACKAGES = ("pytest", "pytest-xdist", "ruff")  # no run needs them
-# NAME=value as a regular expression, where a run goes wrong, and why. The first match counts.
+TEST_PACKAGES = ("pytest", "pytest-xdist", "ruff")  # not needed for a run
+# A regular expression for NAME=value, where it makes a run go wrong, and why. The first match counts.
 VARIABLES = (
     ("WORLD_SIZE=(?!1$).*|LOCAL_RANK=.*", "everywhere", "makes a process wait for others"),
     ("ACCELERATE_TORCH_DEVICE=.*", "everywhere", "overrides the config file"),
     ("ACCELERATE_USE_.*", "on a GPU", "overrides the config file"),
-    ("WORLD_SIZE=1|RANK=.*", "", "was left by another launcher"),
+    ("WORLD_SIZE=1|RANK=.*", "", "was left behind by a launcher"),
     ("ACCELERATE_.*", "", "is read by Accelerate in addition to the config file"),
     ("NCCL_.*", "", "changes the communication between GPUs in every run"),
     ("CUDA_VISIBLE_DEVICES=.*", "", "hides GPUs from torch, or renumbers them"),
-    ("OMP_NUM_THREADS=.*", "", "limits NumPy, but not torch: the scripts set torch's threads"),
+    ("OMP_NUM_THREADS=.*", "", "limits NumPy, but not torch, whose threads the scripts set"),
 )
 
 
@@ -50,7 +50,7 @@ class Gpu(NamedTuple):
 
 
 def gather(folder: Path) -> SimpleNamespace:
-    """All facts that the other functions use. folder: where runs will be written."""
+    """Collect the facts about this machine. folder: where runs will be written."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -58,7 +58,7 @@ def gather(folder: Path) -> SimpleNamespace:
     interfaces = [name for name, facts in psutil.net_if_stats().items() if facts.isup and "loopback" not in facts.flags]
     return SimpleNamespace(
         **({"device": "cpu", "gpus": [], "architectures": []} if "torch" in broken else ask_torch(memory)),
-        driver_gpus=output_of("nvidia-smi", "-L").count("GPU-"),  # also those hidden from torch
+        driver_gpus=output_of("nvidia-smi", "-L").count("GPU-"),  # including GPUs hidden from torch
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         cpu_has_bf16=has_bf16(Path("/proc/cpuinfo")),  # None: unknown
         memory_gib=memory.total / 2**30,
@@ -71,7 +71,7 @@ def gather(folder: Path) -> SimpleNamespace:
         untested=untested_packages(ROOT / "requirements.txt"),
         broken=broken,  # name: why it cannot be imported
         environment=dict(os.environ),
-        default_config=None if "accelerate" in broken else default_config(),  # without --config_file
+        default_config=None if "accelerate" in broken else default_config(),  # used without --config_file
     )
 
 
@@ -85,7 +85,7 @@ def import_error(package: str) -> str | None:
 
 
 def untested_packages(path: Path) -> dict[str, tuple[str | None, str]]:
-    """{name: (version, tested versions)} of the requirements that are not met. version: None if it is not installed."""
+    """{name: (version, tested versions)} of the unmet requirements; version is None if the package is missing."""
     from packaging.requirements import Requirement
 
     lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
@@ -106,19 +106,19 @@ def installed_version(package: str) -> str | None:
 def ask_torch(memory) -> dict:
     """torch's device ("cuda", "mps", "cpu", ...), the GPUs that it sees, and the GPU architectures it is built for.
 
-    memory: psutil's; Apple's GPU uses the memory of the machine.
+    memory: from psutil; Apple's GPU uses the machine's memory.
     """
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    device, gpus = found.type if found else "cpu", []
-    for index in range(torch.accelerator.device_count() if found else 0):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device, gpus = accelerator.type if accelerator else "cpu", []
+    for index in range(torch.accelerator.device_count() if accelerator else 0):
         if device == "mps":
             gpus.append(Gpu("Apple GPU", memory.total / 2**30, memory.available / 2**30))
             continue
         module = torch.get_device_module(device)
         facts, free = module.get_device_properties(index), 0
-        with contextlib.suppress(RuntimeError):  # the question itself needs some memory
+        with contextlib.suppress(RuntimeError):  # mem_get_info itself needs some memory
             free, _ = module.mem_get_info(index)
         capability = (facts.major, facts.minor) if device == "cuda" and not torch.version.hip else None
         gpus.append(Gpu(facts.name, facts.total_memory / 2**30, free / 2**30, capability))
@@ -126,10 +126,10 @@ def ask_torch(memory) -> dict:
 
 
 def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether a torch that is built for these architectures, such as "sm_90", has kernels for a GPU.
+    """Whether a torch built for these architectures, such as "sm_90", has kernels for a GPU.
 
-    Code for sm_XY runs on GPUs of the same major version X and a minor version of at least Y; compute_XY is compiled
-    for any newer GPU when it is loaded.
+    Code for sm_XY runs on GPUs with major version X and a minor version of at least Y; compute_XY is compiled at load
+    time for any newer GPU.
     """
     for architecture in architectures:
         kind, major, minor = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture).groups()
@@ -140,17 +140,14 @@ def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 
 def has_bf16(cpu_info: Path) -> bool | None:
-    """Whether a CPU has instructions for bf16: AVX512-BF16, AMX, or those of ARM. None: unknown.
-
-    cpu_info: as Linux writes it.
-    """
+    """Whether a CPU has bf16 instructions (AVX512-BF16, AMX, or ARM's), from Linux's cpuinfo. None: unknown."""
     with contextlib.suppress(OSError):
         return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", cpu_info.read_text()) is not None
     return None
 
 
 def output_of(*command: str) -> str:
-    """What a program prints; "" if it does not exist, fails, or hangs, as nvidia-smi with a broken GPU."""
+    """What a program prints; "" if it is missing, fails, or hangs, as nvidia-smi does with a broken GPU."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
@@ -170,20 +167,20 @@ def default_config() -> str | None:
 
 
 def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
-    """The configs that work here as (name, why, command), the recommended one first."""
+    """The configs that work on this machine as (name, why, command), the recommended one first."""
     count, cuda = len(facts.gpus), facts.device == "cuda"
     several = cuda and count > 1
     one_gpu = "the first GPU only, the others stay free" if count > 1 else "there is one GPU"
-    # A batch size that every number of GPUs divides, unlike the default.
+    # Unlike the default, these are divisible by any number of GPUs.
     batch, many_batch = f" --batch_size {128 * count}", f" --batch_size {256 * count}"
     many = f"--num_processes {2 * count} --main_process_ip ADDRESS_OF_MACHINE_0 --machine_rank 0 "
     table = [  # works, name, why, flags of the launcher, flags of the script
-        (several, "ddp", f"a process on each of {count} GPUs: the fastest", "", batch),
-        (several, "dp", f"one process for {count} GPUs: slower, for comparison", "", batch),
+        (several, "ddp", f"one process on each of {count} GPUs: the fastest", "", batch),
+        (several, "dp", f"one process for all {count} GPUs: slower, for comparison", "", batch),
         (several, "fsdp", f"a model too large for one GPU, sharded over {count}", "", batch),
         (count > 0, "single_gpu", one_gpu, "", ""),
-        (cuda, "multi_node", "two such machines, each its --machine_rank", many, many_batch),
-        (True, "cpu", "a first run, no GPU is used" if count else "torch sees no GPU", "", ""),
+        (cuda, "multi_node", "two machines like this one, each with its own --machine_rank", many, many_batch),
+        (True, "cpu", "a first run without a GPU" if count else "torch sees no GPU", "", ""),
         (True, "cpu_ddp", "DistributedDataParallel without a GPU, to learn or test", "", ""),
     ]
     launch = "accelerate launch --config_file accelerate_configs"
@@ -195,18 +192,18 @@ def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
 
 
 def problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
-    """The problems as (whether a run would fail or go wrong, one sentence with what to do)."""
+    """The problems as (whether a run would fail or go wrong, message)."""
     yield from package_problems(facts)
     yield from hardware_problems(facts)
     for setting in sorted(f"{name}={value}" for name, value in facts.environment.items()):
         for pattern, where, effect in VARIABLES:
             if re.fullmatch(pattern, setting):
                 fails = where == "everywhere" or (where == "on a GPU" and len(facts.gpus) > 0)
-                yield fails, f"{setting} in the environment {effect}: unset it, if it is not meant"
+                yield fails, f"{setting} in the environment {effect}: unset it, unless it is intended"
                 break
     if facts.default_config:
-        effect = "is used without a message if --config_file is missing"
-        yield False, f"{facts.default_config} {effect}: always pass --config_file, or delete that file"
+        effect = "is silently used if --config_file is missing"
+        yield False, f"{facts.default_config} {effect}: always pass --config_file, or delete this file"
 
 
 def package_problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
@@ -215,7 +212,7 @@ def package_problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         state = f"{version} is not the tested {tested}" if version else "is not installed"
         yield not version and name not in TEST_PACKAGES, f"{name} {state}: {install}"
     for name, error in facts.broken.items():
-        # If torch is broken, torchvision and accelerate, which import it, fail with the same error.
+        # If torch is broken, torchvision and accelerate fail with the same error.
         if installed_version(name) and (name == "torch" or "torch" not in facts.broken):
             yield True, f"{name} cannot be imported ({error}): {install} --force-reinstall"
 
@@ -223,20 +220,20 @@ def package_problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
 def hardware_problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
     count = len(facts.gpus)
     if facts.driver_gpus and not count and "torch" not in facts.broken:
-        way_out = "update the driver, or install a torch built with CUDA for this driver"
+        advice = "update the driver, or install a torch built with CUDA for this driver"
         if "CUDA_VISIBLE_DEVICES" in facts.environment:
-            way_out = "unset CUDA_VISIBLE_DEVICES"
-        yield True, f"nvidia-smi lists {plural(facts.driver_gpus, 'GPU')}, torch sees none: {way_out}"
+            advice = "unset CUDA_VISIBLE_DEVICES"
+        yield True, f"nvidia-smi lists {plural(facts.driver_gpus, 'GPU')}, torch sees none: {advice}"
     for index, gpu in enumerate(facts.gpus):
         if gpu.capability and not has_kernels(gpu.capability, facts.architectures):
-            needed = "sm_" + "".join(map(str, gpu.capability))
-            built_for = f"and this torch has some for {', '.join(facts.architectures)}"
-            yield True, f"GPU {index}, {gpu.name}, needs kernels for {needed}, {built_for}: install another torch"
+            required = "sm_" + "".join(map(str, gpu.capability))
+            built_for = f"but torch is built for {', '.join(facts.architectures)}"
+            yield True, f"GPU {index}, {gpu.name}, needs kernels for {required}, {built_for}: install a matching torch"
         if facts.device != "mps" and gpu.free_gib < gpu.memory_gib / 2:
             free = f"GPU {index} has only {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
-            way_out = "end the process that nvidia-smi shows, or pass --gpu_ids without this GPU"
-            yield gpu.free_gib < MIN_GPU_GIB, f"{free}: {way_out}"
-    processes = count if facts.device == "cuda" else 2  # of ddp.yaml and of cpu_ddp.yaml
+            advice = "end the process that nvidia-smi shows, or pass --gpu_ids without this GPU"
+            yield gpu.free_gib < MIN_GPU_GIB, f"{free}: {advice}"
+    processes = count if facts.device == "cuda" else 2  # ddp.yaml's or cpu_ddp.yaml's
     if facts.cores < processes:
         cores = plural(facts.cores, "core")
         yield False, f"{processes} processes would share {cores}: pass a smaller --num_processes"
@@ -245,15 +242,15 @@ def hardware_problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         effect = "when it is full, data workers end with a bus error and NCCL does not start"
         yield count > 1, f"{shm}, and {effect}: start the container with --shm-size=8g, or pass --num_workers 0"
     if not facts.is_writable:
-        yield True, f"nothing can be written to {facts.folder}: pass an --output_dir that you may write to"
+        yield True, f"{facts.folder} is not writable: pass a writable --output_dir"
     elif facts.free_disk_gib < MIN_DISK_GIB:
-        yield False, f"{facts.folder} has {facts.free_disk_gib:.2f} GiB free: pass an --output_dir on another disk"
+        yield False, f"{facts.folder} has {facts.free_disk_gib:.2f} GiB free: pass an --output_dir on a different disk"
 
 
 def hardware(facts: SimpleNamespace) -> Iterator[tuple[str, str]]:
     """The rows about the machine as (name, text)."""
     if not facts.gpus:
-        yield "GPU", "none that torch sees"
+        yield "GPU", "none visible to torch"
     for index, gpu in enumerate(facts.gpus):
         yield f"GPU {index}", f"{gpu.name}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
     bf16 = {True: ", bf16: twice as fast for convolutions", False: ", bf16: slower than float32"}
@@ -268,22 +265,22 @@ def hardware(facts: SimpleNamespace) -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("doctor", description="Inspect this machine, and name the config that fits.")
+    parser = argparse.ArgumentParser("doctor", description="Inspect this machine and recommend a config.")
     folder = "where runs will be written (%(default)s)"
     parser.add_argument("--output_dir", type=Path, default=Path("runs"), help=folder)
     folder = parser.parse_args().output_dir.absolute()
-    while not folder.exists():  # a run makes the folders that are missing
+    while not folder.exists():  # a run creates missing folders
         folder = folder.parent
     try:
         facts = gather(folder)
     except ImportError as error:
         stop(f"{error.name} is not installed: pip install -r requirements.txt")
-    found = sorted(problems(facts), reverse=True)
-    report(facts, found)
-    return int(any(fails for fails, _ in found))
+    sorted_problems = sorted(problems(facts), reverse=True)
+    report(facts, sorted_problems)
+    return int(any(fails for fails, _ in sorted_problems))
 
 
-def report(facts: SimpleNamespace, found: list[tuple[bool, str]]) -> None:
+def report(facts: SimpleNamespace, sorted_problems: list[tuple[bool, str]]) -> None:
     """Print the machine, the configs that work, and the problems."""
     for name, text in hardware(facts):
         show(f"{name:<10}{text}")
@@ -292,7 +289,7 @@ def report(facts: SimpleNamespace, found: list[tuple[bool, str]]) -> None:
     for name, why, command in others:
         show(f"{name + '.yaml':<16}{why}\n    {command}")
     show("")
-    for fails, sentence in found:
+    for fails, sentence in sorted_problems:
         show(f"{'error' if fails else 'warning'}: {sentence}", "red" if fails else "yellow")
-    if not found:
+    if not sorted_problems:
         show("No problems found", "green")

@@ -1,31 +1,28 @@
-"""Data sets of the Hub, or of a folder in the same form, through `datasets.load_dataset`."""
+"""Datasets from the Hub, or from a folder of the same form, through `datasets.load_dataset`."""
 
 import re
 from pathlib import Path
 
 from ..console import is_local_main, stop
 
-TEST_SPLITS = ("test", "validation", "val")  # the first one that a data set has is the test
+TEST_SPLITS = ("test", "validation", "val")  # the first of these that exists is used
 
 
 def load_dataset(dataset: str, example: str, folder: Path | None = None) -> dict:
-    """The splits of a data set, each a `datasets.Dataset`, by name.
+    """The splits of a dataset by name, each a `datasets.Dataset`.
 
     Args:
-        dataset: a Hub id or a folder, as given by --dataset.
+        dataset: the value of --dataset: a Hub id or a folder.
         example: a Hub id, for the error message.
-        folder: where the data set is, if not there.
-
-    Raises:
-        SystemExit: if it cannot be loaded.
+        folder: load from here instead.
     """
-    import datasets  # here and not above: a wrong flag need not wait for it
+    import datasets  # slow: errors in flags should not wait for it
 
     source = folder or Path(dataset)
     is_folder = source.is_dir()
     if is_folder or not is_local_main():
         datasets.disable_progress_bars()
-    if not is_local_main():  # the Hub's messages, once per machine
+    if not is_local_main():  # print the Hub's messages once per machine
         import huggingface_hub
 
         datasets.logging.set_verbosity_error()
@@ -34,14 +31,14 @@ def load_dataset(dataset: str, example: str, folder: Path | None = None) -> dict
         stop(f"--dataset {dataset} is neither a folder nor a Hub id such as {example}")
     try:
         return datasets.load_dataset(source.as_posix())
-    except Exception as error:  # the library raises some twenty kinds here; all of them mean that there is no data
+    except Exception as error:  # some twenty types; all of them mean that there is no data
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         cache = str(datasets.config.HF_DATASETS_CACHE)
         if cache in reason:
             stop(f"the cache {cache} cannot be used ({reason}): remove it, or set HF_HOME")
         if is_folder:
             stop(
-                f"--dataset {dataset} is a folder without a data set, or with a damaged one: "
-                f"{reason}; if its files are whole, remove their copies in the cache {cache}"
+                f"--dataset {dataset} is a folder without a dataset, or with a damaged one: "
+                f"{reason}; if its files are intact, remove their copies in the cache {cache}"
             )
-        stop(f"--dataset {dataset} is not a folder and cannot be loaded from the Hub either: {reason}")
+        stop(f"--dataset {dataset} is not a folder, and cannot be loaded from the Hub: {reason}")

@@ -1,4 +1,4 @@
-"""Images for the scripts: data sets from a folder or the Hub, decoded into memory once."""
+"""Image datasets from a folder or the Hub, decoded into memory once."""
 
 import re
 from pathlib import Path
@@ -11,12 +11,12 @@ from torch.utils.data import TensorDataset
 from ..console import stop
 from .hub import TEST_SPLITS, load_dataset
 
-# All of MNIST lies beside this package; a copy of a script without it takes the same from the Hub.
+# The repository contains MNIST; a copy of utils/ without it loads MNIST from the Hub.
 MNIST, MNIST_FOLDER = "ylecun/mnist", Path(__file__).resolve().parents[2] / "data" / "mnist"
 
 
 class LabelledImages(TensorDataset):
-    """A split in memory: images, uint8 (N, C, H, W), 0 to 255, C 1 or 3; labels, int64 (N,), numbers of `classes`."""
+    """A split in memory: images, uint8 (N, C, H, W), C 1 or 3; labels, int64 (N,), indices into `classes`."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, classes: list[str]):
         super().__init__(images, labels)
@@ -24,21 +24,17 @@ class LabelledImages(TensorDataset):
 
 
 class Split(NamedTuple):
-    """A split on the disk."""
+    """A split on disk."""
 
     dataset: str  # as given on the command line, for messages
-    rows: object  # a datasets.Dataset whose images come as files
+    rows: object  # a datasets.Dataset whose images are not decoded
     image_column: str
     labels: torch.Tensor  # int64 (N,)
     classes: list[str]
 
 
 def load_images(dataset: str) -> tuple[LabelledImages, LabelledImages]:
-    """Both splits of `load_splits`, decoded into memory. All images must be of one size.
-
-    Raises:
-        SystemExit: as `load_splits`, and if an image cannot be decoded or has a different size.
-    """
+    """As `load_splits`, but decoded into memory. All images must have the same size."""
     train_data, test_data = map(decode_split, load_splits(dataset))
     shapes = [tuple(data.tensors[0].shape[1:]) for data in (train_data, test_data)]
     if shapes[0] != shapes[1]:
@@ -51,16 +47,13 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
 
     Args:
         dataset: a folder of parquet files, a folder of images as train/<class>/*.png and test/<class>/*.png, or a
-            Hub id, of which MNIST needs no network.
-
-    Raises:
-        SystemExit: if it is not there, or has no train or test split, no image or label column.
+            Hub id. MNIST needs no network.
     """
     folder = MNIST_FOLDER if dataset == MNIST and MNIST_FOLDER.is_dir() else Path(dataset)
     splits = load_dataset(dataset, MNIST, folder)
     test = next((name for name in TEST_SPLITS if name in splits), None)
     if "train" not in splits or test is None:
-        stop(f"--dataset {dataset} has the splits {', '.join(splits)}; needed are train and one of {TEST_SPLITS}")
+        stop(f"--dataset {dataset} has the splits {', '.join(splits)}; it needs train and one of {TEST_SPLITS}")
     train_split, test_split = (find_columns(splits[name], dataset) for name in ("train", test))
     if int(test_split.labels.max()) >= len(train_split.classes):
         stop(f"--dataset {dataset} has the label {int(test_split.labels.max())} in {test}, but not in train")
@@ -80,16 +73,16 @@ def find_columns(rows, dataset: str) -> Split:
     if image_column is None or label_column is None or len(rows) == 0:
         columns = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in rows.features.items()}
         stop(
-            f"--dataset {dataset} has {len(rows)} rows of {columns}; needed are an Image column, and a ClassLabel "
-            "column or a column `label` of integers"
+            f"--dataset {dataset} has {len(rows)} rows of {columns}; it needs an Image column, and a ClassLabel "
+            "column or an integer column `label`"
         )
-    # From the table itself: through a numpy format it takes six times as long.
+    # From the table itself: six times as fast as through the numpy format.
     labels = torch.tensor(rows.data.column(label_column).to_numpy(), dtype=torch.int64)
     if labels.min() < 0:
-        stop(f"--dataset {dataset} has rows without a label, the first is row {int((labels < 0).nonzero()[0])}")
+        stop(f"--dataset {dataset} has rows without a label, the first of them row {int((labels < 0).nonzero()[0])}")
     classes, largest = getattr(rows.features[label_column], "names", None), int(labels.max())
     if classes and largest >= len(classes):
-        stop(f"--dataset {dataset} has the label {largest}, and {len(classes)} classes: number them from 0")
+        stop(f"--dataset {dataset} has the label {largest}, but {len(classes)} classes: number them from 0")
     classes = classes or [str(label) for label in range(largest + 1)]
     return Split(dataset, rows.cast_column(image_column, datasets.Image(decode=False)), image_column, labels, classes)
 
@@ -106,11 +99,7 @@ def decode_split(split: Split) -> LabelledImages:
 
 
 def decode_pgm(files: list[bytes | None]) -> np.ndarray | None:
-    """Decode binary 8-bit PGM files of one size, such as MNIST's: a header, then the pixels.
-
-    Returns:
-        uint8 (N, 1, H, W), or None if the files are of a different kind.
-    """
+    """Decode binary 8-bit PGM files of one size, such as MNIST's, to uint8 (N, 1, H, W); None for other files."""
     header = re.match(rb"P5\s([1-9]\d*)\s([1-9]\d*)\s255\s", files[0] or b"")
     if not header:
         return None

@@ -17,12 +17,12 @@ from ..console import stop
 from .hub import TEST_SPLITS, load_dataset
 
 STDLIB = "stdlib"
-# Folders of tests, of generated tables, and what is not in every installation.
+# Tests, generated tables, and what not every installation has.
 NOT_IN_STDLIB = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 EOS = "<|endoftext|>"
 IGNORE_INDEX = -100  # the default of torch's cross_entropy
-TEST_FRACTION = 1 / 32  # of the documents, where a data set has no test split
-LEARN_FROM = 2**21  # characters; more of them give much the same tokens, and take longer
+TEST_FRACTION = 1 / 32  # of the documents, if a dataset has no test split
+LEARN_FROM = 2**21  # characters; more take longer, for nearly the same tokens
 
 
 def learn_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
@@ -40,17 +40,13 @@ def learn_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, with an EOS token if it has none; it neither truncates nor pads.
-
-    Raises:
-        SystemExit: if the file cannot be read, or its ids have gaps.
-    """
+    """The tokenizer in a tokenizer.json, without truncation and padding; EOS is added if it is missing."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises no narrower type
         stop(f"--tokenizer {file} is not a readable tokenizer: {error}")
     if max(tokenizer.get_vocab().values(), default=0) >= tokenizer.get_vocab_size():
-        stop(f"--tokenizer {file} has token ids with gaps: number them from 0 on")
+        stop(f"--tokenizer {file} has gaps in its token ids: number them consecutively from 0")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.add_special_tokens([EOS])
@@ -61,17 +57,17 @@ def load_tokenizer(file: Path) -> Tokenizer:
 class PackedText(TensorDataset):
     """Documents concatenated, with EOS before and after each, and cut into sequences of `context` tokens.
 
-    A sequence may begin and end within a document. Each token but the very first one is a target once.
+    Sequences may begin and end inside a document. Every token except the first is a target exactly once.
 
     Attributes:
         tensors: inputs and targets, int32 (N, context). The last sequence is padded with EOS and IGNORE_INDEX.
-        tokens_per_byte: of the whole text in UTF-8, with one EOS per document.
+        tokens_per_byte: for the whole text in UTF-8, with one EOS per document.
     """
 
     def __init__(self, texts: list[str], tokenizer: Tokenizer, context: int):
         eos = tokenizer.token_to_id(EOS)
         parts = [[eos]]
-        for start in range(0, len(texts), 64):  # at once, in parallel; an Encoding takes far more memory than its ids
+        for start in range(0, len(texts), 64):  # a few at a time: an Encoding takes far more memory than its ids
             for encoding in tokenizer.encode_batch_fast(texts[start : start + 64], add_special_tokens=False):
                 parts.append(np.array([*encoding.ids, eos], np.int32))
         stream = torch.from_numpy(np.concatenate(parts, dtype=np.int32))
@@ -82,66 +78,62 @@ class PackedText(TensorDataset):
         self.tokens_per_byte = num_targets / sum(len(text.encode()) for text in texts)
 
     def bits_per_byte(self, losses: torch.Tensor) -> torch.Tensor:
-        """Of losses in nats per token. Of their mean over all targets: exactly the bits per byte of the whole text."""
+        """Convert losses from nats per token; the mean over all targets gives the bits per byte of the whole text."""
         return losses * (self.tokens_per_byte / math.log(2))
 
 
 def count_targets(batch: list[torch.Tensor]) -> torch.Tensor:
-    """Number of targets of each sequence of a PackedText, (N,): its weight in a mean over tokens."""
+    """Number of targets in each sequence of a PackedText, (N,): its weight in a mean over tokens."""
     _, targets = batch
     return (targets != IGNORE_INDEX).sum(1)
 
 
 def load_text(dataset: str) -> tuple[list[str], list[str]]:
-    """The documents for training and for the test, without empty ones. Bytes that are not UTF-8 become U+FFFD.
+    """The non-empty documents for training and for testing. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
         dataset: "stdlib", the sources of Python's standard library; a folder of text files or of parquet files; or a
-            Hub id. Rows of a data set have their text in the column `text`, or in the first one of strings.
-
-    Raises:
-        SystemExit: if there is no text for training or none for the test, a file is not a text, or memory is too small.
+            Hub id. The text is in the column `text`, or else in the first string column.
     """
     folder = Path(sysconfig.get_path("stdlib") if dataset == STDLIB else dataset)
-    pattern, left_out = ("*.py", NOT_IN_STDLIB) if dataset == STDLIB else ("*", ())
+    pattern, excluded = ("*.py", NOT_IN_STDLIB) if dataset == STDLIB else ("*", ())
     files = []
     for file in folder.rglob(pattern):
         parts = file.relative_to(folder).parts
-        if file.is_file() and not any(part.startswith(".") or part in left_out for part in parts):
+        if file.is_file() and not any(part.startswith(".") or part in excluded for part in parts):
             files.append(file)
-    kinds = {file.suffix for file in files}
-    if not folder.is_dir() or ".parquet" in kinds:
-        if kinds - {".parquet", ".md", ".json"}:  # a data set's README.md and dataset_infos.json are no documents
+    suffixes = {file.suffix for file in files}
+    if not folder.is_dir() or ".parquet" in suffixes:
+        if suffixes - {".parquet", ".md", ".json"}:  # a dataset's README.md and dataset_infos.json are not documents
             stop(f"--dataset {dataset} has parquet files and other files: keep them in different folders")
         train, test = load_rows(dataset)
     else:
         check_memory(dataset, sum(file.stat().st_size for file in files))
         train, test = split_by_hash([(file.relative_to(folder).as_posix(), read(file)) for file in files])
     if not train or not test:
-        stop(f"--dataset {dataset} needs a document for training and one for the test, and they must not be empty")
+        stop(f"--dataset {dataset} needs a non-empty document for training and one for testing")
     return train, test
 
 
 def read(file: Path) -> str:
-    """Raises: SystemExit if it is not a text."""
     content = file.read_bytes()
     if b"\0" in content:
-        stop(f"--dataset: {file} is not a text file, it has NUL bytes: remove it")
+        stop(f"--dataset: {file} is not a text file, it contains NUL bytes: remove it")
     return content.decode(errors="replace")
 
 
 def check_memory(dataset: str, num_bytes: int) -> None:
-    """Raises: SystemExit if memory cannot hold the text, its tokens and a copy of them."""
+    """Stop if the text, its tokens and a copy of these do not fit into memory."""
     available = psutil.virtual_memory().available
     if 5 * num_bytes > available:
         stop(
-            f"--dataset {dataset} has {num_bytes / 1e9:.1f} GB of text, and all of it is kept in memory as tokens: "
-            f"take at most {available / 5e9:.1f} GB, a fifth of the free memory"
+            f"--dataset {dataset} has {num_bytes / 1e9:.1f} GB of text, all of which is kept in memory as tokens: "
+            f"use at most {available / 5e9:.1f} GB, a fifth of the free memory"
         )
 
 
 def split_by_hash(documents: list[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    """Texts for training and for the test. Which is which depends on the names alone, the first of each pair."""
+    """Split (name, text) pairs into texts for training and for testing, by the hash of the name only."""
     documents = sorted(document for document in documents if document[1])
     by_hash = sorted(documents, key=lambda document: hashlib.sha256(os.fsencode(document[0])).digest())
     num_test = math.ceil(len(documents) * TEST_FRACTION)
@@ -150,11 +142,11 @@ def split_by_hash(documents: list[tuple[str, str]]) -> tuple[list[str], list[str
 
 
 def load_rows(dataset: str) -> tuple[list[str], list[str]]:
-    """As `load_text`, through `datasets.load_dataset`; without a test split, by the hash of each text."""
+    """As `load_text`, through `datasets.load_dataset`; without a test split, texts are split by their hash."""
     splits = load_dataset(dataset, example="roneneldan/TinyStories")
     check_memory(dataset, max(rows.dataset_size or 0 for rows in splits.values()))
     if "train" not in splits:
-        stop(f"--dataset {dataset} has the splits {', '.join(splits)}, and no train")
+        stop(f"--dataset {dataset} has the splits {', '.join(splits)}, but no train")
     train, *tests = [read_rows(dataset, splits[name]) for name in ("train", *TEST_SPLITS) if name in splits]
     return (train, tests[0]) if tests else split_by_hash([(text, text) for text in train])
 
@@ -162,5 +154,5 @@ def load_rows(dataset: str) -> tuple[list[str], list[str]]:
 def read_rows(dataset: str, rows) -> list[str]:
     columns = [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
     if not columns:
-        stop(f"--dataset {dataset} has the columns {', '.join(rows.features)}, and none of strings")
-    return [text for text in rows["text" if "text" in columns else columns[0]] if text]  # None and "" have no text
+        stop(f"--dataset {dataset} has the columns {', '.join(rows.features)}, none of which holds strings")
+    return [text for text in rows["text" if "text" in columns else columns[0]] if text]
