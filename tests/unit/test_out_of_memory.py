@@ -133,7 +133,7 @@ def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher):
     [
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."),
-            ", which asked for 2.50 GiB",
+            ", which requested 2.50 GiB",
         ),
         (MemoryError(), ""),
     ],
@@ -146,7 +146,7 @@ def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, as
     explain_errors().explanations.append((memory.is_out_of_memory, memory.advice))
     sys.excepthook(type(error), error, None)
     said = capsys.readouterr().err
-    assert said.startswith(f"error: rank 3 on alpha ran out of memory at an unknown line{asked}: take a smaller model")
+    assert said.startswith(f"error: rank 3 on alpha ran out of memory at an unknown line{asked}: use a smaller model")
     assert said.count("\n") == 1
     assert said.strip() in (tmp_path / "error.json").read_text()
 
@@ -158,7 +158,7 @@ def test_more_weights_than_memory_are_a_sentence(tmp_path):
     done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
-    line_of_code = r"scripts/mnist_mlp.py:\d+, which asked for 3136000000000 bytes: take"
+    line_of_code = r"scripts/mnist_mlp.py:\d+, which requested 3136000000000 bytes: use"
     assert re.search(rf"ran out of memory at \S*{line_of_code}", line)
     assert "Traceback" not in done.stderr
 

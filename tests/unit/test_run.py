@@ -174,7 +174,7 @@ def test_another_metric_to_keep_is_refused_on_a_resume(start, capsys):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"save_best": "f1"}, "error: --save_best f1 needs the metric f1, and the test has loss, bias: name one of"),
+        ({"save_best": "f1"}, "error: --save_best f1 needs the metric f1, but the test has loss, bias: name one of"),
         ({"save_best": "max:recall"}, "error: --save_best recall needs the metric recall"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is going to run: as a banner on the screen, and for run.json with its processes, versions and commit."""
+"""Describe the run that is about to start: topology, versions and commit, for the banner and run.json."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "numpy
 
 
 def describe_topology(accelerator: Accelerator) -> dict:
-    """The topology that runs, for run.json; "processes" has one entry per rank. Collective."""
+    """The running topology, for run.json; "processes" has one entry per rank. Collective."""
     options, _ = requested_topology()
     gpus = data_parallel_gpus(accelerator)
     on_gpu = accelerator.device.type == "cuda"
@@ -50,10 +50,9 @@ def describe_topology(accelerator: Accelerator) -> dict:
 
 
 def cpu_name() -> str:
-    """The model of the CPU, as far as the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")  # of Linux
-    found = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return found[1] if found else platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")  # Linux
+    match = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return match[1] if match else platform.processor()
 
 
 def announce(
@@ -65,12 +64,12 @@ def announce(
     batch_size: int,
     batch: str | None = None,
 ) -> dict:
-    """Print what is going to run; returns `describe_topology`. Collective.
+    """Print the banner; returns `describe_topology`. Collective.
 
     Args:
         data: names and values for the line "data".
         batch_size: samples per optimizer step, over all processes.
-        batch: how these are made up, for a script whose processes share the model. None: a part for each process.
+        batch: how the global batch is split, if the processes share the model. None: one part per process.
     """
     topology = describe_topology(accelerator)
     processes, accumulation = topology["num_processes"], topology["gradient_accumulation_steps"]
@@ -85,12 +84,12 @@ def announce(
         kind = f" (DataParallel over {gpus} GPUs)"
     elif processes > 1:
         kind = f" ({topology['distributed_type']} over {topology['backend']})"
-    each, rest = divmod(batch_size, virtual or processes * accumulation)
-    each = f"{each} or {each + 1}" if rest else each
-    batch = batch or f"{each} per process x {plural(processes, 'process')}"
+    size, rest = divmod(batch_size, virtual or processes * accumulation)
+    size = f"{size} or {size + 1}" if rest else size
+    batch = batch or f"{size} per process x {plural(processes, 'process')}"
     batch += f" x {plural(accumulation, 'accumulation step')}"
     if virtual:
-        batch = f"{each} per virtual process x {plural(virtual, 'virtual process')}"
+        batch = f"{size} per virtual process x {plural(virtual, 'virtual process')}"
     banner = (
         f"topology      {plural(processes, 'process')} on {machines}{kind}, each {device}, precision "
         f"{topology['mixed_precision']}\n"
@@ -105,7 +104,7 @@ def announce(
 
 
 def describe_code() -> dict:
-    """The versions of Python and of each package that is installed, and the commit of the code."""
+    """The versions of Python and the installed packages, and the commit of the code."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -116,7 +115,7 @@ def describe_code() -> dict:
 
 
 def code_digest() -> str:
-    """Of the script and of utils/: machines with different code would train one model in two ways."""
+    """A digest of the script and utils/, which must be the same on all machines."""
     digest = hashlib.sha256()
     for path in (Path(sys.argv[0]), *sorted(Path(__file__).parents[1].rglob("*.py"))):
         if path.is_file():  # not in a notebook
@@ -125,11 +124,11 @@ def code_digest() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of the code, with "+" after it if files were changed since; None outside git."""
+    """The commit of the code, followed by "+" if files have changed since; None outside git."""
     here = Path(__file__).parent
 
-    def git(*words):
-        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
+    def git(*arguments):
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
 
     try:

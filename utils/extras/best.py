@@ -1,23 +1,23 @@
-"""Which test was the best so far: for --save_best, for --patience, and for summary.json."""
+"""The best test results so far, for --save_best, --patience and summary.json."""
 
 import math
 
 from ..console import plural, show, stop
 
-# Words in the names of metrics of which less is better.
+# A metric whose name contains one of these words is better when lower.
 LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perplexity", "bits", "wer", "cer"}
 
 
 class Best:
-    """The best value of each number of the tests.
+    """The best value of each number in the test results.
 
     Args:
-        save_best: METRIC, min:METRIC or max:METRIC, as --save_best takes it; None: the loss.
-        patience: stop after so many tests without a better one; 0: never.
+        save_best: METRIC, min:METRIC or max:METRIC, as in --save_best; None: the loss.
+        patience: stop after this many tests without improvement; 0: never.
 
     Attributes:
-        values: by name, [best value, its step].
-        tests_since_best: of the monitored metric; 0: the last test was the best.
+        values: [best value, its step] by name.
+        tests_since_best: tests since the best value of the monitored metric.
     """
 
     def __init__(self, save_best: str | None = None, patience: int = 0):
@@ -26,16 +26,12 @@ class Best:
         self.load_state({})
 
     def add(self, numbers: dict[str, float], step: int) -> bool:
-        """Take the numbers of a test into account; returns whether it was the best by the monitored metric.
-
-        Raises:
-            SystemExit: if a flag needs the monitored metric and the test does not have it.
-        """
+        """Add a test result; returns whether it is the best so far by the monitored metric."""
         if (self.save_best or self.patience) and self.monitor not in numbers:
             known = ", ".join(name for name in numbers if name != "samples") or "none"
             flag = f"--save_best {self.monitor}" if self.save_best else "--patience"
             stop(
-                f"{flag} needs the metric {self.monitor}, and the test has {known}: name one of these with --save_best"
+                f"{flag} needs the metric {self.monitor}, but the test has {known}: name one of these with --save_best"
             )
         self.tests_since_best += 1
         for name, value in numbers.items():
@@ -47,7 +43,7 @@ class Best:
         return self.tests_since_best == 0
 
     def is_stuck(self, shows: bool) -> bool:
-        """Whether --patience is over; shows: whether this process says so."""
+        """Whether --patience has run out; shows: whether this process prints it."""
         stuck = 0 < self.patience <= self.tests_since_best
         if stuck and shows:
             tests = plural(self.tests_since_best, "test")
@@ -55,7 +51,7 @@ class Best:
         return stuck
 
     def state(self) -> dict:
-        """For a checkpoint, as JSON."""
+        """The state for a checkpoint, as JSON."""
         return {"best": dict(self.values), "tests_since_best": self.tests_since_best}
 
     def load_state(self, state: dict) -> None:
@@ -63,7 +59,7 @@ class Best:
         self.tests_since_best = state.get("tests_since_best", 0)
 
     def summary(self) -> dict:
-        """For summary.json: the best of each number, and with --save_best the step of the model that was kept."""
+        """For summary.json: the best value of each number and, with --save_best, the step of the saved model."""
         best = {f"best_{name}": value for name, (value, _) in self.values.items() if name != "samples"}
         if self.save_best and self.monitor in self.values:
             best["best_step"] = self.values[self.monitor][1]
@@ -71,17 +67,17 @@ class Best:
 
 
 def to_python(value):
-    """A tensor, an array or a number of NumPy's as Python numbers, alone or in lists; anything else as it is."""
+    """Convert tensors and NumPy values to Python numbers or lists; return anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def is_number(value) -> bool:
-    """Whether a value can be compared and drawn: no bool, text or list."""
+    """Whether a value is an int or a float, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def metric_direction(metric: str) -> tuple[str, bool]:
-    """The name in METRIC, min:METRIC or max:METRIC, and whether less is better: by default for losses and errors."""
+    """The name in METRIC, min:METRIC or max:METRIC, and whether lower is better, as it is for losses and errors."""
     direction, _, name = metric.partition(":")
     if direction in ("min", "max") and name:
         return name, direction == "min"

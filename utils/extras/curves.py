@@ -1,8 +1,7 @@
 """curves.png: the metrics of a run over its steps.
 
-A picture that cannot be drawn or written is a warning and never the end of a run: the numbers are in a file already.
-matplotlib is imported only when a picture is drawn. `Figure` is used instead of pyplot, which would choose a window
-system and keep every figure.
+Errors while drawing never end a run, because metrics.jsonl already has the numbers. `Figure` is used instead of pyplot,
+which would choose a window system and keep every figure in memory.
 """
 
 import json
@@ -19,15 +18,11 @@ RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
 NOT_PLOTTED = ("split", "step", "epoch", "samples_per_s", "data_wait_pct", "samples")
 MAX_PANELS = 6
 MAX_COLUMNS = 3
-MARKERS_BELOW = 30  # points: a line with fewer shows each one
+MARKERS_BELOW = 30  # curves with fewer points show each one
 
 
 def save_picture(picture: Path, draw: Callable) -> None:
-    """Call `draw()`, which returns a matplotlib Figure or None, and write the figure as a PNG.
-
-    An error is shown as a warning. It can be of any type: matplotlib is not installed, cannot draw
-    these values, or the disk is full.
-    """
+    """Call `draw()`, which returns a matplotlib Figure or None, and write it as a PNG; errors become warnings."""
     try:
         import matplotlib.figure  # noqa: F401  `draw` needs it
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -35,27 +30,23 @@ def save_picture(picture: Path, draw: Callable) -> None:
         figure = draw()
         if figure is not None:
             figure.set_dpi(120)
-            # savefig would draw the figure twice, the first time for options that are not used.
+            # savefig would draw the figure twice.
             write_atomically(picture, FigureCanvasAgg(figure).print_png)
-    except Exception as error:
+    except Exception as error:  # matplotlib is missing or cannot draw these values, the disk is full, ...
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        show(f"warning: {picture} is missing, it cannot be drawn or written: {reason}", "yellow")
+        show(f"warning: {picture} cannot be drawn or written: {reason}", "yellow")
 
 
 def plot_curves(metrics_file: Path, picture: Path, title: str = "") -> None:
-    """Plot the metrics in metrics.jsonl over the steps: one panel per metric, train and test in each.
-
-    The first six metrics are plotted, without learning rates and timings. Without any metric there is no picture.
-    """
+    """Plot the first six metrics in metrics.jsonl, without learning rates and timings: a panel for each."""
     save_picture(picture, lambda: draw_curves(read_curves(metrics_file), title))
 
 
 def read_curves(metrics_file: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Read metrics.jsonl as {metric: {split: [(step, value), ...]}}, with finite values only.
 
-    A training line is a mean since the line before it. What is left at the end of an epoch may be a few steps, whose
-    mean is noise and would be drawn as a cliff: a line of less than a quarter of the steps of the line before it, in
-    the same epoch, is left out.
+    A train line is a mean over the steps since the previous one. The last line of an epoch may cover only a few steps,
+    whose noisy mean would look like a cliff, so it is skipped if it covers less than a quarter of the previous line's.
     """
     curves = {}
     last_step, last_steps, last_epoch = 0, 0, None
@@ -75,7 +66,7 @@ def read_curves(metrics_file: Path) -> dict[str, dict[str, list[tuple[int, float
 
 
 def draw_curves(curves: dict[str, dict[str, list[tuple[int, float]]]], title: str):
-    """Draw `read_curves`' result; returns a Figure, or None if there is nothing to draw."""
+    """Draw the result of `read_curves`; returns a Figure, or None if there is nothing to draw."""
     from matplotlib.figure import Figure
 
     names = list(curves)[:MAX_PANELS]
@@ -94,7 +85,7 @@ def draw_curves(curves: dict[str, dict[str, list[tuple[int, float]]]], title: st
 
 
 def draw_panel(axes, name: str, splits: dict[str, list[tuple[int, float]]]) -> None:
-    """Draw one metric into a panel, a line for each split."""
+    """Draw one metric into a panel, with one curve per split."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
     kind = name.rpartition("_")[2]  # "ema_loss" is a "loss"
@@ -110,10 +101,10 @@ def draw_panel(axes, name: str, splits: dict[str, list[tuple[int, float]]]) -> N
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     values = [value for points in splits.values() for _, value in points]
-    # A smaller range than a factor of five would leave a logarithmic axis with one label or none.
+    # Over less than a factor of five, a logarithmic axis would have at most one label.
     if kind == "loss" and min(values) > 0 and max(values) >= 5 * min(values):
         axes.set_yscale("log")
-        # Over many decades LogLocator labels every n-th power of ten, and with more `subs` nothing.
+        # Over many decades LogLocator labels every n-th power of ten, but with more `subs` nothing.
         subs = (1, 2, 5) if max(values) < 1000 * min(values) else (1,)
         axes.yaxis.set_major_locator(LogLocator(subs=subs))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -123,9 +114,9 @@ def draw_panel(axes, name: str, splits: dict[str, list[tuple[int, float]]]) -> N
 
 
 def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path) -> None:
-    """Plot a confusion matrix, coloured by the fraction of each true class.
+    """Plot a confusion matrix of counts [true][predicted], coloured by the fraction of each true class.
 
-    confusion: counts by [true class][predicted class]. They are printed for up to 30 classes.
+    The counts are printed for up to 30 classes.
     """
     save_picture(picture, lambda: draw_confusion(confusion, classes, picture.parent.name))
 
@@ -138,7 +129,7 @@ def draw_confusion(confusion: list[list[int]], classes: list[str], run: str):
     side = min(12, 3 + 0.4 * len(classes))
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
-    norm = PowerNorm(0.4, 0, 1)  # an error rate of a few percent can still be seen
+    norm = PowerNorm(0.4, 0, 1)  # makes error rates of a few percent visible
     image = axes.imshow(fractions, cmap="Blues", norm=norm)
     figure.colorbar(image, label="fraction of the true class", shrink=0.8)
     correct = sum(counts[label] for label, counts in enumerate(confusion))

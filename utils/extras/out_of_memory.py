@@ -1,4 +1,4 @@
-"""How much memory training takes, and the largest batch that fits into the memory there is."""
+"""The largest batch that fits into memory, and a message for out-of-memory errors."""
 
 import contextlib
 import functools
@@ -22,20 +22,18 @@ from ..console import own_line
 def largest_that_fits(
     attempt: Callable[[int], object], size: int, accelerator: Accelerator, cpu_memory_gib: float = 0
 ) -> int:
-    """Halve `size`, rounding up, until `attempt(size)` fits into the memory of every process.
+    """Halve `size`, rounding up, until `attempt(size)` fits into the memory of every process. Collective.
 
-    A collective: call it on every rank. All ranks return the same number, the smallest that any of
-    them found; 0 if not even 1 fits. `attempt` itself must not communicate, so it must use the bare
-    model, before `prepare`. If it did, a rank that runs out of memory would leave the others
-    waiting in an all-reduce.
+    `attempt` must not communicate, so it must use the bare model, before `prepare`: a rank that runs out of memory
+    would leave the others waiting. With accelerate.utils.find_executable_batch_size, only the process that ran out of
+    memory starts again, while the others wait in an all-reduce.
 
-    cpu_memory_gib: on a CPU, the limit for the tensors that autograd keeps for the backward pass.
-        0: the free memory of the machine, divided by its processes.
+    Args:
+        cpu_memory_gib: on a CPU, the limit for tensors that autograd saves for the backward pass.
+            0: the machine's free memory, divided by its processes.
 
-    accelerate.utils.find_executable_batch_size is not enough. Only the process that ran out of
-    memory starts again, with 0.9 of the batch size, while the others wait in their all-reduce. If
-    all of them ran out at the same time, each step uses a smaller batch from then on. The test
-    for an out-of-memory error is taken from there.
+    Returns:
+        The smallest size that any rank found; 0 if not even 1 fits.
     """
     if accelerator.device.type == "cpu":
         free_bytes = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -54,8 +52,7 @@ def largest_that_fits(
 def fits(attempt: Callable[[int], object], size: int, limit: Callable) -> bool:
     """Whether `attempt(size)` runs within `limit()` without an out-of-memory error.
 
-    This is a function of its own so that the error is gone when it returns. The error's traceback
-    would keep the tensors of the attempt in memory.
+    A separate function, because the error's traceback keeps the tensors of the attempt in memory until it returns.
     """
     try:
         with limit():
@@ -68,34 +65,32 @@ def fits(attempt: Callable[[int], object], size: int, limit: Callable) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out; ALLOC_FAILED is cuBLAS's and cuDNN's word."""
     if not isinstance(error, Exception):
         return False
-    if isinstance(error, MemoryError) or "ALLOC_FAILED" in str(error):
+    if isinstance(error, MemoryError) or "ALLOC_FAILED" in str(error):  # from cuBLAS and cuDNN
         return True
     return should_reduce_batch_size(error)
 
 
 def advice(error: BaseException, trace: TracebackType | None) -> str:
-    """The sentence for an out-of-memory error, with the line of code."""
-    tried = re.search(r"[Tt]ried to allocate (\S+ \w+)", str(error))
+    """The message for an out-of-memory error, with the line of code."""
+    request = re.search(r"[Tt]ried to allocate (\S+ \w+)", str(error))
     line = own_line(reversed([*traceback.walk_tb(trace)]))
-    asked = f", which asked for {tried[1]}" if tried else ""
+    requested = f", which requested {request[1]}" if request else ""
     return (
-        f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()} ran out of memory at {line}{asked}: "
-        "take a smaller model, or more --gradient_accumulation_steps, which make the same step of smaller micro-batches"
+        f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()} ran out of memory at {line}{requested}: "
+        "use a smaller model, or more --gradient_accumulation_steps: the same steps from smaller micro-batches"
     )
 
 
 @contextlib.contextmanager
 def limit_of_kept_tensors(limit_bytes: int) -> Iterator[None]:
-    """Raise MemoryError as soon as autograd keeps more than `limit_bytes` for the backward pass.
+    """Raise MemoryError when autograd saves more than `limit_bytes` for the backward pass.
 
-    On a CPU there is no error when memory runs out: Linux promises more memory than it has, and
-    kills the process that uses it. A limit of the process (RLIMIT_DATA) does give errors, but after
-    oneDNN was refused memory for its code once, it fails in every later call.
+    When a CPU runs out of memory there is no error: Linux kills the process. A process limit (RLIMIT_DATA) does raise
+    errors, but once oneDNN has been refused memory for its code, all its later calls fail.
     """
-    # By address: a tensor that several operations keep, such as a weight, counts once.
+    # By address: a tensor that several operations save, such as a weight, counts once.
     kept_bytes = {}
 
     def keep(tensor):

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new measurement of `own_peak_memory_gib`; no effect on a CPU without Linux."""
+    """Restart the measurement of `own_peak_memory_gib`; no effect on a CPU without Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
@@ -20,13 +20,12 @@ def reset_peak_memory(device: torch.device) -> None:
 def own_peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process in GiB since the last reset.
 
-    On an NVIDIA or AMD GPU: the peak of its tensors. Otherwise: the peak of the whole process,
-    which without Linux counts from the start of the process.
+    On an NVIDIA or AMD GPU that of its tensors, else that of the whole process (without Linux, since its start).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if sys.platform == "linux":
-        # Not getrusage: its peak includes what the launcher took before this program started.
+        # Not getrusage, whose peak includes the launcher's memory from before this program started.
         status = Path("/proc/self/status").read_text()
         peak_kib = int(status.partition("VmHWM:")[2].split()[0])
         return peak_kib / 2**20

@@ -1,4 +1,4 @@
-"""Start from weights that somebody else has trained (--pretrained)."""
+"""Start from pretrained weights (--pretrained)."""
 
 import safetensors.torch
 import torch
@@ -8,16 +8,12 @@ from ..console import stop
 
 
 def load_pretrained(model: nn.Module, source: str, head: str | None = None) -> None:
-    """Copy weights from a file, or from the URL of one, into a model that is not yet prepared.
+    """Load weights from a file or a URL into a model that is not yet prepared.
 
     Args:
-        source: a .safetensors file, any other file of torch.save, or an https URL of one. Nothing in
-            it is executed.
-        head: name of the last layer, which keeps what it has if the weights are for a different
-            number of classes; None: all weights must fit.
-
-    Raises:
-        SystemExit: if they are not there, or of a different model.
+        source: a .safetensors file, a file written by torch.save, or an https URL of one. No code in it is executed.
+        head: name of the last layer, which keeps its weights if those in the file are for a different number of
+            classes; None: all weights must fit.
     """
     try:
         if source.startswith("https://"):
@@ -31,7 +27,7 @@ def load_pretrained(model: nn.Module, source: str, head: str | None = None) -> N
             if any(state[name].shape != tensor.shape for name, tensor in new_head.items()):
                 state |= new_head
         model.load_state_dict(state)
-    except Exception as error:  # no network, file, format, name: there are no such weights
-        # The first line of what load_state_dict raises says only that there are errors.
+    except Exception as error:  # no network, no such file, unknown format, different names, ...
+        # The first line of load_state_dict's error says only that there are errors.
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
-        stop(f"--pretrained {source} cannot be read, or is of another model: {reason}")
+        stop(f"--pretrained {source} cannot be read, or is for a different model: {reason}")

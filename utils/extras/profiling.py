@@ -1,4 +1,4 @@
-"""A profile of some steps: how long each part of a step takes, and a trace to look at."""
+"""Profile a few steps (--profile): how long each part of a step takes, and a trace."""
 
 import atexit
 import contextlib
@@ -20,15 +20,15 @@ OPERATORS = 30  # rows of torch's own table
 class Profiler:
     """Records steps with torch.profiler, after the first WARM_UP. The run continues afterwards.
 
-    Hooks mark the forward pass, the backward pass and the optimizer's step; the training loop only calls `waits` and
-    `step`. The device is synchronized at both ends of each part: otherwise the time of a GPU's work would count where
-    the CPU next waits for it.
+    Hooks mark the forward pass, the backward pass and the optimizer's step; the training loop calls only `waits` and
+    `step`. The device is synchronized before and after each part; otherwise a GPU's time would be attributed to
+    whatever part of the code next waits for it.
 
     Writes profile/trace_rank<r>.json.gz for each process, to open with https://ui.perfetto.dev, and profile/table.txt.
 
     Args:
-        folder: of the run.
-        steps: how many to record.
+        folder: the run's folder.
+        steps: number of steps to record.
         models, optimizers: as `prepare` returned them.
     """
 
@@ -37,9 +37,9 @@ class Profiler:
         self.recorder, self.synchronize = None, torch.accelerator.synchronize
         if accelerator.device.type == "cpu":
             self.synchronize = lambda: None
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the library warns that it finds no GPU
-        self.open = []  # the step and its part that are being recorded
-        self.names = {}  # of all parts, in the order of their first occurrence
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses its warning that there is no GPU
+        self.open = []  # the step and the part of it that are being recorded
+        self.names = {}  # of all parts, in order of first occurrence
         self.around_backward = functools.partial(self.phase, "backward")
         accelerator.around_backward.append(self.around_backward)
         self.hooks = []
@@ -58,13 +58,13 @@ class Profiler:
         atexit.register(self._abandon)
 
     def _abandon(self) -> None:
-        """At the end of the process: one that ends while it is recorded would crash, and lose its exit code."""
+        """Stop the recording at exit; a process that exits while recording crashes and loses its exit code."""
         if self.recorder is not None:
             self.recorder.on_trace_ready = None
             self.recorder.stop()
 
     def _enter(self, name: str) -> None:
-        if self.recorder is not None and (self.open or name == "step"):  # a forward pass outside of a step is a test's
+        if self.recorder is not None and (self.open or name == "step"):  # forward passes outside of steps are tests
             self.synchronize()
             self.names[name] = None
             self.open.append(torch.profiler.record_function(name))
@@ -77,7 +77,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """A part of the step with its own row in the table. Parts must not be nested. Also a decorator."""
+        """Context manager or decorator: a part of the step with its own row in the table. Parts must not be nested."""
         self._enter(name)
         try:
             yield
@@ -85,7 +85,7 @@ class Profiler:
             self._leave()
 
     def waits(self, batches: Iterable) -> Iterator:
-        """The same batches; to ask for the first one of a step begins the step, with the part "data wait"."""
+        """Yield the batches. Requesting the first one of a step begins the step, with the part "data wait"."""
         batches = iter(batches)
         while True:
             if not self.open:
@@ -98,7 +98,7 @@ class Profiler:
         self._leave()
 
     def step(self) -> None:
-        """End a step. Logs, tests and checkpoints before the next batch belong to no step."""
+        """End a step. Logging, tests and checkpoints before the next batch are not part of any step."""
         self._leave()
         if self.recorder is not None:
             self.recorder.step()
@@ -125,16 +125,16 @@ class Profiler:
 
 
 def mean_ms(events: list, names: list[str], steps: int) -> dict[str, float]:
-    """Mean milliseconds per step of each part, of the communication, and of the communication during computation.
+    """Mean milliseconds per step of each part, of communication, and of communication that overlaps computation.
 
     Args:
-        events: a torch.profiler.profile's.
+        events: from torch.profiler.profile.
         names: "step" and the names of its parts.
     """
     spans = {name: [] for name in [*names, "communication", "kernel", "gradient"]}
     for event in events:
         name, on_device = event.name, event.device_type != torch.autograd.DeviceType.CPU
-        if on_device and event.is_user_annotation:  # a copy of the one on the CPU
+        if on_device and event.is_user_annotation:  # a copy of the CPU's
             continue
         if name.startswith("gloo:") or (on_device and "nccl" in name.lower()):
             name = "communication"
@@ -164,7 +164,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def as_text(ranks: list[dict[str, float]], steps: int, folder: Path) -> str:
-    """The table for the screen: rank 0, and with several ranks the smallest and largest value."""
+    """The table for the screen: rank 0's values and, with several ranks, the smallest and the largest one."""
     lines = [f"profile       {steps} steps after the first {WARM_UP}", f"  {'':<15}{'ms':>10}{'of a step':>11}"]
     for name, ms in ranks[0].items():
         values = [rank[name] for rank in ranks]

@@ -1,4 +1,4 @@
-"""--log_with: Accelerate's trackers, such as tensorboard, beside metrics.jsonl."""
+"""Log to Accelerate's trackers, such as tensorboard, in addition to metrics.jsonl (--log_with)."""
 
 from collections.abc import Callable
 
@@ -10,20 +10,17 @@ from ..console import show, stop
 
 
 def check_trackers(*wanted) -> list:
-    """The trackers of all arguments, each a tracker, a list of trackers or None, in one list.
+    """Combine the arguments, each a tracker, a list of trackers or None, into one list.
 
-    Accelerate itself leaves a tracker out whose package is missing, and does not say so.
-
-    Raises:
-        SystemExit: if Accelerate does not know one of them, or its package is not installed.
+    Stops at unknown and uninstalled trackers, which Accelerate would silently leave out.
     """
     trackers = []
     for value in wanted:
         if value is not None:
             trackers += value if isinstance(value, (list, tuple)) else [value]
     for tracker in trackers:
-        name = str(tracker)  # a LoggerType of Accelerate becomes its name
-        if isinstance(tracker, GeneralTracker) or name == "all":  # all: those that are installed
+        name = str(tracker)  # also for Accelerate's LoggerType
+        if isinstance(tracker, GeneralTracker) or name == "all":  # all installed ones
             continue
         if name not in LOGGER_TYPE_TO_CLASS:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
@@ -35,20 +32,19 @@ def check_trackers(*wanted) -> list:
 
 
 class Trackers:
-    """The trackers of a run. One that fails is a warning, once, and no longer logged to: the numbers are in
-    metrics.jsonl in any case.
+    """The trackers of a run. If one fails, a warning is printed and it gets no more values.
 
     Args:
-        config: the arguments of the run, for those that show them.
+        config: the arguments of the run, for trackers that show them.
     """
 
     def __init__(self, accelerator: Accelerator, config: dict):
         self.accelerator = accelerator
         accelerator.init_trackers("run", config=config)
         for tracker in accelerator.trackers:
-            place = getattr(tracker, "logging_dir", None)
-            if place is not None:
-                accelerator.print(f"{tracker.name:<12}  {place}", flush=True)
+            folder = getattr(tracker, "logging_dir", None)
+            if folder is not None:
+                accelerator.print(f"{tracker.name:<12}  {folder}", flush=True)
 
     def log(self, values: dict, step: int) -> None:
         self._each(lambda tracker: tracker.log(values, step=step))
@@ -64,4 +60,4 @@ class Trackers:
             except Exception as error:
                 self.accelerator.trackers.remove(tracker)
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                show(f"warning: the tracker {tracker.name} failed, and gets no more values: {reason}", "yellow")
+                show(f"warning: the tracker {tracker.name} failed and gets no more values: {reason}", "yellow")
