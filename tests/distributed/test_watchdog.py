@@ -73,7 +73,7 @@ behind = {"at": "data.py:270", "progress": [3, 4], "host": "beta"}
             "rank 1 on alpha at train.py:9 in step 3 has waited 70 s for "
             "rank 0 on alpha at train.py:9 in step 3, whose process is stopped or gone",
         ),
-        ([place(), place(at="other.py:1")], "no rank has gone on for 70 s: rank 0 on alpha at train.py:9 in step 3, "),
+        ([place(), place(at="other.py:1")], "no rank has progressed for 70 s: rank 0 on alpha at train.py:9 in step 3"),
         ([place(still_s=59), place()], None),  # all may compute
     ],
 )

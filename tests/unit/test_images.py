@@ -102,7 +102,7 @@ def test_a_bad_file_is_named(tmp_path, capsys, kind, num_workers):
     assert error.startswith("error: --dataset ")
     assert len(error.splitlines()) == 1
     assert f"cat/{kind}.png" in error
-    assert error.endswith("; --skip_bad_images leaves it out\n")
+    assert error.endswith("; --skip_bad_images skips it\n")
 
 
 def test_bad_files_are_left_out_and_told(tmp_path):

@@ -1,4 +1,4 @@
-"""Image files of any format and colour that PIL reads, as 8-bit grey or RGB."""
+"""Decode image files of any format that PIL reads to 8-bit grey or RGB."""
 
 import io
 import os
@@ -14,17 +14,17 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to 8-bit RGB; transparent pixels become white.
 
     Raises:
-        ValueError: for pixels whose range is unknown: floating point, or integers of over 16 bits.
+        ValueError: if the range of the pixels is unknown: floating point, or integers of more than 16 bits.
     """
     if image.mode == "RGB":
         return image
-    if image.mode.startswith("I"):  # 16 bits, which PIL's own conversion would clip at 255
+    if image.mode.startswith("I"):  # 16 bits, which PIL's conversion would clip at 255
         pixels = np.asarray(image)
         if pixels.min() < 0 or pixels.max() > 65535:
             raise ValueError("its pixels are integers of unknown range")
         return Image.fromarray((pixels / 257).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
-        raise ValueError("its pixels are floating point numbers of unknown range")
+        raise ValueError("its pixels are floating-point numbers of unknown range")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -33,38 +33,34 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def to_grey(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to 8-bit grey, as `to_rgb`."""
     return image if image.mode == "L" else to_rgb(image).convert("L")
 
 
 def decode_images(contents: list[bytes | None], paths: list[str | None], dataset: str) -> np.ndarray:
-    """Decode image files of one size, with a thread per core.
+    """Decode image files of one size, with one thread per core.
 
     Args:
-        contents: of the files; None: the file lies at its path.
-        dataset: for messages.
+        contents: of each file; None: read the file at its path.
+        dataset: the value of --dataset, for messages.
 
     Returns:
-        uint8 (N, C, H, W); C is 1 if all of them are grey, else 3.
-
-    Raises:
-        SystemExit: if an image cannot be decoded or has a different size.
+        uint8 (N, C, H, W); C is 1 if all images are grey, else 3.
     """
 
     def read(row, use):
-        """`use` of an open image."""
+        """Return `use(image)` of an open image."""
         try:
             content = contents[row]
             with Image.open(paths[row] if content is None else io.BytesIO(content)) as image:
                 return use(image)
-        except Exception as error:  # PIL has no common class for what its thirty readers raise
+        except Exception as error:  # PIL's readers have no common base class of errors
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"{name(row)} cannot be decoded: {reason}") from error
 
     def name(row):
         return paths[row] or f"the image in row {row}"
 
-    def is_grey(image):  # known from the header: nothing is decoded
+    def is_grey(image):  # known from the header, without decoding
         return image.mode in ("1", "L") or image.mode.startswith("I")
 
     def decode(row):
@@ -75,7 +71,7 @@ def decode_images(contents: list[bytes | None], paths: list[str | None], dataset
         image = decode(row)
         if image.shape != first.shape:
             sizes = [f"{shape[1]}x{shape[0]}" for shape in (image.shape, first.shape)]
-            raise ValueError(f"{name(row)} has {sizes[0]} pixels and the first image {sizes[1]}: make them equal")
+            raise ValueError(f"{name(row)} has {sizes[0]} pixels and the first image {sizes[1]}: resize them")
         pixels[row] = image
 
     rows = range(len(contents))
@@ -84,7 +80,7 @@ def decode_images(contents: list[bytes | None], paths: list[str | None], dataset
             all_grey = all(pool.map(lambda row: read(row, is_grey), rows))
             first = decode(0)
             pixels = np.empty((len(contents), *first.shape), np.uint8)
-            for _ in pool.map(decode_into, rows):  # raises here what a thread raised
+            for _ in pool.map(decode_into, rows):  # raises the errors of the threads
                 pass
     except ValueError as error:
         stop(f"--dataset {dataset}: {error}")

@@ -1,4 +1,4 @@
-"""Image files of any size and kind, decoded when a batch needs them, and augmented at random."""
+"""Image files of any size and format, decoded and randomly augmented when they are read."""
 
 import functools
 import hashlib
@@ -25,9 +25,9 @@ MEAN_COLOUR = (124, 116, 104)  # of ImageNet, RGB
 
 
 def open_upright(cell: dict) -> Image.Image:
-    """Open the image of a cell {"bytes", "path"} of a `datasets` Image column.
+    """Open the image of a cell {"bytes", "path"} of a `datasets` Image column, rotated according to its EXIF data.
 
-    The image is rotated as its EXIF data say. Without such a rotation it is not decoded yet.
+    It is not decoded yet, unless it is rotated.
     """
     image = Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"]))
     if image.getexif().get(EXIF_ORIENTATION, 1) == 1:
@@ -36,11 +36,10 @@ def open_upright(cell: dict) -> Image.Image:
 
 
 def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], size: int) -> torch.Tensor:
-    """Crop `box` (left, top, width, height; in pixels) and resize it to (size, size).
+    """Crop `box` (left, top, width, height; in pixels) and resize it to (size, size), bilinear with antialiasing.
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crop then still has `size` pixels: this saves a part of the
-    inverse transform, and averages pixels as antialiasing would. Bilinear with antialiasing, by torch, which resizes
-    uint8 images twice as fast as PIL.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crop then still has `size` pixels: this skips a part of the
+    inverse transform, and averages pixels as antialiasing would. torch resizes uint8 images twice as fast as PIL.
 
     Returns:
         uint8 (size, size, 3), RGB.
@@ -49,7 +48,7 @@ def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], 
     whole_width, whole_height = image.size
     factor = int(min(width, height) // size)
     if factor >= 2:
-        # The decoder takes the next power of two, and never less than the size that is asked for.
+        # The decoder uses a power of two that gives at least the requested size.
         image.draft("RGB", (whole_width // factor, whole_height // factor))
     x_scale = image.size[0] / whole_width
     y_scale = image.size[1] / whole_height
@@ -57,7 +56,7 @@ def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], 
     first_row = int(top * y_scale + 0.5)
     last_column = max(int((left + width) * x_scale + 0.5), first_column + 1)
     last_row = max(int((top + height) * y_scale + 0.5), first_row + 1)
-    # torchvision.io.decode_jpeg gives the same pixels in three quarters of the time, and is deprecated since 0.29.
+    # torchvision.io.decode_jpeg takes three quarters of the time for the same pixels, but is deprecated since 0.29.
     part = to_rgb(image).crop((first_column, first_row, last_column, last_row))
     pixels = torch.from_numpy(np.array(part)).permute(2, 0, 1)[None]
     resized = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
@@ -65,7 +64,7 @@ def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], 
 
 
 class CenterCrop:
-    """The middle of an image: resize the shorter side to `resize`, then crop (size, size)."""
+    """Resize the shorter side of an image to `resize`, then crop (size, size) from the center."""
 
     deterministic = True
 
@@ -81,14 +80,14 @@ class CenterCrop:
 
 
 class RandomAugment:
-    """torchvision's transforms for training. They draw from torch's global generator.
+    """torchvision's transforms for training, which draw from torch's global generator.
 
     Args:
-        size: pixels of a side of the result.
+        size: height and width of the result, in pixels.
         min_area: smallest area of a crop, as a fraction of the image.
         flip: probability of a horizontal flip.
         trivial_augment: apply one random operation at a random strength. Source: https://arxiv.org/abs/2103.10158.
-        erase: probability that a rectangle gets the mean colour. Source: https://arxiv.org/abs/1708.04896.
+        erase: probability of filling a rectangle with the mean colour. Source: https://arxiv.org/abs/1708.04896.
     """
 
     deterministic = False
@@ -115,15 +114,12 @@ class RandomAugment:
 
 
 class ImageFiles(Dataset):
-    """A map-style dataset of a split whose images are decoded when they are read.
-
-    An item is (uint8 (H, W, 3), label). In a batch of `collate` the images are (N, 3, H, W) in channels_last.
+    """A map-style dataset whose images are decoded when they are read; an item is (uint8 (H, W, 3), label).
 
     Args:
         split: a Split of images_in_memory.
-        transform: makes a uint8 tensor (H, W, 3) of a PIL image. It may draw from the global generators of torch,
-            Python and NumPy, which GlobalLoader seeds for each item. A transform that draws nothing says so with an
-            attribute `deterministic = True`.
+        transform: turns a PIL image into a uint8 tensor (H, W, 3). It may draw from the global generators of torch,
+            Python and NumPy, which GlobalLoader seeds for each item, unless it has `deterministic = True`.
     """
 
     def __init__(self, split, transform):
@@ -134,18 +130,13 @@ class ImageFiles(Dataset):
         return len(self.split.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """The image and its label.
-
-        Raises:
-            UnreadableItem: with the name of the file, if the image cannot be decoded.
-        """
         try:
             return self.read(index), int(self.split.labels[index])
         except ValueError as error:
-            raise UnreadableItem(f"--dataset {self.split.dataset}: {error}; --skip_bad_images leaves it out") from error
+            raise UnreadableItem(f"--dataset {self.split.dataset}: {error}; --skip_bad_images skips it") from error
 
     def read(self, index: int) -> torch.Tensor:
-        """The image alone.
+        """The image only.
 
         Raises:
             ValueError: with the name of the file, if it cannot be decoded.
@@ -154,7 +145,7 @@ class ImageFiles(Dataset):
         try:
             with open_upright(cell) as image:
                 return self.transform(image)
-        except Exception as error:  # PIL has no common class for what its thirty readers raise
+        except Exception as error:  # PIL's readers have no common base class of errors
             name = cell["path"] or "the image"
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"{name} (row {index}) cannot be decoded: {reason}") from error
@@ -171,7 +162,7 @@ class ImageFiles(Dataset):
 
 
 def default_num_workers(accelerator: Accelerator) -> int:
-    """Worker processes for ImageFiles: this process's part of the cores, at most 16; 0 if the CPU trains."""
+    """Worker processes for ImageFiles: this process's share of the cores, at most 16; 0 when training on the CPU."""
     if accelerator.device.type == "cpu":
         return 0
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -179,15 +170,15 @@ def default_num_workers(accelerator: Accelerator) -> int:
 
 
 def without_bad_images(split, accelerator: Accelerator, num_workers: int | None = None):
-    """Read all images, and leave out those that cannot be decoded. Collective.
+    """Read all images, and skip those that cannot be decoded. Collective.
 
     Args:
-        num_workers: threads. None or 0: one per core.
+        num_workers: number of threads. None or 0: one per core.
 
     Returns:
         The split without the bad images, and {row: why it cannot be decoded}.
     """
-    dataset = ImageFiles(split, CenterCrop(8, 8))  # small: decoding costs the most, not resizing
+    dataset = ImageFiles(split, CenterCrop(8, 8))  # tiny: decoding takes longest in any case
 
     def why_bad(row: int) -> str | None:
         try:
@@ -199,8 +190,7 @@ def without_bad_images(split, accelerator: Accelerator, num_workers: int | None 
     rows = range(accelerator.process_index, len(dataset), accelerator.num_processes)
     with ThreadPoolExecutor(num_workers or os.cpu_count()) as pool:
         reasons = list(pool.map(why_bad, rows))
-    mine = [(row, reason) for row, reason in zip(rows, reasons, strict=True) if reason]
-    bad = dict(gather_object(mine))
+    bad = dict(gather_object([(row, reason) for row, reason in zip(rows, reasons, strict=True) if reason]))
     if not bad:
         return split, bad
     good = [row for row in range(len(dataset)) if row not in bad]
@@ -208,16 +198,16 @@ def without_bad_images(split, accelerator: Accelerator, num_workers: int | None 
 
 
 def fingerprint(split) -> str:
-    """16 hex digits of the labels and the images' names and sizes in bytes; to read all pixels would take an epoch."""
+    """A digest of the labels and the images' names and sizes in bytes; reading all pixels would take an epoch."""
     import pyarrow.compute
 
     digest = hashlib.sha256(split.labels.numpy())
     column = split.rows.data.column(split.image_column)
     contents = pyarrow.compute.struct_field(column, "bytes")
     paths = pyarrow.compute.struct_field(column, "path").to_pylist()
-    # From the offsets in the table: no image is read.
+    # From the offsets in the table, without reading an image.
     sizes = pyarrow.compute.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
-    for row in np.flatnonzero(sizes == -1):  # a file beside the table
+    for row in np.flatnonzero(sizes == -1):  # a file outside the table
         sizes[row] = file_size(paths[row])
     digest.update(sizes)
     for path in paths:
@@ -226,8 +216,7 @@ def fingerprint(split) -> str:
 
 
 def file_size(path: str | None) -> int:
-    """Bytes of a file; -1 if it cannot be read, of which reading it will say more."""
     try:
         return os.path.getsize(path or "")
-    except OSError:
+    except OSError:  # reading the image will report it
         return -1

@@ -1,8 +1,8 @@
-"""Reports which rank the others wait for, with its line of code, and says in one sentence that a peer is lost.
+"""Hang watchdog: reports which rank the others wait for, or which one is lost, with its line of code.
 
-A thread of each process writes to the store of the process group which step its rank is in, how many collectives it has
-begun, and where its main thread is. Where all stand still, the rank that has begun the fewest is behind. This holds for
-NCCL too, whose calls return before the collective has ended.
+In each process, a thread writes to the process group's store which step its rank is in, how many collectives it has
+started, and where its main thread is. If all ranks stand still, the one that has started the fewest is behind. This
+works with NCCL too, whose calls return before the collective has finished.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from torch import distributed
 from ..console import own_line, show
 from ..topology import resume_command, route_address
 
-PATIENCE = 0.1  # of the time-out: a longer wait is reported
-SHORTEST_S = 6.0  # but none that is shorter than this: a busy machine may stop a thread for a second or two
-MAX_LATE = 5  # ranks in one sentence
+PATIENCE = 0.1  # waits longer than this fraction of the timeout are reported,
+SHORTEST_S = 6.0  # unless they are shorter than this: a busy machine may stop a thread for a second or two
+MAX_LATE = 5  # ranks in one message
 
-# What gloo, NCCL and their store say when another process is gone or silent. Their other errors, such as those about
-# wrong shapes, do not match.
+# Errors of gloo, NCCL and their store that mean a process is gone or does not answer; others, such as wrong shapes, do
+# not match.
 LOST = re.compile(
     "connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process", re.IGNORECASE
 )
@@ -40,14 +40,14 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class Watchdog(threading.Thread):
-    """Watches the thread that makes it.
+    """Watches the thread that creates it.
 
     Args:
-        args: the parsed flags. If there is a --resume among them, the sentences end with the command to continue.
+        args: the parsed flags. If they include --resume, messages end with the command to continue.
 
     Attributes:
-        ranks: what each rank has last published; empty until `watch`, or with one process.
-        found: the sentence about the rank that is behind; None while the run goes on.
+        ranks: the last published state of each rank; empty before `watch`, and with one process.
+        found: the message about the rank that is behind; None while the run progresses.
     """
 
     step = 0  # optimizer steps done; `Run` sets it on the class
@@ -61,19 +61,19 @@ class Watchdog(threading.Thread):
         self.ended = threading.Event()
 
     def watch(self, timeout_s: float) -> None:
-        """Tell all ranks who this one is, and begin to watch. With one process it does nothing. Collective.
+        """Exchange host names and start watching; does nothing with one process. Collective.
 
         Args:
-            timeout_s: after which a collective fails.
+            timeout_s: the timeout of collectives.
         """
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return
         self.timeout_s, self.patience_s = timeout_s, max(PATIENCE * timeout_s, SHORTEST_S)
         self.rank, self.group = distributed.get_rank(), distributed.group.WORLD
-        self.store = distributed.distributed_c10d._get_default_store()  # there is no public name for it
+        self.store = distributed.distributed_c10d._get_default_store()  # no public API
         self.me = {"host": socket.gethostname(), "address": route_address()}
         self.ranks = gather_object([self.publish(time.monotonic())])
-        # A thread in the middle of a call of the store would abort the interpreter's end.
+        # A thread inside a call of the store would crash the interpreter's shutdown.
         atexit.register(self.end)
         self.start()
 
@@ -82,7 +82,7 @@ class Watchdog(threading.Thread):
         self.join(2)
 
     def run(self) -> None:
-        with contextlib.suppress(Exception):  # the store ends with the process that has it
+        with contextlib.suppress(Exception):  # the store disappears with the process that hosts it
             while not self.ended.wait(self.patience_s / 20):
                 self.look()
 
@@ -93,20 +93,20 @@ class Watchdog(threading.Thread):
             self.found = None
             return
         for rank, before in enumerate(self.ranks):
-            place = json.loads(self.store.get(f"watchdog/{rank}"))
-            seen = now if place["beats"] != before["beats"] else before.get("seen", now)
-            self.ranks[rank] = {**place, "seen": seen, "silent": now - seen > self.patience_s / 3}
-        found = sentence_about(self.ranks, self.timeout_s) if still_s >= self.patience_s else None
-        speaker = min(rank for rank, place in enumerate(self.ranks) if not place["silent"])
-        if found and not self.found and speaker == self.rank:
+            state = json.loads(self.store.get(f"watchdog/{rank}"))
+            seen = now if state["beats"] != before["beats"] else before.get("seen", now)
+            self.ranks[rank] = {**state, "seen": seen, "silent": now - seen > self.patience_s / 3}
+        message = sentence_about(self.ranks, self.timeout_s) if still_s >= self.patience_s else None
+        speaker = min(rank for rank, state in enumerate(self.ranks) if not state["silent"])
+        if message and not self.found and speaker == self.rank:
             end = f"the run ends when a wait takes {self.timeout_s:.0f} s"
-            show(f"warning: {found}; {end}{self.advice()}", "yellow", sys.stderr)
-        self.found = found
+            show(f"warning: {message}; {end}{self.advice()}", "yellow", sys.stderr)
+        self.found = message
 
     def publish(self, now: float) -> dict:
-        """Tell the store where this rank is."""
+        """Write the state of this rank to the store."""
         collectives = 0
-        with contextlib.suppress(RuntimeError):  # a backend that does not count them
+        with contextlib.suppress(RuntimeError):  # backends that do not count them
             collectives = self.group._get_sequence_number_for_group()
         was_stopped = now - self.beat_at > self.patience_s / 3
         if self.progress != [self.step, collectives] or was_stopped:
@@ -114,9 +114,9 @@ class Watchdog(threading.Thread):
         self.beats, self.beat_at = self.beats + 1, now
         at = own_line(traceback.walk_stack(sys._current_frames().get(self.watched)))
         still_s = now - self.since
-        place = {**self.me, "at": at, "progress": self.progress, "still_s": still_s, "beats": self.beats}
-        self.store.set(f"watchdog/{self.rank}", json.dumps(place))
-        return place
+        state = {**self.me, "at": at, "progress": self.progress, "still_s": still_s, "beats": self.beats}
+        self.store.set(f"watchdog/{self.rank}", json.dumps(state))
+        return state
 
     def advice(self) -> str:
         if not hasattr(self.args, "resume"):
@@ -124,45 +124,45 @@ class Watchdog(threading.Thread):
         return f"; to continue: {resume_command(getattr(self.args, 'output_dir', None))}"
 
     def sentence(self, error: BaseException, trace: TracebackType | None) -> str:
-        """For an error of a collective: this rank, its line of code, and the ranks that it lost."""
-        # Without gloo's "[source file:line] " in front and its advice behind.
+        """The message for a failed collective: this rank, its line of code, and the ranks that it lost."""
+        # Without gloo's "[source file:line] " before it and its advice after it.
         reason = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].partition(". This is typically")[0]
         lost = " or ".join(f"rank {rank} on {self.ranks[rank]['host']}" for rank in self.lost_ranks(reason))
         line = own_line(reversed([*traceback.walk_tb(trace)]))
-        found = f"; {self.found}" if self.found and self.progress[0] == self.step else ""
-        here = f"rank {os.environ['RANK']} on {socket.gethostname()}"
-        return f"{here} lost {lost or 'another process'} at {line}: {reason}{found}{self.advice()}"
+        behind = f"; {self.found}" if self.found and self.progress[0] == self.step else ""
+        this_rank = f"rank {os.environ['RANK']} on {socket.gethostname()}"
+        return f"{this_rank} lost {lost or 'another process'} at {line}: {reason}{behind}{self.advice()}"
 
     def lost_ranks(self, reason: str) -> list[int]:
-        """The ranks on the machine that `reason` names, or else those that are silent."""
-        others = {rank: place for rank, place in enumerate(self.ranks) if place["host"] != self.me["host"]}
-        named = [rank for rank, place in others.items() if place["address"] in re.findall(r"[\d.]+", reason)]
-        silent = [rank for rank, place in others.items() if place.get("silent")]
+        """The ranks on the machine whose address is in `reason`, or else the silent ranks on other machines."""
+        others = {rank: state for rank, state in enumerate(self.ranks) if state["host"] != self.me["host"]}
+        named = [rank for rank, state in others.items() if state["address"] in re.findall(r"[\d.]+", reason)]
+        silent = [rank for rank, state in others.items() if state.get("silent")]
         if not named and 0 in others and time.monotonic() - self.beat_at > self.patience_s / 3:
-            return [0]  # the store, on the machine of rank 0, does not answer
+            return [0]  # the store, on rank 0's machine, does not answer
         return named or silent
 
 
 def sentence_about(ranks: list[dict], timeout_s: float) -> str | None:
-    """Who waits for whom, in one sentence; None if nobody is behind.
+    """Which rank waits for which; None if none is behind.
 
     Args:
-        ranks: what `Watchdog.publish` returned on each, with "silent": it no longer publishes.
+        ranks: the states from `Watchdog.publish`, with "silent": the rank no longer publishes.
     """
 
     def describe(rank: int) -> str:
-        place = ranks[rank]
-        step = f" in step {place['progress'][0]}" if place["progress"][0] else ""
-        silent = ", whose process is stopped or gone" if place["silent"] else ""
-        return f"rank {rank} on {place['host']} at {place['at']}{step}{silent}"
+        state = ranks[rank]
+        step = f" in step {state['progress'][0]}" if state["progress"][0] else ""
+        silent = ", whose process is stopped or gone" if state["silent"] else ""
+        return f"rank {rank} on {state['host']} at {state['at']}{step}{silent}"
 
-    furthest = max(place["progress"] for place in ranks)
-    late = [rank for rank, place in enumerate(ranks) if place["silent"] or place["progress"] < furthest]
+    furthest = max(state["progress"] for state in ranks)
+    late = [rank for rank, state in enumerate(ranks) if state["silent"] or state["progress"] < furthest]
     waiting = [rank for rank in range(len(ranks)) if rank not in late]
     if late and waiting:
         waits = f"{describe(waiting[0])} has waited {ranks[waiting[0]]['still_s']:.0f} s for "
         return waits + ", and for ".join(map(describe, late[:MAX_LATE]))
-    still_s = min(place["still_s"] for place in ranks)
-    if still_s < timeout_s / 2:  # all may compute
+    still_s = min(state["still_s"] for state in ranks)
+    if still_s < timeout_s / 2:  # all may be computing
         return None
-    return f"no rank has gone on for {still_s:.0f} s: {', '.join(map(describe, range(len(ranks))[:MAX_LATE]))}"
+    return f"no rank has progressed for {still_s:.0f} s: {', '.join(map(describe, range(len(ranks))[:MAX_LATE]))}"
