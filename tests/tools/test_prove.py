@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT
 from prove_training import command, mistakes, proof, resuming, same_work
+from prove_training.recording.models import take_over
 from prove_training.stages import Finding
 from prove_training.stages.evaluations import differing
 from prove_training.stages.several import Several, uneven_call
@@ -463,6 +464,13 @@ def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
     (replays,) = made_up()
     kinds = [finding.stage for finding in resuming.compare(whole, replays, 2)]
     assert kinds == ["resumed learning rate", "resumed samples"]
+
+
+def test_weights_and_the_state_of_the_optimizer_are_taken_over():
+    parameters, state = [torch.zeros(2)], {"exp_avg": torch.zeros(2), "step": torch.tensor(1.0)}
+    take_over(parameters, [state], [torch.ones(2)], [{"exp_avg": torch.full((2,), 3.0), "step": torch.tensor(7.0)}])
+    assert parameters[0].tolist() == [1, 1]
+    assert (state["exp_avg"].tolist(), state["step"].item()) == ([3, 3], 7)
 
 
 def test_a_call_that_one_rank_alone_makes_is_found():
