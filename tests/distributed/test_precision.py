@@ -133,7 +133,7 @@ def test_compile_of_resnet50_changes_no_numbers_and_may_change_on_a_resume(tiny_
     [
         ("cpu", 1, 0, "--bn sync works on GPUs only"),
         ("cuda", 2, 0, "--bn sync needs a process for each GPU, and DataParallel runs here"),
-        ("cuda", 1, 4, "--bn sync normalises by what all processes have, and with --virtual_proc"),
+        ("cuda", 1, 4, "--bn sync normalises over the processes"),
     ],
 )
 def test_bn_sync_is_refused_where_it_would_be_something_else(

@@ -14,7 +14,7 @@ TRAINING = {
     "resnet50": ["--max_steps", 1, "--batch_size", 4],
     "gradient_accumulation": ["--max_steps", 1, "--batch_size", 64, "--gradient_accumulation_steps", 2],
     "model_split": ["--max_steps", 1, "--batch_size", 8, "--norm", "group"],
-    "transformer": ["--max_steps", 1, "--vocabulary", 256, "--dataset", ROOT / "accelerate_configs"],
+    "transformer": ["--max_steps", 1, "--vocabulary", 257, "--dataset", ROOT / "accelerate_configs"],
 }
 RESNETS = {"resnet50", "model_split"}  # they test on 23 images
 PROCESSES = {"cpu": 1, "cpu_ddp": 2}

@@ -21,7 +21,7 @@ PROGRAMS = {
     "mnist_mlp": MNIST,
     "gradient_accumulation": MNIST,
     "gradient_accumulation, weights": f"{MNIST} --variable_length",
-    "transformer": "--vocabulary 256 --context 8 --dim 16 --layers 1 --heads 2 --max_steps 5",
+    "transformer": "--vocabulary 257 --context 8 --dim 16 --layers 1 --heads 2 --max_steps 5",
     "model_split": f"{PIPELINE} --lr 1e-4 --norm group --dtype float64 --cpu_threads 1",
     "mlp": f"{MNIST} --dropout 0.1 --dtype float64",
     "cnn": "--batch_size 31 --num_workers 0",
