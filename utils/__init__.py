@@ -1,54 +1,53 @@
-"""The map of this folder: what every script takes along, what can be left out, and the commands.
+"""The modules of this folder, which is copied whole beside a script.
 
-Copy it whole beside a script. The core, in the order in which a script meets it:
+The core, in the order in which a script uses it:
 
-    launch             the Accelerator for the topology that the config file asks for
-    topology           what the config asks for, and whether that runs
-    flags              command-line flags, and those that every script has
-    run                the bookkeeping of a run: steps, epochs, log, checkpoints, resume
-    loader             batches of any map-style dataset, the same on any topology
-    items              reads the items of data that are not tensors in memory, by workers too
-    sampler            which items each process reads
-    randomness         random numbers that depend on seed, epoch and item alone
-    fingerprint        a digest of the data: have two processes, or a run and its resume, the same?
-    metrics            means over all processes; each sample counts once
-    checkpoint/        checkpoints: whole or not there, verified, readable on any topology
-    run_folder         the files that a run leaves
-    progress           what a run shows, and how long its parts take
-    best               which test was the best so far
-    processes          output that is closed, a launcher that is killed or restarts its processes
-    signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop on all processes
-    errors             a sentence in place of a traceback, where a user can do something about it
-    console            lines on the screen
-    atomic_files       files that are there whole or not at all
+    launch             creates the Accelerator for the topology in the config file
+    topology           what the config file asks for, and whether the running processes match it
+    flags              command-line flags, and the ones that every script has
+    run                the bookkeeping of a run: steps, epochs, logging, checkpoints, resuming
+    loader             batches of a map-style dataset, the same on any topology
+    items              reads the items of datasets that are not tensors in memory, also in workers
+    sampler            assigns items to processes
+    randomness         random numbers that depend only on seed, epoch and item
+    fingerprint        a digest of the data, to compare processes, and a run with its resume
+    metrics            means over all processes that count each sample once
+    checkpoint/        checkpoints: atomic, verified, readable on any topology
+    run_folder         the files of a run
+    progress           log lines, the progress bar, and timings
+    processes          survives a closed output; follows a launcher that is killed, or restarts its processes
+    signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
+    errors             one-line messages instead of tracebacks, for errors that a user can do something about
+    console            prints lines and error messages
+    atomic_files       files that exist whole or not at all
 
-parallel/: what a config file or a script asks for.
+parallel/: for a config file, or for a script that needs it.
 
-    data_parallel      nn.DataParallel (dp.yaml), with the loss on each GPU
+    data_parallel      nn.DataParallel (dp.yaml), with the loss computed on each GPU
     fsdp               sharded models (fsdp.yaml)
-    same_weights       compares the weights of the processes before each checkpoint, and the numbers of each test
+    same_weights       checks that processes agree: weights before a checkpoint, results after a test
     virtual_processes  --virtual_processes: the same bits on any number of processes
     batch_norm         BatchNorm statistics over all processes
     gather_samples     every sample's value on every process
-    pipeline           a model cut over several devices
+    pipeline           a model split over several devices
 
-extras/: what a flag asks for, and what a run shows and watches.
+extras/: for a flag, or to display and watch a run.
 
-    banner             what is going to run, on the screen and in run.json, with versions and commit
-    peak_memory        peak memory, in summary.json
+    banner             the topology, versions and commit of a run, for the screen and run.json
+    best               the best test results so far, for --save_best and --patience
+    peak_memory        peak memory, for summary.json
     curves             curves.png at the end of a run
-    out_of_memory      advice, and the largest batch that fits
-    watchdog           names the rank that the others wait for, or that is gone
-    trackers           --log_with: log to tensorboard and the like, too
-    profiling          --profile: a table and a trace of some steps
-    pretrained         --pretrained: start from weights of others
-    sampling           repeated augmentation
+    out_of_memory      advice when memory runs out, and the largest batch that fits
+    watchdog           reports which rank the others wait for, or which one is lost
+    trackers           --log_with: log to tensorboard and other trackers, too
+    profiling          --profile: a table and a trace of a few steps
+    pretrained         --pretrained: start from pretrained weights
 
 datasets/: where items come from.
 
-    images_in_memory   a folder or a data set of the Hub, decoded into memory once
-    image_decoding     image files of any format and colour, as grey or RGB
-    image_files        image files of any size, decoded when needed, and augmented
+    images_in_memory   a folder or a Hub dataset, decoded into memory once
+    image_decoding     image files of any format, decoded to grey or RGB
+    image_files        image files of any size, decoded and augmented when they are read
     text               documents from a folder, parquet or the Hub, packed into sequences of tokens
-    hub                a data set of the Hub, or of a folder in the same form
+    hub                a dataset from the Hub, or from a folder of the same form
 """

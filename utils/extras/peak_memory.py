@@ -20,7 +20,7 @@ def reset_peak_memory(device: torch.device) -> None:
 def own_peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process in GiB since the last reset.
 
-    On an NVIDIA or AMD GPU that of its tensors, else that of the whole process (without Linux, since its start).
+    On an NVIDIA or AMD GPU it counts the tensors, otherwise the whole process (without Linux, since its start).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30

@@ -30,7 +30,7 @@ class BatchNorms:
             with accelerator.accumulate(model), batch_norms.averaged():
                 ...
 
-    Set `model.forward_sync_buffers = False`: DDP would replace the statistics by those of rank 0. Frozen layers (in
+    Set `model.forward_sync_buffers = False`: DDP would replace the statistics by rank 0's. Frozen layers (in
     evaluation mode) keep their statistics.
     """
 

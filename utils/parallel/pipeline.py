@@ -1,4 +1,4 @@
-"""Pipeline parallelism: split a sequence of blocks into stages of equal cost, and run them."""
+"""Pipeline parallelism: split a sequence of blocks into stages of similar cost, and run them."""
 
 import copy
 import itertools
@@ -21,28 +21,28 @@ def synchronize(device: torch.device) -> None:
 
 
 class BlockCost(NamedTuple):
-    """What one block costs for one micro-batch."""
+    """The cost of one block for one micro-batch."""
 
-    time_s: float  # of a forward and a backward pass
-    activation_bytes: int  # kept for the backward pass, without the input of the block
+    time_s: float  # forward and backward pass
+    activation_bytes: int  # saved for the backward pass, without the input of the block
     parameters: int
     parameter_bytes: int
-    output: torch.Tensor  # on the meta device: only its shape and dtype are used
+    output: torch.Tensor  # on the meta device, for its shape and dtype
 
 
 class ModelParts(NamedTuple):
-    """What `run.start` must know of a model of which each process has a part."""
+    """Describes a model that is split over processes, for `run.start`."""
 
-    copy: int  # which copy of the model this process has a part of
-    batch: str  # how the global batch is made up, for the banner
-    notes: dict  # of this launch, for run.json
+    copy: int  # index of the copy of the model to which this process's part belongs
+    batch: str  # how the global batch is split, for the banner
+    notes: dict  # facts about this launch, for run.json
 
     def join(self, accelerator: Accelerator, entries: dict) -> dict:
-        """On the main process, the entries of all processes that share copy 0 of the model. Collective.
+        """Merge the entries of all processes that share copy 0 of the model, on the main process. Collective.
 
         Args:
-            entries: by name, tensors, JSON, or such a dict again. Of an entry that several processes have, the main
-                process's counts.
+            entries: tensors, JSON, or nested dicts of them by name. If several processes have an entry, the main
+                process's is used.
         """
         gathered = [None] * accelerator.num_processes if accelerator.is_main_process else None
         torch.distributed.gather_object(send_to_device(entries, "cpu") if self.copy == 0 else {}, gathered)
@@ -52,18 +52,16 @@ class ModelParts(NamedTuple):
 
 
 def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 5) -> dict[str, BlockCost]:
-    """Measure forward and backward passes of each block for one micro-batch. Collective.
+    """Measure the forward and backward pass of each block for one micro-batch. Collective.
 
-    All ranks measure at the same time, under the load that training will have, and get the mean of
-    their times, so that they all choose the same split.
-
-    Each block is copied to the device of `x` on its own. The model's own blocks keep their
-    gradients and BatchNorm statistics, and the whole model need not fit into the device's memory.
+    All ranks measure at the same time, as loaded as they will be in training, and return the mean of their times, so
+    that all choose the same split. One block at a time is copied to the device of `x`: the whole model need not fit
+    there, and its gradients and BatchNorm statistics do not change.
 
     Args:
         blocks: by name, in the order in which the model runs them.
         x: the input of the first block, a micro-batch.
-        rounds: the fastest of so many passes counts; one more before them is for warm-up.
+        rounds: number of passes, of which the fastest counts, after one for warm-up.
     """
     costs = {}
     for name, original in blocks.items():
@@ -73,11 +71,11 @@ def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 
         times = []
         for _ in range(rounds + 1):
             synchronize(x.device)
-            began = time.perf_counter()
+            start = time.perf_counter()
             y = block(x)
             torch.autograd.backward(y, torch.ones_like(y))
             synchronize(x.device)
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - start)
         parameters = list(block.parameters())
         costs[name] = BlockCost(
             time_s=statistics.mean(gather_object([min(times[1:])])),
@@ -91,8 +89,8 @@ def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 
 
 
 def measure_activations(block: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that a block keeps for its backward pass, with its output but without its input."""
-    # By address, because several operations may keep the same tensor.
+    """Bytes that a block saves for its backward pass, including its output but not its input."""
+    # By address, because several operations may save the same tensor.
     kept = {}
 
     def keep(tensor):
@@ -102,23 +100,22 @@ def measure_activations(block: nn.Module, x: torch.Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = block(x)
     keep(y)  # the next block needs it, or it is sent to the next stage
-    for known in (x, *block.parameters()):
-        kept.pop(known.untyped_storage().data_ptr(), None)
+    for tensor in (x, *block.parameters()):
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in kept.values())
 
 
 def balanced_boundaries(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
-    """Split blocks 0 to num_blocks - 1 to minimise the cost of the most expensive stage.
+    """Split `num_blocks` blocks so that the most expensive stage is as cheap as possible; no stage is empty.
+
+    By dynamic programming: best[last] is the best split of the blocks before `last` into the stages so far, as the cost
+    of its most expensive stage and its boundaries.
 
     Args:
-        cost: cost(stage, first, last) is that of blocks first to last - 1 as stage number `stage`.
+        cost: cost(stage, first, last) is the cost of blocks first to last - 1 as stage number `stage`.
 
     Returns:
-        num_stages + 1 boundaries from 0 to num_blocks: stage i has blocks boundaries[i] to
-        boundaries[i + 1] - 1. No stage is empty.
-
-    This is dynamic programming: best[last] is the best split of the blocks before `last` into the
-    stages so far, as the cost of its most expensive stage and its boundaries.
+        num_stages + 1 boundaries: stage i has blocks boundaries[i] to boundaries[i + 1] - 1.
     """
     best = {0: (0.0, [0])}
     for stage in range(num_stages):
@@ -139,10 +136,10 @@ def balanced_boundaries(num_blocks: int, num_stages: int, cost: Callable[[int, i
 def balance_stages(
     costs: dict[str, BlockCost], num_stages: int, balance: str, schedule: str, num_microbatches: int
 ) -> list[list[str]]:
-    """The names of the blocks of each stage, split to minimise the most expensive stage.
+    """The names of the blocks of each stage.
 
     Args:
-        balance: "time", or "memory" for weights, gradients, optimizer state and activations.
+        balance: "time", or "memory" (of weights, gradients, optimizer state and activations).
     """
     names = list(costs)
     costs = list(costs.values())
@@ -151,7 +148,7 @@ def balance_stages(
         return sum(cost.time_s for cost in costs[first:last])
 
     def memory_bytes(stage, first, last):
-        # How many micro-batches are between their forward and their backward pass in this stage.
+        # The number of micro-batches between their forward and backward pass in this stage.
         in_flight = {"naive": 1, "gpipe": num_microbatches, "1f1b": num_stages - stage}
         in_flight = min(in_flight.get(schedule, num_stages), num_microbatches)
         # A weight has a gradient and two moments of AdamW.
@@ -163,21 +160,17 @@ def balance_stages(
 
 
 def stage_table(stages: list[list[str]], costs: dict[str, BlockCost]) -> list[dict]:
-    """One row for each stage, for the screen and run.json.
-
-    Times and activations are those of one micro-batch; time_share is a fraction of the whole
-    model's time.
-    """
+    """One row per stage, for the screen and run.json. Times and activations are for one micro-batch."""
     total_s = sum(cost.time_s for cost in costs.values())
     rows = []
     for index, names in enumerate(stages):
-        own = [costs[name] for name in names]
-        time_s = sum(cost.time_s for cost in own)
-        activation_bytes = sum(cost.activation_bytes for cost in own)
+        stage_costs = [costs[name] for name in names]
+        time_s = sum(cost.time_s for cost in stage_costs)
+        activation_bytes = sum(cost.activation_bytes for cost in stage_costs)
         row = {
             "stage": index,
             "blocks": names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
-            "parameters": sum(cost.parameters for cost in own),
+            "parameters": sum(cost.parameters for cost in stage_costs),
             "time_ms": round(1000 * time_s, 2),
             "time_share": round(time_s / total_s, 4),
             "activations_mib": round(activation_bytes / 2**20, 2),
@@ -187,7 +180,6 @@ def stage_table(stages: list[list[str]], costs: dict[str, BlockCost]) -> list[di
 
 
 def format_table(rows: list[dict]) -> str:
-    """A table with aligned columns."""
     lines = [list(rows[0])]
     for row in rows:
         lines.append([cell if isinstance(cell, str) else f"{cell:,}" for cell in row.values()])
@@ -200,13 +192,11 @@ def format_table(rows: list[dict]) -> str:
 
 
 class OneProcess:
-    """A pipeline with all stages in this process, on one or several devices.
-
-    GPU kernels run asynchronously: each device works through its own queue.
+    """A pipeline with all stages in this process, on one or several devices, each of which runs asynchronously.
 
     Args:
-        devices: one for each stage.
-        max_in_flight: how many micro-batches may be between their forward and their backward pass.
+        devices: one per stage.
+        max_in_flight: the maximum number of micro-batches between their forward and backward pass.
     """
 
     def __init__(self, stages: list[nn.Module], devices: list[torch.device], max_in_flight: int):
@@ -215,11 +205,11 @@ class OneProcess:
         self.max_in_flight = max_in_flight
 
     def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
-        """The forward pass of each micro-batch and, where gradients are enabled, the backward pass.
+        """Run the forward pass of each micro-batch and, if gradients are enabled, the backward pass.
 
         Args:
-            inputs: a tensor (n, ...) for each micro-batch; n may differ.
-            targets: anything, one for each micro-batch.
+            inputs: a tensor (n, ...) per micro-batch; n may differ.
+            targets: one per micro-batch, of any type.
             loss_fn: loss_fn(output, target) returns a scalar, such as `batch.mean_loss(losses)`. The gradients of all
                 micro-batches are summed.
         """
@@ -234,7 +224,7 @@ class OneProcess:
             self.backward(in_flight.popleft())
 
     def forward(self, x: torch.Tensor, target, loss_fn: Callable) -> list[tuple]:
-        """The input and output of each stage; the output of the last one is the loss."""
+        """The inputs and outputs of all stages; the last output is the loss."""
         tensors = []
         for stage, device in zip(self.stages, self.devices, strict=True):
             x = x.detach().to(device, non_blocking=True).requires_grad_(x.is_floating_point())
@@ -247,18 +237,18 @@ class OneProcess:
 
     def backward(self, tensors: list[tuple]) -> None:
         gradient = None
-        while tensors:  # each is freed as soon as it is used
+        while tensors:  # popped, to free them as soon as possible
             x, y = tensors.pop()
             y.backward(None if gradient is None else gradient.to(y.device, non_blocking=True))
             gradient = x.grad
 
 
 class OverProcesses:
-    """This process's stages of a pipeline over several processes, in one of torch's schedules.
+    """This process's stages of a pipeline over several processes, with one of torch's schedules.
 
     Args:
-        stages: by their number in the model.
-        examples: the input of the first stage and the output of each, on the meta device.
+        stages: by their index in the model.
+        examples: the input of the first stage and the outputs of all stages, on the meta device.
         group: the processes of this pipeline.
     """
 
@@ -281,10 +271,10 @@ class OverProcesses:
     def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
         """As OneProcess.run. Collective over the processes of the pipeline.
 
-        All of them need inputs of the same lengths; the first stage uses their content, and the last one calls loss_fn.
+        Only the first stage uses the inputs' content, but all need their lengths; only the last one calls loss_fn.
         """
         self.loss_fn = loss_fn
-        # torch's schedules need micro-batches of one size: the pipeline is filled once for each.
+        # torch's schedules need micro-batches of equal size, so the pipeline is filled once per size.
         micro_batches = zip(inputs, targets, strict=True)
         for size, same_size in itertools.groupby(micro_batches, lambda pair: len(pair[0])):
             same_size = list(same_size)
@@ -297,7 +287,7 @@ class OverProcesses:
             return 1
         processes = self.group.size()
         if self.schedule == "interleaved" and count > processes:
-            # It needs a multiple of the number of processes, or fewer than that.
+            # It needs a multiple of the number of processes, or fewer micro-batches than processes.
             return count - count % processes
         return count
 
@@ -310,7 +300,7 @@ class OverProcesses:
         step(arg_mbs=[(x,) for x, _ in micro_batches], target_mbs=[target for _, target in micro_batches])
 
     def _make_schedule(self, size: int, count: int, training: bool):
-        # With the shapes given, torch need not find them out by a forward and a backward pass.
+        # Given the shapes, torch need not run a forward and a backward pass to infer them.
         examples = []
         for example in self.examples:
             shape = (size, *example.shape[1:])
@@ -324,12 +314,11 @@ class OverProcesses:
             stages.append(PipelineStage(module, index, num_stages, self.device, x, y, group=self.group))
         options = {
             "loss_fn": lambda output, target: self.loss_fn(output, target),
-            # It would divide by the number of micro-batches; loss_fn does so by the samples.
-            "scale_grads": False,
+            "scale_grads": False,  # True divides by the number of micro-batches; loss_fn divides by the samples
         }
         if self.schedule == "interleaved":
             return ScheduleInterleaved1F1B(stages, count, **options)
-        # 1F1B refuses fewer micro-batches than stages. It would then run them as GPipe does.
+        # 1F1B refuses fewer micro-batches than stages, for which it would equal GPipe.
         if self.schedule == "1f1b" and training and count >= num_stages:
             return Schedule1F1B(stages[0], count, **options)
         return ScheduleGPipe(stages[0], count, **options)
@@ -338,10 +327,10 @@ class OverProcesses:
 def sum_over_copies(model: nn.Module, group) -> None:
     """Sum the gradients over the copies of this part of the model, and average BatchNorm's buffers. Collective.
 
-    DDP cannot be used: it fails under GPipe and the interleaved schedule.
+    DDP does not work with GPipe and the interleaved schedule.
 
     Args:
-        group: the process group of the copies. None: there is only one copy, and nothing to do.
+        group: the process group of the copies. None: there is only one copy.
     """
     if group is None:
         return
@@ -354,10 +343,10 @@ def sum_over_copies(model: nn.Module, group) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
-def merge(one: dict, other: dict) -> dict:
-    """Nested dicts as one: what both have is that of `one`."""
-    merged = {**other, **one}
-    for name in one.keys() & other.keys():
-        if isinstance(one[name], dict):
-            merged[name] = merge(one[name], other[name])
+def merge(first: dict, second: dict) -> dict:
+    """Merge nested dicts; entries of `first` take precedence."""
+    merged = {**second, **first}
+    for name in first.keys() & second.keys():
+        if isinstance(first[name], dict):
+            merged[name] = merge(first[name], second[name])
     return merged

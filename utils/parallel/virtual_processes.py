@@ -40,7 +40,7 @@ from .gather_samples import gather_samples
 
 
 def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
-    """Make this accelerator's loaders, metrics and gradients those of `number` processes."""
+    """Make loaders, metrics and gradients behave as with `number` processes."""
     world_size = accelerator.num_processes
     if accelerator.gradient_accumulation_steps > 1:
         stop(
@@ -439,7 +439,7 @@ def warn_of_other_rounding(accelerator: Accelerator, folder: Path, topology: dic
     if before != now:
         show(
             f"warning: this run was started on {', '.join(before)} and continues on {', '.join(now)}: its results will "
-            "not be bit-for-bit those of a run on one kind of hardware",
+            "not equal, bit for bit, the results on one kind of hardware",
             "yellow",
         )
 
