@@ -36,7 +36,7 @@ def show(text: str, colour: str = "", file=None) -> None:
     file = file or sys.stdout
     text = printable(text)
     if sys.stderr is not None and sys.stderr.isatty():
-        sys.stderr.write(CLEAR_LINE)  # a progress bar has no line end
+        sys.stderr.write(CLEAR_LINE)  # a progress bar does not end its line
         sys.stderr.flush()
     if colour and file.isatty() and not os.environ.get("NO_COLOR"):
         first, space, rest = text.partition(" ")

@@ -19,8 +19,8 @@ from .sampler import GlobalSampler, MicroBatch, virtual_processes
 class Batch:
     """One micro-batch of one process: n samples, at least one.
 
-    If the last step of an epoch has fewer samples than micro-batches, the others get a stand-in: a real sample with
-    weight zero, so that models never see an empty batch.
+    If the last step of an epoch has fewer samples than micro-batches, the remaining micro-batches get a stand-in: a
+    real sample with weight zero, so that models never see an empty batch.
     """
 
     data: Any  # the collated items, on the accelerator's device

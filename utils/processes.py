@@ -81,7 +81,7 @@ def end_after_launcher(launcher: int, timeout_s: float) -> None:
         select.select([os.pidfd_open(launcher)], [], [])
     except ProcessLookupError:  # it has just ended
         pass
-    except OSError:  # an old Linux
+    except OSError:  # an old kernel without pidfd_open
         return
     time.sleep(timeout_s)
     os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder

@@ -232,8 +232,8 @@ class Run:
             means = self.metrics.reduce()
             del means["samples"]
             self.log("train", epoch, **means, **self.learning_rates, **self.progress.since_last_line())
-        # A run that is resumed at the end of an epoch begins with the test: a checkpoint that is saved after that test
-        # must not have its result already.
+        # A run resumed at the end of an epoch begins with the test, so even a checkpoint saved after that test must
+        # not hold its result.
         self.extra = {"metrics_bytes": self.folder.metrics_bytes(), **self.best.state()}
         due = self.step % args.checkpoint_every == 0 if args.checkpoint_every else epoch_ends
         if due or self.step == self.total_steps:
@@ -302,7 +302,7 @@ class Run:
         The best value of each number is kept, and with --save_best the model that reached it.
 
         Args:
-            result: numbers by name; tensors, arrays and lists go to summary.json only.
+            result: values by name. Numbers are logged; arrays and lists go to summary.json only.
         """
         self.last_test = {name: to_python(value) for name, value in result.items()}
         numbers = {name: value for name, value in self.last_test.items() if is_number(value)}

@@ -46,7 +46,7 @@ def requested_topology():
         return None, None
     options = launch_command_parser().parse_args(launcher_words())
     if options.config_file is None and os.path.isfile(default_config_file) and not options.cpu:
-        options.config_file = default_config_file  # Accelerate uses it without saying so
+        options.config_file = default_config_file  # Accelerate silently uses it
     return options, load_config_from_file(options.config_file) if options.config_file else None
 
 
@@ -67,7 +67,7 @@ def check_topology(accelerator: Accelerator) -> None:
             f"{started} separate models: use accelerate_configs/cpu_ddp.yaml for several processes on the CPU"
         )
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if accelerator.device.type == "cuda" and local_processes > torch.cuda.device_count():  # Accelerate shares them
+    if accelerator.device.type == "cuda" and local_processes > torch.cuda.device_count():  # Accelerate lets them share
         stop(
             f"{local_processes} processes were started on a machine with {torch.cuda.device_count()} visible GPUs, so "
             "some would share a GPU: set num_processes in the config file to the number of GPUs"

@@ -35,5 +35,5 @@ def own_peak_memory_gib(device: torch.device) -> float:
 
 
 def peak_memory_gib(accelerator: Accelerator) -> float:
-    """The largest `own_peak_memory_gib` of all processes. A collective: call it on every rank."""
+    """The largest `own_peak_memory_gib` of all processes. Collective."""
     return max(gather_object([own_peak_memory_gib(accelerator.device)]))

@@ -16,7 +16,7 @@ def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Wrap the model in nn.DataParallel if this process has several GPUs. `accelerator.prepare` calls it."""
     if data_parallel_gpus(accelerator) < 2 or isinstance(model, nn.DataParallel):
         return model
-    if is_compiled_module(model) or model._compiled_call_impl is not None:  # each replica would call the original
+    if is_compiled_module(model) or model._compiled_call_impl is not None:  # replicas would run the original module
         stop("torch.compile does not work with DataParallel (dp.yaml): leave it out, or use ddp.yaml")
     autocast = accelerator.autocast if accelerator.mixed_precision != "no" else None
     return DataParallel(model.to(accelerator.device), autocast)
