@@ -1,17 +1,17 @@
-"""Exact gradient accumulation: the step of a big batch, in the memory you have. A CNN on MNIST.
+"""Exact gradient accumulation: the optimizer step of a large batch in little memory. A CNN on MNIST.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/gradient_accumulation.py \
         --batch_size 512 --gradient_accumulation_steps 4
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/gradient_accumulation.py \
         --batch_size 16384 --micro_batch_size auto
 
-The model is a small CNN and not the MLP of mnist_mlp.py: accumulation saves the memory of activations, and most of an
-MLP's memory is weights.
+The model is a small CNN, not the MLP of mnist_mlp.py, because accumulation saves memory for activations, and most of an
+MLP's memory is taken by its weights.
 
 Measured on 2 CPU cores, torch 2.15, accelerate 1.15, by benchmarks/gradient_accumulation.py: the gradients of
 4 micro-batches on 2 processes equal those of the whole batch to 3e-16 in float64 and 2e-7 in float32; with a batch of
-16384, a process needs 1.3 GiB at its peak with 8 micro-batches, and 2.9 GiB with one.
-Sources: samples of different length, https://huggingface.co/blog/gradient_accumulation; how no_sync skips
+16384 samples, the peak memory of a process is 1.3 GiB with 8 micro-batches and 2.9 GiB with one.
+Sources: samples of different lengths, https://huggingface.co/blog/gradient_accumulation; how no_sync skips
 communication, S. Li et al., https://arxiv.org/abs/2006.15704.
 """
 
@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import launch
 from utils.console import stop
@@ -52,7 +52,7 @@ def parse_args():
 
     # resume_invariant: a resumed run must have the same values.
     model = parser.add_argument_group("model and training", resume_invariant=True).add_argument
-    model("--variable_length", action="store_true", help="a loss per cell with ink: 9 to 30 of an image's 49 cells")
+    model("--variable_length", action="store_true", help="one loss per cell with ink, 9 to 30 per image")
     model("--norm", choices=NORMS, default="none", help="normalisation; with batch, accumulation is not exact")
     model("--batch_size", type=positive_int, default=512, help="samples per optimizer step, over all processes")
     model("--lr", type=non_negative_float, default=2e-2, help="highest learning rate of the one-cycle schedule")
@@ -63,23 +63,23 @@ def parse_args():
     length("--num_epochs", type=positive_int, default=3, help="passes over the training images")
     length("--max_steps", type=positive_int, default=None, help="optimizer steps, instead of --num_epochs")
     length("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step and process")
-    length("--micro_batch_size", type=auto_or_size, metavar="N|auto", help="at most N samples; auto: as memory allows")
+    length("--micro_batch_size", type=auto_or_size, metavar="N|auto", help="at most N samples; auto: as many as fit")
     length("--cpu_memory_gib", type=non_negative_float, default=0, help="limit of auto on a CPU; 0: free memory")
 
     parser.add_run_flags(log_every=20)
     args = parser.parse_args()
     if args.micro_batch_size and args.gradient_accumulation_steps > 1:
-        parser.error("give --micro_batch_size or --gradient_accumulation_steps, not both")
+        parser.error("use --micro_batch_size or --gradient_accumulation_steps, not both")
     if args.virtual_processes and (args.micro_batch_size or args.norm == "batch"):
-        parser.error("--virtual_processes decides the micro-batches: leave --micro_batch_size and --norm batch out")
+        parser.error("--virtual_processes sets the micro-batches: omit --micro_batch_size and --norm batch")
     return args
 
 
 class CellNet(nn.Module):
-    """A small CNN: it sees the 16 x 16 pixels around each cell of 4 x 4 pixels; the cells vote.
+    """A small CNN: it classifies the 16 x 16 pixels around each cell of 4 x 4 pixels, and sums the cells' logits.
 
-    It computes matrix products (unfold, then Linear) and not nn.Conv2d: cuDNN computes convolutions in TF32 by default,
-    and oneDNN's order of additions makes the float32 gradient of a whole batch wrong by 1e-5.
+    It uses matrix products (unfold, then Linear) instead of nn.Conv2d: cuDNN computes convolutions in TF32 by default,
+    and with oneDNN's order of additions, the float32 gradient of a large batch is off by 1e-5.
     """
 
     def __init__(self, num_channels: int, num_classes: int, norm: str = "none", variable_length: bool = False):
@@ -94,13 +94,12 @@ class CellNet(nn.Module):
     def forward(self, images):
         """Logits (N, classes) of uint8 images (N, C, H, W).
 
-        With variable_length, logits of each cell (N, cells, classes), as a language model has logits of each token.
+        With variable_length, logits for each cell (N, cells, classes), like a language model's logits for each token.
         """
         x = images.to(self.head.weight.dtype).sub_(MEAN).mul_(1 / STD)
         x = F.unfold(x, 16, padding=6, stride=4).transpose(1, 2)
         num_cells = x.shape[1]
-        # silu: with relu, runs on different process counts diverge sooner
-        x = F.silu(self.norm1(self.fc1(x.flatten(0, 1))))
+        x = F.silu(self.norm1(self.fc1(x.flatten(0, 1))))  # with relu, runs on different process counts diverge sooner
         x = F.silu(self.norm2(self.fc2(x)))
         logits = self.head(x).unflatten(0, (len(images), num_cells))
         if self.variable_length:
@@ -124,7 +123,7 @@ def count_ink_cells(data):
 def losses_and_predictions(model, images, labels):
     """One loss and one prediction per sample, both (N,).
 
-    With logits of each cell, the loss of a sample is the mean over its cells with ink.
+    With logits for each cell, the loss of a sample is the mean over its cells with ink.
     """
     logits = model(images)
     if logits.ndim == 2:
@@ -138,7 +137,7 @@ def losses_and_predictions(model, images, labels):
 
 @torch.no_grad()
 def evaluate(model, loader, run) -> dict:
-    """Loss and accuracy of all test samples; each counts once."""
+    """Loss and accuracy over all test samples; each counts once."""
     model.eval()
     metrics = run.new_metrics()
     for batch in run.test_batches(loader):
@@ -149,30 +148,30 @@ def evaluate(model, loader, run) -> dict:
 
 
 def largest_micro_batch(args, model, data, accelerator) -> int:
-    """Samples of a process that fit into memory at once, the same number on all ranks. Collective."""
+    """How many samples fit into the memory of a process at once; the same number on all ranks. Collective."""
     if accelerator.distributed_type == DistributedType.FSDP:
-        stop("--micro_batch_size auto needs the whole model on one device, and FSDP shards it: give a number")
+        stop("--micro_batch_size auto does not work with FSDP, which shards the model: give a number")
 
     def attempt(size):
-        # What else training keeps: the gradients of earlier micro-batches, AdamW's two moments, DDP's buckets.
+        # Other tensors that training keeps: earlier micro-batches' gradients, AdamW's two moments, DDP's buckets.
         others = [torch.empty_like(p) for p in model.parameters() for _ in range(4)]
         rows = torch.arange(size) % len(data)
         images, labels = (tensor.to(accelerator.device) for tensor in data[rows])
         with accelerator.autocast():
             losses, _ = losses_and_predictions(model, images, labels)
         losses.sum().backward()
-        del others  # not earlier
+        del others  # held until the backward pass is over
 
-    model = data_parallel(model.to(accelerator.device), accelerator)  # as `prepare` will wrap it
+    model = data_parallel(model.to(accelerator.device), accelerator)  # wrapped as `prepare` will do it
     size = largest_that_fits(attempt, args.batch_size // accelerator.num_processes, accelerator, args.cpu_memory_gib)
     model.zero_grad()
     if not size:
-        stop("--micro_batch_size auto: not even one sample fits into memory: use a smaller model or a larger device")
+        stop("--micro_batch_size auto: not even one sample fits into memory: use a smaller model or a device with more")
     return size
 
 
 def accumulation_steps(per_process: int, micro_batch_size: int) -> int:
-    """The fewest micro-batches of one size, at most micro_batch_size, that make up a process's batch."""
+    """The smallest number of equal micro-batches, of at most micro_batch_size samples, that make a process's batch."""
     steps = math.ceil(per_process / micro_batch_size)
     while per_process % steps:
         steps += 1
@@ -191,13 +190,13 @@ def main():
         if size == "auto":
             size = largest_micro_batch(args, model, train_data, accelerator)
         steps = accelerator.gradient_accumulation_steps = accumulation_steps(per_process, size)
-        accelerator.print(f"micro-batch   {per_process // steps} per process ({size} would fit), {steps} in a step")
+        accelerator.print(f"micro-batch   {per_process // steps} per process ({size} would fit), {steps} per step")
 
-    # Samples of different length count by their length: the loader sums the weights of a step over all micro-batches
-    # and processes before its first backward pass. A mean of the micro-batches' means is another number.
+    # Samples of different lengths are weighted by their length. The loader sums the weights of a step over all
+    # micro-batches and processes before the first backward pass; the mean of the micro-batches' means would be wrong.
     weights = count_ink_cells if args.variable_length else None
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, loss_weights=weights)
-    # Tests in micro-batches of the same size, which fit into memory.
+    # The test uses micro-batches of the same size, so that they fit into memory.
     steps = accelerator.gradient_accumulation_steps
     test_loader = GlobalLoader(test_data, args.batch_size, accelerator, accumulation=steps)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
@@ -212,18 +211,18 @@ def main():
         model.train()
         for batch in run.batches(train_loader, epoch):  # the micro-batches of all steps
             images, labels = batch.data
-            # DDP's no_sync(): no all-reduce before the last micro-batch of a step. Forward and backward are inside.
+            # DDP's no_sync() for the forward and backward pass: no all-reduce before the last micro-batch of a step.
             with accelerator.accumulate(model):
                 losses, predicted = losses_and_predictions(model, images, labels)
-                # sum(weights * losses) / (sum of the weights of the step), times what DDP and Accelerate divide by
+                # sum(weights * losses) / (sum of the step's weights), times what DDP and Accelerate divide by
                 accelerator.backward(batch.mean_loss(losses))
                 if args.max_grad_norm and accelerator.sync_gradients:
-                    # Once per step: the norm of a part says nothing about the norm of the whole.
+                    # Once per step, because the norm of the sum is not known before.
                     accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                optimizer.step()  # Accelerate's: these three do nothing before the last micro-batch
+                optimizer.step()  # Accelerate's wrappers: all three do nothing before the last micro-batch
                 scheduler.step()
                 optimizer.zero_grad()
-            # In the log each image counts once, as in the test.
+            # In the log each image counts once, as in evaluate().
             run.log_train(batch, weights=torch.ones_like(losses), loss=losses, accuracy=predicted == labels)
         run.log_test(evaluate(model, test_loader, run))
     run.finish()

@@ -4,8 +4,8 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/model_split.py \
         --num_stages 2 --batch_size 256 --num_microbatches 8
 
-One process splits the model over its devices (dp.yaml: all GPUs). Several processes have one stage each. With
---num_stages below the number of processes, several copies of the pipeline share the batch.
+A single process splits the model over its devices (dp.yaml: all GPUs). With several processes, each has one stage. If
+--num_stages is less than the number of processes, several copies of the pipeline share the batch.
 
 Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.15: two processes with one thread each reach 1.72 times
 the images/s of the unsplit model on one thread (8 micro-batches of 8 images of 64 pixels; the ideal is 1.78).
@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import launch
 from utils.console import plural, stop
@@ -47,7 +47,7 @@ from utils.parallel.pipeline import (
 )
 from utils.run import Run
 
-# Of ImageNet, 0 to 255, for torchvision's weights: https://pytorch.org/vision/stable/models.html.
+# Mean and standard deviation of ImageNet's pixels per channel, 0 to 255; torchvision's weights expect them.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 # The model can be split between any two blocks. "stem" and "head" stand for several of torchvision's modules.
 BLOCKS = ["stem"]
@@ -67,7 +67,7 @@ def parse_args():
 
     # resume_invariant: a resumed run must have the same values.
     model = parser.add_argument_group("model and training", resume_invariant=True).add_argument
-    model("--norm", choices=("batch", "group"), default="batch", help="group: the micro-batch size changes no number")
+    model("--norm", choices=("batch", "group"), default="batch", help="group: the micro-batch size has no effect")
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
     model("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="initial weights; no value: torchvision's")
     model("--dtype", choices=("float32", "float64"), default="float32", help="type of the parameters")
@@ -78,9 +78,9 @@ def parse_args():
     # These may change when a run is resumed.
     pipeline = parser.add_argument_group("pipeline and length").add_argument
     pipeline("--num_stages", type=non_negative_int, default=0, help="processes per pipeline, or devices; 0: all")
-    pipeline("--num_microbatches", type=positive_int, default=4, help="micro-batches each time the pipeline is filled")
+    pipeline("--num_microbatches", type=positive_int, default=4, help="micro-batches per filling of the pipeline")
     pipeline("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="order of forward and backward passes")
-    pipeline("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of each later stage")
+    pipeline("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of each stage but the first")
     pipeline("--balance", choices=("time", "memory"), default="time", help="what --split auto balances")
     pipeline("--cpu_threads", type=non_negative_int, default=0, help="threads of each process; 0: cores / processes")
     pipeline("--num_epochs", type=positive_int, help="passes over the training images")
@@ -102,7 +102,7 @@ def make_resnet(num_classes: int, norm: str = "batch") -> nn.Module:
 
 
 class Stage(nn.Module):
-    """Some blocks of a ResNet, under the names that they have in the whole model: the state dicts fit together."""
+    """Some blocks of a ResNet, with their names in the whole model, so that the state dicts can be merged."""
 
     def __init__(self, resnet: nn.Module, blocks: list[str]):
         super().__init__()
@@ -116,7 +116,7 @@ class Stage(nn.Module):
                 self.sequence.append(self.get_submodule(name))
 
     def forward(self, x):
-        """x: uint8 (N, 1 or 3, H, W) for the stem, else the output of the block before."""
+        """x: uint8 (N, 1 or 3, H, W) for the stem, the output of the previous block otherwise."""
         if x.dtype == torch.uint8:
             x = to_input(x, next(self.parameters()).dtype)
         for module in self.sequence:
@@ -127,7 +127,7 @@ class Stage(nn.Module):
 def to_input(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """uint8 (N, 1 or 3, H, W) to normalised RGB (N, 3, H, W), padded to H, W >= 32.
 
-    ResNet-50 halves the sides five times, so 32 pixels leave one.
+    ResNet-50 halves height and width five times, from 32 pixels to one.
     """
     x = images.to(dtype).expand(-1, 3, -1, -1)
     mean = torch.tensor(MEAN, dtype=dtype, device=x.device)[:, None, None]
@@ -144,7 +144,7 @@ class Layout(NamedTuple):
     num_virtual_stages: int  # parts of the model: an interleaved schedule has two per process
     devices: list[torch.device]  # of this process
     copies: int  # of the pipeline
-    copy: int  # the one of this process
+    copy: int  # which of them this process belongs to
     accumulation: int  # micro-batches of each copy in one step
     micro_batch_size: int
 
@@ -169,14 +169,14 @@ def choose_layout(args, accelerator) -> Layout:
 
 
 def check_layout(args, layout: Layout, accelerator) -> None:
-    """Check that the flags and the processes fit together.
+    """Check that the flags suit the number of processes.
 
     Raises:
         SystemExit: if not.
     """
     processes, num_stages = accelerator.num_processes, layout.num_stages
     if accelerator.distributed_type == DistributedType.FSDP or accelerator.scaler is not None:
-        stop("a split model runs neither under FSDP nor in fp16: use ddp.yaml with mixed_precision no or bf16")
+        stop("a split model works neither with FSDP nor in fp16: use ddp.yaml with mixed_precision no or bf16")
     if processes > 1 and processes % num_stages:
         stop(f"--num_stages {num_stages} does not divide the {processes} processes")
     if processes > 1 and num_stages == 1:
@@ -201,7 +201,7 @@ def check_layout(args, layout: Layout, accelerator) -> None:
 
 
 def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
-    """BatchNorm needs more than one number per channel: several images, or several pixels.
+    """Check that BatchNorm gets more than one value per channel: several images, or several pixels.
 
     Raises:
         SystemExit: if a micro-batch has one image that is one pixel at the end of the model.
@@ -223,7 +223,7 @@ def split_model(args, layout, train_data, accelerator):
     """Make the model and split it. Collective.
 
     Returns:
-        As make_pipeline, and a table of the stages.
+        The results of make_pipeline, and a table of the stages.
     """
     resnet = make_resnet(len(train_data.classes), args.norm).to(getattr(torch, args.dtype))
     if args.pretrained:
@@ -247,22 +247,22 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
 
     Args:
         blocks: the names of the blocks of each stage.
-        examples: a micro-batch as the input of the first stage and as the output of each, on the meta device.
+        examples: a micro-batch as the input of the first stage, and as the output of each stage, on the meta device.
         num_stages: processes, or devices of one process, in a pipeline.
         devices: of this process.
 
     Returns:
-        The part of the model that this process has; the pipeline to run it in; and the process group of all copies of
-        this part, None if there is only one.
+        The part of the model on this process; the pipeline that runs it; and the process group of all copies of this
+        part, None if there is only one.
     """
     rank, processes = accelerator.process_index, accelerator.num_processes
     numbers = range(len(blocks))  # of the stages of this process
     if processes > 1:
         numbers = range(rank % num_stages, len(blocks), num_stages)
-    # Interleaved stages go round the devices more than once.
+    # An interleaved schedule puts several stages on each device.
     devices = [devices[index % num_stages % len(devices)] for index in numbers]
     stages = [Stage(resnet, blocks[index]).to(device) for index, device in zip(numbers, devices, strict=True)]
-    # The same modules once more in one object, for the optimizer and the checkpoints.
+    # The same modules in one object, for the optimizer and the checkpoints.
     model = Stage(resnet, [block for index in numbers for block in blocks[index]])
     if processes == 1:
         # naive: no overlap; gpipe: all forward passes first.
@@ -287,16 +287,16 @@ def make_loss_fn(count):
         labels = labels.to(logits.device, non_blocking=True)
         losses = F.cross_entropy(logits, labels, reduction="none")
         correct = logits.argmax(1) == labels
-        device = batch.indices.device  # with several GPUs in one process, that of the first stage
+        device = batch.indices.device  # with several GPUs in one process, the first stage's
         count(batch, loss=losses.detach().to(device), accuracy=correct.to(device))
-        return batch.mean_loss(losses)  # gradients of micro-batches and copies are summed: the loader knows it
+        return batch.mean_loss(losses)  # scaled so that gradients of micro-batches and copies can be summed
 
     return loss_fn
 
 
 @torch.no_grad()
 def evaluate(model, pipeline, loader, run) -> dict:
-    """Loss and accuracy of all test samples, through the pipeline; each counts once."""
+    """Loss and accuracy over all test samples, run through the pipeline; each counts once."""
     model.eval()
     metrics = run.new_metrics()
     loss_fn = make_loss_fn(metrics.add)
@@ -315,7 +315,7 @@ def main():
     run = Run(accelerator, args)
 
     train_data, test_data = load_images(args.dataset)
-    # All processes of a pipeline get the same samples: the first stage needs the images, the last one the labels.
+    # All processes of a pipeline get the same samples: the first stage needs the images, the last stage the labels.
     shares = {"shard": (layout.copy, layout.copies), "accumulation": layout.accumulation}
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, **shares)
     test_loader = GlobalLoader(test_data, args.batch_size, accelerator, max_samples=args.max_test_samples, **shares)
@@ -325,7 +325,7 @@ def main():
     model, pipeline, copy_group, table = split_model(args, layout, train_data, accelerator)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
-    # Not the model: DDP would copy and reduce it.
+    # Without the model, which DDP would broadcast and reduce as if it were the same on all processes.
     optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
 
     invariants = {"micro_batch_size": layout.micro_batch_size} if args.norm == "batch" else None

@@ -1,4 +1,4 @@
-"""ResNet-50 on images of any size, with the recipes that people train with.
+"""ResNet-50 on images of any size, with torchvision's ImageNet recipes.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/resnet50.py
     accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision bf16 \
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models.resnet import Bottleneck
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds utils without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import launch
 from utils.console import stop
@@ -46,12 +46,12 @@ from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
 from utils.topology import data_parallel_gpus
 
-# Mean and standard deviation of ImageNet's pixels, 0 to 255, by channel; torchvision's weights were trained with them.
+# Mean and standard deviation of ImageNet's pixels per channel, 0 to 255; torchvision's weights expect them.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 TEST_BATCH_SIZE = 256
 WORST_SHOWN = 24
 
-# torchvision's recipes for ImageNet, as flags. Without a preset: a quick look at 32 pixels, made for the bundled MNIST.
+# torchvision's recipes for ImageNet, as flags. The defaults are for a quick run on MNIST at 32 pixels.
 PRESETS = {
     "v1": """
         --image_size 224 --eval_resize 256 --min_crop 0.08 --flip 0.5
@@ -67,43 +67,43 @@ PRESETS = {
 
 def parse_args():
     parser = ArgumentParser(__doc__)
-    parser.add_argument("--preset", choices=PRESETS, help="torchvision's recipe; other flags replace its values")
+    parser.add_argument("--preset", choices=PRESETS, help="torchvision's recipe; other flags override its values")
     switch = argparse.BooleanOptionalAction
 
     data = parser.add_argument_group("data").add_argument
     data("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    data("--skip_bad_images", action="store_true", help="read all images first, leave out what cannot be decoded")
-    data("--num_workers", type=non_negative_int, help="processes that decode (default: by the machine)")
+    data("--skip_bad_images", action="store_true", help="decode all images first, and leave out those that fail")
+    data("--num_workers", type=non_negative_int, help="processes that decode (default: chosen for this machine)")
     data("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
     # resume_invariant: a resumed run must have the same values.
     image = parser.add_argument_group("images", resume_invariant=True).add_argument
-    image("--image_size", type=positive_int, default=32, help="side of the images in training, in pixels")
-    image("--eval_size", type=non_negative_int, default=0, help="side of the images in tests; 0: image_size")
-    image("--eval_resize", type=non_negative_int, default=0, help="shorter side before the crop in tests; 0: eval_size")
-    image("--min_crop", type=at_least(0.01, float, below=1.01), default=0.85, help="smallest fraction of the area")
+    image("--image_size", type=positive_int, default=32, help="size of the training images, in pixels")
+    image("--eval_size", type=non_negative_int, default=0, help="size of the test images; 0: image_size")
+    image("--eval_resize", type=non_negative_int, default=0, help="shorter side before the test crop; 0: eval_size")
+    image("--min_crop", type=at_least(0.01, float, below=1.01), default=0.85, help="smallest crop / image area")
     image("--flip", type=at_least(0.0, float, below=1.01), default=0.0, help="probability of a horizontal flip")
     image("--trivial_augment", action=switch, default=False, help="one random operation at a random strength")
-    image("--erase", type=fraction, default=0.0, help="probability of an erased rectangle")
+    image("--erase", type=fraction, default=0.0, help="probability of erasing a random rectangle")
     image("--mixup", type=non_negative_float, default=0.0, help="alpha of the Beta distribution; 0: off")
-    image("--cutmix", type=non_negative_float, default=0.0, help="as --mixup; with both: half of the steps each")
+    image("--cutmix", type=non_negative_float, default=0.0, help="as --mixup; both: half of the steps each")
     image("--repeats", type=positive_int, default=1, help="augmented copies of a sample in one step")
 
     model = parser.add_argument_group("model and training", resume_invariant=True).add_argument
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
     model("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="initial weights; no value: torchvision's")
-    model("--zero_init", action=switch, default=True, help="residual blocks that keep the shape start as the identity")
-    model("--bn", choices=("local", "sync"), default="local", help="BatchNorm; sync: over all processes, on GPUs")
+    model("--zero_init", action=switch, default=True, help="residual blocks of constant shape start as the identity")
+    model("--bn", choices=("local", "sync"), default="local", help="BatchNorm; sync: over all processes, only on GPUs")
     model("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all processes")
     model("--lr", type=non_negative_float, default=0.1, help="highest learning rate, times batch_size / 256")
-    model("--schedule", choices=("cosine", "step"), default="cosine", help="step: a tenth after every 30 epochs")
-    model("--warmup_epochs", type=non_negative_float, default=0.02, help="epochs in which the learning rate rises")
-    model("--weight_decay", type=non_negative_float, default=5e-5, help="of the convolutions and the last layer")
-    model("--norm_weight_decay", type=non_negative_float, default=0.0, help="of BatchNorm and the biases")
-    model("--nesterov", action=switch, default=True, help="Nesterov's form of momentum 0.9")
+    model("--schedule", choices=("cosine", "step"), default="cosine", help="step: divide by 10 every 30 epochs")
+    model("--warmup_epochs", type=non_negative_float, default=0.02, help="epochs of linear warm-up")
+    model("--weight_decay", type=non_negative_float, default=5e-5, help="for convolutions and the last layer")
+    model("--norm_weight_decay", type=non_negative_float, default=0.0, help="for BatchNorm and biases")
+    model("--nesterov", action=switch, default=True, help="Nesterov momentum, 0.9")
     model("--label_smoothing", type=fraction, default=0.0, help="label smoothing in training")
     model("--ema_decay", type=fraction, default=0.0, help="decay of a moving average of the model; 0: no average")
-    model("--ema_every", type=positive_int, default=1, help="steps between two steps of that average")
+    model("--ema_every", type=positive_int, default=1, help="steps between two updates of this average")
 
     length = parser.add_argument_group("length and memory").add_argument
     length("--num_epochs", type=positive_int, default=None, help="passes over the training images")
@@ -122,7 +122,7 @@ def parse_args():
 
 
 def check_args(args, accelerator):
-    """Check that BatchNorm and mixup can work with the micro-batches, and that --bn sync is possible.
+    """Check that the micro-batches suit BatchNorm and mixup, and that --bn sync is possible.
 
     Raises:
         SystemExit: if not.
@@ -138,16 +138,16 @@ def check_args(args, accelerator):
             f"{args.repeats} must divide the batch"
         )
     if args.bn == "sync" and accelerator.device.type not in ("cuda", "xpu", "hpu"):
-        stop("--bn sync works on GPUs only: leave it out")  # PyTorch has SyncBatchNorm for these
+        stop("--bn sync works on GPUs only: omit it")  # of the kinds for which PyTorch has SyncBatchNorm
     if args.bn == "sync" and data_parallel_gpus(accelerator) > 1:
-        # Each GPU would use its own statistics, and PyTorch would not say so.
-        stop("--bn sync needs a process for each GPU, and DataParallel runs here: use ddp.yaml")
+        # Each GPU would silently use its own statistics.
+        stop("--bn sync needs one process per GPU, but this config uses DataParallel: use ddp.yaml")
     if args.bn == "sync" and args.virtual_processes:
-        stop("--bn sync normalises over the processes, on which --virtual_processes must not depend: leave one out")
+        stop("--bn sync depends on the number of processes, --virtual_processes must not: omit one of them")
 
 
 def load_data(args, accelerator):
-    """The training set, the test set, and what run.json says about them."""
+    """The training set, the test set, and their description for run.json."""
     splits, num_bad = [], 0
     for split in load_splits(args.dataset):
         if args.skip_bad_images:
@@ -164,11 +164,11 @@ def load_data(args, accelerator):
 
 
 def start_as_identity(model):
-    """Make the residual blocks that keep the shape the identity, by a last BatchNorm of 0.
+    """Initialise the residual blocks of constant shape as the identity, by a weight of 0 in their last BatchNorm.
 
-    torchvision's `zero_init_residual` does it to the other four as well. Their shortcuts are convolutions with stride
-    2: one after the other they see one corner of a small image, black in nearly every digit, and the first gradients
-    would be amplified rounding.
+    torchvision's `zero_init_residual` also changes the four other blocks. The shortcuts of three of them have
+    stride 2, and in sequence they see only one corner of a small image. In most digits it is black, so the first
+    gradients would be amplified rounding errors.
     """
     for block in model.modules():
         if isinstance(block, Bottleneck) and block.downsample is None:
@@ -188,7 +188,7 @@ def make_model(args, num_classes, accelerator):
 
 
 def make_optimizer(args, model, accelerator):
-    """SGD, with a weight decay of its own for BatchNorm and the biases."""
+    """SGD, with a separate weight decay for BatchNorm and biases."""
     lr = args.lr * args.batch_size / 256
     accelerator.print(f"learning rate {lr:.4g} = {args.lr:g} x {args.batch_size} / 256")
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -202,7 +202,7 @@ def make_optimizer(args, model, accelerator):
 
 
 def lr_factor(step, schedule, warmup_steps, steps_per_epoch, total_steps) -> float:
-    """Learning rate of step `step` over the highest one: a linear rise, then cosine or steps."""
+    """Learning rate of a step / highest learning rate: linear warm-up, then a cosine or steps."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if schedule == "step":
@@ -214,17 +214,17 @@ def lr_factor(step, schedule, warmup_steps, steps_per_epoch, total_steps) -> flo
 def mix(images, mixup: float, cutmix: float, seed: int, step: int):
     """Mixup or CutMix of neighbours: sample 2i with sample 2i + 1.
 
-    The fraction and the box are the same for all samples of a step, a function of (seed, step). Neighbours are mixed,
-    and not samples of a permutation, because one process then holds both, whatever the number of processes.
+    All samples of a step share the fraction and the box, which depend on (seed, step) only. Neighbours are mixed, not
+    samples of a random permutation, because one process holds both of them on any number of processes.
     Sources: https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899.
 
     Args:
         images: uint8 (N, 3, H, W), N even.
-        mixup, cutmix: alpha of the Beta distribution; 0: off. With both, half of the steps each.
+        mixup, cutmix: alpha of the Beta distribution; 0: off. With both, each is used in half of the steps.
 
     Returns:
-        The mixed images, float32 after mixup and else uint8, 0 to 255; which sample each one is mixed with, int64 (N,);
-        the fraction of each image that is kept.
+        The mixed images, 0 to 255, float32 after mixup and uint8 otherwise; the index of the sample that each image is
+        mixed with, int64 (N,); the fraction of each image that is kept.
     """
     partners = torch.arange(len(images), device=images.device)
     if not mixup and not cutmix:
@@ -246,18 +246,18 @@ def mix(images, mixup: float, cutmix: float, seed: int, step: int):
 
 @functools.cache
 def mean_and_std(device, dtype):
-    """MEAN and STD, (3, 1, 1). Cached: each copy to a GPU would wait until the GPU is idle."""
+    """MEAN and STD, (3, 1, 1). Cached, because each copy to a GPU waits until the GPU is idle."""
     values = torch.tensor([MEAN, STD], device=device, dtype=dtype)
     return values[:, :, None, None].unbind()
 
 
 def normalize(images):
-    """Images, uint8 or float32, 0 to 255, (N, 3, H, W), as torchvision's weights expect them."""
+    """Normalise images (N, 3, H, W), uint8 or float32, 0 to 255, as torchvision's weights expect them."""
     mean, std = mean_and_std(images.device, torch.get_default_dtype())
     return (images.to(mean.dtype) - mean) / std
 
 
-@on_each_gpu  # dp.yaml: each GPU computes its own losses, and the first one gathers no logits
+@on_each_gpu  # dp.yaml: each GPU computes the losses of its samples, so that the first GPU gathers no logits
 def losses_and_predictions(model, images, labels, partners=None, kept=1.0, label_smoothing=0.0):
     """Losses, predictions, and the number of classes with a larger logit than the true one; (N,) each.
 
@@ -277,7 +277,7 @@ def losses_and_predictions(model, images, labels, partners=None, kept=1.0, label
 
 @torch.no_grad()
 def evaluate(model, loader, run, num_classes=None) -> dict:
-    """Loss, top-1 and top-5 accuracy of all test images; each counts once.
+    """Loss, top-1 and top-5 accuracy over all test images; each counts once.
 
     With num_classes also macro F1, the confusion matrix [true][predicted], and "worst": (loss, index, prediction,
     label) of the images with the largest losses.
@@ -290,7 +290,7 @@ def evaluate(model, loader, run, num_classes=None) -> dict:
             losses, predicted, num_larger = losses_and_predictions(model, images, labels)
         correct = predicted == labels
         metrics.add(batch, loss=losses, accuracy=correct, top5_accuracy=num_larger < 5)
-        samples.append([batch.counted(each) for each in (losses, batch.indices, predicted, labels)])
+        samples.append([batch.counted(values) for values in (losses, batch.indices, predicted, labels)])
     result = metrics.reduce()
     if num_classes is None:
         return result
@@ -305,7 +305,7 @@ def evaluate(model, loader, run, num_classes=None) -> dict:
 
 
 def draw_pictures(result, worst, test_data, folder: Path) -> None:
-    """confusion.png, and the test images with the largest losses, each with its label and the prediction."""
+    """Draw confusion.png, and the test images with the largest losses, with labels and predictions."""
     classes = test_data.classes
     plot_confusion(result["confusion"], classes, folder / "confusion.png")
     picture = folder / "worst_predictions.png"
@@ -335,7 +335,7 @@ def make_loaders(args, train_data, test_data, accelerator):
 
 
 def update_average(ema, model, steps_done: int, every: int, warmup_steps: float) -> None:
-    """After a step: in the warm-up the average starts again, with a copy of the model."""
+    """Update the moving average after a step. During warm-up it is a copy of the model."""
     if steps_done % every == 0:
         if steps_done <= warmup_steps:
             ema.n_averaged.zero_()
@@ -367,9 +367,9 @@ def main():
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if ema is not None:
-        shard(ema.module, accelerator)  # with fsdp.yaml, as `prepare` has sharded the model
+        shard(ema.module, accelerator)  # with fsdp.yaml, like the model in `prepare`
         checkpoint["model_ema"] = ema
-    # DDP would copy rank 0's running statistics to all ranks: they are averaged over the ranks instead, once per step.
+    # DDP would copy rank 0's running statistics to all ranks. Instead they are averaged over the ranks, once per step.
     model.forward_sync_buffers = False
     batch_norms = BatchNorms(model, accelerator)
     run.start(train_loader, test_loader, total_steps, data=about_data, checkpoint=checkpoint)

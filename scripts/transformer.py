@@ -1,11 +1,11 @@
-"""A language model, a small Llama, trained from scratch on the sources of Python's standard library or on your text.
+"""A small Llama, trained from scratch on the source code of Python's standard library, or on your text.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/transformer.py
     accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision bf16 scripts/transformer.py \
         --dataset roneneldan/TinyStories --vocabulary 8192 --dim 768 --layers 12 --context 1024 --batch_size 256
     python scripts/transformer.py --output_dir runs/mine --prompt "def read(file):"
 
-1.79 bits per byte of the test files after 1000 steps; gzip needs 2.11, xz 1.92, an order-3 model 1.97. 137 s of CPU
+1.79 bits per byte on the test files after 1000 steps; gzip needs 2.11, xz 1.92, an order-3 model 1.97. 137 s of CPU
 time with one thread on a Xeon with AVX-512; Python 3.11, torch 2.15, accelerate 1.15, tokenizers 0.23.
 
 Sources: Llama, H. Touvron et al., https://arxiv.org/abs/2302.13971; rotary positions, J. Su et al.,
@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-# Finds utils from any folder, without an install.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import atomic_files, launch
 from utils.atomic_files import read_entry
@@ -45,8 +44,7 @@ def parse_args():
     data.add_argument("--dataset", default="stdlib", help="Hub id, or folder of text or parquet files")
     data.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: learn one from --dataset)")
 
-    # resume_invariant: a resumed run must have the same values.
-    model = parser.add_argument_group("model", resume_invariant=True)
+    model = parser.add_argument_group("model", resume_invariant=True)  # must be the same when resuming
     model.add_argument("--vocabulary", type=at_least(257), default=1024, help="tokens of a learned tokenizer")
     model.add_argument("--context", type=positive_int, default=128, help="context length, in tokens")
     model.add_argument("--dim", type=positive_int, default=128, help="features per token")
@@ -64,11 +62,11 @@ def parse_args():
     steps = parser.add_argument_group("length and memory")
     steps.add_argument("--max_steps", type=positive_int, default=1000, help="optimizer steps")
     steps.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")
-    steps.add_argument("--checkpoint_activations", action="store_true", help="less memory: run each forward pass twice")
+    steps.add_argument("--checkpoint_activations", action="store_true", help="recompute them: less memory")
     steps.add_argument("--compile", action="store_true", help="torch.compile the model")
 
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--prompt", help="do not train: continue PROMPT with the model in --output_dir")
+    sampling.add_argument("--prompt", help="continue PROMPT with the model in --output_dir, without training")
     sampling.add_argument("--num_tokens", type=positive_int, default=200, help="maximum number of new tokens")
     sampling.add_argument("--temperature", type=non_negative_float, default=0.7, help="sampling temperature; 0: greedy")
 
@@ -77,12 +75,12 @@ def parse_args():
     if args.dim % (2 * args.heads):
         parser.error(f"--dim {args.dim} must be a multiple of 2 x --heads {args.heads}, for the rotary positions")
     if args.pretrained and not args.tokenizer:
-        parser.error("--pretrained also needs --tokenizer: the one that the weights were trained with")
+        parser.error("--pretrained needs --tokenizer: the tokenizer.json that the weights were trained with")
     return args
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding: x (N, heads, T, D) turned by the angles of its positions, cos and sin (T, D / 2)."""
+    """Rotary position embedding: rotate x (N, heads, T, D) by the angles whose cos and sin are given, (T, D / 2)."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).type_as(x)
 
@@ -92,7 +90,7 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, dropout: float):
         super().__init__()
-        hidden = 32 * round(dim * 8 / 3 / 32)  # as many weights as an MLP without gate and 4 * dim hidden features
+        hidden = 32 * round(dim * 8 / 3 / 32)  # as many weights as an ungated MLP with 4 * dim hidden features
         self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.norm1, self.norm2 = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -129,7 +127,7 @@ class Blocks(nn.ModuleList):
 
 
 class TiedEmbedding(nn.Embedding):
-    """Input embedding and output projection share one weight. Both are a `forward`: there FSDP gathers the weight."""
+    """Input embedding and output projection with one weight. Both use `forward`, in which FSDP gathers the weight."""
 
     def forward(self, x):
         return F.linear(x, self.weight) if x.is_floating_point() else super().forward(x)
@@ -145,7 +143,7 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(dim, eps=1e-6)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                is_residual = name.endswith(("out.weight", "down.weight"))  # 2 * layers of them add up in x
+                is_residual = name.endswith(("out.weight", "down.weight"))  # 2 * layers outputs are added to x
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_residual else 0.02)
 
     def forward(self, tokens, targets=None, kv_cache=None):
@@ -160,10 +158,10 @@ class Transformer(nn.Module):
         start, mask = 0, None
         if kv_cache and kv_cache[0]:
             start = kv_cache[0][0].shape[2]
-        else:  # causal, and within a document: from its leading EOS on
+        else:  # each token attends to the earlier ones of its document, which starts with an EOS
             document = (tokens == self.eos).cumsum(1)[:, None]
             mask = (document[..., :, None] == document[..., None, :]).tril()
-        # Attention depends on differences of positions only, so they need not restart with a document.
+        # Attention depends only on differences of positions, so these need not restart with each document.
         positions = torch.arange(start, start + tokens.shape[1], device=x.device)
         angles = positions[:, None] * 10000 ** (-torch.arange(self.rotary_pairs, device=x.device) / self.rotary_pairs)
         x = self.blocks(x, (angles.cos(), angles.sin()), mask, kv_cache)
@@ -175,9 +173,9 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # do not recompile for each length
+@torch.compiler.set_stance("force_eager")  # do not recompile for every length
 def generate(model, tokens: list[int], num_tokens: int, context: int, temperature: float, seed: int) -> list[int]:
-    """EOS, `tokens` and up to num_tokens sampled ones, the last of which may be EOS. Collective with FSDP."""
+    """EOS, `tokens`, and up to num_tokens sampled tokens, until EOS. Collective with FSDP."""
     device, generator = model.embed.weight.device, torch.Generator().manual_seed(seed)
     tokens = [model.eos, *tokens]
     inputs, kv_cache = tokens[-context:], [[] for _ in model.blocks]
@@ -190,13 +188,13 @@ def generate(model, tokens: list[int], num_tokens: int, context: int, temperatur
         if tokens[-1] == model.eos:
             break
         inputs = tokens[-1:]
-        if kv_cache[0][0].shape[2] == context:  # full: start again from its last half
+        if kv_cache[0][0].shape[2] == context:  # full: continue from the last half of the context
             inputs, kv_cache = tokens[-max(context // 2, 1) :], [[] for _ in model.blocks]
     return tokens
 
 
 def continue_prompt(args) -> None:
-    """Print --prompt and its continuation by the model in --output_dir. In plain PyTorch."""
+    """Print --prompt and its continuation by the model in --output_dir, in plain PyTorch."""
     folder = Path(args.output_dir or "--output_dir")
     trained = read_entry(folder / "run.json", "arguments", dict)
     if trained is None or not (folder / "model.safetensors").is_file():
@@ -211,7 +209,7 @@ def continue_prompt(args) -> None:
 
 @torch.no_grad()
 def evaluate(model, loader, run) -> dict:
-    """Loss and bits per byte of the whole test text; each token counts once."""
+    """Loss and bits per byte over the whole test text; each token counts once."""
     model.eval()
     metrics = run.new_metrics()
     for batch in run.test_batches(loader):
@@ -221,7 +219,7 @@ def evaluate(model, loader, run) -> dict:
 
 
 def lr_factor(step: int, total_steps: int) -> float:
-    """Learning rate of a step, divided by the highest one: linear warm-up, then a cosine."""
+    """Learning rate of a step / highest learning rate: linear warm-up, then a cosine."""
     return min((step + 1) / (WARMUP * total_steps + 1), 0.5 + 0.5 * math.cos(math.pi * step / total_steps))
 
 
@@ -233,7 +231,7 @@ def main():
     run = Run(accelerator, args)
 
     train_texts, test_texts = load_text(args.dataset)
-    # All processes learn the same tokenizer: it depends on the texts alone.
+    # All processes learn the same tokenizer, which depends only on the texts.
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else learn_tokenizer(train_texts, args.vocabulary)
     train_data, test_data = (PackedText(texts, tokenizer, args.context) for texts in (train_texts, test_texts))
     # Each sequence is weighted by its number of targets, summed over the whole step before the first backward pass.

@@ -132,8 +132,8 @@ def test_compile_of_resnet50_changes_no_numbers_and_may_change_on_a_resume(tiny_
     ("device", "gpus", "virtual_processes", "sentence"),
     [
         ("cpu", 1, 0, "--bn sync works on GPUs only"),
-        ("cuda", 2, 0, "--bn sync needs a process for each GPU, and DataParallel runs here"),
-        ("cuda", 1, 4, "--bn sync normalises over the processes"),
+        ("cuda", 2, 0, "--bn sync needs one process per GPU, but this config uses DataParallel"),
+        ("cuda", 1, 4, "--bn sync depends on the number of processes"),
     ],
 )
 def test_bn_sync_is_refused_where_it_would_be_something_else(

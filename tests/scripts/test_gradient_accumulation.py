@@ -62,7 +62,7 @@ def test_steps_equal_those_of_the_whole_batch_whatever_auto_chooses(two_processe
     printed, runs = two_processes
     folder = runs / "auto"
     # 125 images a process, halved: 63, 32. The first number of steps from 4 on to divide 125: 5.
-    assert "micro-batch   25 per process (32 would fit), 5 in a step" in printed
+    assert "micro-batch   25 per process (32 would fit), 5 per step" in printed
     (launch,) = run_reader.launches(folder)
     assert launch["gradient_accumulation_steps"] == 5
 

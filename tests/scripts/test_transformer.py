@@ -297,7 +297,7 @@ def test_data_parallel_has_the_numbers_of_one_device(train, monkeypatch):
         (["--prompt", "a"], "--prompt needs the model of a finished run"),
         (["--dataset", "empty"], "--dataset empty needs a non-empty document for training"),
         (["--tokenizer", "nowhere.json"], "--tokenizer nowhere.json is not a readable tokenizer"),
-        (["--pretrained", "model.safetensors"], "--pretrained also needs --tokenizer"),
+        (["--pretrained", "model.safetensors"], "--pretrained needs --tokenizer"),
     ],
 )
 def test_bad_input_is_one_sentence_before_any_training(texts, tmp_path, monkeypatch, capsys, flags, sentence):
