@@ -87,11 +87,6 @@ def test_numbers_and_gradients_are_those_of_one_device(gpus, model, samples, by_
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
-def test_a_small_batch_uses_as_many_gpus_as_samples(gpus, model):
-    losses_and_hits(gpus(model), *batch(2))
-    assert [size for size, _ in seen] == [1, 1]
-
-
 def test_results_may_be_a_tensor_or_a_dict(gpus, model):
     images, labels = batch(8)
     wrapped = gpus(model)
@@ -231,33 +226,24 @@ def assert_loss_inside(seen, gpus, samples):
     assert max(shape[0] for shape in seen.gathered) == max(map(sum, seen.parts))
 
 
-MLP = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--dtype", "float64"]
-MLP += ["--dropout", 0.1, "--checkpoint_every", 2]
+MLP = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--float64", "--checkpoint_every", 2]
 
 
-def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys):
-    one, _ = train("mlp", "one", *MLP)
+@pytest.mark.parametrize("script", ["mlp", "mnist_mlp"])
+def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys, script):
+    """With losses in each replica, and with logits that the first GPU gathers."""
+    flags = [*MLP, "--dropout", 0.1, "--dtype", "float64"] if script == "mlp" else MLP
+    one, _ = train(script, "one", *flags)
     capsys.readouterr()
-    four, seen = train("mlp", "four", *MLP, gpus=GPUS)
+    four, seen = train(script, "four", *flags, gpus=GPUS)
     assert f"(DataParallel over {GPUS} GPUs)" in capsys.readouterr().out
     assert_same_run(four, one)
     assert [63, 63, 63, 61] in seen.parts
     assert [1, 1, 1] in seen.parts  # the last step of the epoch has 3 of 1003 images
-    assert_loss_inside(seen, GPUS, 1003 + 203)
+    if script == "mlp":
+        assert_loss_inside(seen, GPUS, 1003 + 203)
     (launch,) = run_reader.launches(four)
     assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
-
-
-def test_mnist_mlp_gathers_logits_and_has_the_same_numbers(train):
-    flags = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--lr", 1e-3]
-    torch.set_default_dtype(torch.float64)
-    try:
-        one, _ = train("mnist_mlp", "one", *flags)
-        four, seen = train("mnist_mlp", "four", *flags, gpus=GPUS)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert_same_run(four, one)
-    assert [63, 63, 63, 61] in seen.parts
 
 
 @pytest.mark.parametrize("lengths", [[], pytest.param(["--variable_length"], marks=pytest.mark.slow)])

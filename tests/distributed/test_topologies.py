@@ -496,33 +496,17 @@ def test_each_config_is_here_and_its_gpu_parameters_are_marked(request):
             assert on_gpu == (item.get_closest_marker("gpu") is not None)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "fit", "split"),
-    [
-        (0, {"cpu", "cpu_ddp"}, {"cpu_ddp"}),
-        (1, {"cpu", "cpu_ddp", "single_gpu", "dp", "ddp", "fsdp"}, {"cpu_ddp"}),
-        (2, {"cpu", "cpu_ddp", "single_gpu", "dp", "ddp", "fsdp"}, {"cpu_ddp", "dp", "ddp"}),
-        (8, {"cpu", "cpu_ddp", "single_gpu", "dp", "ddp", "fsdp"}, {"cpu_ddp", "dp", "ddp"}),
-    ],
-)
-def test_what_runs_on_a_machine(monkeypatch, gpus, fit, split):
+@pytest.mark.parametrize(("gpus", "split"), [(0, {"cpu_ddp"}), (1, {"cpu_ddp"}), (8, {"cpu_ddp", "dp", "ddp"})])
+def test_what_runs_on_a_machine(monkeypatch, gpus, split):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    fit = {"cpu", "cpu_ddp"} | ({"single_gpu", "dp", "ddp", "fsdp"} if gpus else set())
     plain = [each for each in TOPOLOGIES if each.precision == "no" and not each.stands_in()]
     here = [each for each in plain if each.unfit() is None]
     assert {each.config for each in here} == fit
-    without = {each.unfit() for each in TOPOLOGIES if each.gpus and each.precision == "bf16"}
-    assert without == {f"needs 1 GPU, and this machine has {gpus}" if not gpus else "the GPU has no bf16"}
     runs = {each.config: planned_runs(each, Path("mnist"), Path("tiny")) for each in here}
     is_split = {name for name in fit if "split" in runs[name]}
     assert is_split == split | (fit & {"cpu", "single_gpu"})
-    for each in here:
-        names = set(runs[each.config])
-        assert {"float32", "float64", "resumed", "resnet50", "mnist_speed"} <= names
-        assert ("batch_norm" in names) == (each.config == "single_gpu" or (each.config == "ddp" and gpus > 1))
     assert {"cpu_ddp_float64", "cpu_ddp_virtual", "fsdp on the CPU_float64"} <= set(runs["cpu"])
     if gpus:
-        resumed = {name for name in runs["single_gpu"] if "_float64" in name or "_virtual" in name}
-        assert resumed == {"dp_float64", "ddp_float64", "fsdp_float64", "ddp_virtual"}
         processes = {each.config: each.processes() for each in here}
         assert processes == {"cpu": 1, "cpu_ddp": 2, "single_gpu": 1, "dp": 1, "ddp": gpus, "fsdp": gpus}

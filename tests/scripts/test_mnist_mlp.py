@@ -1,10 +1,8 @@
 """The first script, launched as a user does."""
 
 import math
-import socket
 import sys
 
-import numpy as np
 import pytest
 import run_many
 import run_reader
@@ -128,14 +126,7 @@ def test_the_program_that_tests_use_has_its_numbers(small_mnist, tmp_path, home)
     ("flags", "sentence"),
     [
         (["--dataset", "nowhere/at/all"], "--dataset nowhere/at/all is neither a folder nor a Hub id"),
-        (
-            ["--batch_size", "3", "--gradient_accumulation_steps", "4"],
-            "--batch_size 3 is less than the 4 micro-batches",
-        ),
         (["--output_dir", "/proc/run"], "--output_dir /proc/run cannot be written to"),
-        (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
-        (["--lr", "-1"], "argument --lr: must be at least 0.0, got -1"),
-        (["--log_with", "nonesuch"], "nonesuch"),
     ],
 )
 def test_bad_input_is_one_sentence_before_any_training(tmp_path, monkeypatch, capsys, flags, sentence):
@@ -153,23 +144,6 @@ def test_bad_input_is_one_sentence_before_any_training(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_too_small_is_said_once_by_two_processes(launcher):
-    done = launcher("cpu_ddp", "--batch_size", 1, check=False)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert errors == [
-        "error: --batch_size 1 is less than the 2 micro-batches of a step (processes x "
-        "accumulation steps): use 2 or more"
-    ]
-
-
-def test_a_config_that_is_not_there_is_named(launcher):
-    done = launcher(str(launcher.folder / "none.yaml"), check=False)
-    assert "none.yaml` does not exist" in done.stderr
-    assert done.returncode != 0
-
-
-@pytest.mark.slow
 def test_tensorboard_gets_the_same_numbers(train, tmp_path):
     assert train("run", "--max_steps", 4, "--log_every", 1, "--log_with", "tensorboard") is None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -184,14 +158,12 @@ def test_tensorboard_gets_the_same_numbers(train, tmp_path):
 
 @pytest.mark.slow
 def test_a_folder_of_images_trains(tmp_path, home):
-    rng = np.random.default_rng(0)
     for split, count in (("train", 8), ("test", 3)):
-        for name in ("dark", "light"):
+        for name, brightness in (("dark", 50), ("light", 200)):
             folder = tmp_path / "data" / split / name
             folder.mkdir(parents=True)
             for i in range(count):
-                pixels = rng.integers(0, 90, (6, 5, 3)) + (150 if name == "light" else 0)
-                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+                Image.new("RGB", (6, 5), (brightness, brightness + i, 0)).save(folder / f"{i}.png")
     flags = ["--dataset", tmp_path / "data", "--num_epochs", 25, "--batch_size", 4]
     assert run_many.run("mnist_mlp", [*flags, "--output_dir", tmp_path / "run"]) is None
     summary = run_reader.summary(tmp_path / "run")
@@ -200,22 +172,11 @@ def test_a_folder_of_images_trains(tmp_path, home):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["cpu", "cpu_ddp"])
-def test_the_default_run_reaches_98_percent(launcher, config):
-    launcher(config, "--output_dir", "run", timeout=300)
+def test_the_default_run_reaches_98_percent(launcher):
+    launcher("cpu_ddp", "--output_dir", "run", timeout=300)
     run = launcher.folder / "run"
     assert run_reader.summary(run)["test_accuracy"] >= 0.98
     assert {path.name for path in run.iterdir()} >= {"run.json", "metrics.jsonl", "curves.png", "model.safetensors"}
-
-
-def test_nothing_here_reaches_the_network(monkeypatch):
-    """The bundled data load with every connection refused."""
-
-    def refuse(*_):
-        raise AssertionError("tried to reach the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    assert len(load_images("ylecun/mnist")[0]) == 60000
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import os
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import run_many
 import run_reader
@@ -80,12 +79,6 @@ def test_two_processes_are_one_with_two_accumulation_steps_and_resume_bitwise(la
     summary = run_reader.summary(two)
     assert summary["test_samples"] == 23
     assert sum(map(sum, summary["test_confusion"])) == 23
-    pictures = {"confusion.png", "worst_predictions.png"}
-    assert pictures <= {path.name for path in two.iterdir()}
-
-    for name in ("model.safetensors", "model_ema.safetensors"):  # what a stranger does with them
-        bare = torchvision.models.resnet50(num_classes=10)
-        bare.load_state_dict(safetensors.torch.load_file(two / name), strict=True)
 
     (_, launch) = run_reader.launches(resumed)
     assert (launch["num_processes"], launch["from_step"]) == (2, 2)
@@ -130,29 +123,24 @@ def test_mixed_labels_and_smoothing():
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
 def test_mixing_does_not_depend_on_how_the_batch_is_cut(mixup, cutmix):
     pixels = torch.randint(256, (8, 3, 20, 20), dtype=torch.uint8)
-    kinds = set()
+    kinds, fractions = set(), set()
     for step in range(8):
-        whole, partners, share = resnet50.mix(pixels, mixup, cutmix, 3, step)
+        whole, partners, kept = resnet50.mix(pixels, mixup, cutmix, 3, step)
         assert partners.tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
         for start in (0, 4):
             part, _, same = resnet50.mix(pixels[start : start + 4], mixup, cutmix, 3, step)
             assert torch.equal(part, whole[start : start + 4])
-            assert same == share
+            assert same == kept
         kinds.add(whole.dtype)
-        if whole.dtype == torch.uint8:  # CutMix: the share is that of the pixels
+        fractions |= {kept, resnet50.mix(pixels, mixup, cutmix, 4, step)[2]}
+        if whole.dtype == torch.uint8:  # CutMix: the fraction is that of the pixels
             own = (whole == pixels).all(1).double().mean()
-            assert float(own) == pytest.approx(share, abs=0.01)
+            assert float(own) == pytest.approx(kept, abs=0.01)
         else:
-            expected = share * pixels.float() + (1 - share) * pixels[partners].float()
+            expected = kept * pixels.float() + (1 - kept) * pixels[partners].float()
             torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-3)
     assert len(kinds) == 1 + bool(mixup and cutmix)
-
-
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0)])
-def test_how_much_is_mixed_in_depends_on_seed_and_step(mixup, cutmix):
-    pixels = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
-    own = [resnet50.mix(pixels, mixup, cutmix, seed, step)[2] for seed in (0, 1) for step in (0, 1)]
-    assert len(set(own)) == 4
+    assert len(fractions) > 12  # of 2 seeds x 8 steps; CutMix rounds them to pixels
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
@@ -223,9 +211,6 @@ def test_presets_are_those_of_torchvision_and_flags_count_beside_them(monkeypatc
         (["--batch_size", 6, "--gradient_accumulation_steps", 2, "--mixup", 0.2], "cutmix an even number"),
         (["--batch_size", 8, "--repeats", 3], "--repeats 3 must divide the batch"),
         (["--bn", "sync"], "--bn sync works on GPUs only"),
-        (["--batch_size", 64], "--batch_size 64 is more than the 50 items of the training set"),
-        (["--pretrained", "none.safetensors", "--batch_size", 4], "--pretrained none.safetensors cannot be read"),
-        (["--preset", "v3"], "argument --preset: invalid choice: 'v3'"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, tiny_mnist, flags, sentence):
@@ -241,40 +226,24 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, tiny_mnist, fl
     assert sentence in error
 
 
-@pytest.mark.parametrize(("device", "runs"), [("cuda", True), ("xpu", True), ("hpu", True), ("mps", False)])
-def test_sync_batch_norm_runs_where_pytorch_has_it(monkeypatch, capsys, device, runs):
-    monkeypatch.setattr(resnet50, "data_parallel_gpus", lambda accelerator: 1)
-    accelerator = SimpleNamespace(device=SimpleNamespace(type=device), num_processes=1)
-    args = parse(monkeypatch, "--bn", "sync")
-    if runs:
-        resnet50.check_args(args, accelerator)
-        return
-    with pytest.raises(SystemExit):
-        resnet50.check_args(args, accelerator)
-    assert "--bn sync works on GPUs only" in capsys.readouterr().err
-
-
-def test_pretrained_weights_run_no_code(tmp_path, monkeypatch, capsys):
+def test_pretrained_weights_run_no_code(tmp_path, monkeypatch):
     class Trap:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "trapped"),)
 
-    torch.save({"fc.weight": Trap()}, tmp_path / "w.pth")
-    model = torchvision.models.resnet50(num_classes=3)
-    fetched = {}
+    file = tmp_path / "w.pth"
+    torch.save({"fc.weight": Trap()}, file)
 
-    def fetch(url, **options):
-        fetched.update(options)
-        return torch.load(tmp_path / "w.pth", weights_only=options.get("weights_only", False))
+    def fetch(url, map_location, weights_only, check_hash):
+        assert check_hash
+        return torch.load(file, map_location, weights_only=weights_only)
 
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", fetch)
-    for source in (str(tmp_path / "w.pth"), "https://example.org/w.pth"):
+    for source in (str(file), "https://example.org/w.pth"):
         with pytest.raises(SystemExit):
-            load_pretrained(model, source, head="fc")
-        assert f"--pretrained {source} cannot be read" in capsys.readouterr().err
+            load_pretrained(nn.Linear(1, 1), source)
         assert not (tmp_path / "trapped").exists()
-    assert fetched["check_hash"]
-    torch.load(tmp_path / "w.pth", weights_only=False)
+    torch.load(file, weights_only=False)
     assert (tmp_path / "trapped").exists()  # the trap works
 
 
@@ -294,16 +263,10 @@ def test_pretrained_weights_but_not_the_last_layer(tmp_path):
         load_pretrained(nn.Sequential(), str(tmp_path / "w.pth"), head="fc")
 
 
-def test_a_part_of_the_test_set_and_a_picture_that_cannot_be_drawn(run_4_blocks, tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise ValueError("no such colour")
-
-    monkeypatch.setattr(resnet50, "draw_images", fail)
+def test_a_part_of_the_test_set(run_4_blocks, tmp_path):
     assert run_4_blocks("run", "--max_steps", 1, "--max_test_samples", 7) is None
-    assert "worst_predictions.png is missing" in capsys.readouterr().out
     summary = run_reader.summary(tmp_path / "run")
-    assert summary["test_samples"] == 7
-    assert sum(map(sum, summary["test_confusion"])) == 7
+    assert summary["test_samples"] == sum(map(sum, summary["test_confusion"])) == 7
     assert "test_worst" not in summary
     assert run_reader.record(tmp_path / "run")["data"]["test"] == 7
 
@@ -426,47 +389,37 @@ def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, i
 
 @pytest.mark.slow
 def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monkeypatch):
-    started, mixed, smoothed, rates = [], [], set(), set()
-    start, mix, lr_factor = resnet50.Run.start, resnet50.mix, resnet50.lr_factor
-    losses_and_predictions = resnet50.losses_and_predictions
+    calls = {}
 
-    def record_start(run, train_loader, total_steps, test_loader, **more):
-        started.append((train_loader, total_steps, test_loader))
-        return start(run, train_loader, total_steps, test_loader, **more)
+    def record(owner, name):
+        """Keep the arguments of each call."""
+        function, calls[name] = getattr(owner, name), []
 
-    def record_mix(images, *more):
-        mixed.append(more)
-        return mix(images, *more)
+        def call(*args, **options):
+            calls[name].append(args)
+            return function(*args, **options)
 
-    def record_losses(model, images, labels, *more):
-        if torch.is_grad_enabled():
-            smoothed.add(more[-1])
-        return losses_and_predictions(model, images, labels, *more)
+        monkeypatch.setattr(owner, name, call)
 
-    def record_rate(step, *more):
-        rates.add(more)
-        return lr_factor(step, *more)
-
-    monkeypatch.setattr(resnet50.Run, "start", record_start)
-    monkeypatch.setattr(resnet50, "mix", record_mix)
-    monkeypatch.setattr(resnet50, "losses_and_predictions", record_losses)
-    monkeypatch.setattr(resnet50, "lr_factor", record_rate)
+    record(resnet50.Run, "start")
+    for name in ("mix", "losses_and_predictions", "lr_factor"):
+        record(resnet50, name)
     flags = ["--image_size", 20, "--eval_size", 24, "--eval_resize", 28, "--min_crop", 0.3]
     flags += ["--flip", 0.25, "--trivial_augment", "--erase", 0.125, "--repeats", 2, "--seed", 7]
     flags += ["--mixup", 0.2, "--cutmix", 0.9, "--label_smoothing", 0.15, "--schedule", "step"]
     flags += ["--ema_decay", 0.9, "--ema_every", 2, "--warmup_epochs", 0, "--max_steps", 4]
     assert run_4_blocks("run", *flags) is None
 
-    ((train_loader, test_loader, total_steps),) = started
+    ((_, train_loader, test_loader, total_steps),) = calls["start"]
     augment = train_loader.dataset.transform
     assert (augment.size, augment.min_area, augment.flip, augment.eraser.p) == (20, 0.3, 0.25, 0.125)
     assert augment.policy is not None
     center = test_loader.dataset.transform
     assert (center.size, center.resize) == (24, 28)
     assert (train_loader.sampler.order.times, train_loader.sampler.seed, total_steps) == (2, 7, 4)
-    assert mixed == [(0.2, 0.9, 7, step) for step in range(4)]
-    assert smoothed == {0.15}
-    assert rates == {("step", 0.0, 3, 4)}
+    assert [more for _, *more in calls["mix"]] == [[0.2, 0.9, 7, step] for step in range(4)]
+    assert {more[-1] for _, _, _, *more in calls["losses_and_predictions"] if more} == {0.15}
+    assert {tuple(more) for _, *more in calls["lr_factor"]} == {("step", 0.0, 3, 4)}
     _, tensors = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004")
     assert tensors["model_ema.safetensors"]["n_averaged"] == 2
 
@@ -487,7 +440,7 @@ def test_the_default_model_has_the_same_losses_on_2_x_2_as_on_1_x_4(launcher, ti
     are amplified rounding, and another order of the sums is another run from step 2 on."""
     use_float64(monkeypatch.setattr, blocks=16)
     flags = ["--dataset", tiny_mnist, "--batch_size", 16, "--max_steps", 3, "--log_every", 1]
-    flags += ["--max_test_samples", 3]
+    flags += ["--max_test_samples", 1]  # one process has none
     one, two = launcher.folder / "one", launcher.folder / "two"
     own = ["--gradient_accumulation_steps", 2, "--output_dir", two]
     words = run_many.words("resnet50", [*flags, *own])
@@ -498,55 +451,22 @@ def test_the_default_model_has_the_same_losses_on_2_x_2_as_on_1_x_4(launcher, ti
     finally:
         torch.set_default_dtype(torch.float32)
     expected, found = (run_reader.losses(folder, None) for folder in (one, two))
-    print([abs(b / a - 1) for a, b in zip(expected, found, strict=True)])
     assert found == pytest.approx(expected, rel=1e-7)
-
-
-def test_statistics_are_averaged_once_a_step_after_its_last_micro_batch(run_4_blocks, monkeypatch):
-    calls = []
-    step = BatchNorms._step
-
-    def record(self, layers, statistics):
-        calls.append(self.accelerator.sync_gradients)
-        step(self, layers, statistics)
-
-    monkeypatch.setattr(BatchNorms, "_step", record)
-    flags = ["--gradient_accumulation_steps", 2, "--max_steps", 2, "--max_test_samples", 2]
-    assert run_4_blocks("run", *flags) is None
-    assert calls == [True, True]
+    summary = run_reader.summary(two)
+    assert summary["test_samples"] == sum(map(sum, summary["test_confusion"])) == 1
 
 
 @pytest.mark.slow
-def test_fewer_test_images_than_processes(launcher, tiny_mnist):
-    flags = ["--dataset", tiny_mnist, "--image_size", 16, "--batch_size", 8, "--max_steps", 1]
-    flags += ["--max_test_samples", 3, "--ema_decay", 0.9, "--output_dir", "run"]
-    launcher("cpu_ddp", *flags, script="resnet50", launch_flags=["--num_processes", 4])
-    run = launcher.folder / "run"
-    summary = run_reader.summary(run)
-    assert summary["test_samples"] == sum(map(sum, summary["test_confusion"])) == 3
-    assert math.isfinite(summary["test_ema_loss"])
-    assert (run / "worst_predictions.png").is_file()
-
-
-@pytest.mark.slow
-def test_a_broken_file_on_one_process_is_named_and_ends_both(launcher):
-    rng = np.random.default_rng(0)
+def test_a_broken_file_on_one_process_is_left_out_by_both(launcher):
     for split in ("train", "test"):
         for name in ("cat", "dog"):
             folder = launcher.folder / "data" / split / name
             folder.mkdir(parents=True)
             for i in range(8):
-                pixels = rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i}.jpg")
-    bad = launcher.folder / "data" / "train" / "dog" / "3.jpg"
-    bad.write_bytes(bad.read_bytes()[:600])
-    flags = ["--dataset", "data", "--batch_size", 8, "--max_steps", 2, "--output_dir"]
-    done = launcher("cpu_ddp", *flags, "stopped", script="resnet50", check=False)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert "dog/3.jpg" in errors[0]
-    done = launcher("cpu_ddp", *flags, "through", "--skip_bad_images", script="resnet50")
-    assert done.stdout.count("left out: ") == 1
+                Image.new("RGB", (50, 40), (i, 0, 0)).save(folder / f"{i}.jpg")
+    (launcher.folder / "data" / "train" / "dog" / "3.jpg").write_bytes(b"no image")
+    flags = ["--dataset", "data", "--image_size", 32, "--batch_size", 8, "--max_steps", 1, "--output_dir", "through"]
+    done = launcher("cpu_ddp", *flags, "--skip_bad_images", script="resnet50")
+    assert done.stdout.count("left out: ") == done.stdout.count("dog/3.jpg") == 1
     data = run_reader.record(launcher.folder / "through")["data"]
     assert (data["train"], data["bad_images"]) == (15, 1)

@@ -20,7 +20,6 @@ EOS = 0  # of a learned tokenizer
 # 23 documents in 43 sequences, of which the last has 4 targets; an epoch has 4 steps, the last of 7 sequences.
 MODEL = ["--vocabulary", 290, "--context", 64, "--dim", 16, "--layers", 2, "--heads", 2]
 FLAGS = [*MODEL, "--batch_size", 12, "--max_steps", 10, "--num_tokens", 5, "--log_every", 1]
-CHECKPOINTS = ["--checkpoint_every", 4, "--keep_checkpoints", 0]
 WEIGHT_DECAY, LR = 0.5, 5e-3
 
 
@@ -272,17 +271,6 @@ def test_dropout_drops_attention_and_features_in_training_alone():
     assert not torch.equal(model(tokens), model(tokens))
 
 
-def test_a_stopped_run_resumes_bit_by_bit(train, tmp_path):
-    flags = ["--dropout", 0.1, "--gradient_accumulation_steps", 2]
-    whole = train("whole", *flags, *CHECKPOINTS)
-    resumed = run_many.back_to(whole, 4, tmp_path / "resumed")
-    train("resumed", *flags, *CHECKPOINTS, "--resume")
-    assert [launch["from_step"] for launch in run_reader.launches(resumed)] == [0, 4]
-    assert lines(resumed) == lines(whole)
-    assert run_reader.sha256(resumed / "model.safetensors") == run_reader.sha256(whole / "model.safetensors")
-    assert run_reader.summary(resumed)["test_sample"] == run_reader.summary(whole)["test_sample"]
-
-
 def test_data_parallel_has_the_numbers_of_one_device(train, monkeypatch):
     one = train("one", "--max_steps", 4)
     virtual_gpus.install(monkeypatch.setattr, 3)
@@ -295,14 +283,11 @@ def test_data_parallel_has_the_numbers_of_one_device(train, monkeypatch):
     [
         (["--dim", 20, "--heads", 4], "--dim 20 must be a multiple of 2 x --heads 4"),
         (["--prompt", "a"], "--prompt needs the model of a finished run"),
-        (["--dataset", "empty"], "--dataset empty needs a non-empty document for training"),
-        (["--tokenizer", "nowhere.json"], "--tokenizer nowhere.json is not a readable tokenizer"),
-        (["--pretrained", "model.safetensors"], "--pretrained needs --tokenizer"),
+        (["--pretrained", "model.safetensors"], "--pretrained also needs --tokenizer"),
     ],
 )
 def test_bad_input_is_one_sentence_before_any_training(texts, tmp_path, monkeypatch, capsys, flags, sentence):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
     words = ["--dataset", texts, *FLAGS, "--output_dir", tmp_path / "run", *flags]
     assert run_many.run("transformer", words) == 2
     error = capsys.readouterr().err
@@ -319,24 +304,23 @@ def test_training_goes_on_from_the_weights_and_the_tokenizer_of_another_run(trai
     assert lines(second, "test")[0]["loss"] == lines(first, "test")[0]["loss"]
 
 
-def test_a_context_longer_than_any_document_and_a_batch_larger_than_the_data_train(train):
-    folder = train("run", "--context", 900, "--batch_size", 99, "--max_steps", 2)
-    assert losses(folder)[1] < losses(folder)[0]
-
-
 DROPOUT = ["--dropout", 0.1, "--float64"]
 
 
 @pytest.fixture(scope="module")
-def runs(shared_launcher, texts):
+def runs(shared_launcher, texts, home):
     """Runs on 1 and on 2 processes: with accumulation, and with virtual processes."""
-    flags = ["--dataset", texts, *FLAGS, *DROPOUT]
     for processes in (1, 2):
-        plain = ["--gradient_accumulation_steps", 4 // processes, "--output_dir", f"plain-{processes}"]
-        virtual = ["--virtual_processes", 4, "--output_dir", f"virtual-{processes}"]
-        words = run_many.words("transformer", [*flags, *plain], [*flags, *virtual])
-        config, launch_flags = ("cpu", []) if processes == 1 else ("cpu_ddp", ["--num_processes", processes])
-        shared_launcher(config, *words, script=run_many.FILE, launch_flags=launch_flags, timeout=300)
+        flags = ["--dataset", texts, *FLAGS, *DROPOUT, "--output_dir"]
+        plain = [*flags, shared_launcher.folder / f"plain-{processes}"]
+        plain += ["--gradient_accumulation_steps", 4 // processes]
+        virtual = [*flags, shared_launcher.folder / f"virtual-{processes}", "--virtual_processes", 4]
+        if processes == 1:
+            for each in (plain, virtual):
+                assert run_many.run("transformer", each) is None
+        else:
+            words = run_many.words("transformer", plain, virtual)
+            shared_launcher("cpu_ddp", *words, script=run_many.FILE, timeout=300)
     return shared_launcher.folder
 
 
@@ -372,10 +356,9 @@ def test_two_sharded_processes_have_the_numbers_of_one(shared_launcher, texts, h
         assert run_reader.summary(folder / run)["test_sample"] == run_reader.summary(folder / "whole")["test_sample"]
 
 
-@pytest.mark.slow
-def test_bf16_is_near_float32(launcher, train, texts):
+def test_bf16_is_near_float32(train, monkeypatch):
     whole = train("whole")
-    flags = ["--dataset", texts, *FLAGS, "--output_dir", "bf16"]
-    launcher("cpu", *flags, script="transformer", launch_flags=["--mixed_precision", "bf16"])
-    assert losses(launcher.folder / "bf16") == pytest.approx(losses(whole), rel=2**-7)
-    assert losses(launcher.folder / "bf16") != losses(whole)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    bf16 = losses(train("bf16"))
+    assert bf16 == pytest.approx(losses(whole), rel=2**-7)
+    assert bf16 != losses(whole)
