@@ -22,7 +22,7 @@ import torch
 import torchvision
 from conftest import ROOT
 from run_reader import lines
-from same_numbers import TOLERANCE, differences
+from same_numbers import TOLERANCE, differences, largest_difference
 from small_resnets import use_4_blocks, use_narrow
 
 from utils.checkpoint import read_checkpoint
@@ -38,8 +38,7 @@ STEPS, CUT = 42, 30  # of a run; the one after which it is cut back: in the midd
 # of gradients, so four roundings are allowed.
 BF16_TOLERANCE = 2**-7
 # In float64. A deep network makes rounding larger, most of all with BatchNorm.
-SPLIT_TOLERANCE = {"loss": 1e-10, "weights": 1e-10}
-BATCH_NORM_TOLERANCE = {"loss": 1e-8, "weights": 1e-6}
+SPLIT_TOLERANCE, BATCH_NORM_TOLERANCE = 1e-10, 1e-6
 TIMEOUT_S = 900
 
 
@@ -320,20 +319,6 @@ def different_bits(run: Path, other: Path) -> int:
     return count + sum(a != b for a, b in zip(lines(run), lines(other), strict=True))
 
 
-def largest(run: Path, other: Path) -> dict[str, float]:
-    """The largest relative difference of a loss, and of a weight to the largest of its tensor."""
-    logs = [run_reader.losses(folder, None) for folder in (run, other)]
-    weights = [run_reader.weights(each) for each in (run, other)]
-    assert weights[0].keys() == weights[1].keys()
-    differences = []
-    for name, tensor in weights[0].items():
-        wide = tensor.double()
-        scale = wide.abs().max().clamp(min=1e-30)
-        differences.append(float((weights[1][name].double() - wide).abs().max() / scale))
-    losses = max(abs(b / a - 1) for a, b in zip(*logs, strict=True))
-    return {"loss": losses, "weights": max(differences)}
-
-
 @on(*SEVERAL, **PLAIN)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_numbers_are_those_of_one_process(topology, dtype, launches, at_most):
@@ -396,8 +381,7 @@ def test_a_run_that_is_resumed_has_the_same_bits(topology, launches, at_most):
         if topology.precision == "bf16":
             difference = {"loss of an epoch": of_epochs(run, resumed)}
             return at_most(difference, {"loss of an epoch": BF16_TOLERANCE})
-        limits = dict.fromkeys(("loss", "weights"), TOLERANCE["float32"])
-        return at_most(largest(run, resumed), limits)
+        return at_most({"all numbers": largest_difference(run, resumed)}, {"all numbers": TOLERANCE["float32"]})
     at_most({"tensors and lines": different_bits(run, resumed)}, {"tensors and lines": 0})
 
 
@@ -455,7 +439,7 @@ def test_synchronised_batch_norm_is_that_of_the_whole_batch(topology, launches, 
     if reason:
         pytest.skip(reason)
     one, run = (launches.run(each, "batch_norm") for each in (topology.reference(), topology))
-    at_most(largest(one, run), BATCH_NORM_TOLERANCE)
+    at_most({"all numbers": largest_difference(one, run)}, {"all numbers": BATCH_NORM_TOLERANCE})
 
 
 @on("cpu_ddp", "dp", "ddp", **PLAIN)
@@ -467,7 +451,7 @@ def test_a_model_that_is_split_has_the_numbers_of_the_whole_one(topology, launch
     run = launches.run(topology, "split", split=True)
     stages = [run_reader.launches(folder)[0]["num_stages"] for folder in (one, run)]
     assert stages == [1, topology.devices()]
-    at_most(largest(one, run), SPLIT_TOLERANCE)
+    at_most({"all numbers": largest_difference(one, run)}, {"all numbers": SPLIT_TOLERANCE})
 
 
 def images_per_s(folder: Path) -> float:

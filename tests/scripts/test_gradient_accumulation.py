@@ -8,6 +8,7 @@ import run_many
 import run_reader
 import torch
 from run_reader import lines, summary
+from same_numbers import largest_difference
 
 from scripts import gradient_accumulation
 from scripts.gradient_accumulation import CellNet, accumulation_steps, ink_cells, losses_and_predictions
@@ -30,15 +31,6 @@ def train(home, tmp_path):
         return tmp_path / name
 
     return train
-
-
-def assert_same_trace(folder, other):
-    for line, expected in zip(lines(folder, "train"), lines(other, "train"), strict=True):
-        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12)
-        assert [line[key] for key in ("step", "accuracy", "lr")] == [
-            expected[key] for key in ("step", "accuracy", "lr")
-        ]
-    assert summary(folder)["test_loss"] == pytest.approx(summary(other)["test_loss"], rel=1e-12)
 
 
 @pytest.mark.slow
@@ -66,11 +58,7 @@ def test_steps_equal_those_of_the_whole_batch_whatever_auto_chooses(launcher, tr
     used = [line["lr"] for line in lines(folder, "train")]
     assert used == pytest.approx(expected, rel=1e-12)
 
-    whole = train("whole", *data)
-    assert_same_trace(folder, whole)
-    weights = run_reader.weights(whole)
-    for name, tensor in run_reader.weights(folder).items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-9, atol=1e-12)
+    assert largest_difference(train("whole", *data), folder) <= 1e-10
 
 
 def make_model(seed: int, **options) -> CellNet:

@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 import run_many
 import run_reader
+import same_numbers
 import torch
 import torchvision
 from accelerate import Accelerator
@@ -341,21 +342,6 @@ def test_four_stages_and_two_copies_of_two_change_no_number(four_processes):
         check(case)
 
 
-def trace(folder):
-    names = ("split", "step", "epoch", "accuracy", "loss")
-    return [[line[name] for name in names] for line in run_reader.lines(folder)]
-
-
-def assert_same_run(folder, other):
-    for line, expected in zip(trace(folder), trace(other), strict=True):
-        assert line == [*expected[:-1], pytest.approx(expected[-1], rel=1e-6)]
-    weights = run_reader.weights(folder)
-    expected = run_reader.weights(other)
-    assert weights.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.slow
 def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision(
     two_processes, train, tiny_mnist, tmp_path
@@ -365,7 +351,7 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
     train(whole, *FLAGS)
     assert "4 per micro-batch x 4 micro-batches x 1 pipeline x 1 accumulation step" in printed
     assert printed.count("done: ") == 1
-    assert_same_run(run, whole)
+    assert same_numbers.largest_difference(whole, run) <= 1e-5
     others = {
         "four": ["--num_stages", 4, "--schedule", "gpipe"],
         "one": ["--num_microbatches", 2, "--gradient_accumulation_steps", 2],
@@ -373,7 +359,7 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
     for name, flags in others.items():
         resumed = run_many.back_to(run, 2, tmp_path / name)
         train(resumed, *FLAGS, "--resume", *flags)
-        assert_same_run(resumed, whole)
+        assert same_numbers.largest_difference(whole, resumed) <= 1e-5
 
     state = run_reader.weights(run)
     norm = functools.partial(torch.nn.GroupNorm, 32)
@@ -399,12 +385,8 @@ def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
     _, whole, resumed = four_processes
     launches = run_reader.launches(resumed)
     assert [(launch["num_processes"], launch["from_step"]) for launch in launches] == [(4, 0), (4, 2)]
-    assert_same_bits(resumed, whole)
-
-
-def assert_same_bits(run, other):
-    assert trace(run) == trace(other)
-    assert (run / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert run_reader.lines(resumed) == run_reader.lines(whole)
+    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

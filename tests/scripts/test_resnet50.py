@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from conftest import ROOT
 from PIL import Image
 from run_reader import lines
+from same_numbers import largest_difference
 from small_resnets import use_4_blocks, use_float64
 from torch import nn
 
@@ -64,18 +65,7 @@ def test_two_processes_are_one_with_two_accumulation_steps_and_resume_bitwise(la
     accumulated = ["--gradient_accumulation_steps", 2, "--output_dir", one]
     assert run_many.run("resnet50", [*flags, *accumulated]) is None
     assert [line["split"] for line in lines(two)] == ["train"] * 3 + ["test", "train", "test"]
-    for a, b in zip(lines(one), lines(two), strict=True):
-        assert a.keys() == b.keys()
-        for name in a.keys() - {"split"}:
-            assert b[name] == pytest.approx(a[name], rel=1e-9)
-    final = "checkpoints/step_00000004"
-    states = [read_checkpoint(folder / final)[1] for folder in (one, two)]
-    compared = 0
-    for file in ("model.safetensors", "model_ema.safetensors"):
-        for name, tensor in states[0][file].items():
-            torch.testing.assert_close(states[1][file][name], tensor, rtol=1e-6, atol=1e-8)
-            compared += name.endswith("running_var")
-    assert compared == 2 * 17
+    assert largest_difference(one, two) <= 1e-8
     summary = run_reader.summary(two)
     assert summary["test_samples"] == 23
     assert sum(map(sum, summary["test_confusion"])) == 23

@@ -9,6 +9,7 @@ import run_reader
 import torch
 import virtual_gpus
 from run_reader import lines, losses
+from same_numbers import largest_difference
 from torch.nn import functional as F
 
 from scripts.transformer import Transformer, generate
@@ -327,11 +328,7 @@ def runs(shared_launcher, texts, home):
 @pytest.mark.slow
 def test_two_processes_have_the_numbers_of_one_also_with_dropout(runs):
     """The micro-batches of a step are the same four, and so is what dropout drops in them."""
-    for split in ("train", "test"):
-        assert losses(runs / "plain-2", split) == pytest.approx(losses(runs / "plain-1", split), rel=1e-12)
-    weights, others = run_reader.weights(runs / "plain-2"), run_reader.weights(runs / "plain-1")
-    for name, tensor in others.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12)
+    assert largest_difference(runs / "plain-1", runs / "plain-2") <= 1e-11
 
 
 @pytest.mark.slow

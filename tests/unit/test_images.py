@@ -48,13 +48,10 @@ KINDS = {
     "grey jpeg": (encoded(GREY, "JPEG", quality=95), GREY.convert("RGB")),
     "cmyk jpeg": (encoded(PHOTO.convert("CMYK"), "JPEG", quality=95), PHOTO),
     "palette": (encoded(PHOTO.quantize(256)), PHOTO),
-    "one bit": (encoded(GREY.convert("1")), GREY.convert("1").convert("RGB")),
     "rotated by exif": (rotated(), PHOTO),
     "16 bits": (encoded(Image.fromarray(np.asarray(GREY).astype(np.uint16) * 257)), GREY.convert("RGB")),
     "transparent": (transparent("RGBA"), Image.new("RGB", PHOTO.size, "white")),
     "transparent grey": (transparent("LA"), Image.new("RGB", PHOTO.size, "white")),
-    "gif": (encoded(PHOTO.quantize(256), "GIF"), PHOTO),
-    "webp": (encoded(PHOTO, "WEBP", lossless=True), PHOTO),
 }
 
 
@@ -69,9 +66,7 @@ def test_odd_images_become_the_rgb_that_a_person_sees(kind):
 
 BAD = {
     "truncated jpeg": encoded(PHOTO, "JPEG")[:-700],
-    "truncated png": encoded(PHOTO)[:-300],
     "empty": b"",
-    "text": b"<html>404</html>",
     "float": encoded(PHOTO.convert("F"), "TIFF"),
 }
 
@@ -178,19 +173,6 @@ def test_augmentation_is_a_function_of_seed_epoch_and_item(tmp_path):
     for other in (load(seed=1), load(epoch=1)):
         assert sum(torch.equal(first[i], other[i]) for i in range(6)) == 0
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_copies_of_an_image_in_one_step_are_augmented_differently(tmp_path):
-    augment = images.RandomAugment(16, 0.2)
-    loader = loader_of(split_of(tmp_path, {}), augment, batch_size=6, seed=0, repeats=3)
-    (batch,) = loader.epoch(0)
-    items, counts = batch.indices.unique(return_counts=True)
-    assert counts.tolist() == [3, 3]
-    for item in items:
-        one, two, three = batch.data[0][batch.indices == item]
-        assert not torch.equal(one, two)
-        assert not torch.equal(one, three)
-        assert not torch.equal(two, three)
 
 
 def test_with_repeats_mixup_finds_another_image():
