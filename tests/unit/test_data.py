@@ -1,3 +1,5 @@
+import shutil
+
 import datasets
 import numpy as np
 import pyarrow.parquet
@@ -86,11 +88,14 @@ def test_folder_of_images_by_class(tmp_path, color, channels):
         assert image.flatten()[0] // 100 == label
 
 
-def test_of_a_test_and_a_validation_split_the_test_is_used(tmp_path):
+def test_a_validation_split_is_the_test_where_there_is_no_other(tmp_path):
     folder = image_folder(tmp_path, splits=("train", "validation", "test"))
     (folder / "test" / "cat" / "0.png").unlink()
     _, test = data.load_images(str(folder))
     assert len(test) == 5
+    shutil.rmtree(folder / "test")
+    _, test = data.load_images(str(folder))
+    assert len(test) == 6
 
 
 def bad_missing(folder):
