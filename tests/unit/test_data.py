@@ -136,7 +136,7 @@ def bad_shapes(folder):
 def bad_columns(folder):
     for split in ("train", "test"):
         datasets.Dataset.from_dict({"a": [1, 2]}).to_parquet(folder / f"{split}.parquet")
-    return folder, "{'a': 'int64'}; needed are an Image column, and a ClassLabel column or a column `label` of integers"
+    return folder, "{'a': 'int64'}; it needs an Image column, and a ClassLabel column or an integer column `label`"
 
 
 def parquet(folder, split, names=("cat", "dog"), labels=(0, 1), images=None, dtype="int64"):
