@@ -206,34 +206,26 @@ def threads(monkeypatch):
     return Threads(monkeypatch)
 
 
-@pytest.fixture(scope="session")
-def small_mnist(tmp_path_factory) -> Path:
-    """1003 training and 203 test images of MNIST as parquet. No batch size here divides them."""
-    import datasets
+def first_images(folder: Path, train: int, test: int) -> Path:
+    """Write the first images of MNIST into a folder, as parquet."""
+    import pyarrow.parquet
 
-    folder = tmp_path_factory.mktemp("small_mnist")
-    cache = tmp_path_factory.mktemp("cache")
-    for split, rows in (("train", 1003), ("test", 203)):
-        files = str(next(MNIST.glob(f"{split}-*.parquet")))
-        data = datasets.Dataset.from_parquet(files, cache_dir=str(cache)).cast_column(
-            "image", datasets.Image(decode=False)
-        )
-        data = data.select(range(rows)).cast_column("image", datasets.Image())
-        data.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    for split, count in (("train", train), ("test", test)):
+        name = f"{split}-00000-of-00001.parquet"
+        pyarrow.parquet.write_table(pyarrow.parquet.read_table(MNIST / name).slice(0, count), folder / name)
     return folder
 
 
 @pytest.fixture(scope="session")
-def tiny_mnist(small_mnist, tmp_path_factory) -> Path:
-    """50 training and 23 test images, for ResNet-50."""
-    import datasets
+def small_mnist(tmp_path_factory) -> Path:
+    """1003 training and 203 test images of MNIST. No batch size here divides them."""
+    return first_images(tmp_path_factory.mktemp("small_mnist"), 1003, 203)
 
-    folder = tmp_path_factory.mktemp("tiny_mnist")
-    for split, rows in (("train", 50), ("test", 23)):
-        files = str(small_mnist / f"{split}-00000-of-00001.parquet")
-        data = datasets.Dataset.from_parquet(files, cache_dir=str(folder / "cache"))
-        data.select(range(rows)).to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
-    return folder / "data"
+
+@pytest.fixture(scope="session")
+def tiny_mnist(tmp_path_factory) -> Path:
+    """50 training and 23 test images, for ResNet-50."""
+    return first_images(tmp_path_factory.mktemp("tiny_mnist"), 50, 23)
 
 
 @contextmanager

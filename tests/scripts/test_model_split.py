@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow.parquet
 import pytest
 import run_many
 import run_reader
@@ -22,12 +21,13 @@ import torch
 import torchvision
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from conftest import first_images
 from small_resnets import use_narrow
 from torchvision.models.resnet import resnet50
 
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
-from utils.datasets.images_in_memory import MNIST_FOLDER, LabelledImages, load_images
+from utils.datasets.images_in_memory import LabelledImages, load_images
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.parallel.pipeline import (
@@ -233,12 +233,7 @@ def cases(printed: str) -> list[dict]:
 @pytest.fixture(scope="session")
 def tiny_mnist(tmp_path_factory) -> Path:
     """43 training and 9 test images: steps of 16, 16 and 11."""
-    folder = tmp_path_factory.mktemp("tiny_mnist")
-    for split, rows in (("train", 43), ("test", 9)):
-        name = f"{split}-00000-of-00001.parquet"
-        table = pyarrow.parquet.read_table(MNIST_FOLDER / name).slice(0, rows)
-        pyarrow.parquet.write_table(table, folder / name)
-    return folder
+    return first_images(tmp_path_factory.mktemp("tiny_mnist"), 43, 9)
 
 
 FLAGS = ["--norm", "group", "--batch_size", 16, "--max_steps", 4, "--lr", 1e-4, "--cpu_threads", 1]

@@ -253,14 +253,6 @@ def test_pretrained_weights_but_not_the_last_layer(tmp_path):
         load_pretrained(nn.Sequential(), str(tmp_path / "w.pth"), head="fc")
 
 
-def test_a_part_of_the_test_set(run_4_blocks, tmp_path):
-    assert run_4_blocks("run", "--max_steps", 1, "--max_test_samples", 7) is None
-    summary = run_reader.summary(tmp_path / "run")
-    assert summary["test_samples"] == sum(map(sum, summary["test_confusion"])) == 7
-    assert "test_worst" not in summary
-    assert run_reader.record(tmp_path / "run")["data"]["test"] == 7
-
-
 def test_the_worst_predictions_are_those_of_largest_loss(run_4_blocks, monkeypatch):
     """The images in the picture, their labels and losses, from the model that the run leaves."""
     drawn = []
@@ -406,7 +398,7 @@ def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monke
     assert augment.policy is not None
     center = test_loader.dataset.transform
     assert (center.size, center.resize) == (24, 28)
-    assert (train_loader.sampler.order.times, train_loader.sampler.seed, total_steps) == (2, 7, 4)
+    assert (train_loader.sampler.repeats, train_loader.sampler.seed, total_steps) == (2, 7, 4)
     assert [more for _, *more in calls["mix"]] == [[0.2, 0.9, 7, step] for step in range(4)]
     assert {more[-1] for _, _, _, *more in calls["losses_and_predictions"] if more} == {0.15}
     assert {tuple(more) for _, *more in calls["lr_factor"]} == {("step", 0.0, 3, 4)}

@@ -1,6 +1,7 @@
 """The bookkeeping of a run, in scripts as users write them."""
 
 import argparse
+import contextlib
 import math
 import random
 import sys
@@ -220,7 +221,7 @@ class Small:
         self.accumulate = accumulate
         self.leave_at = leave_at
         self.counted = counted
-        self.seen = []
+        self.taken = 0
 
     def __call__(self, args, **options):
         accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
@@ -239,24 +240,16 @@ class Small:
         for epoch in run.epochs():
             for batch in run.batches(loader, epoch):
                 inputs, targets = batch.data
-
-                def step(inputs=inputs, targets=targets, batch=batch):
+                with accelerator.accumulate(model) if self.accumulate else contextlib.nullcontext():
                     losses = (model(inputs) - targets).square().squeeze(1)
                     accelerator.backward(batch.mean_loss(losses))
                     for optimizer in made:
                         optimizer.step()
                         optimizer.zero_grad()
-                    return losses
-
-                if self.accumulate:
-                    with accelerator.accumulate(model):
-                        losses = step()
-                else:
-                    losses = step()
                 if self.counted:
                     run.log_train(batch, loss=losses)
-                self.seen.append((run.step, torch.rand(()).item()))
-                if len(self.seen) == self.leave_at:
+                self.taken += 1
+                if self.taken == self.leave_at:
                     break
         for numbers in self.added:
             run.summary |= numbers
