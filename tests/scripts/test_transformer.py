@@ -284,7 +284,7 @@ def test_data_parallel_has_the_numbers_of_one_device(train, monkeypatch):
     [
         (["--dim", 20, "--heads", 4], "--dim 20 must be a multiple of 2 x --heads 4"),
         (["--prompt", "a"], "--prompt needs the model of a finished run"),
-        (["--pretrained", "model.safetensors"], "--pretrained also needs --tokenizer"),
+        (["--pretrained", "model.safetensors"], "--pretrained needs --tokenizer"),
     ],
 )
 def test_bad_input_is_one_sentence_before_any_training(texts, tmp_path, monkeypatch, capsys, flags, sentence):
