@@ -76,9 +76,9 @@ def test_weights_may_be_equal_where_buffers_differ_or_are_not_finite(compared):
     [
         ({"loss": 0.5, "f1": math.nan}, ""),
         ({"loss": 0.5 + 1e-7, "f1": math.nan}, ""),  # rounding, on another kind of machine
-        ({"loss": 0.51, "f1": math.nan}, "loss is 0.51 on rank 1, and 0.5 on rank 0; count by"),
-        ({"loss": math.nan, "f1": math.nan}, "loss is nan on rank 1, and 0.5 on rank 0; count by"),
-        ({"loss": 0.5, "f1": 0.0}, "f1 is 0.0 on rank 1, and nan on rank 0; count by"),
+        ({"loss": 0.51, "f1": math.nan}, "loss is 0.51 on rank 1, and 0.5 on rank 0; use run"),
+        ({"loss": math.nan, "f1": math.nan}, "loss is nan on rank 1, and 0.5 on rank 0; use run"),
+        ({"loss": 0.5, "f1": 0.0}, "f1 is 0.0 on rank 1, and nan on rank 0; use run"),
         ({"loss": 0.5}, "f1 is None on rank 1, and nan on rank 0"),
     ],
 )

@@ -187,7 +187,7 @@ def test_batch_norm_whose_statistics_no_process_averages_is_refused(is_averaged,
     expected = contextlib.nullcontext() if is_averaged else pytest.raises(SystemExit)
     with expected, accelerator.accumulate(model), around:
         accelerator.backward(model(torch.randn(4, 3)).sum())
-    assert ("use BatchNorms of utils/parallel/batch_norm.py" in capsys.readouterr().err) is not is_averaged
+    assert ("use BatchNorms from utils/parallel/batch_norm.py" in capsys.readouterr().err) is not is_averaged
 
 
 def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):
