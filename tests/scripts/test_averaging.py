@@ -28,7 +28,7 @@ def test_the_server_sends_the_mean_to_each(threads, n):
 
 
 def test_a_wrong_mean_ends_the_run(monkeypatch, capsys):
-    """Such as that of a way that forgets to divide."""
+    """For example by a way that forgets to divide."""
     monkeypatch.setattr(dist, "barrier", lambda group: None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *words, **options: None)
     args = Namespace(warmup=0, repetitions=1)

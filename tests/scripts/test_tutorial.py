@@ -59,7 +59,7 @@ def make_data(count=997):
     ],
 )
 def test_unequal_parts_need_weights(threads, fractions, weighted, is_right):
-    """The same steps as one process with the batches of all together, or others."""
+    """Only with weights are the steps those of one process with the batches of all processes."""
     images, labels = make_data(960)  # 20 batches of equal parts
     models = [torch.nn.Linear(6, 4).double() for _ in fractions]  # all differ: rank 0's counts
     expected = torch.nn.Linear(6, 4).double()
@@ -85,13 +85,13 @@ def test_unequal_parts_need_weights(threads, fractions, weighted, is_right):
         assert difference < 1e-12 if is_right else difference > 1e-3
 
 
-def test_rounding_leaves_no_sample_over():
+def test_rounding_loses_no_sample():
     parts = tutorial.DataPartitioner(997).parts
     assert [len(part) for part in parts] == [699, 199, 99]
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(997))
 
 
-def test_each_epoch_has_an_order_of_its_own_and_the_same_part(threads):
+def test_each_epoch_has_a_different_order_of_the_same_part(threads):
     def run(rank):
         return [torch.cat(tutorial.partition_dataset(100, (0.5, 0.5), 4, seed=0, epoch=epoch)) for epoch in (0, 1)]
 
@@ -101,7 +101,7 @@ def test_each_epoch_has_an_order_of_its_own_and_the_same_part(threads):
 
 
 @pytest.mark.parametrize("fractions", [["0.5"], ["0.5", "0.5"], ["0"]])
-def test_fractions_that_do_not_fit_are_one_sentence(tmp_path, capsys, fractions):
+def test_wrong_fractions_are_refused(tmp_path, capsys, fractions):
     flags = ["--fractions", *fractions, "--output_dir", tmp_path / "run"]
     assert run_many.run("from_scratch/tutorial", flags) == 2
     assert (
@@ -158,14 +158,14 @@ class TwoThreads:
             return list(pool.map(start, range(2)))
 
 
-def test_what_is_touched_before_wait_is_wrong(monkeypatch):
+def test_a_tensor_used_before_wait_is_wrong(monkeypatch):
     """Ranks start with gradients 1 and 2."""
     ranks = TwoThreads(monkeypatch)
-    found = []
+    results = []
     for program in WAITS:
         rank_0, rank_1 = ranks.run(program)
-        found.append((program.splitlines()[0], rank_0["weight"][0], rank_1["gradient"][0]))
-    assert found == [
+        results.append((program.splitlines()[0], rank_0["weight"][0], rank_1["gradient"][0]))
+    assert results == [
         ("# wrong: a step with this process's own gradient", -1, 3),
         ("# right", -3, 3),
     ]
