@@ -141,6 +141,14 @@ def test_samples_of_different_length_count_by_their_cells(train, small_mnist):
         torch.testing.assert_close(weights[name], tensor, rtol=1e-7, atol=1e-10)
 
 
+def test_a_resume_goes_on_with_different_micro_batches(train, small_mnist, tmp_path):
+    flags = ["--dataset", small_mnist, *FLAGS, "--checkpoint_every", 2, "--keep_checkpoints", 0]
+    whole = train("whole", *flags)
+    resumed = run_many.back_to(whole, 2, tmp_path / "resumed")
+    train("resumed", *flags, "--resume", "--micro_batch_size", 50)
+    assert largest_difference(whole, resumed) <= 1e-10
+
+
 @pytest.mark.slow
 def test_peak_memory_falls(launcher, monkeypatch):
     """In processes of their own: a process does not forget its peak."""
