@@ -449,6 +449,7 @@ def test_a_broken_file_on_one_process_is_left_out_by_both(launcher):
     (launcher.folder / "data" / "train" / "dog" / "3.jpg").write_bytes(b"no image")
     flags = ["--dataset", "data", "--image_size", 32, "--batch_size", 8, "--max_steps", 1, "--output_dir", "through"]
     done = launcher("cpu_ddp", *flags, "--skip_bad_images", script="resnet50")
-    assert done.stdout.count("left out: ") == done.stdout.count("dog/3.jpg") == 1
+    assert done.stdout.count("left out: ") == 1
+    assert "dog/3.jpg" in done.stdout
     data = run_reader.record(launcher.folder / "through")["data"]
     assert (data["train"], data["bad_images"]) == (15, 1)
