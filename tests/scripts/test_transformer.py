@@ -362,6 +362,7 @@ def test_two_sharded_processes_have_the_numbers_of_one(shared_launcher, texts, h
         assert run_reader.summary(folder / run)["test_sample"] == run_reader.summary(folder / "whole")["test_sample"]
 
 
+@pytest.mark.slow
 def test_bf16_is_near_float32(train, monkeypatch):
     whole = train("whole")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
