@@ -132,6 +132,8 @@ def test_a_mistake_that_somebody_has_made_is_named(prove_it, name):
 def prove_planted(prove_it, monkeypatch):
     """Prove planted.py after some edits."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
+        monkeypatch.delitem(sys.modules, name)  # other tests of this process imported them; the command does not
 
     def prove_planted(edits, **options) -> Said:
         path = ROOT / "tests" / "programs" / "planted.py"
