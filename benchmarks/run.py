@@ -36,7 +36,7 @@ BENCHMARKS = {
     "gradient_accumulation": "--steps 2 --memory_steps",
     "model_split": "--rounds 1 --microbatches 2 --batch_size 16",
     "transformer_memory": "--sizes tiny --compare tiny",
-    "compressors": "--steps 2 --dataset accelerate_configs",
+    "compressors": f"--steps 2 --dataset {shlex.quote(str(common.ROOT / 'accelerate_configs'))}",
     "virtual_processes": "--rounds 1 --steps 1 --numbers 2 --resnet50_batch 4",
     "elastic": "--events 1 --steps_between 100",
 }

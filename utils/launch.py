@@ -41,10 +41,12 @@ class TrainingAccelerator(Accelerator):
         split_batch: each process gets a part of the batch; False if the processes share the model.
         around_backward: functions that return a context manager, entered around every backward pass, the last one
             outermost. A hook is undone by removing its entry, in any order.
+        watchdog: of several processes; it ends before the process group, whose store it reads.
     """
 
     virtual_processes = 0
     split_batch = True
+    watchdog = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -55,6 +57,11 @@ class TrainingAccelerator(Accelerator):
             for around in reversed(self.around_backward):
                 stack.enter_context(around())
             super().backward(loss, **kwargs)
+
+    def end_training(self):
+        if self.watchdog:
+            self.watchdog.end()
+        super().end_training()
 
     def prepare_model(self, model, device_placement=None, evaluation_mode=False):
         """As in Accelerate, plus nn.DataParallel for dp.yaml, which Accelerate lacks."""
@@ -108,6 +115,7 @@ def make_accelerator(
     check_topology(accelerator)
     if watchdog:
         watchdog.watch(settings.timeout_s)
+        accelerator.watchdog = watchdog
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})

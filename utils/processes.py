@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import psutil
 from accelerate.utils import gather_object
 
 from .console import show, stop
@@ -72,6 +73,8 @@ def follow_launcher(timeout_s: float) -> None:
     by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     if sys.platform == "linux" and (by_environment or launcher_words() is not None):
         end_with_parent(number=signal.SIGTERM)
+        if is_orphan():
+            stop("the launcher was killed: start the run again", alone=True)
         threading.Thread(target=end_after_launcher, args=(os.getppid(), timeout_s), daemon=True).start()
 
 
@@ -85,6 +88,20 @@ def end_after_launcher(launcher: int, timeout_s: float) -> None:
         return
     time.sleep(timeout_s)
     os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
+
+
+def is_orphan() -> bool:
+    """Whether init has adopted this process. In a container, process 1 may be the launcher."""
+    parent = psutil.Process().parent()
+    if parent is None:
+        return False  # its parent is in another container
+    try:
+        is_init = parent.pid == 1 or parent.name() == "systemd"
+        return is_init and "python" not in parent.exe()
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:  # somebody else's process
+        return is_init
 
 
 def check_restarts(is_new_folder: bool) -> None:

@@ -79,7 +79,8 @@ class Watchdog(threading.Thread):
 
     def end(self) -> None:
         self.ended.set()
-        self.join(2)
+        if self.is_alive():
+            self.join(30)
 
     def run(self) -> None:
         with contextlib.suppress(Exception):  # the store disappears with the process that hosts it
