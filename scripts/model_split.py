@@ -7,7 +7,7 @@
 A single process splits the model over its devices (dp.yaml: all GPUs). With several processes, each has one stage. If
 --num_stages is less than the number of processes, several copies of the pipeline share the batch.
 
-Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.15: two processes with one thread each reach 1.72 times
+Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.15: two processes with one thread each reach 1.69 times
 the images/s of the unsplit model on one thread (8 micro-batches of 8 images of 64 pixels; the ideal is 1.78).
 
 Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B and interleaved 1F1B, D. Narayanan et al.,
