@@ -2,6 +2,7 @@ import re
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -19,7 +20,7 @@ from utils.extras.out_of_memory import (
     largest_that_fits,
     limit_of_kept_tensors,
 )
-from utils.extras.peak_memory import own_peak_memory_gib, peak_memory_gib, reset_peak_memory
+from utils.extras.peak_memory import own_peak_memory_gib, peak_memory_gib
 
 
 @pytest.mark.parametrize(
@@ -95,10 +96,15 @@ def test_a_failed_allocation_of_a_library_is_out_of_memory():
     assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
 
 
+def reset_peak() -> None:
+    """Restart the measurement of this process's peak resident set size; see man 5 proc."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak can be reset under Linux only")
 def test_the_peak_rises_with_an_allocation_stays_and_is_reset():
     device = torch.device("cpu")
-    reset_peak_memory(device)
+    reset_peak()
     before = own_peak_memory_gib(device)
     big = torch.ones(2**26)  # 0.25 GiB
     high = own_peak_memory_gib(device)
@@ -106,7 +112,7 @@ def test_the_peak_rises_with_an_allocation_stays_and_is_reset():
     del big
     # The kernel counts on each core for itself and sums up now and then.
     assert own_peak_memory_gib(device) == pytest.approx(high, abs=0.01)
-    reset_peak_memory(device)
+    reset_peak()
     assert own_peak_memory_gib(device) < before + 0.1
 
 

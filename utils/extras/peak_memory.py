@@ -8,19 +8,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Restart the measurement of `own_peak_memory_gib`; no effect on a CPU without Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        # 5 resets the peak resident set size of this process; see man 5 proc.
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def own_peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process in GiB since the last reset.
+    """Peak memory of this process in GiB.
 
-    On an NVIDIA or AMD GPU it counts the tensors, otherwise the whole process (without Linux, since its start).
+    On an NVIDIA or AMD GPU it counts the tensors, otherwise the whole process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
