@@ -25,7 +25,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import distributed
 
@@ -141,7 +140,6 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
             stack.enter_context(synthetic_images())
         argv = [f"{name}.py", *map(str, flags), "--output_dir", str(folder)]
         stack.enter_context(mock.patch.object(sys, "argv", argv))
-        stack.enter_context(mock.patch.object(Accelerator, "end_training"))
         stack.enter_context(contextlib.redirect_stdout(printed))
         try:
             script.main()

@@ -114,7 +114,7 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
                 optimizers[way].zero_grad()
             accelerator.wait_for_everyone()
             seconds[way].append(time.perf_counter() - began)
-            metrics.columns.clear()
+            metrics.rows.clear()
     return seconds, idle
 
 

@@ -7,8 +7,8 @@
 A single process splits the model over its devices (dp.yaml: all GPUs). With several processes, each has one stage. If
 --num_stages is less than the number of processes, several copies of the pipeline share the batch.
 
-Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.15: two processes with one thread each reach 1.69 times
-the images/s of the unsplit model on one thread (8 micro-batches of 8 images of 64 pixels; the ideal is 1.78).
+Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.15: two processes with one thread each reach 1.40 times
+the images/s of the unsplit model on one thread (4 micro-batches of 16 images of 64 pixels; the ideal is 1.60).
 
 Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B and interleaved 1F1B, D. Narayanan et al.,
 https://arxiv.org/abs/2104.04473; ResNet-50, K. He et al., https://arxiv.org/abs/1512.03385.
@@ -61,31 +61,32 @@ STAGES_PER_PROCESS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2}
 def parse_args():
     parser = ArgumentParser(__doc__)
 
-    data = parser.add_argument_group("data").add_argument
-    data("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    data("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of images")
+    data.add_argument("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
     # resume_invariant: a resumed run must have the same values.
-    model = parser.add_argument_group("model and training", resume_invariant=True).add_argument
-    model("--norm", choices=("batch", "group"), default="batch", help="group: the micro-batch size has no effect")
+    model = parser.add_argument_group("model and training", resume_invariant=True)
+    model.add_argument("--norm", choices=("batch", "group"), default="batch", help="group: exact with micro-batches")
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
-    model("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="initial weights; no value: torchvision's")
-    model("--dtype", choices=("float32", "float64"), default="float32", help="type of the parameters")
-    model("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all pipelines")
-    model("--lr", type=non_negative_float, default=1e-3, help="highest learning rate of the one-cycle schedule")
-    model("--weight_decay", type=non_negative_float, default=0.05, help="weight decay of AdamW")
+    model.add_argument("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="weights; no value: ImageNet's")
+    model.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="type of the parameters")
+    model.add_argument("--batch_size", type=positive_int, default=64, help="samples per step, over all pipelines")
+    model.add_argument("--lr", type=non_negative_float, default=1e-3, help="peak learning rate of one cycle")
+    model.add_argument("--weight_decay", type=non_negative_float, default=0.05, help="weight decay of AdamW")
 
     # These may change when a run is resumed.
-    pipeline = parser.add_argument_group("pipeline and length").add_argument
-    pipeline("--num_stages", type=non_negative_int, default=0, help="processes per pipeline, or devices; 0: all")
-    pipeline("--num_microbatches", type=positive_int, default=4, help="micro-batches per filling of the pipeline")
-    pipeline("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="order of forward and backward passes")
-    pipeline("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of each stage but the first")
-    pipeline("--balance", choices=("time", "memory"), default="time", help="what --split auto balances")
-    pipeline("--cpu_threads", type=non_negative_int, default=0, help="threads of each process; 0: cores / processes")
-    pipeline("--num_epochs", type=positive_int, help="passes over the training images")
-    pipeline("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 60)")
-    pipeline("--gradient_accumulation_steps", type=positive_int, default=1, help="fillings of the pipeline per step")
+    pipe = parser.add_argument_group("pipeline")
+    pipe.add_argument("--num_stages", type=non_negative_int, default=0, help="stages; 0: one per process, or device")
+    pipe.add_argument("--num_microbatches", type=positive_int, default=4, help="micro-batches per pass of the pipeline")
+    pipe.add_argument("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="pipeline schedule")
+    pipe.add_argument("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of stages 2, 3, ...")
+    pipe.add_argument("--balance", choices=("time", "memory"), default="time", help="what --split auto balances")
+    pipe.add_argument("--cpu_threads", type=non_negative_int, default=0, help="threads per process; 0: share of cores")
+    pipe.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="pipeline passes per step")
+    length = parser.add_argument_group("length")
+    length.add_argument("--num_epochs", type=positive_int, help="passes over the training images")
+    length.add_argument("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 60)")
 
     parser.add_run_flags(virtual_processes=False, log_every=10)
     args = parser.parse_args()
@@ -178,7 +179,7 @@ def check_layout(args, layout: Layout, accelerator) -> None:
     if accelerator.distributed_type == DistributedType.FSDP or accelerator.scaler is not None:
         stop("a split model works neither with FSDP nor in fp16: use ddp.yaml with mixed_precision no or bf16")
     if processes > 1 and processes % num_stages:
-        stop(f"--num_stages {num_stages} does not divide the {processes} processes")
+        stop(f"{processes} processes are not divisible by --num_stages {num_stages}")
     if processes > 1 and num_stages == 1:
         stop("--num_stages 1 on several processes does not split the model: use another value, or resnet50.py")
     if layout.num_virtual_stages > len(BLOCKS):
@@ -186,7 +187,7 @@ def check_layout(args, layout: Layout, accelerator) -> None:
     micro_batches = layout.accumulation * layout.copies
     if args.batch_size % micro_batches:
         stop(
-            f"--batch_size {args.batch_size} does not divide by {plural(layout.copies, 'pipeline')} x "
+            f"--batch_size {args.batch_size} is not divisible by {plural(layout.copies, 'pipeline')} x "
             f"{plural(args.num_microbatches, 'micro-batch')} x "
             f"{plural(args.gradient_accumulation_steps, 'accumulation step')}: use a multiple of {micro_batches}"
         )
@@ -219,14 +220,14 @@ def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
         )
 
 
-def split_model(args, layout, train_data, accelerator):
+def split_model(args, layout, train_data, accelerator, is_resumed):
     """Make the model and split it. Collective.
 
     Returns:
         The results of make_pipeline, and a table of the stages.
     """
     resnet = make_resnet(len(train_data.classes), args.norm).to(getattr(torch, args.dtype))
-    if args.pretrained:
+    if args.pretrained and not is_resumed:
         load_pretrained(resnet, args.pretrained, head="fc")
     items = torch.arange(layout.micro_batch_size) % len(train_data)
     images = train_data.tensors[0][items].to(accelerator.device)
@@ -322,7 +323,7 @@ def main():
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
     check_batch_norm(args, layout, train_data, total_steps)
 
-    model, pipeline, copy_group, table = split_model(args, layout, train_data, accelerator)
+    model, pipeline, copy_group, table = split_model(args, layout, train_data, accelerator, run.folder.has_checkpoint)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     # Without the model, which DDP would broadcast and reduce as if it were the same on all processes.

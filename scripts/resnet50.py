@@ -35,7 +35,7 @@ from utils.datasets.image_files import (
     without_bad_images,
 )
 from utils.datasets.images_in_memory import load_splits
-from utils.extras.curves import draw_images, plot_confusion, save_picture
+from utils.extras.curves import plot_confusion
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
@@ -49,7 +49,6 @@ from utils.topology import data_parallel_gpus
 # Mean and standard deviation of ImageNet's pixels per channel, 0 to 255; torchvision's weights expect them.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 TEST_BATCH_SIZE = 256
-WORST_SHOWN = 24
 
 # torchvision's recipes for ImageNet, as flags. The defaults are for a quick run on MNIST at 32 pixels.
 PRESETS = {
@@ -70,46 +69,46 @@ def parse_args():
     parser.add_argument("--preset", choices=PRESETS, help="torchvision's recipe; other flags override its values")
     switch = argparse.BooleanOptionalAction
 
-    data = parser.add_argument_group("data").add_argument
-    data("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of <split>/<class>/ images")
-    data("--skip_bad_images", action="store_true", help="decode all images first, and leave out those that fail")
-    data("--num_workers", type=non_negative_int, help="processes that decode (default: chosen for this machine)")
-    data("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of images")
+    data.add_argument("--skip_bad_images", action="store_true", help="decode all images first, and leave out bad ones")
+    data.add_argument("--num_workers", type=non_negative_int, help="processes that decode (default: by the cores)")
+    data.add_argument("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
     # resume_invariant: a resumed run must have the same values.
-    image = parser.add_argument_group("images", resume_invariant=True).add_argument
-    image("--image_size", type=positive_int, default=32, help="size of the training images, in pixels")
-    image("--eval_size", type=non_negative_int, default=0, help="size of the test images; 0: image_size")
-    image("--eval_resize", type=non_negative_int, default=0, help="shorter side before the test crop; 0: eval_size")
-    image("--min_crop", type=at_least(0.01, float, below=1.01), default=0.85, help="smallest crop / image area")
-    image("--flip", type=at_least(0.0, float, below=1.01), default=0.0, help="probability of a horizontal flip")
-    image("--trivial_augment", action=switch, default=False, help="one random operation at a random strength")
-    image("--erase", type=fraction, default=0.0, help="probability of erasing a random rectangle")
-    image("--mixup", type=non_negative_float, default=0.0, help="alpha of the Beta distribution; 0: off")
-    image("--cutmix", type=non_negative_float, default=0.0, help="as --mixup; both: half of the steps each")
-    image("--repeats", type=positive_int, default=1, help="augmented copies of a sample in one step")
+    image = parser.add_argument_group("images", resume_invariant=True)
+    image.add_argument("--image_size", type=positive_int, default=32, help="size of the training images, in pixels")
+    image.add_argument("--eval_size", type=non_negative_int, default=0, help="size of the test images; 0: image_size")
+    image.add_argument("--eval_resize", type=non_negative_int, default=0, help="resize before the crop; 0: eval_size")
+    image.add_argument("--min_crop", type=at_least(0.01, float, below=1.01), default=0.85, help="minimum crop area")
+    image.add_argument("--flip", type=at_least(0.0, float, below=1.01), default=0.0, help="probability of a flip")
+    image.add_argument("--trivial_augment", action=switch, default=False, help="one random operation")
+    image.add_argument("--erase", type=fraction, default=0.0, help="probability of erasing a random rectangle")
+    image.add_argument("--mixup", type=non_negative_float, default=0.0, help="alpha of the Beta distribution; 0: off")
+    image.add_argument("--cutmix", type=non_negative_float, default=0.0, help="as --mixup; both: half of the steps")
+    image.add_argument("--repeats", type=positive_int, default=1, help="augmented copies of a sample in one step")
 
-    model = parser.add_argument_group("model and training", resume_invariant=True).add_argument
+    model = parser.add_argument_group("model and training", resume_invariant=True)
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
-    model("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="initial weights; no value: torchvision's")
-    model("--zero_init", action=switch, default=True, help="residual blocks of constant shape start as the identity")
-    model("--bn", choices=("local", "sync"), default="local", help="BatchNorm; sync: over all processes, only on GPUs")
-    model("--batch_size", type=positive_int, default=64, help="samples per optimizer step, over all processes")
-    model("--lr", type=non_negative_float, default=0.1, help="highest learning rate, times batch_size / 256")
-    model("--schedule", choices=("cosine", "step"), default="cosine", help="step: divide by 10 every 30 epochs")
-    model("--warmup_epochs", type=non_negative_float, default=0.02, help="epochs of linear warm-up")
-    model("--weight_decay", type=non_negative_float, default=5e-5, help="for convolutions and the last layer")
-    model("--norm_weight_decay", type=non_negative_float, default=0.0, help="for BatchNorm and biases")
-    model("--nesterov", action=switch, default=True, help="Nesterov momentum, 0.9")
-    model("--label_smoothing", type=fraction, default=0.0, help="label smoothing in training")
-    model("--ema_decay", type=fraction, default=0.0, help="decay of a moving average of the model; 0: no average")
-    model("--ema_every", type=positive_int, default=1, help="steps between two updates of this average")
+    model.add_argument("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="weights; no value: ImageNet's")
+    model.add_argument("--zero_init", action=switch, default=True, help="residual blocks start as the identity")
+    model.add_argument("--bn", choices=("local", "sync"), default="local", help="sync: over all processes, on GPUs")
+    model.add_argument("--batch_size", type=positive_int, default=64, help="samples per step, over all processes")
+    model.add_argument("--lr", type=non_negative_float, default=0.1, help="peak learning rate at batch size 256")
+    model.add_argument("--schedule", choices=("cosine", "step"), default="cosine", help="step: / 10 every 30 epochs")
+    model.add_argument("--warmup_epochs", type=non_negative_float, default=0.02, help="epochs of linear warm-up")
+    model.add_argument("--weight_decay", type=non_negative_float, default=5e-5, help="for convolutions and last layer")
+    model.add_argument("--norm_weight_decay", type=non_negative_float, default=0.0, help="for BatchNorm and biases")
+    model.add_argument("--nesterov", action=switch, default=True, help="Nesterov momentum, 0.9")
+    model.add_argument("--label_smoothing", type=fraction, default=0.0, help="label smoothing in training")
+    model.add_argument("--ema_decay", type=fraction, default=0.0, help="decay of a moving average of weights; 0: off")
+    model.add_argument("--ema_every", type=positive_int, default=1, help="steps between two updates of this average")
 
-    length = parser.add_argument_group("length and memory").add_argument
-    length("--num_epochs", type=positive_int, default=None, help="passes over the training images")
-    length("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 150)")
-    length("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step and process")
-    length("--compile", action="store_true", help="torch.compile the model")
+    length = parser.add_argument_group("length and memory")
+    length.add_argument("--num_epochs", type=positive_int, default=None, help="passes over the training images")
+    length.add_argument("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 150)")
+    length.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")
+    length.add_argument("--compile", action="store_true", help="torch.compile the model")
 
     parser.add_run_flags(log_every=10)
     preset = PRESETS.get(parser.parse_known_args()[0].preset, "")
@@ -175,12 +174,12 @@ def start_as_identity(model):
             torch.nn.init.zeros_(block.bn3.weight)
 
 
-def make_model(args, num_classes, accelerator):
+def make_model(args, num_classes, accelerator, is_resumed=False):
     """torchvision's ResNet-50 on the device, in channels_last (but not with fsdp.yaml)."""
     model = torchvision.models.resnet50(num_classes=num_classes)
     if args.zero_init:
         start_as_identity(model)
-    if args.pretrained:
+    if args.pretrained and not is_resumed:
         load_pretrained(model, args.pretrained, head="fc")
     if args.bn == "sync":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -279,43 +278,25 @@ def losses_and_predictions(model, images, labels, partners=None, kept=1.0, label
 def evaluate(model, loader, run, num_classes=None) -> dict:
     """Loss, top-1 and top-5 accuracy over all test images; each counts once.
 
-    With num_classes also macro F1, the confusion matrix [true][predicted], and "worst": (loss, index, prediction,
-    label) of the images with the largest losses.
+    With num_classes also macro F1 and the confusion matrix [true][predicted].
     """
     model.eval()
-    metrics, samples = run.new_metrics(), []
+    metrics, cells = run.new_metrics(), []
     for batch in run.test_batches(loader):
         images, labels = batch.data
         with run.accelerator.autocast():  # the moving average was not passed to `prepare`
             losses, predicted, num_larger = losses_and_predictions(model, images, labels)
         correct = predicted == labels
         metrics.add(batch, loss=losses, accuracy=correct, top5_accuracy=num_larger < 5)
-        samples.append([batch.counted(values) for values in (losses, batch.indices, predicted, labels)])
+        if num_classes is not None:
+            cells.append(batch.counted(labels * num_classes + predicted))  # of the confusion matrix
     result = metrics.reduce()
     if num_classes is None:
         return result
-    columns = [gather_samples(run.accelerator, list(column)) for column in zip(*samples, strict=True)]
-    losses, _, predicted, labels = columns
-    confusion = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+    confusion = torch.bincount(gather_samples(run.accelerator, cells), minlength=num_classes**2)
     confusion = confusion.view(num_classes, num_classes)
     f1 = 2 * confusion.diag() / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
-    worst = losses.argsort(descending=True, stable=True)[:WORST_SHOWN]
-    worst = list(zip(*(column[worst].tolist() for column in columns), strict=True))
-    return result | {"f1_macro": f1.mean(), "confusion": confusion.tolist(), "worst": worst}
-
-
-def draw_pictures(result, worst, test_data, folder: Path) -> None:
-    """Draw confusion.png, and the test images with the largest losses, with labels and predictions."""
-    classes = test_data.classes
-    plot_confusion(result["confusion"], classes, folder / "confusion.png")
-    picture = folder / "worst_predictions.png"
-
-    def draw_worst():
-        pixels = [test_data.read(index).numpy() for _, index, _, _ in worst]
-        titles = [f"{classes[label]}, predicted {classes[guess]}\nloss {loss:.2f}" for loss, _, guess, label in worst]
-        return draw_images(pixels, titles, picture)
-
-    save_picture(picture, draw_worst)
+    return result | {"f1_macro": f1.mean(), "confusion": confusion.tolist()}
 
 
 def make_loaders(args, train_data, test_data, accelerator):
@@ -354,7 +335,7 @@ def main():
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
     warmup_steps = args.warmup_epochs * steps_per_epoch
 
-    model = make_model(args, len(train_data.classes), accelerator)
+    model = make_model(args, len(train_data.classes), accelerator, run.folder.has_checkpoint)
     ema = (
         AveragedModel(model, multi_avg_fn=moving_average(args.ema_decay), use_buffers=True) if args.ema_decay else None
     )
@@ -374,6 +355,7 @@ def main():
     batch_norms = BatchNorms(model, accelerator)
     run.start(train_loader, test_loader, total_steps, data=about_data, checkpoint=checkpoint)
 
+    result = None  # of a run that was already complete
     for epoch in run.epochs():
         model.train()
         for batch in run.batches(train_loader, epoch):
@@ -391,14 +373,13 @@ def main():
             if ema is not None and accelerator.sync_gradients:  # the last micro-batch of step run.step + 1
                 update_average(ema, accelerator.unwrap_model(model), run.step + 1, args.ema_every, warmup_steps)
         result = evaluate(model, test_loader, run, len(train_data.classes))
-        worst = result.pop("worst")
         if ema is not None:
             averaged = evaluate(ema, test_loader, run)
             result |= {f"ema_{name}": value for name, value in averaged.items() if name != "samples"}
         run.log_test(result)
     run.finish()
-    if accelerator.is_main_process:
-        draw_pictures(result, worst, test_data, Path(args.output_dir))
+    if result and accelerator.is_main_process:
+        plot_confusion(result["confusion"], test_data.classes, Path(args.output_dir) / "confusion.png")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Sources: Llama, H. Touvron et al., https://arxiv.org/abs/2302.13971; rotary posi
 https://arxiv.org/abs/2104.09864; tied embeddings, O. Press and L. Wolf, https://arxiv.org/abs/1608.05859.
 """
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -25,8 +26,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import atomic_files, launch
-from utils.atomic_files import read_entry
-from utils.console import stop
+from utils.console import printable, stop
 from utils.datasets.text import EOS, PackedText, count_targets, learn_tokenizer, load_text, load_tokenizer
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, positive_int
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, dropout: float):
         super().__init__()
-        hidden = 32 * round(dim * 8 / 3 / 32)  # as many weights as an ungated MLP with 4 * dim hidden features
+        hidden = 32 * max(1, round(dim * 8 / 3 / 32))  # as many weights as an ungated MLP with 4 * dim hidden features
         self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.norm1, self.norm2 = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -153,12 +153,10 @@ class Transformer(nn.Module):
             targets: the next tokens; cross_entropy's ignore_index (-100) where there is none.
             kv_cache: a list per block, empty before the first call; later calls take one token each.
         """
-        tokens = tokens.long()
-        x = self.embed(tokens)
-        start, mask = 0, None
-        if kv_cache and kv_cache[0]:
-            start = kv_cache[0][0].shape[2]
-        else:  # each token attends to the earlier ones of its document, which starts with an EOS
+        x = self.embed(tokens.long())
+        start = kv_cache[0][0].shape[2] if kv_cache and kv_cache[0] else 0
+        mask = None
+        if not start:  # each token attends to the earlier ones of its document, which starts with an EOS
             document = (tokens == self.eos).cumsum(1)[:, None]
             mask = (document[..., :, None] == document[..., None, :]).tril()
         # Attention depends only on differences of positions, so these need not restart with each document.
@@ -180,10 +178,10 @@ def generate(model, tokens: list[int], num_tokens: int, context: int, temperatur
     tokens = [model.eos, *tokens]
     inputs, kv_cache = tokens[-context:], [[] for _ in model.blocks]
     for _ in range(num_tokens):
-        logits = model(torch.tensor([inputs], device=device), kv_cache=kv_cache)[0, -1].float().cpu()
+        logits = model(torch.tensor([inputs], device=device), kv_cache=kv_cache)[0, -1].cpu().double()
         token = logits.argmax()
         if temperature:
-            token = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+            token = torch.multinomial(((logits - logits.max()) / temperature).softmax(0), 1, generator=generator)
         tokens.append(int(token))
         if tokens[-1] == model.eos:
             break
@@ -196,15 +194,17 @@ def generate(model, tokens: list[int], num_tokens: int, context: int, temperatur
 def continue_prompt(args) -> None:
     """Print --prompt and its continuation by the model in --output_dir, in plain PyTorch."""
     folder = Path(args.output_dir or "--output_dir")
-    trained = read_entry(folder / "run.json", "arguments", dict)
-    if trained is None or not (folder / "model.safetensors").is_file():
-        stop(f"--prompt needs the model of a finished run: {folder} has none")
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
-    eos = tokenizer.token_to_id(EOS)
-    model = Transformer(tokenizer.get_vocab_size(), trained["dim"], trained["layers"], trained["heads"], eos=eos).eval()
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    tokens = tokenizer.encode(args.prompt, add_special_tokens=False).ids
-    print(tokenizer.decode(generate(model, tokens, args.num_tokens, trained["context"], args.temperature, args.seed)))
+    try:
+        trained = json.loads((folder / "run.json").read_text())["arguments"]
+        dim, layers, heads, context = (trained[name] for name in ("dim", "layers", "heads", "context"))
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        model = Transformer(tokenizer.get_vocab_size(), dim, layers, heads, eos=tokenizer.token_to_id(EOS)).eval()
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except Exception as error:  # no such file, a damaged one, a run of a different script, ...
+        stop(f"--prompt needs a finished run of this script in --output_dir, and {folder} is none: {error!r:.200}")
+    prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # as load_text reads files
+    tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
+    print(printable(tokenizer.decode(generate(model, tokens, args.num_tokens, context, args.temperature, args.seed))))
 
 
 @torch.no_grad()
@@ -241,7 +241,7 @@ def main():
     vocabulary, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
     model = Transformer(vocabulary, args.dim, args.layers, args.heads, args.dropout, eos=eos)
     model.blocks.checkpoint_activations = args.checkpoint_activations
-    if args.pretrained:
+    if args.pretrained and not run.folder.has_checkpoint:
         load_pretrained(model, args.pretrained)
     if args.compile:
         model.compile()
@@ -274,7 +274,7 @@ def main():
         result = evaluate(model, test_loader, run)
         bare = accelerator.unwrap_model(model)
         sample = tokenizer.decode(generate(bare, [], args.num_tokens, args.context, args.temperature, args.seed))
-        accelerator.print(f"sample:\n{sample}")
+        accelerator.print(printable(f"sample:\n{sample}"))
         run.log_test(result | {"sample": sample})
     run.finish()
 

@@ -3,6 +3,7 @@
 Each launch has its own port, folder and time-out, and leaves no process behind.
 """
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import preloaded
 import pytest
 import run_many
 from filelock import FileLock
@@ -42,6 +44,10 @@ def pytest_collection_modifyitems(items):
     for place, item in enumerate(items):
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        for marker in item.iter_markers("others"):
+            (library,) = marker.args
+            if not importlib.util.find_spec(library):
+                item.add_marker(pytest.mark.skip(reason=f"needs {library}: the extra `test` of pyproject.toml"))
         if item.path.stem == "test_topologies" and "topology" in item.fixturenames:
             machine_report.describe(item, place)
 
@@ -100,21 +106,24 @@ def _old_handlers():
 
 
 class Launcher:
-    """`launcher(config, *flags)` runs `accelerate launch` and waits for its end.
+    """`launcher(config, *flags)` runs `accelerate launch` and waits for its end, as in preloaded.py.
 
-    `launcher.start(...)` returns the process. `launcher.python(*words)` and `start_python` run any
-    other program.
+    `launcher.start(...)` returns the process; it and its ranks are fresh interpreters. `launcher.python(*words)` and
+    `start_python` run any other program.
     """
 
     def __init__(self, folder: Path, home: Path):
         self.folder, self.home, self.processes = folder, home, []
 
-    def start(self, config, *flags, script="mnist_mlp", launch_flags=(), **options):
+    def words(self, config, *flags, script="mnist_mlp", launch_flags=()) -> list[str]:
         config = config if os.sep in str(config) else ROOT / "accelerate_configs" / f"{config}.yaml"
         words = ["-m", "accelerate.commands.launch", "--config_file", config]
         words += ["--main_process_port", free_port(), *launch_flags]
         script = Path(f"{script}.py") if Path(script).is_absolute() else run_many.path_of(script)
-        return self.start_python(*words, script, *flags, **options)
+        return [str(word) for word in (*words, script, *flags)]
+
+    def start(self, *words, cwd=None, stderr=subprocess.PIPE, **options) -> subprocess.Popen:
+        return self.start_python(*self.words(*words, **options), cwd=cwd, stderr=stderr)
 
     def start_python(self, *words, cwd=None, stderr=subprocess.PIPE) -> subprocess.Popen:
         process = subprocess.Popen(
@@ -130,17 +139,24 @@ class Launcher:
         self.processes.append(process)
         return process
 
-    def __call__(self, *words, timeout=150, check=True, **options) -> subprocess.CompletedProcess:
-        return self.wait(self.start(*words, **options), timeout, check)
+    def __call__(self, *words, timeout=150, check=True, cwd=None, **options) -> subprocess.CompletedProcess:
+        words = self.words(*words, **options)
+        done = preloaded.run(words, cwd or self.folder, environment(self.home), timeout)
+        if done is None:
+            return self.python(*words, timeout=timeout, check=check, cwd=cwd)
+        return self.checked(done, check)
 
     def python(self, *words, timeout=150, check=True, **options) -> subprocess.CompletedProcess:
         return self.wait(self.start_python(*words, **options), timeout, check)
 
     def wait(self, process, timeout=150, check=True) -> subprocess.CompletedProcess:
         out, err = process.communicate(timeout=timeout)
+        return self.checked(subprocess.CompletedProcess(process.args, process.returncode, out, err), check)
+
+    def checked(self, done, check=True) -> subprocess.CompletedProcess:
         if check:
-            assert process.returncode == 0, f"{out[-3000:]}\n{err[-3000:]}"
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+            assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done
 
     def end(self):
         for process in self.processes:

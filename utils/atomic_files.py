@@ -53,6 +53,7 @@ def fsync(path: Path) -> None:
     except OSError as error:
         # Some network file systems cannot flush a folder.
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            error.filename = str(path)
             raise
     finally:
         os.close(descriptor)

@@ -28,11 +28,11 @@ def update(sha, content) -> None:
             sha.update(repr(name).encode())
             update(sha, content[name])
     elif isinstance(content, (list, tuple)):
-        sha.update(str(len(content)).encode())
+        sha.update(f"{len(content)}(".encode())
         for part in content:
             update(sha, part)
     elif isinstance(content, (str, bytes, int, float, bool, type(None))):
-        sha.update(repr(content).encode())
+        sha.update(f"{content!r},".encode())
     elif hasattr(content, "tobytes"):  # an image of PIL
         sha.update(content.tobytes())
     else:

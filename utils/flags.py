@@ -61,7 +61,7 @@ class ArgumentParser(argparse.ArgumentParser):
             virtual_processes: add --virtual_processes. False if the processes share the model.
         """
         run = self.add_argument_group("run")
-        run.add_argument("--seed", type=non_negative_int, default=0, help="seed of all random numbers")
+        run.add_argument("--seed", type=at_least(0, below=2**32), default=0, help="seed of all random numbers")
         run.add_argument("--output_dir", help="folder of this run (default: a new one under runs/)")
         run.add_argument("--timeout_s", type=positive_int, default=600, help="seconds a process waits for the others")
         if log_every is None:
@@ -69,9 +69,9 @@ class ArgumentParser(argparse.ArgumentParser):
         run.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output_dir")
         run.add_argument("--checkpoint_every", type=non_negative_int, default=0, help="in steps; 0: every epoch")
         run.add_argument("--keep_checkpoints", type=non_negative_int, default=2, help="number to keep; 0: all")
-        run.add_argument("--save_best", metavar="METRIC", help="also keep the model with the best test METRIC")
+        run.add_argument("--save_best", metavar="METRIC", help="keep the best model: by loss, min:NAME or max:NAME")
         run.add_argument(
-            "--patience", type=non_negative_int, default=0, help="stop after N tests without improvement; 0: never"
+            "--patience", type=non_negative_int, default=0, help="stop after N tests without a better METRIC (or loss)"
         )
         run.add_argument("--log_every", type=positive_int, default=log_every, help="steps per log line")
         run.add_argument("--log_with", metavar="TRACKER", help="also log to an Accelerate tracker: tensorboard, wandb")

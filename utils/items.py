@@ -99,8 +99,8 @@ class ItemReader:
                 if self.device.type != "cpu":
                     # From pinned memory, the copy overlaps with work on the CPU.
                     data = send_to_device(data, self.device, non_blocking=True)
-                    indices, random_ids = (tensor.to(self.device, non_blocking=True) for tensor in micro_batch[:2])
-                    micro_batch = micro_batch._replace(indices=indices, random_ids=random_ids)
+                    micro_batch.indices = micro_batch.indices.to(self.device, non_blocking=True)
+                    micro_batch.random_ids = micro_batch.random_ids.to(self.device, non_blocking=True)
                 yield micro_batch, data
 
     def _batches(self, requests: Iterator[Request]) -> Iterator:

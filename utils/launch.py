@@ -41,12 +41,10 @@ class TrainingAccelerator(Accelerator):
         split_batch: each process gets a part of the batch; False if the processes share the model.
         around_backward: functions that return a context manager, entered around every backward pass, the last one
             outermost. A hook is undone by removing its entry, in any order.
-        watchdog: of several processes; it ends before the process group, whose store it reads.
     """
 
     virtual_processes = 0
     split_batch = True
-    watchdog = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -59,8 +57,7 @@ class TrainingAccelerator(Accelerator):
             super().backward(loss, **kwargs)
 
     def end_training(self):
-        if self.watchdog:
-            self.watchdog.end()
+        Watchdog.end()  # before the process group, whose store it reads
         super().end_training()
 
     def prepare_model(self, model, device_placement=None, evaluation_mode=False):
@@ -86,8 +83,8 @@ def make_accelerator(
     Args:
         args: the parsed flags; missing run flags get their defaults. Sets `output_dir` to a new folder under runs/ if
             it is not given, and `resume` to True if the launcher restarted a failed run.
-        cpu_threads: CPU threads per process. None: the machine's cores divided by its processes; 1 with virtual
-            processes, because the number of threads changes the order of additions.
+        cpu_threads: CPU threads per process. None: OMP_NUM_THREADS, or else the usable cores divided by the processes;
+            1 with virtual processes, because the number of threads changes the order of additions.
         split_batch: each process gets a part of the batch. False if the processes share the model.
         log_with: trackers besides --log_with: names, GeneralTracker objects, or a list of them.
         find_unused_parameters: as in DistributedDataParallel, for models in which some parameters get no gradient.
@@ -103,7 +100,10 @@ def make_accelerator(
     errors = explain_errors()
     watchdog = attach_to_process(errors, args, settings.timeout_s)
     is_new_folder = not settings.output_dir
-    settings.output_dir = settings.output_dir or new_output_dir()
+    if is_new_folder:
+        settings.output_dir = f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if is_new_folder and settings.resume:
+        stop("--resume needs the --output_dir of the run to continue")
     check_restarts(is_new_folder)
     if settings.log_with or log_with:
         from .extras.trackers import check_trackers
@@ -115,7 +115,6 @@ def make_accelerator(
     check_topology(accelerator)
     if watchdog:
         watchdog.watch(settings.timeout_s)
-        accelerator.watchdog = watchdog
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})
@@ -168,11 +167,6 @@ def create_accelerator(
         stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
 
 
-def new_output_dir() -> str:
-    """The name of a new folder under runs/."""
-    return f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-
-
 def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace, timeout_s: float) -> Watchdog | None:
     """Set up output, the launcher's death signal and error messages, before the process group exists.
 
@@ -203,8 +197,26 @@ def check_batch_size(batch_size: int, micro_batches: int) -> None:
 
 
 def set_cpu_threads(cpu_threads: int | None) -> None:
-    """Set the threads of this process; None: its share of the machine's physical cores."""
+    """Set the threads of this process; None: OMP_NUM_THREADS as the user set it, else a share of the usable cores."""
     if cpu_threads is None:
-        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-        cpu_threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    torch.set_num_threads(cpu_threads)
+        environment = os.environ
+        if {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys():  # both launchers set a default
+            try:
+                environment = psutil.Process().parent().environ()
+            except (psutil.Error, AttributeError):  # somebody else's process, or in another container
+                environment = {}
+        asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+        share = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cpu_threads = int(asked) if asked.isdecimal() else share
+    torch.set_num_threads(max(1, cpu_threads))
+
+
+def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The machine's physical cores, or fewer where the CPU affinity or the quota of a container allows fewer."""
+    cores = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        cores.append(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError):  # no container, or no quota: "max 100000"
+        quota, period = map(int, quota_file.read_text().split())
+        cores.append(quota // period)
+    return min(cores)

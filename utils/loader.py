@@ -15,23 +15,15 @@ from .randomness import combine, random_normal, random_uniform, widest_float
 from .sampler import GlobalSampler, MicroBatch, virtual_processes
 
 
-@dataclasses.dataclass(slots=True)
-class Batch:
-    """One micro-batch of one process: n samples, at least one.
+@dataclasses.dataclass
+class Batch(MicroBatch):
+    """One micro-batch of one process: n samples, at least one; `indices`, `random_ids` and others are of MicroBatch.
 
     If the last step of an epoch has fewer samples than micro-batches, the remaining micro-batches get a stand-in: a
     real sample with weight zero, so that models never see an empty batch.
     """
 
     data: Any  # the collated items, on the accelerator's device
-    # The fields of a MicroBatch, in its order:
-    indices: torch.Tensor  # int64 (n,): indices into the dataset
-    random_ids: torch.Tensor  # int64 (n,): seeds of `rand`
-    is_stand_in: bool
-    _step_samples: int  # over all processes; private, because `losses.sum() / step_samples` would count stand-ins
-    micro_step: int  # index of this micro-batch within the step on this process
-    slot: int  # index of this micro-batch within the step over all processes
-    # Added by the loader:
     grad_divisor: int  # what DDP and accelerator.backward will divide the gradient by; 1 in a pipeline
     key: int  # seed of the epoch's random numbers
     weights: torch.Tensor | None = None  # (n,): weight of each sample in means; None: all equal
@@ -98,7 +90,8 @@ class GlobalLoader:
         dataset: a torch.utils.data.Dataset, a datasets.Dataset, a list: anything with __len__ and __getitem__.
             A TensorDataset is moved to the accelerator's device once and indexed there.
         batch_size: samples per step, over all processes and accumulation steps.
-        seed: shuffles by (seed, epoch), for training; None: dataset order, for testing.
+        seed: shuffles by (seed, epoch), for training; None: dataset order, for testing. Each loader of an accelerator
+            has its own order and random numbers, by the number of loaders made before it with or without a seed.
         collate_fn: makes a batch from a list of items; None: torch's default_collate.
         num_workers: processes that read items ahead; 0: this process reads them.
         loss_weights: function from a batch's data to the weight of each sample, (n,), such as its number of tokens
@@ -111,6 +104,9 @@ class GlobalLoader:
         accumulation: micro-batches per step on each process; None: the accelerator's in training, 1 in testing.
             Ignored with virtual processes.
         drop_last, repeats: see GlobalSampler.
+
+    Raises:
+        SystemExit: if the dataset cannot be used, or after run.start, which takes the facts of all loaders.
     """
 
     def __init__(
@@ -140,13 +136,20 @@ class GlobalLoader:
         length = min(len(dataset), max_samples or len(dataset))
         if accumulation is None:
             accumulation = 1 if seed is None else accelerator.gradient_accumulation_steps
-        self.dataset, self.accelerator, self.loss_weights = dataset, accelerator, loss_weights
+        self.dataset, self.accelerator, self.loss_weights, self.seed = dataset, accelerator, loss_weights, seed
+        made = vars(accelerator).setdefault("loaders", [])  # a plain Accelerator lacks it
+        if isinstance(made, tuple):
+            stop("a loader is part of the run, which compares its data when resuming: make it before run.start")
+        self.number = sum((loader.seed is None) == (seed is None) for loader in made)
+        self.own_seed = seed
+        if seed is None or self.number:  # -1 is not a seed of a training loader
+            self.own_seed = combine(-1 if seed is None else seed, self.number, 5)
         self.sums_gradients = shard is not None or virtual_processes(accelerator) > 0
         self.sampler = GlobalSampler(
             length,
             batch_size,
             *(shard or (accelerator.process_index, accelerator.num_processes)),
-            seed=seed,
+            seed=None if seed is None else self.own_seed,
             accumulation=accumulation,
             drop_last=drop_last,
             repeats=repeats,
@@ -160,7 +163,8 @@ class GlobalLoader:
         else:
             from .items import ItemReader  # not needed for images in memory
 
-            self.reader = ItemReader(dataset, collate_fn, seed or 0, deterministic, num_workers, accelerator.device)
+            self.reader = ItemReader(dataset, collate_fn, self.own_seed, deterministic, num_workers, accelerator.device)
+        made.append(self)
 
     def __len__(self) -> int:
         """Steps per epoch."""
@@ -177,26 +181,40 @@ class GlobalLoader:
     def epoch(self, epoch: int = 0, first_step: int = 0) -> Iterator[Batch]:
         """This process's micro-batches of an epoch, from step `first_step` on. Collective if `loss_weights` is set."""
         grad_divisor = 1 if self.sums_gradients else self.sampler.num_slots
-        key = combine(self.sampler.seed or 0, epoch, 3)
+        key = combine(self.own_seed, epoch, 3)
         read = self._read(epoch, first_step)
-        batches = (Batch(data, *micro_batch, grad_divisor, key) for micro_batch, data in read)
+        batches = (Batch(*vars(part).values(), data, grad_divisor, key) for part, data in read)
         return batches if self.loss_weights is None else self._weighted(batches)
+
+    def from_step(self, step: int) -> Iterator[Batch]:
+        """This process's micro-batches from step `step` of the run on, epoch after epoch, without end.
+
+        For a second loader in the training loop: `others = loader.from_step(run.step)`, then `next(others)`.
+        """
+        for epoch in itertools.count(step // len(self)):
+            yield from self.epoch(epoch, step % len(self))
+            step = 0
 
     def _weighted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Set the weights of each batch, and their sum over the whole step. Collective."""
+        device, is_first = self.accelerator.device, True
         for step in zip(*[batches] * self.sampler.accumulation, strict=True):
             # One sum per micro-batch, added in the same order on any number of processes.
-            device = self.accelerator.device
             sums = torch.zeros(self.sampler.num_slots, dtype=widest_float(device), device=device)
             for batch in step:
-                weights = self.loss_weights(batch.data)
-                if weights.shape != batch.indices.shape:
-                    raise ValueError(
-                        f"loss_weights must return one weight per sample, shape ({len(batch)},), but "
-                        f"returned {tuple(weights.shape)}"
-                    )
+                weights = torch.as_tensor(self.loss_weights(batch.data), device=device)
                 batch.weights = weights if weights.is_floating_point() else weights.float()
+                # Values are checked in the first step only: it makes the CPU wait for a GPU.
+                is_valid = weights.shape == batch.indices.shape
+                if is_valid and is_first:
+                    is_valid = ((batch.weights >= 0) & batch.weights.isfinite()).all()
+                if not is_valid:
+                    raise ValueError(
+                        f"loss_weights must return one weight per sample, shape ({len(batch)},), finite and at least "
+                        f"0, but returned {weights}"
+                    )
                 sums[batch.slot] = batch.counted(batch.weights).to(sums.dtype).sum()
+            is_first = False
             total = self.accelerator.reduce(sums, "sum").sum()
             for batch in step:
                 batch.step_weight = total.clamp(min=torch.finfo(torch.float32).tiny)
@@ -223,18 +241,22 @@ class GlobalLoader:
 
     def resume_invariants(self) -> dict:
         """Settings that must not change when resuming."""
-        sampler = self.sampler
-        facts = {"batch_size": sampler.batch_size, "seed": sampler.seed, "steps_per_epoch": len(self)}
-        facts |= {"drop_last": sampler.drop_last, "repeats": sampler.repeats}
-        if sampler.virtual_processes:
-            facts["virtual_processes"] = sampler.virtual_processes
-        return facts
+        names = ("batch_size", "drop_last", "repeats", "virtual_processes")
+        return {"seed": self.seed} | {name: getattr(self.sampler, name) for name in names}
 
 
-def describe_data(train_loader: GlobalLoader, test_loader: GlobalLoader | None, known: dict) -> dict:
+def name_loaders(train_loader: GlobalLoader, test_loader: GlobalLoader | None) -> dict[str, GlobalLoader]:
+    """All loaders of the run: "train", "test", and by kind and number those that the script made besides."""
+    loaders = {"train": train_loader} | ({} if test_loader is None else {"test": test_loader})
+    for loader in train_loader.accelerator.loaders:
+        if loader not in loaders.values():
+            loaders[f"{'test' if loader.seed is None else 'train'}_{loader.number + 1}"] = loader
+    return loaders
+
+
+def describe_data(loaders: dict[str, GlobalLoader], known: dict) -> dict:
     """The data's facts for run.json and the banner; those in `known`, from the script, replace the loaders'."""
-    loaders = {"train": train_loader, "test": test_loader}
-    described = {split: loader.describe() for split, loader in loaders.items() if loader is not None}
+    described = {name: loader.describe() for name, loader in loaders.items()}
     items = {split: facts["items"] for split, facts in described.items()}
     fingerprints = dict.fromkeys(facts["fingerprint"] for facts in described.values())
     return {**items, "fingerprint": "-".join(fingerprints), **known}

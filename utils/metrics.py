@@ -13,12 +13,14 @@ from .sampler import virtual_processes
 # What a line of metrics.jsonl has beside the metrics.
 LINE = {"split", "step", "epoch"}
 RESERVED = LINE | {"samples", "lr", "samples_per_s", "data_wait_pct"}
+COLUMNS = ("value", "weight", "index", "step")
 
 
 class Metrics:
     """Weighted means of named values over the samples since the last `reduce`.
 
-    The values stay on the device, and `add` never waits for it.
+    The values stay on the device, and `add` never waits for it. Each metric has its own samples and weights, so steps
+    and ranks may add different metrics.
 
     Args:
         state: what another one's `state()` returned, to continue from.
@@ -35,108 +37,111 @@ class Metrics:
         test_after: int | None = None,
     ):
         self.accelerator, self.all_ranks_add, self.test_after = accelerator, all_ranks_add, test_after
-        # One tensor (n,) per call of `add`: "indices", "weights", "steps", and "value:<name>" of each metric.
-        self.columns = {name: [tensor.to(accelerator.device)] for name, tensor in (state or {}).items()}
-
-    def names(self) -> list[str]:
-        return [name.removeprefix("value:") for name in self.columns if name.startswith("value:")]
+        self.ones = torch.ones(1, dtype=widest_float(accelerator.device), device=accelerator.device)
+        self.samples, self.last_indices = 0, None
+        # By metric, COLUMNS for each call of `add`: (n,) each; a weight may be None, and a step an int.
+        self.rows: dict[str, list[dict]] = {}
+        for key, tensor in (state or {}).items():
+            column, _, name = key.partition(":")
+            if column == "samples":
+                self.samples = int(tensor.sum())
+            else:
+                self.rows.setdefault(name, [{}])[0][column] = tensor.to(accelerator.device)
 
     def add(self, batch, *, weights: torch.Tensor | None = None, step: int = 0, **values: torch.Tensor) -> None:
         """Count the samples of a Batch: `add(batch, loss=losses, accuracy=logits.argmax(1) == labels)`.
 
         Args:
             values: (n,), one per sample, of any number type or bool, or a scalar, their mean: tensors, or what
-                torch.as_tensor makes one of; the same names in every call.
+                torch.as_tensor makes one of. A further call for the same batch adds further metrics.
             weights: (n,); None: those of the batch, else all samples count alike. A value of weight 0 may be nan, as
                 the mean loss of a text without tokens to predict is.
             step: for the message about a loss that is not finite.
 
         Raises:
-            ValueError: naming the metric, if it has a different shape, or a name that is taken.
+            ValueError: naming the metric, if it has a different shape, a name that is taken, or a value for this batch.
         """
-        if self.columns and set(self.names()) != values.keys():
-            now, before = (", ".join(names) or "none" for names in (values, self.names()))
-            raise ValueError(f"metrics {now} follow on {before}: name the same ones each time")
         for name in RESERVED & values.keys():
             raise ValueError(f"a metric cannot be named {name}: the names {', '.join(sorted(RESERVED))} are taken")
         weights = batch.weights if weights is None else weights
-        weighted = weights is not None
-        columns = {"weights": weights if weighted else torch.ones_like(batch.indices)}
+        columns = {} if weights is None else {"weights": weights}
         for name, value in values.items():
             value = torch.as_tensor(value, device=self.accelerator.device).detach()
-            columns[f"value:{name}"] = value.expand(len(batch)) if value.ndim == 0 else value
+            columns[f"metric {name}"] = value.expand(len(batch)) if value.ndim == 0 else value
         for name, column in columns.items():
             if column.shape != batch.indices.shape:
                 raise ValueError(
-                    f"{name.replace('value:', 'metric ')} of shape {tuple(column.shape)} for {len(batch)} samples: "
-                    f"needs one value per sample, shape ({len(batch)},)"
+                    f"{name} of shape {tuple(column.shape)} for {len(batch)} samples: needs one value per sample, "
+                    f"shape ({len(batch)},)"
                 )
-            if weighted and name != "weights":
-                columns[name] = column.masked_fill(weights == 0, 0)
-        columns |= {"indices": batch.indices, "steps": torch.full_like(batch.indices, step)}
-        for name, column in columns.items():
-            self.columns.setdefault(name, []).append(batch.counted(column))
+        indices = batch.counted(batch.indices)
+        row = {"index": indices, "step": step, "weight": None if weights is None else batch.counted(weights)}
+        for name in values:
+            rows = self.rows.setdefault(name, [])
+            if rows and rows[-1]["index"] is indices:
+                raise ValueError(f"metric {name} is added twice for one batch")
+            rows.append({"value": batch.counted(columns[f"metric {name}"]), **row})
+        if batch.indices is not self.last_indices:
+            self.samples += len(indices)
+        self.last_indices = batch.indices
 
     def reduce(self) -> dict[str, float]:
-        """The means by name, and "samples", over all processes; then start again. Collective.
+        """The means by name, losses first, and "samples", over all processes; then start again. Collective.
 
         Sums and weights are added up and divided at the end: an average of per-process averages is wrong as soon as
         one process has fewer samples. A mean over no weight at all is nan.
 
         Raises:
-            SystemExit: on every rank, if a loss is not finite, with its step and samples, or if ranks have metrics of
-                different names.
+            SystemExit: on every rank, if a loss is not finite, with its step and samples, or if some ranks added
+                nothing.
         """
-        names, (*sums, weight, samples) = self._sums()
-        means = {name: total / weight if weight else math.nan for name, total in zip(names, sums, strict=True)}
-        means = {name: means[name] for name in dict.fromkeys([*self.names(), *names])}
-        self.columns = {}
+        sums = self._sums()
+        samples, _ = sums.pop("samples")
+        self.rows, self.samples, self.last_indices = {}, 0, None
+        means = {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
         return means | {"samples": int(samples)}
 
     def check(self) -> None:
         """`reduce` without its result, to stop before a loss that is not finite gets into a checkpoint. Collective."""
         self._sums()
 
-    def _sums(self) -> tuple[list[str], list[float]]:
-        """The names; and the weighted sum of each, the sum of the weights, and the samples, over all processes."""
+    def _sums(self) -> dict[str, tuple[float, float]]:
+        """By metric and for "samples": the weighted sum and the sum of the weights, over all processes."""
+        by_rank = gather_object([list(self.rows)])
+        if self.all_ranks_add and [] in by_rank and any(by_rank):
+            stop(f"rank {by_rank.index([])} added no metrics and others did: add them on every rank")
         # Sorted: a checkpoint may have restored them in a different order.
-        by_rank = gather_object([sorted(self.names())])
-        if self.all_ranks_add and any(names != by_rank[0] for names in by_rank):
-            shown = " | ".join(dict.fromkeys(", ".join(names) or "none" for names in by_rank))
-            stop(f"the ranks have metrics of different names: {shown}; add the same ones on each")
-        names = sorted({name for names in by_rank for name in names})
-        columns = [*(f"value:{name}" for name in names), "weights"] if self.columns else []
-        columns = [torch.cat(self.columns[column]) for column in columns]
+        names = sorted({name for names in by_rank for name in names}, key=lambda name: (not is_loss(name), name))
+        columns = [self._columns(name) for name in names] + [(self.ones * self.samples, self.ones)]
         if virtual_processes(self.accelerator):
             from .parallel.virtual_processes import exact_sums
 
-            sums = exact_sums(self.accelerator, columns, len(names))
+            sums = exact_sums(self.accelerator, columns)
         else:
-            sums = self.accelerator.reduce(self._own_sums(columns, len(names)), "sum").tolist()
-        for name, total in zip(names, sums, strict=False):
-            if is_loss(name) and not math.isfinite(total):
-                self._stop_at_first_bad(name)
-        return names, sums
-
-    def _own_sums(self, columns: list[torch.Tensor], num_values: int) -> torch.Tensor:
-        """This process's part of `_sums`, of the values and the weights."""
-        dtype = widest_float(self.accelerator.device)
-        sums = torch.zeros(num_values + 2, dtype=dtype, device=self.accelerator.device)
-        if columns:
-            *values, weights = (column.to(dtype) for column in columns)
             # Not `values @ weights`: a dot product adds in a different order on different numbers of threads.
-            for position, column in enumerate([*(column * weights for column in values), weights]):
-                sums[position] = column.sum()
-            sums[-1] = len(weights)
+            own = [terms.sum() for values, weights in columns for terms in (values * weights, weights)]
+            sums = self.accelerator.reduce(torch.stack(own), "sum").tolist()
+        sums = dict(zip([*names, "samples"], zip(sums[::2], sums[1::2], strict=True), strict=True))
+        for name in names:
+            if is_loss(name) and not math.isfinite(sums[name][0]):
+                self._stop_at_first_bad(name)
         return sums
 
+    def _columns(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """This process's values of a metric, 0 where they have no weight, and their weights; (N,) each."""
+        rows = self.rows.get(name, [])
+        values = torch.cat([row["value"] for row in rows] or [self.ones[:0]]).to(self.ones)
+        if all(row["weight"] is None for row in rows):
+            return values, self.ones.expand(len(values))
+        weights = [torch.ones_like(row["index"]) if row["weight"] is None else row["weight"] for row in rows]
+        weights = torch.cat(weights).to(self.ones)
+        return values.masked_fill(weights == 0, 0), weights
+
     def _stop_at_first_bad(self, name: str) -> None:
-        bad = []
-        if self.columns:
-            mine = self.state()
-            here = ~(mine[f"value:{name}"] * mine["weights"]).isfinite()
-            bad = list(zip(mine["steps"][here].tolist(), mine["indices"][here].tolist(), strict=True))
-        bad = gather_object(bad)
+        mine = self.state()
+        value, weight, indices, steps = (mine.get(f"{column}:{name}", torch.zeros(0)) for column in COLUMNS)
+        here = ~(value * weight).isfinite()
+        bad = gather_object(list(zip(steps[here].tolist(), indices[here].tolist(), strict=True)))
         step = min(step for step, _ in bad)
         samples = sorted(sample for at, sample in bad if at == step)
         when = f"at step {step}" if self.test_after is None else f"in the test after step {self.test_after}"
@@ -148,7 +153,12 @@ class Metrics:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What this process collected since the last `reduce`, for a checkpoint: tensors with one entry per sample."""
-        return {name: torch.cat(parts).cpu() for name, parts in self.columns.items()}
+        state = {"samples": torch.tensor([self.samples])} if self.samples else {}
+        for name, rows in self.rows.items():
+            steps = [torch.as_tensor(row["step"]).expand(row["index"].shape).cpu() for row in rows]
+            columns = [*self._columns(name), torch.cat([row["index"] for row in rows]), torch.cat(steps)]
+            state |= {f"{column}:{name}": part.cpu() for column, part in zip(COLUMNS, columns, strict=True)}
+        return state
 
 
 def is_loss(name: str) -> bool:

@@ -4,6 +4,7 @@ Forward, loss, backward, clipping and the optimizer's step stay in the script; n
 """
 
 import argparse
+import atexit
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -12,20 +13,22 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from .checkpoint import Checkpoints, save_model
-from .console import show, stop
-from .extras.banner import announce
+from .checkpoint import Checkpoints, on_main, save_model
+from .console import plural, show, stop
+from .extras.banner import announce, warn_of_other_numbers
 from .extras.best import Best, is_number, to_python
 from .extras.curves import plot_curves
 from .extras.peak_memory import peak_memory_gib
-from .extras.watchdog import Watchdog
+from .extras.watchdog import Watchdog, end_process_group
 from .flags import with_defaults
-from .loader import Batch, GlobalLoader, describe_data
+from .loader import Batch, GlobalLoader, describe_data, name_loaders
 from .metrics import Metrics
+from .parallel import same_weights
 from .progress import Progress
 from .randomness import combine, seed_generators_for
 from .run_folder import RunFolder
@@ -33,8 +36,32 @@ from .signals import StopSignal
 from .topology import same_on_all
 
 
+def invariants_of(args: argparse.Namespace, loaders: dict[str, GlobalLoader], data: dict) -> dict:
+    """The flags and the facts of the loaders and their data that must be the same when resuming."""
+    invariants = {name: vars(args)[name] for name in args.resume_invariants}
+    for name, loader in loaders.items():
+        if name == "train":
+            invariants |= loader.resume_invariants()
+        elif loader.seed is not None:
+            invariants[name] = loader.resume_invariants()
+    return invariants | {"data": {name: data[name] for name in ("fingerprint", *loaders)}}
+
+
+class MicroBatches(list):
+    """The micro-batches of a step. Whenever they are iterated, `seed(batch)` is called before each."""
+
+    def __init__(self, batches: Iterable[Batch], seed: Callable[[Batch], None]):
+        super().__init__(batches)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            self.seed(batch)
+            yield batch
+
+
 class Run:
-    """One training run in one folder. Collective.
+    """One training run in one folder; a process may have several, one after the other. Collective.
 
         run = Run(accelerator, args)
         run.start(train_loader, test_loader, total_steps, checkpoint={"model": model, "optimizer": optimizer})
@@ -55,13 +82,15 @@ class Run:
     """
 
     def __init__(self, accelerator: Accelerator, args: argparse.Namespace):
+        atexit.unregister(end_process_group)
         self.accelerator, self.args = accelerator, with_defaults(args)
         self.stop_signal = StopSignal(accelerator)
-        self.folder = RunFolder(accelerator, Path(args.output_dir), self.args.resume)
         self.best = Best(self.args.save_best, self.args.patience)
+        self.folder = RunFolder(accelerator, Path(args.output_dir), self.args.resume)
         self.step, self.summary = 0, {}
         self.stopped_early = False
         self.last_test = {}
+        self.completed = self.trackers = self.profiler = None
 
     def start(
         self,
@@ -76,6 +105,8 @@ class Run:
     ) -> None:
         """Load the newest checkpoint (with --resume), print the banner, open the log files. Collective.
 
+        If the run is already complete, it says so; `epochs` and `batches` then yield nothing, and nothing is logged.
+
         Args:
             total_steps: optimizer steps of the whole run.
             checkpoint: everything a checkpoint must hold, by name, as `prepare` returned it: models, optimizers,
@@ -85,8 +116,7 @@ class Run:
             model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
 
         Raises:
-            SystemExit: with exit code 0 if the run is already complete; on every rank, if processes have different
-                data or the checkpoint does not fit.
+            SystemExit: on every rank, if processes have different data or the checkpoint does not fit.
         """
         if not isinstance(total_steps, int) or total_steps < 1:
             raise ValueError(f"total_steps must be a positive int, got {total_steps!r}")
@@ -99,12 +129,11 @@ class Run:
             from .parallel.batch_norm import check_micro_batches
 
             check_micro_batches(models, train_loader.sampler)
-        data = same_on_all(describe_data(train_loader, test_loader, data or {}))
-        invariants = {name: vars(args)[name] for name in args.resume_invariants}
-        invariants |= train_loader.resume_invariants()
-        invariants |= {"data": data["fingerprint"], "total_steps": total_steps}
-        invariants |= {"save_best": args.save_best}  # the saved best model is the best by this metric
-        invariants |= resume_invariants or {}
+        loaders = name_loaders(train_loader, test_loader)
+        accelerator.loaders = tuple(accelerator.loaders)  # a later one would not be compared when resuming
+        data = same_on_all(describe_data(loaders, data or {}))
+        invariants = invariants_of(args, loaders, data) | {"total_steps": total_steps}
+        invariants |= self.best.resume_invariants() | (resume_invariants or {})
         self.join_parts = None
         if model_parts is not None and accelerator.num_processes > 1:
             self.join_parts = functools.partial(model_parts.join, accelerator)
@@ -119,8 +148,16 @@ class Run:
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
         )
-        self.folder.exit_if_completed(accelerator, self.step, total_steps)
-        self._attach(models, topology)
+        if args.save_best or args.patience:
+            accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
+        self.completed = on_main(accelerator, lambda: self.folder.read_summary(self.step))
+        if self.completed:
+            early = f"the run stopped early, after {plural(self.step, 'step')}"
+            done = f"all {self.step} steps are done" if self.step == total_steps else early
+            return accelerator.print(f"{done}: nothing to do")
+        if self.step and model_parts is None:
+            warn_of_other_numbers(accelerator, self.folder.path, topology)
+        self._attach(models)
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         if accelerator.is_main_process:
             arguments = {name: value for name, value in vars(args).items() if name != "resume_invariants"}
@@ -128,20 +165,13 @@ class Run:
             about_launch = {**topology, **(model_parts.notes if model_parts else {})}
             self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about_run, about_launch)
 
-    def _attach(self, models: list[nn.Module], topology: dict) -> None:
+    def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks, the profiler and the trackers that this run needs. Collective."""
         accelerator, args = self.accelerator, self.args
-        self.trackers = self.profiler = self.same_weights = None
-        if accelerator.num_processes > 1 and self.model_parts is None:
-            from .parallel import same_weights
-
-            self.same_weights = same_weights
         if getattr(accelerator, "virtual_processes", 0):
             from .parallel import virtual_processes
 
             virtual_processes.sum_gradients_by_tree(accelerator, models)
-            if self.step:
-                virtual_processes.warn_of_other_rounding(accelerator, self.folder.path, topology)
         if args.profile:
             from .extras.profiling import WARM_UP, Profiler
 
@@ -161,8 +191,10 @@ class Run:
         """Yield the remaining epochs, until `total_steps` steps are done or --patience ends the run.
 
         A run resumed at the end of an epoch begins with that epoch's test. The generators of torch, Python and NumPy
-        are seeded here and after `batches`, so what a script draws between them is the same when resumed.
+        are seeded here, after `batches` and after tests: what a script draws there is the same resumed, on any rank.
         """
+        if self.completed:
+            return
         first = max(self.step - 1, 0) // self.steps_per_epoch
         for epoch in range(first, math.ceil(self.total_steps / self.steps_per_epoch)):
             seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 1))
@@ -188,10 +220,13 @@ class Run:
     def steps(self, loader: GlobalLoader, epoch: int) -> Iterator[list[Batch]]:
         """As `batches`, but yield all micro-batches of a step as a list. Collective."""
         batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
-        windows = map(list, zip(*[batches] * loader.sampler.accumulation, strict=True))
+        windows = zip(*[batches] * loader.sampler.accumulation, strict=True)
+        windows = (MicroBatches(window, self._seed_model) for window in windows)
         yield from self._loop(windows, 1, epoch, lambda window: self._seed_model(window[0]))
 
     def _loop(self, items: Iterable, items_per_step: int, epoch: int, seed: Callable) -> Iterator:
+        if self.completed:
+            return
         if self.profiler is not None:
             items = self.profiler.waits(items)
         for number, item in enumerate(self.progress.timed(items, items_per_step), 1):
@@ -249,15 +284,15 @@ class Run:
 
     def _save(self) -> None:
         self.metrics.check()
-        if self.same_weights is not None:
-            self.same_weights.check(self.accelerator, self.checkpoints.models)
+        if self.accelerator.num_processes > 1 and self.model_parts is None:
+            same_weights.check(self.accelerator, {name: self.state[name] for name in self.checkpoints.models})
         self.checkpoints.save(self.step, self.metrics.state(), self.extra, self.folder.sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.
 
         Args:
-            values: (n,), one per sample.
+            values: (n,), one per sample; each metric is the mean over the micro-batches that have it.
             weights: (n,); None: the batch's weights, if it has any, else all samples count equally.
         """
         self.metrics.add(batch, weights=weights, step=self.step, **values)
@@ -270,6 +305,8 @@ class Run:
             epoch: counted from 0.
             step: steps done; None: `self.step`, which does not include the current step.
         """
+        if self.completed:
+            return
         step = self.step if step is None else step
         metrics = {name: to_python(value) for name, value in metrics.items()}
         metrics = {name: value for name, value in metrics.items() if is_number(value)}
@@ -288,26 +325,27 @@ class Run:
         """As `test_batches`, but yield lists of the loader's `accumulation` micro-batches. Collective."""
         windows = zip(*[loader.epoch()] * loader.sampler.accumulation, strict=True)
         for number, window in enumerate(windows, 1):
-            self._seed_model(window[0], test_batch=number)
-            yield list(window)
+            yield MicroBatches(window, functools.partial(self._seed_model, test_batch=number))
             self._stop_if_asked()
+        seed_generators_for(self.accelerator.device, combine(self.args.seed, self.step, 6))
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
         return Metrics(self.accelerator, all_ranks_add=self.model_parts is None, test_after=self.step)
 
     def log_test(self, result: dict) -> None:
-        """Log a test result, which must be the same on every rank. Collective.
+        """Log a test result, which must be the same on every rank: rank 0's counts. Collective.
 
         The best value of each number is kept, and with --save_best the model that reached it.
 
         Args:
             result: values by name. Numbers are logged; arrays and lists go to summary.json only.
         """
+        if self.completed:
+            return
         self.last_test = {name: to_python(value) for name, value in result.items()}
         numbers = {name: value for name, value in self.last_test.items() if is_number(value)}
-        if self.same_weights is not None:
-            self.same_weights.check_result(numbers)
+        numbers = same_weights.same_result(numbers)
         if self.best.add(numbers, self.step) and self.args.save_best:
             self._save_models("_best")
         self.log("test", math.ceil(self.step / self.steps_per_epoch) - 1, **numbers)
@@ -315,34 +353,41 @@ class Run:
     def _save_models(self, suffix: str = "") -> None:
         for name in self.checkpoints.models:
             model = self.state[name]
-            if isinstance(model, AveragedModel):
-                model = model.module
+            model = model.module if isinstance(model, AveragedModel) else model
             save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors", self.join_parts)
 
-    def finish(self) -> None:
-        """Save every model as <name>.safetensors; write summary.json and curves.png. Collective."""
+    def finish(self) -> dict:
+        """Save every model as <name>.safetensors; write summary.json and curves.png. Collective.
+
+        The generators are seeded, so what a later run in this process draws is the same when resumed.
+
+        Returns:
+            The content of summary.json; also if the run was already complete.
+        """
+        seed_generators_for(self.accelerator.device, combine(self.args.seed, self.total_steps, 4))
+        atexit.register(end_process_group)  # not after an error: NCCL would wait for the other ranks
+        self.accelerator.loaders = []  # a later run has its own
+        if self.completed:
+            return self.completed
         self.checkpoints.wait()
         self._save_models()
-        peak_gib = round(peak_memory_gib(self.accelerator), 3)
-        if self.accelerator.is_main_process:
-            self.progress.close()
-            self.folder.write_summary(
-                {
-                    "step": self.step,
-                    **{f"test_{name}": value for name, value in self.last_test.items()},
-                    **self.best.summary(),
-                    **{name: to_python(value) for name, value in self.summary.items()},
-                    "peak_memory_gib": peak_gib,
-                    "stopped_early": self.stopped_early,
-                    "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
-                    **self.progress.summary(self.step),
-                }
-            )
+        summary = {
+            "step": self.step,
+            **{f"test_{name}": value for name, value in self.last_test.items()},
+            **self.best.summary(),
+            **{name: to_python(value) for name, value in self.summary.items()},
+            "peak_memory_gib": round(peak_memory_gib(self.accelerator), 3),
+            "stopped_early": self.stopped_early,
+            "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
+            **self.progress.summary(self.step),
+        }
         if self.trackers is not None:
             self.trackers.finish()
-        self.accelerator.end_training()
         if self.accelerator.is_main_process:
             path = self.folder.path
+            self.progress.close()
+            self.folder.write_summary(summary)
             title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
             plot_curves(path / "metrics.jsonl", path / "curves.png", title)
             self.progress.say_done(self.step, self.last_test, path)
+        return broadcast_object_list([summary])[0]

@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from .atomic_files import fsync, read_entry, write_json
-from .console import plural, stop
+from .console import stop
 from .extras.banner import describe_code
 
 
@@ -21,6 +21,9 @@ class RunFolder:
     Args:
         resume: whether the folder may already hold a run; None: no, and the script cannot resume.
 
+    Attributes:
+        has_checkpoint: whether the run continues from a checkpoint, which replaces all initial weights.
+
     Raises:
         SystemExit: on every rank, if the folder already holds a run, is in use, or cannot be written to.
     """
@@ -28,8 +31,9 @@ class RunFolder:
     def __init__(self, accelerator: Accelerator, path: Path | str, resume: bool | None):
         self.path, self.resume = Path(path), resume
         self.metrics_file = None
+        self.has_checkpoint = False
         problem = self._claim() if accelerator.is_main_process else None
-        problem = broadcast_object_list([problem])[0]
+        problem, self.has_checkpoint = broadcast_object_list([problem, self.has_checkpoint])
         if problem:
             stop(problem)
 
@@ -46,8 +50,8 @@ class RunFolder:
         except OSError as error:
             return f"--output_dir {self.path} cannot be written to: {error.strerror}"
         # A power cut may have destroyed run.json; even so, checkpoints of two runs must not mix.
-        holds_a_run = any(any(self.path.glob(name)) for name in ("run.json", "checkpoints/step_*"))
-        if not self.resume and holds_a_run:
+        self.has_checkpoint = any(self.path.glob("checkpoints/step_*"))
+        if not self.resume and (self.has_checkpoint or (self.path / "run.json").exists()):
             advice = "" if self.resume is None else "add --resume to continue it, or "
             return f"{self.path} already holds a run: {advice}use a different --output_dir"
         return None
@@ -85,21 +89,12 @@ class RunFolder:
 
     def sync(self) -> None:
         """Flush metrics.jsonl to disk; may be called from any thread."""
-        os.fsync(self.metrics_file.fileno())
+        fsync(self.path / "metrics.jsonl")
 
     def write_summary(self, summary: dict) -> None:
         write_json(self.path / "summary.json", summary)
 
-    def exit_if_completed(self, accelerator: Accelerator, step: int, total_steps: int) -> None:
-        """End the process with exit code 0 if the run in this folder was completed at `step`. Collective."""
-        completed = None
-        if accelerator.is_main_process:
-            completed = read_entry(self.path / "summary.json", "step", int)
-        if step == 0 or broadcast_object_list([completed])[0] != step:
-            return
-        done = f"all {step} steps are done"
-        if step < total_steps:
-            done = f"the run stopped early, after {plural(step, 'step')}"
-        accelerator.print(f"{done}: nothing to do")
-        accelerator.end_training()
-        raise SystemExit(0)
+    def read_summary(self, step: int) -> dict | None:
+        """summary.json, if the run in this folder was completed at `step`. On the main process."""
+        completed = read_entry(self.path / "summary.json", "step", int) == step
+        return json.loads((self.path / "summary.json").read_text()) if completed and step else None

@@ -1,8 +1,8 @@
 """Which items each process reads: the same samples in every step on any number of processes."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,13 +20,14 @@ def logical_ranks(rank: int, world_size: int, number: int) -> range:
     return range(rank * number // world_size, (rank + 1) * number // world_size)
 
 
-class MicroBatch(NamedTuple):
+@dataclasses.dataclass
+class MicroBatch:
     """What one process reads for one micro-batch: at least one item."""
 
     indices: torch.Tensor  # int64 (n,): indices into the dataset
     random_ids: torch.Tensor  # int64 (n,): seeds of the items' random numbers; the index, unless items repeat
     is_stand_in: bool  # no item is left for this micro-batch: the one it reads has weight zero
-    step_samples: int  # items in the whole step, over all processes and micro-batches
+    _step_samples: int  # over all processes; private, because `losses.sum() / step_samples` would count stand-ins
     micro_step: int  # index of the micro-batch within the step on this process
     slot: int  # index of the micro-batch within the step over all processes
 

@@ -10,7 +10,7 @@ same learning rate, and the script draws the test accuracy over time. It runs on
 source needs gloo.
 
 3 workers on 2 busy cores, the last one 20 ms late: 97 % test accuracy after 11 s with `asynchronous`, 18 s with `local`
-and 23 s with the others. With a random one late: `local` 13 s, `asynchronous` 17 s, `stale` 18 s, `synchronous` 25 s.
+and 22 s with the others. With a random one late: `local` 11 s, `asynchronous` 15 s, `stale` 16 s, `synchronous` 20 s.
 Sources: asynchronous SGD, https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks; local SGD,
 https://arxiv.org/abs/1805.09767; stale gradients, https://arxiv.org/abs/1511.05950.
 """
@@ -163,7 +163,7 @@ def local(worker, args):
 
 
 def stale(worker, args):
-    """the mean of all gradients, --delay steps late: waits for a sum that start some steps ago"""
+    """the mean of all gradients, --delay steps late: waits for a sum that was started some steps ago"""
     sending, staleness = [], []
     for step in range(1, worker.num_steps + 1):
         gradient, version = worker.gradient(), len(staleness)
@@ -297,7 +297,7 @@ def main():
     share = len(data[0]) // num_workers
     if args.worker_batch_size > share:
         stop(f"--worker_batch_size must be at most a worker's share of {share} images, got {args.worker_batch_size}")
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # this object holds the folder's lock
     group = dist.new_group(list(range(1, num_workers + 1)))
     results = []
     accelerator.print(f"straggler  way           seconds to {args.target:.0%}   total  accuracy  staleness", flush=True)

@@ -157,7 +157,7 @@ def main():
     if world_size == 1:
         accelerator.print("one process has nothing to send: add --num_processes 4")
         return accelerator.end_training()
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # this object holds the folder's lock
     gradients = make_gradients(args.size_mib * MIB // 4, world_size, args.seed)
     # Every process must create every group, also those that it does not belong to.
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}

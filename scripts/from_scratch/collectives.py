@@ -483,7 +483,7 @@ def main():
     if n == 1:
         accelerator.print("one process has nothing to send: accelerate_configs/cpu_ddp.yaml starts two")
         return accelerator.end_training()
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # this object holds the folder's lock
     facts = describe_topology(accelerator)
     backend, hosts = facts["backend"], [process["host"] for process in facts["processes"]]
     halves = [dist.new_group(list(ranks)) for ranks in (range(n // 2), range(n // 2, n))]

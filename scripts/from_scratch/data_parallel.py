@@ -527,7 +527,7 @@ def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args, cpu_threads=1)  # each virtual device stands for one thread
     device_class = choose_devices(args, accelerator)
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # this object holds the folder's lock
     batches = load_batches(args, accelerator, device_class)
     reference, time_ms = train_plain(args, batches)
     results = {"plain": {"step_time_ms": time_ms, "difference_to_plain": 0.0}}

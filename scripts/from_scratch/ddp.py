@@ -367,10 +367,9 @@ def draw_overlap(overlap: dict, title: str):
     for row, (_, sent_ms, done_ms) in enumerate(buckets, 1):
         axes.barh(row, done_ms - sent_ms, left=sent_ms, color="#4c78a8")
     axes.axvline(before_ms, color="grey", linewidth=1, linestyle=":")
-    axes.text(before_ms, -0.55, " end of the backward pass", color="grey", fontsize=8)
     labels = [f"{plural(len(gradients), 'gradient')}, last layer first", *(bucket[0] for bucket in buckets)]
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.set(xlabel="ms since the backward pass began", title=title)
+    axes.set(xlabel="ms since the backward pass began; dotted line: its end", title=title)
     axes.invert_yaxis()
     return figure
 
@@ -402,7 +401,7 @@ def main():
     accelerator = launch.make_accelerator(args, cpu_threads=1)  # a second thread would slow matrices this small down
     if not dist.is_initialized():  # one process: a group of one, in which a sum changes nothing
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # this object holds the folder's lock
     train_data, test_data = load_images(args.dataset)
     # All processes use the same order, and each takes its part of every batch, so that each sample is used once.
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed)

@@ -158,7 +158,7 @@ def main():
         stop(f"--fractions needs {plural(world_size, 'number')} above 0, one for each process, that add up to 1")
     if not dist.is_initialized():  # one process: a group of one, in which a sum changes nothing
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    folder = RunFolder(accelerator, args.output_dir, resume=None)  # locked for as long as this variable exists
+    folder = RunFolder(accelerator, args.output_dir, resume=None)  # this object holds the folder's lock
     train_data, test_data = load_images(args.dataset)
     images, labels = (tensor.to(accelerator.device) for tensor in train_data.tensors)
     test_images, test_labels = (tensor.to(accelerator.device) for tensor in test_data.tensors)

@@ -5,6 +5,8 @@ import json
 import pytest
 from conftest import ROOT
 
+from benchmarks import elastic
+
 pytestmark = pytest.mark.slow
 
 
@@ -19,3 +21,4 @@ def test_lost_and_returned_machines_change_no_bit(launcher, small_mnist, tmp_pat
     assert all(row[-1] <= 60 for row in measured["rows"])  # --checkpoint_every 50, --log_every 10
     run, alone = measured["sha256"]
     assert run == alone
+    assert elastic.report(measured)

@@ -8,7 +8,6 @@ import fsdp_on_cpu
 import pytest
 import run_many
 import run_reader
-import safetensors.torch
 import small_resnets
 import torch
 from accelerate import Accelerator
@@ -18,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.checkpoint import read_checkpoint
-from utils.parallel.fsdp import moving_average
+from utils.parallel.fsdp import model_of, moving_average
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
 # 5 steps, the last one of 3 images. fc1 is sharded on its own (over 100,000 parameters), into
@@ -82,8 +81,6 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
         "mlp",
         [*mlp, "--output_dir", "sharded"],
         resumed("sharded", 2, "sharded_again", *mlp),
-        resumed("sharded", 2, "ddp", "--ddp", *mlp),
-        resumed("ddp", 4, "sharded_last", *mlp),
         [*mlp, *sgd, "--output_dir", "sgd"],
         [*mlp, *two_parts, *early, "--output_dir", "early"],
         ["--script", "gradient_accumulation", *clipped, *two_parts, "--output_dir", "clipped"],
@@ -94,6 +91,9 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
     )
     options = {**fsdp_on_cpu.LAUNCH, "script": ROOT / "tests" / "distributed" / "test_fsdp"}
     shared_launcher("fsdp", *words, timeout=400, **options)
+    ddp, sharded = resumed("sharded", 2, "ddp", *mlp), resumed("ddp", 4, "sharded_last", *mlp)
+    shared_launcher("cpu_ddp", *run_many.words("mlp", ddp), script=run_many.FILE)
+    shared_launcher("fsdp", *run_many.words("mlp", sharded), **options)
     return folder
 
 
@@ -112,11 +112,12 @@ def assert_same(expected, run, step=None):
         assert tensors.keys() == now[file].keys()
         for name, tensor in tensors.items():
             torch.testing.assert_close(now[file][name], tensor, rtol=1e-6, atol=1e-9)
-    for file in expected.glob("*.safetensors"):
-        final = safetensors.torch.load_file(run / file.name)
-        prefix = "module." if file.name == "model_ema.safetensors" else ""
-        for name, tensor in final.items():
-            assert torch.equal(tensor, now[file.name][prefix + name])
+    models = run_reader.final_models(run).keys()
+    assert models == run_reader.final_models(expected).keys()
+    for model in models:
+        prefix = "module." if model == "model_ema" else ""
+        for name, tensor in run_reader.weights(run, model).items():
+            assert torch.equal(tensor, now[f"{model}.safetensors"][prefix + name])
 
 
 def assert_launches(run, *kinds):
@@ -140,8 +141,7 @@ def test_two_sharded_processes_have_the_numbers_of_one(runs, one, sharded):
 def test_a_sharded_run_resumes_bit_by_bit(runs, run):
     again = runs / f"{run}_again"
     assert_launches(again, SHARDED, SHARDED)
-    for file in (runs / run).glob("*.safetensors"):
-        assert (again / file.name).read_bytes() == file.read_bytes()
+    assert run_reader.final_models(again) == run_reader.final_models(runs / run)
 
 
 @pytest.mark.slow
@@ -191,6 +191,11 @@ def test_a_checkpoint_after_a_test_is_complete(runs):
     final = run_reader.weights(runs / "early")
     for name, tensor in tensors["model.safetensors"].items():
         assert torch.equal(tensor, final[name])
+
+
+def test_an_optimizer_belongs_to_the_model_that_it_trains():
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    assert [model_of(torch.optim.SGD(model.parameters()), models) for model in models] == models
 
 
 def test_the_moving_average_is_that_of_torch():

@@ -13,7 +13,6 @@ import pytest
 import run_reader
 from conftest import ROOT
 
-from tests.programs import mlp
 from utils.checkpoint import Checkpoints
 from utils.checkpoint import folder as disk
 from utils.signals import EXIT_REQUEUE
@@ -26,7 +25,7 @@ def contents(run):
     return (
         (run / "model.safetensors").read_bytes(),
         (run_reader.last_checkpoint(run) / "optimizer.safetensors").read_bytes(),
-        [{name: line.get(name) for name in TIMELESS} for line in run_reader.lines(run)],
+        [[entry for entry in line.items() if entry[0] in TIMELESS] for line in run_reader.lines(run)],
     )
 
 
@@ -59,26 +58,9 @@ def test_stopped_twice_in_one_epoch(train, whole, tmp_path):
     assert contents(tmp_path / "run") == whole[1]
 
 
-def test_after_the_last_epoch_there_is_nothing_to_do(train, whole, tmp_path, capsys):
-    for flags, words, code in ([], "done: ", None), (["--resume"], "all 8 steps are done: nothing to do", 0):
-        assert train("run", *flags) == code
-        assert words in capsys.readouterr().out
-    assert contents(tmp_path / "run") == whole[1]
-
-
 def test_resume_without_a_checkpoint_starts_from_scratch(train, whole, tmp_path):
     assert train("run", "--resume") is None
     assert contents(tmp_path / "run") == whole[1]
-
-
-def test_the_best_accuracy_is_not_forgotten(train, tmp_path, monkeypatch):
-    accuracies = iter([0.9, 0.5])
-    result = {"loss": 1.0, "samples": 203}
-    monkeypatch.setattr(mlp, "evaluate", lambda *_: {**result, "accuracy": next(accuracies)})
-    assert train("run", stop_at_call=6) == EXIT_REQUEUE
-    assert train("run", "--resume") is None
-    summary = run_reader.summary(tmp_path / "run")
-    assert (summary["test_accuracy"], summary["best_accuracy"]) == (0.5, 0.9)
 
 
 def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path):
@@ -95,7 +77,7 @@ def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path):
         (["--hidden", 32], "hidden was 16 and is 32"),
         (["--num_epochs", 3], "total_steps was 8 and is 12"),
         (["--lr", 0.1], "lr was 0.006 and is 0.1"),
-        (["--dataset", str(ROOT / "data" / "mnist")], "data was '"),
+        (["--dataset", str(ROOT / "data" / "mnist")], "data.train was 1003 and is 60000"),
         (["--dropout", 0.5], "dropout was 0.1 and is 0.5"),
     ],
 )
@@ -149,7 +131,9 @@ def test_a_hostile_checkpoint_runs_no_code(train, tmp_path, capsys):
     newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
     clean = tmp_path / "clean"
     shutil.copytree(newest, clean)
-    for name in [file.name for file in clean.glob("*.safetensors")]:
+    names = [file.name for file in clean.glob("*.safetensors")]
+    assert "model.safetensors" in names
+    for name in names:
         shutil.copytree(clean, newest, dirs_exist_ok=True)
         (newest / name).write_bytes(pickle.dumps(Trap()))
         manifest = json.loads((newest / "manifest.json").read_text())
@@ -162,18 +146,6 @@ def test_a_hostile_checkpoint_runs_no_code(train, tmp_path, capsys):
         assert not (tmp_path / "trapped").exists()
     pickle.loads(pickle.dumps(Trap()))
     assert (tmp_path / "trapped").exists()  # the trap works
-
-
-def test_a_loss_that_is_not_finite_stops_before_the_checkpoint(train, tmp_path, capsys):
-    train("run", "--lr", 1e30, "--optimizer", "sgd", stop_at_call=1)
-    saved = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*.*") if path.is_file()}
-    assert saved
-    capsys.readouterr()
-    assert train("run", "--lr", 1e30, "--optimizer", "sgd", "--resume", "--checkpoint_every", 1) == 2
-    error = capsys.readouterr().err
-    assert "the loss is not finite at step 1, for " in error
-    assert {path: path.read_bytes() for path in saved} == saved
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
 def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_checkpoint(train, whole, tmp_path, capsys, monkeypatch):

@@ -1,13 +1,16 @@
 """Processes whose weights or test results drift apart stop, and what differs is named."""
 
+import contextlib
 import copy
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 from fakes import fake_accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.parallel import same_weights
 
@@ -36,11 +39,11 @@ def test_a_test_result_of_each_processs_own_samples_stops_the_run(launcher):
 def compared(capsys):
     """What is said if rank 1 of 2 has the first models, and rank 0 the second."""
 
-    def compare(theirs, ours):
+    def compare(theirs, ours, **more):
         rows = []
-        recorder = fake_accelerator(2, rank=1, gather=lambda sums: rows.append(sums) or sums)
+        recorder = fake_accelerator(2, rank=1, gather=lambda sums: rows.append(sums) or sums, **more)
         same_weights.check(recorder, theirs)
-        same_weights.check(fake_accelerator(2, gather=lambda sums: torch.cat([sums, *rows])), ours)
+        same_weights.check(fake_accelerator(2, gather=lambda sums: torch.cat([sums, *rows]), **more), ours)
         return capsys.readouterr().err
 
     return compare
@@ -63,12 +66,31 @@ def test_one_bit_of_one_weight_of_the_second_model_is_found(compared, capsys, dt
     assert "different weights: discriminator.weight differs between rank 0 and rank 1" in capsys.readouterr().err
 
 
-def test_weights_may_be_equal_where_buffers_differ_or_are_not_finite(compared):
-    ours = {"model": nn.BatchNorm1d(3)}
-    ours["model"].weight.data[0] = math.nan
+@pytest.mark.parametrize(
+    ("options", "virtual", "is_refused"),
+    [
+        (None, 0, True),  # no DDP: a moving average, or a model without parameters to train
+        ({}, 0, False),  # the next forward pass begins with rank 0's
+        ({"forward_sync_buffers": False}, 0, True),
+        ({}, 4, True),
+    ],
+)
+def test_buffers_that_no_forward_pass_makes_equal_again_are_named(compared, capsys, options, virtual, is_refused):
+    ours = nn.Sequential(nn.BatchNorm1d(3))
+    ours[0].weight.data[0] = math.nan
+    ours.register_buffer("cache", torch.zeros(1), persistent=False)
     theirs = copy.deepcopy(ours)
-    theirs["model"].running_mean.fill_(7)
-    assert compared(theirs, ours) == ""
+    theirs.cache += 1
+    theirs[0].running_mean.fill_(7)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        pair = [ours, theirs] if options is None else [DistributedDataParallel(m, **options) for m in (ours, theirs)]
+        with pytest.raises(SystemExit) if is_refused else contextlib.nullcontext():
+            compared({"model": pair[1]}, {"model": pair[0]}, virtual_processes=virtual)
+    finally:
+        dist.destroy_process_group()
+    said = capsys.readouterr().err
+    assert ("model.0.running_mean differs between rank 0 and rank 1" in said) is is_refused
 
 
 @pytest.mark.parametrize(
@@ -76,17 +98,15 @@ def test_weights_may_be_equal_where_buffers_differ_or_are_not_finite(compared):
     [
         ({"loss": 0.5, "f1": math.nan}, ""),
         ({"loss": 0.5 + 1e-7, "f1": math.nan}, ""),  # rounding, on another kind of machine
-        ({"loss": 0.51, "f1": math.nan}, "loss is 0.51 on rank 1, and 0.5 on rank 0; use run"),
+        ({"loss": 0.5002, "f1": math.nan}, "loss is 0.5002 on rank 1, and 0.5 on rank 0; use run"),
         ({"loss": math.nan, "f1": math.nan}, "loss is nan on rank 1, and 0.5 on rank 0; use run"),
         ({"loss": 0.5, "f1": 0.0}, "f1 is 0.0 on rank 1, and nan on rank 0; use run"),
         ({"loss": 0.5}, "f1 is None on rank 1, and nan on rank 0"),
     ],
 )
 def test_numbers_of_a_test_are_the_same_up_to_rounding(monkeypatch, capsys, theirs, said):
-    monkeypatch.setattr(same_weights, "gather_object", lambda mine: [*mine, theirs])
-    if said:
-        with pytest.raises(SystemExit):
-            same_weights.check_result({"loss": 0.5, "f1": math.nan})
-    else:
-        same_weights.check_result({"loss": 0.5, "f1": math.nan})
+    ours = {"loss": 0.5, "f1": math.nan}
+    monkeypatch.setattr(same_weights, "gather_object", lambda mine: [ours, *mine])
+    with pytest.raises(SystemExit) if said else contextlib.nullcontext():
+        assert same_weights.same_result(theirs) is ours  # also on rank 1
     assert said in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """--virtual_processes: the same bits on any number of processes."""
 
 import contextlib
+import functools
 import itertools
 import json
 
@@ -176,18 +177,43 @@ def test_one_process_of_torchrun_has_the_bits_of_a_model_without_ddp():
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("is_averaged", [True, False])
-def test_batch_norm_whose_statistics_no_process_averages_is_refused(is_averaged, capsys):
+class RunningMean(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+CHANGING = {
+    "running_mean": nn.BatchNorm1d,
+    "running_mean, momentum 1": functools.partial(nn.BatchNorm1d, momentum=1.0),
+    "running_mean, of instances": functools.partial(nn.InstanceNorm1d, track_running_stats=True),
+    "mean": RunningMean,
+    "weight_u": lambda width: nn.utils.spectral_norm(nn.Linear(width, width)),
+    "parametrizations.weight.0._u": lambda width: nn.utils.parametrizations.spectral_norm(nn.Linear(width, width)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_averaged"),
+    [*((name, False) for name in CHANGING), ("running_mean", True), ("running_mean, momentum 1", True)],
+)
+def test_a_buffer_that_changes_in_the_forward_pass_is_refused_unless_it_is_averaged(name, is_averaged, capsys):
     accelerator = TrainingAccelerator(cpu=True)
     vp.use_virtual_processes(accelerator, 4)
-    model, average = (accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))) for _ in range(2))
-    vp.sum_gradients_by_tree(accelerator, [model, average])  # the second one as a moving average: without a forward
+    torch.manual_seed(0)
+    # The second one as a moving average: without a forward pass.
+    model, average = (accelerator.prepare(nn.Sequential(nn.Linear(16, 16), CHANGING[name](16))) for _ in range(2))
+    vp.sum_gradients_by_tree(accelerator, [model, average])
     batch_norms = BatchNorms(model, accelerator)
     around = batch_norms.averaged() if is_averaged else contextlib.nullcontext()
     expected = contextlib.nullcontext() if is_averaged else pytest.raises(SystemExit)
     with expected, accelerator.accumulate(model), around:
-        accelerator.backward(model(torch.randn(4, 3)).sum())
-    assert ("use BatchNorms from utils/parallel/batch_norm.py" in capsys.readouterr().err) is not is_averaged
+        accelerator.backward(model(torch.randn(16, 16)).sum())
+    assert (f"the buffer 1.{name.split(',')[0]}, " in capsys.readouterr().err) is not is_averaged
 
 
 def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):
@@ -195,6 +221,8 @@ def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):
     assert run_many.run("sometimes", flags) == 2
     assert "needs dense gradients, but embed has sparse ones" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    with pytest.raises(SystemExit):
+        vp.check_dense([nn.EmbeddingBag(3, 2, sparse=True)])
 
 
 def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
@@ -226,6 +254,7 @@ SCRIPTS = {
     "gan": ["--virtual_processes", 4, "--batch_size", 120, "--num_epochs", 2],
     # The generator trains in the fifth and in the last step; on 3 processes one has 2 micro-batches.
     "wgan": ["--virtual_processes", 4, "--batch_size", 56, "--num_epochs", 2],
+    "two_loaders": ["--virtual_processes", 5, "--num_epochs", 2],
     # Parameters and a model without a gradient in some micro-batches.
     "sometimes": ["--virtual_processes", 8],
     "sometimes --complex": ["--virtual_processes", 8, "--complex"],
@@ -241,7 +270,7 @@ def runs(shared_launcher, small_mnist):
         words = []
         for name, flags in SCRIPTS.items():
             script = name.split()[0]
-            if script in ("gan", "wgan", "sometimes"):
+            if script in ("gan", "wgan", "two_loaders", "sometimes"):
                 script = ROOT / "tests" / "programs" / f"{script}.py"
             else:
                 flags = [*flags, "--dataset", small_mnist]

@@ -1,19 +1,57 @@
-"""The adapter for torchmetrics of guides/reference/recipes.md: tests/programs/own_metrics.py runs with it."""
+"""Metrics that are not means, by the recipes of guides/reference/recipes.md: regression.py, own_metrics.py."""
 
 import inspect
+from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import run_many
 import run_reader
 import torch
 from conftest import ROOT
 from pages import blocks, guide, section
+from torch import nn
 
-torchmetrics = pytest.importorskip("torchmetrics")
+needs_torchmetrics = pytest.mark.others("torchmetrics")
+FLAGS = {"regression": ["--dtype", "float64"], "own_metrics": []}
+each_program = pytest.mark.parametrize("program", ["regression", pytest.param("own_metrics", marks=needs_torchmetrics)])
 
-PROGRAM = ROOT / "tests" / "programs" / "own_metrics.py"
+
+@torch.no_grad()
+def expected(program, folder) -> dict[str, float]:
+    """The metrics of a run's last test: of its model, over the whole test set in one call."""
+    if program == "regression":
+        from tests.programs.regression import make_points
+
+        inputs, targets = make_points(77, torch.float64).tensors
+        model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).double()
+        model.load_state_dict(run_reader.weights(folder))
+        return {"correlation": np.corrcoef(model(inputs)[:, 0], targets[:, 0])[0, 1]}
+    import torchmetrics
+
+    from tests.programs.own_metrics import CLASSES, make_points
+
+    points, labels = make_points(77).tensors
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double()
+    model.load_state_dict(run_reader.weights(folder))
+    scores = model(points).softmax(1)
+    of_classes = {"task": "multiclass", "num_classes": CLASSES}
+    return {
+        "auroc": torchmetrics.AUROC(**of_classes)(scores, labels).item(),
+        "f1": torchmetrics.F1Score(**of_classes, average="macro")(scores, labels).item(),
+        "calibration": torchmetrics.CalibrationError(**of_classes)(scores, labels).item(),
+    }
 
 
+def check(program, folder):
+    *_, last = run_reader.lines(folder, "test")
+    assert last["samples"] == 77
+    rel = 1e-12 if program == "regression" else 1e-6  # torchmetrics uses float32
+    metrics = expected(program, folder)
+    assert {name: last[name] for name in metrics} == pytest.approx(metrics, rel=rel)
+
+
+@needs_torchmetrics
 def test_the_adapter_on_the_page_is_the_programs():
     from tests.programs.own_metrics import OverAllSamples
 
@@ -21,27 +59,30 @@ def test_the_adapter_on_the_page_is_the_programs():
     assert inspect.getsource(OverAllSamples) in block
 
 
+@each_program
+def test_the_metrics_of_one_process_are_those_of_the_whole_data_set(tmp_path, program):
+    assert run_many.run(program, [*FLAGS[program], "--output_dir", tmp_path / "run"]) is None
+    check(program, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def runs(shared_launcher):
+    """Runs of the programs whose libraries are installed, on 2 and on 3 processes."""
+    programs = ["regression", *["own_metrics"] * bool(find_spec("torchmetrics"))]
+    for processes in (2, 3):
+        launches = []
+        for program in programs:
+            script = ["--script", ROOT / "tests" / "programs" / f"{program}.py"]
+            folder = shared_launcher.folder / f"{program}-{processes}"
+            launches.append([*script, *FLAGS[program], "--output_dir", folder])
+        words = run_many.words("regression", *launches)
+        shared_launcher("cpu_ddp", *words, script=run_many.FILE, launch_flags=["--num_processes", processes])
+    return shared_launcher.folder
+
+
 @pytest.mark.slow
-def test_the_metrics_of_any_number_of_processes_are_those_of_the_whole_data_set(launcher):
-    """On 3 processes one has no sample of the last batch; 25 do not divide, nor do 77. torchmetrics uses float32."""
-    for processes, config in ((1, "cpu"), (2, "cpu_ddp"), (3, "cpu_ddp")):
-        words = run_many.words("own_metrics", ["--output_dir", launcher.folder / str(processes)])
-        flags = ["--num_processes", processes] if processes > 1 else []
-        launcher(config, *words, script=run_many.FILE, launch_flags=flags)
-
-    from tests.programs.own_metrics import CLASSES, make_points
-
-    points, labels = make_points(77).tensors
-    model = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)).double()
-    model.load_state_dict(run_reader.weights(launcher.folder / "1"))
-    scores = model(points).softmax(1)
-    of_classes = {"task": "multiclass", "num_classes": CLASSES}
-    expected = {
-        "auroc": torchmetrics.AUROC(**of_classes)(scores, labels).item(),
-        "f1": torchmetrics.F1Score(**of_classes, average="macro")(scores, labels).item(),
-        "calibration": torchmetrics.CalibrationError(**of_classes)(scores, labels).item(),
-    }
-    for processes in (1, 2, 3):
-        *_, last = run_reader.lines(launcher.folder / str(processes), "test")
-        assert last["samples"] == 77
-        assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+@each_program
+@pytest.mark.parametrize("processes", [2, 3])
+def test_the_metrics_of_several_processes_are_those_of_the_whole_data_set(runs, program, processes):
+    """On 3 processes one has no sample of the last batch; 25 do not divide, nor do 77."""
+    check(program, runs / f"{program}-{processes}")

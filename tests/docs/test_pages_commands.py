@@ -44,3 +44,9 @@ def test_command_parses(command, monkeypatch):
     monkeypatch.setattr("sys.argv", [script, *flags])
     module.parse_args()
     assert os.path.isfile(script)
+
+
+def test_the_readme_has_one_command_that_trains_and_one_that_tests_on_a_fresh_machine():
+    blocks = re.findall(r"```bash\n(python3 -m venv .*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert ["mnist_mlp.py" in blocks[0], "-m pytest" in blocks[1]] == [True, True]
+    assert all("pip install -r requirements.txt" in block for block in blocks)

@@ -7,7 +7,7 @@ from accelerate.utils import DistributedType
 
 
 def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no", fsdp_version=2, **more):
-    """Its collectives return what this rank has. more: other attributes, by their names."""
+    """Its collectives return what this rank has: the others have zeros. more: other attributes, by their names."""
     attributes = {
         "num_processes": processes,
         "process_index": rank,
@@ -20,7 +20,7 @@ def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no
         "virtual_processes": 0,
         "project_dir": "run",
         "print": print,
-        "reduce": lambda tensor, kind: tensor,
+        "reduce": lambda tensor, kind: tensor / {"sum": 1, "mean": processes}[kind],
         "gather": lambda tensor: tensor,
         "wait_for_everyone": lambda: None,
         "end_training": lambda: None,

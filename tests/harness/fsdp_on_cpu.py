@@ -1,14 +1,11 @@
 """run_many.py with FSDP2 on processes of the CPU: the same words, and fsdp.yaml.
 
     accelerate launch --config_file accelerate_configs/fsdp.yaml --num_processes 2 \\
-        --gpu_ids=-1,-1 tests/harness/fsdp_on_cpu.py mnist_mlp "--output_dir a" "--ddp --output_dir b"
+        --gpu_ids=-1,-1 tests/harness/fsdp_on_cpu.py mnist_mlp "--output_dir a"
 
 Accelerate shards on GPUs only. Here it takes these processes for such with GPUs when it asks
-whether it may shard; all else is its own and torch's: `prepare`, fully_shard, and gloo. A run that
-begins with `--ddp` is one of plain DDP.
+whether it may shard; all else is its own and torch's: `prepare`, fully_shard, and gloo.
 """
-
-import os
 
 import run_many
 
@@ -23,14 +20,10 @@ def shard_on_cpus() -> None:
 
     def init_as_with_gpus(self, *args, **options):
         init(self, *args, **options)
-        if is_wanted() and self.distributed_type == DistributedType.MULTI_CPU:
+        if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_GPU  # AcceleratorState makes it FSDP
 
     PartialState.__init__ = init_as_with_gpus
-
-
-def is_wanted() -> bool:
-    return os.environ["ACCELERATE_USE_FSDP"] == "true"
 
 
 def check_shards() -> None:
@@ -44,7 +37,7 @@ def check_shards() -> None:
     def prepare_and_check(self, *args, **options):
         prepared = prepare(self, *args, **options)
         for part in prepared if isinstance(prepared, tuple) else (prepared,):
-            if isinstance(part, nn.Module) and is_wanted():
+            if isinstance(part, nn.Module):
                 held = 0
                 for name, parameter in part.named_parameters():
                     assert isinstance(parameter, DTensor), name
@@ -57,20 +50,8 @@ def check_shards() -> None:
 
 
 def main() -> None:
-    from utils import topology
-
     shard_on_cpus()
     check_shards()
-    run, check_config = run_many.run, topology.check_config
-
-    def run_either(script, flags):
-        with_ddp = flags[:1] == ["--ddp"]
-        os.environ["ACCELERATE_USE_FSDP"] = str(not with_ddp).lower()
-        # The file asks for FSDP.
-        topology.check_config = (lambda *_: None) if with_ddp else check_config
-        return run(script, flags[with_ddp:])
-
-    run_many.run = run_either
     run_many.main()
 
 

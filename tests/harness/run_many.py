@@ -21,8 +21,6 @@ import threading
 from pathlib import Path
 from unittest import mock
 
-from hosts import free_port
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -63,10 +61,9 @@ def load(script: str, path: Path):
 
 
 def run(script: str, flags: list) -> int | None:
-    """`main` of a script in this process; returns its exit code: None after a run, 0 where there was nothing to do.
+    """`main` of a script in this process; returns its exit code: None after a run.
 
-    Leaves no state of Accelerate, as if it had ended, and no curves.png, which would be half of the time of a short
-    run.
+    Leaves no curves.png, which would be half of the time of a short run.
 
     script: as in `path_of`. flags: of the script; with --float64 among them it makes its models in float64.
     """
@@ -93,7 +90,8 @@ def run(script: str, flags: list) -> int | None:
         for thread in threading.enumerate():
             if thread.name.startswith("checkpoint"):
                 thread.join()
-        reset_accelerate()
+        if not torch.distributed.is_initialized():
+            reset_accelerate()  # the next run may have a different precision
 
 
 def back_to(run: Path, step: int, copied: Path) -> Path:
@@ -108,29 +106,17 @@ def back_to(run: Path, step: int, copied: Path) -> Path:
 
 
 def main():
-    import torch.distributed as dist
-
     script, *runs = sys.argv[1:]
-    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    store = None
-    if world_size > 1:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    for number, flags in enumerate(map(shlex.split, runs)):
-        if store is not None:
-            # Each run has a store of its own: the launcher's keeps the addresses of earlier process groups.
-            if rank == 0:
-                store.set(f"port {number}", str(free_port()))
-            os.environ["MASTER_PORT"] = store.get(f"port {number}").decode()
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for flags in map(shlex.split, runs):
         if flags[0] == "--script":
             script, flags = flags[1], flags[2:]
         if flags[:1] == ["--back_to"]:
             (_, folder, step, copied), flags = flags[:4], flags[4:]
-            if rank == 0:  # the others wait for it in `make_accelerator`
+            if os.environ.get("RANK", "0") == "0":  # the others wait for it in `make_accelerator`
                 back_to(Path(folder), int(step), Path(copied))
         code = run(script, flags)
         if code is not None:
-            sys.exit(code or f"nothing was left to do: {shlex.join(flags)}")
+            sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,13 @@ def weights(run: Path, name: str = "model") -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(run / f"{name}.safetensors")
 
 
+def final_models(run: Path) -> dict[str, str]:
+    """The SHA-256 of the final models by name; there is at least one."""
+    models = {file.stem: sha256(file) for file in run.glob("*.safetensors")}
+    assert models, run
+    return models
+
+
 def last_checkpoint(run: Path) -> Path:
     return max((run / "checkpoints").glob("step_*"))
 

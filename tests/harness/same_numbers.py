@@ -37,8 +37,10 @@ def largest_difference(one, other) -> float:
         assert line["split"] == expected["split"]
         for name in line.keys() - {"split"}:
             largest = max(largest, abs(line[name] - expected[name]) / max(abs(expected[name]), 1e-3))
-    for file in one.glob("*.safetensors"):
-        weights, expected = run_reader.weights(other, file.stem), run_reader.weights(one, file.stem)
+    models = run_reader.final_models(one).keys()
+    assert models == run_reader.final_models(other).keys()
+    for model in models:
+        weights, expected = run_reader.weights(other, model), run_reader.weights(one, model)
         assert weights.keys() == expected.keys()
         for name, tensor in expected.items():
             difference = (weights[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)

@@ -39,10 +39,17 @@ for part in own:
 means = stats.reduce()
 assert means == {"loss": (-1 + 4 - 9 - 16 + 25) / 15, "samples": 6}, means
 
+# Rank 1 adds nothing, and rank 0 a metric that rank 2 lacks.
 stats = Metrics(accelerator, all_ranks_add=False)
 if rank == 2:
     stats.add(Batch(), loss=torch.tensor([1.0, 2.0]))
-assert stats.reduce() == {"loss": 1.5, "samples": 2}
+elif rank == 0:
+    batch = Batch()
+    stats.add(batch, hit=torch.tensor([1.0, 0.0]))
+    stats.add(batch, loss=3.0, weights=torch.tensor([0.0, 0.5]))
+means = stats.reduce()
+assert means == {"loss": (1 + 2 + 1.5) / 2.5, "hit": 0.5, "samples": 4}, means
+assert list(means) == ["loss", "hit", "samples"]
 
 stats = Metrics(accelerator)
 batch = Batch()

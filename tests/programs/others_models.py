@@ -79,7 +79,7 @@ def own_mean_loss(model, batch):
     return loss, {"loss": loss}
 
 
-def gpt2(accelerator, args):
+def gpt2(accelerator, args, adapt=lambda model: model):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     def pad(sequences):
@@ -95,7 +95,14 @@ def gpt2(accelerator, args):
     sequences = [(i + (1 + i % 4) * torch.arange(3 + i % 7)) % 20 for i in range(TRAIN + TEST)]
     sizes = {"vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-    train(accelerator, args, model, own_mean_loss, split(sequences, collate_fn=pad, loss_weights=count_targets))
+    train(accelerator, args, adapt(model), own_mean_loss, split(sequences, collate_fn=pad, loss_weights=count_targets))
+
+
+def gpt2_lora(accelerator, args):
+    """GPT-2 with adapters of peft, beside which all weights are frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    gpt2(accelerator, args, lambda model: get_peft_model(model, LoraConfig(target_modules=["c_attn"])))
 
 
 # BERT of transformers learns masked words; the masks are those of its collator, the same on any topology.
@@ -319,6 +326,7 @@ def lbfgs(accelerator, args):
 
 MODELS = {
     "gpt2": gpt2,
+    "gpt2_lora": gpt2_lora,
     "bert": bert,
     "timm_vit": timm_vit,
     "packed_lstm": packed_lstm,

@@ -158,8 +158,8 @@ MISTAKES = {
     "a test batch counted twice": Planted(
         [
             (
-                "        metrics.add(batch, loss=losses)",
-                "        metrics.add(batch, loss=losses)\n        metrics.add(batch, loss=losses)",
+                "    for batch in run.test_batches(loader):",
+                "    for batch in [*run.test_batches(loader), *run.test_batches(loader)]:",
             )
         ],
         kind="eval_repeated",

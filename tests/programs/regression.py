@@ -1,11 +1,9 @@
-"""Regression with two outputs, of which many are negative; the error in pixels, and no schedule."""
+"""Regression with two outputs, of which many are negative; the error in pixels, a metric of evaluate, no schedule."""
 
 import sys
 from pathlib import Path
 
-import datasets
 import evaluate
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -16,6 +14,8 @@ from utils import flags, launch
 from utils.loader import GlobalLoader
 from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
+
+METRIC = Path(__file__).with_name("correlation")  # a folder, or a name on the Hub
 
 
 def parse_args():
@@ -40,20 +40,8 @@ def make_points(count, dtype):
     return TensorDataset(speed_and_angle.to(dtype), targets.to(dtype))
 
 
-class Correlation(evaluate.Metric):
-    """Pearson's r: not a mean over samples, so that no average of processes or batches gives it."""
-
-    def _info(self):
-        number = datasets.Value("float64")
-        features = datasets.Features({"predictions": number, "references": number})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
-
-    def _compute(self, predictions, references):
-        return {"correlation": float(np.corrcoef(predictions, references)[0, 1])}
-
-
 @torch.no_grad()
-def run_test(model, loader, run):
+def run_test(model, loader, run, metric):
     model.eval()
     metrics, predicted, expected = run.new_metrics(), [], []
     for batch in run.test_batches(loader):
@@ -65,8 +53,8 @@ def run_test(model, loader, run):
         errors = difference.norm(dim=1)
         metrics.add(batch, loss=errors.square(), error_px=errors, bias_x=difference[:, 0])
     columns = {"predictions": predicted, "references": expected}
-    columns = {name: gather_samples(run.accelerator, parts).tolist() for name, parts in columns.items()}
-    return metrics.reduce() | Correlation().compute(**columns)
+    columns = {name: gather_samples(run.accelerator, parts) for name, parts in columns.items()}
+    return metrics.reduce() | metric.compute(**columns)
 
 
 def main():
@@ -82,6 +70,7 @@ def main():
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).to(dtype)
     optimizer = torch.optim.Adam(model.parameters(), args.lr)
     model, optimizer = accelerator.prepare(model, optimizer)
+    metric = evaluate.load(str(METRIC), keep_in_memory=True)  # in a file, processes would wait for each other
     run.start(train_loader, test_loader, total_steps, checkpoint={"model": model, "optimizer": optimizer})
 
     for epoch in run.epochs():
@@ -94,7 +83,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             run.log_train(batch, loss=errors.square(), error_px=errors)
-        run.log_test(run_test(model, test_loader, run))
+        run.log_test(run_test(model, test_loader, run, metric))
     run.finish()
 
 

@@ -119,6 +119,22 @@ def test_two_processes_end_with_a_table(launcher, small_mnist):
         assert (launcher.folder / "run" / picture).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_ring_leaves_the_sum_on_each_process(threads, monkeypatch, n):
+    def exchange(operations):
+        (_, outgoing, right), (_, incoming, left) = operations
+        threads.send(outgoing, right)
+        threads.recv(incoming, left)
+        return []
+
+    monkeypatch.setattr(dist, "P2POp", lambda *operation: operation)
+    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
+    tensors = torch.arange(4.0 * n).view(n, 4)  # 4 numbers: parts of different sizes, or empty ones
+    expected = tensors.sum(0)
+    threads.run(n, lambda rank: ddp.ring_all_reduce(tensors[rank]))
+    assert (tensors == expected).all()
+
+
 def test_local_sgd_ends_with_equal_weights(threads, monkeypatch):
     """Also where the number of steps is not a multiple of --local_steps: 2 + 2 + 1."""
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]

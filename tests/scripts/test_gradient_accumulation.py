@@ -131,6 +131,8 @@ def test_samples_of_different_length_count_by_their_cells(train, small_mnist):
     images, labels = data[order[:250]]
     model = make_model(0, variable_length=True)
     ink = ink_cells(images)
+    (trained,) = lines(folder, "train")  # where each image counts once
+    assert trained["loss"] == pytest.approx(losses_and_predictions(model, images, labels)[0].mean().item(), rel=1e-9)
     cell_labels = labels[:, None].expand(ink.shape)
     torch.nn.functional.cross_entropy(model(images)[ink], cell_labels[ink]).backward()
     optimizer = torch.optim.AdamW(model.parameters(), 2e-2, weight_decay=0)

@@ -65,6 +65,7 @@ def seeded_resnet(norm):
 def load(data, accelerator, copy_index=0, copies=1, micro_batches=MICRO_BATCHES, seed=0):
     """A loader whose only step has all samples; each copy of the pipeline gets its part."""
     shard = (copy_index, copies)
+    accelerator.loaders = []  # the order of the first loader, each time
     return GlobalLoader(data, 40, accelerator, seed=seed, shard=shard, accumulation=micro_batches)
 
 
@@ -389,7 +390,7 @@ def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
     [
         ("--num_stages 19", "19 stages are more than the 18 blocks of ResNet-50"),
         ("--num_stages 10 --schedule interleaved", "20 stages are more than the 18 blocks"),
-        ("--batch_size 63", "--batch_size 63 does not divide by 1 pipeline x 4 micro-batches x 1"),
+        ("--batch_size 63", "--batch_size 63 is not divisible by 1 pipeline x 4 micro-batches x 1"),
         ("--num_stages 2 --split layer9.0", "layer9.0 must be 1 block in order, for 2 stages"),
         ("--num_stages 3 --split layer3.0 layer2.0", "must be 2 blocks in order"),
         ("--batch_size 8 --num_microbatches 8", "micro-batches of one sample"),
@@ -403,6 +404,17 @@ def test_wrong_input_is_one_sentence_before_any_training(train, tmp_path, capsys
     assert error.count("\n") == 1
     assert sentence in error
     assert "train epoch" not in out
+
+
+def test_copies_sum_their_gradients_and_average_their_buffers(monkeypatch):
+    """Two copies with equal numbers."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group: flat.mul_(2))
+    model = torch.nn.BatchNorm1d(3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(3)
+    sum_over_copies(model, SimpleNamespace(size=lambda: 2))
+    assert model.running_var.tolist() == [1, 1, 1]
+    assert model.weight.grad.tolist() == model.bias.grad.tolist() == [2, 2, 2]
 
 
 def test_stages_have_the_names_and_the_numbers_of_torchvision():

@@ -1,6 +1,7 @@
 """The language model: its numbers are those of a plain loop over whole documents, and of transformers' Llama."""
 
 import math
+import os
 
 import fsdp_on_cpu
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from scripts.transformer import Transformer, generate
 from tests.docs.pages import blocks, guide
+from utils.console import printable
 from utils.datasets.text import learn_tokenizer, load_text, load_tokenizer
 from utils.sampler import GlobalSampler
 
@@ -174,8 +176,10 @@ def test_ten_steps_are_those_of_a_plain_loop_over_documents(train, texts):
     assert load_tokenizer(folder / "tokenizer.json").to_str() == tokenizer.to_str()
 
 
+@pytest.mark.others("transformers")
 def test_logits_are_those_of_llama():
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     ours = small_model(dim=32, layers=3, heads=4)
     for norm in [module for module in ours.modules() if isinstance(module, torch.nn.RMSNorm)]:
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -218,7 +222,7 @@ def test_a_token_generated_with_a_cache_is_the_one_of_the_whole_text(temperature
     window = tokens[-16:]
     with torch.no_grad():
         while len(tokens) < len(generated):
-            logits = plain_logits(model, torch.tensor(window))[-1].float()
+            logits = plain_logits(model, torch.tensor(window))[-1]
             token = int(logits.argmax())
             if temperature:
                 token = int(torch.multinomial(logits.softmax(0), 1, generator=generator))
@@ -292,7 +296,7 @@ def test_data_parallel_has_the_numbers_of_one_device(train, monkeypatch):
     ("flags", "sentence"),
     [
         (["--dim", 20, "--heads", 4], "--dim 20 must be a multiple of 2 x --heads 4"),
-        (["--prompt", "a"], "--prompt needs the model of a finished run"),
+        (["--prompt", "a"], "--prompt needs"),
         (["--pretrained", "model.safetensors"], "--pretrained needs --tokenizer"),
     ],
 )
@@ -307,10 +311,40 @@ def test_bad_input_is_one_sentence_before_any_training(texts, tmp_path, monkeypa
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
+def test_a_prompt_for_a_damaged_run_is_one_line(train, capsys):
+    folder = train("run", "--max_steps", 1)
+    # The last is read first.
+    for file, content in (("model.safetensors", "{"), ("tokenizer.json", "{}"), ("run.json", '{"arguments": {}}')):
+        (folder / file).write_text(content)
+        capsys.readouterr()
+        assert run_many.run("transformer", ["--output_dir", folder, "--prompt", "a"]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_any_bytes_are_a_prompt_and_only_printable_text_is_shown(train, capsys):
+    folder = train("run", "--max_steps", 1, "--num_tokens", 200, "--temperature", 9)
+    sample = run_reader.summary(folder)["test_sample"]
+    assert printable(sample) != sample
+    flags = ["--output_dir", folder, "--num_tokens", 20, "--temperature", 1e-320]  # in float32 this is 0
+    assert run_many.run("transformer", [*flags, "--prompt", "\x1b[2J" + os.fsdecode(b"\xff")]) is None
+    shown = capsys.readouterr().out
+    assert printable(sample) in shown
+    assert printable(shown) == shown
+
+
+def test_the_narrowest_model_has_an_mlp():
+    assert small_model(dim=4).blocks[0].down.in_features
+
+
 def test_training_goes_on_from_the_weights_and_the_tokenizer_of_another_run(train):
     first = train("first", "--max_steps", 3)
     pretrained = ["--pretrained", first / "model.safetensors", "--tokenizer", first / "tokenizer.json"]
     second = train("second", "--max_steps", 1, "--lr", 0, *pretrained)
+    assert lines(second, "test")[0]["loss"] == lines(first, "test")[0]["loss"]
+    # The checkpoint has all weights, so a resume does not need the file.
+    (first / "model.safetensors").unlink()
+    (second / "summary.json").unlink()
+    train("second", "--max_steps", 1, "--lr", 0, *pretrained, "--resume")
     assert lines(second, "test")[0]["loss"] == lines(first, "test")[0]["loss"]
 
 

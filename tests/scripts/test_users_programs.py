@@ -5,7 +5,7 @@ The last step of an epoch and the last batch of a test are smaller than the othe
 single sample, and all micro-batches but one get a stand-in.
 """
 
-import importlib.util
+import json
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,17 +22,17 @@ from same_numbers import largest_difference
 class Program(NamedTuple):
     """A program of tests/programs, and the flags of a run.
 
-    test_samples: None without a test. library: what it needs beside ours.
+    test_samples: None without a test. library: what it needs beside requirements.txt.
     """
 
     script: str
     flags: tuple = ()
     test_samples: int | None = 13
     tolerance: float = 1e-6
-    library: str = "torch"
+    library: str | None = None
 
 
-def model_of_others(name, tolerance=1e-9, library="torch", test_samples=13):
+def model_of_others(name, tolerance=1e-9, library=None, test_samples=13):
     return Program("others_models", ("--model", name, "--float64"), test_samples, tolerance, library)
 
 
@@ -41,15 +41,18 @@ PROGRAMS = {
     "regression": Program("regression", ("--dtype", "float64"), 77, 1e-12),
     "text": Program("text", test_samples=501),
     "gan": Program("gan", test_samples=61),
+    "two_loaders": Program("two_loaders", ("--float64",), 61, 1e-12),
     "hub_images": Program("hub_images", ("--dataset", "SMALL_MNIST"), 203),
     # transformers computes this loss in float32; each step of L-BFGS doubles a difference.
     "gpt2": model_of_others("gpt2", 1e-6, "transformers"),
+    "gpt2_lora": model_of_others("gpt2_lora", 1e-6, "peft"),
     "bert": model_of_others("bert", library="transformers"),
     "timm_vit": model_of_others("timm_vit", library="timm"),
     "packed_lstm": model_of_others("packed_lstm"),
     "faster_rcnn": model_of_others("faster_rcnn"),
     "vae": model_of_others("vae"),
     "lbfgs": model_of_others("lbfgs", 1e-8, test_samples=None),
+    "contrastive": Program("contrastive", ("--float64",), 31, 1e-9),
     # The recipes of guides/your_own_model.md.
     "warmup": Program("schedules", ("--recipe", "warmup"), 77),
     "plateau": Program("schedules", ("--recipe", "plateau"), 77),
@@ -61,24 +64,33 @@ QUICK = ["packed_lstm", "vae", "lbfgs"]  # in this process, without a launch
 SAMPLES_IN_MICRO_BATCHES = ["faster_rcnn"]
 # Runs are named after their processes and accumulation steps.
 PAIRS = [("one_1", "one_2"), ("one_1", "two_1"), ("one_2", "two_1"), ("one_4", "two_2")]
+
+
+def param(name, *values):
+    """A case of a test, with the mark `others` where the program needs a library."""
+    library = PROGRAMS[name].library
+    return pytest.param(name, *values, marks=pytest.mark.others(library) if library else ())
+
+
 COMPARED = [
-    (name, one, other)
+    param(name, one, other)
     for name in PROGRAMS
     for one, other in PAIRS
     if one != "one_1" or name not in SAMPLES_IN_MICRO_BATCHES
 ]
-INSTALLED = [name for name, program in PROGRAMS.items() if importlib.util.find_spec(program.library)]
-each_program = pytest.mark.parametrize("name", PROGRAMS)
+each_program = pytest.mark.parametrize("name", [param(name) for name in PROGRAMS])
 
 
 @pytest.fixture(scope="module")
-def runs(shared_launcher, small_mnist):
-    """Runs of each program that can be imported: on one process with 1, 2 and 4 accumulation steps, on two processes
-    with 1 and 2; and the first and the fourth of these resumed from step 3, in the middle of an epoch."""
+def runs(request, shared_launcher, small_mnist):
+    """Runs of each program that a chosen test looks at: on one process with 1, 2 and 4 accumulation steps, on two
+    processes with 1 and 2; and the first and the fourth of these resumed from step 3, in the middle of an epoch."""
     top = shared_launcher.folder
+    tests = [item for item in request.session.items if item.path == request.path and "runs" in item.fixturenames]
+    chosen = {item.callspec.params["name"] for item in tests if not item.get_closest_marker("skip")}
     for config, name, steps in (("cpu", "one", (1, 2, 4)), ("cpu_ddp", "two", (1, 2))):
         launches = []
-        for program in INSTALLED:
+        for program in [name for name in PROGRAMS if name in chosen]:
             script, flags, *_ = PROGRAMS[program]
             flags = [small_mnist if flag == "SMALL_MNIST" else flag for flag in flags]
             flags = [*flags, "--checkpoint_every", 3, "--keep_checkpoints", 0]
@@ -92,13 +104,7 @@ def runs(shared_launcher, small_mnist):
     return top
 
 
-@pytest.fixture
-def skip_if_missing(name):
-    pytest.importorskip(PROGRAMS[name].library)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("skip_if_missing")
 @pytest.mark.parametrize(("name", "one", "other"), COMPARED)
 def test_processes_and_accumulation_change_no_number(runs, name, one, other):
     largest = largest_difference(runs / name / one, runs / name / other)
@@ -107,36 +113,34 @@ def test_processes_and_accumulation_change_no_number(runs, name, one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("skip_if_missing")
 @each_program
 @pytest.mark.parametrize("run", ["one", "two"])
 def test_a_resume_in_the_middle_of_an_epoch_is_bit_by_bit_the_same(runs, name, run):
     whole, resumed = runs / name / f"{run}_1", runs / name / f"{run}_resumed"
     assert run_reader.launches(resumed)[1]["from_step"] == 3
     assert lines(resumed) == lines(whole)
-    files = [file.name for file in whole.glob("*.safetensors")]
-    assert files
-    for file in files:
-        assert (resumed / file).read_bytes() == (whole / file).read_bytes()
+    assert run_reader.final_models(resumed) == run_reader.final_models(whole)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("skip_if_missing")
-@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.test_samples])
+@pytest.mark.parametrize("name", [param(name) for name, program in PROGRAMS.items() if program.test_samples])
 def test_each_test_sample_counts_once(runs, name):
     for run in ("one_1", "one_4", "two_1", "two_2"):
         assert run_reader.summary(runs / name / run)["test_samples"] == PROGRAMS[name].test_samples
 
 
 @pytest.mark.slow
-def test_the_learning_rates_follow_the_recipes(runs):
-    rates = [line["lr"] for line in lines(runs / "warmup" / "one_1", "train")]
-    assert rates == pytest.approx([0.01 * min(1, step / 8) for step in range(1, 21)])
-    rates = [line["lr"] for line in lines(runs / "plateau" / "one_1", "train")]
-    assert rates[0] == 0.01
-    assert rates[-1] == 0.0025
-    last = lines(runs / "two_optimizers" / "two_1")[-2]
-    assert (last["body_lr"], last["head_lr"]) == (0.001, 0.01)
+@pytest.mark.parametrize("name", ["warmup", "plateau", "two_optimizers"])
+def test_the_learning_rates_follow_the_recipes(runs, name):
+    *_, last = train_lines = lines(runs / name / "two_1", "train")
+    if name == "two_optimizers":
+        assert (last["body_lr"], last["head_lr"]) == (0.001, 0.01)
+        return
+    rates = [line["lr"] for line in train_lines]
+    if name == "warmup":
+        assert rates == pytest.approx([0.01 * min(1, step / 8) for step in range(1, 21)])
+    else:
+        assert (rates[0], rates[-1]) == (0.01, 0.0025)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -145,6 +149,42 @@ def test_accumulation_changes_no_number(tmp_path, name):
         flags = [*PROGRAMS[name].flags, "--gradient_accumulation_steps", k, "--output_dir", tmp_path / str(k)]
         run_many.run("others_models", flags)
     assert largest_difference(tmp_path / "1", tmp_path / "2") <= PROGRAMS[name].tolerance
+
+
+def test_contrastive_losses_are_those_of_one_graph_over_the_whole_batch(tmp_path):
+    for name, flags in ("two_passes", ["--gradient_accumulation_steps", 3]), ("one_graph", ["--one_graph"]):
+        run_many.run("contrastive", ["--float64", *flags, "--output_dir", tmp_path / name])
+    assert largest_difference(tmp_path / "two_passes", tmp_path / "one_graph") <= 1e-9
+    losses = run_reader.losses(tmp_path / "one_graph")
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+
+
+@pytest.mark.slow
+def test_folds_in_one_launch_train_alike_on_any_number_of_processes_and_when_resumed(launcher):
+    """The folds share an accelerator or not. In the same launch, contrastive.py with virtual processes, of which one
+    process has more than the others, so in a test too."""
+    results = {}
+    for processes in (1, 2, 3):
+        top = launcher.folder / str(processes)
+        runs = [["contrastive", "--float64", "--virtual_processes", 4, "--output_dir", top / "contrastive"]]
+        runs += [["kfold", "--output_dir", top / "own"]]
+        shared = ["kfold", "--one_accelerator", "--output_dir", top / "shared"]
+        runs += [shared] if processes == 1 else [[*shared, "--trained_folds", 2], [*shared, "--resume"]]
+        if processes == 1:
+            assert [run_many.run(program, flags) for program, *flags in runs] == [None] * len(runs)
+        else:
+            words = [["--script", ROOT / "tests" / "programs" / f"{program}.py", *flags] for program, *flags in runs]
+            options = {"script": run_many.FILE, "launch_flags": ["--num_processes", processes]}
+            done = launcher("cpu_ddp", *run_many.words("kfold", *words), **options)
+            assert done.stdout.count("nothing to do") == 2
+            assert "destroy_process_group" not in done.stderr
+        for name in ("own", "shared"):
+            files = list((top / name).glob("rank_*.json"))
+            assert len(files) == processes
+            assert len({file.read_text() for file in files}) == 1
+            results[name, processes] = json.loads(files[0].read_text())["losses"]
+            assert results[name, processes] == pytest.approx(results[name, 1], rel=1e-12)
+        assert lines(top / "contrastive") == lines(launcher.folder / "1" / "contrastive")
 
 
 def test_lbfgs_lowers_the_loss_in_each_step(tmp_path):

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from PIL import Image
 from safetensors.torch import save_file
 
 from tools import compare
@@ -104,6 +103,12 @@ def test_train_lines_that_are_means_over_other_steps_are_not_compared(tmp_path, 
     assert "c compared with a: different, first in train loss at step 6 (1.0 and 2.0)" in text
 
 
+def test_an_accuracy_over_an_unknown_number_of_samples_must_be_the_same(tmp_path, command):
+    for name, accuracy in (("a", 0.5), ("b", 0.55)):
+        make_run(tmp_path / name, [line(1, "test", accuracy=accuracy)], finished=1)
+    assert command("a", "b")[0] == 1
+
+
 def test_relative_difference_of_numbers():
     pairs = {(1, 2): 0.5, (2, 1): 0.5, (-1, 1): 2, (0, -0.0): 0, (NAN, NAN): 0, (NAN, 1): INF, (INF, -INF): INF}
     for pair, difference in pairs.items():
@@ -148,6 +153,9 @@ def test_of_a_killed_run_the_last_lines_may_be_missing(tmp_path, command):
     make_run(tmp_path / "killed", LINES[:2], tail='{"split": "test", "step": 2, "lo', finished=None)
     make_run(tmp_path / "gap", [*LINES[:2], line(3, loss=0.5)], finished=None)
     assert command("a", "killed")[0] == command("killed", "a")[0] == 0
+    assert verdict(command("a", "killed")).startswith(
+        "the same bit for bit (only logged numbers could be compared) up to step 2"
+    )
     assert command("a", "gap")[0] == 1
 
 
@@ -262,15 +270,10 @@ def test_it_runs_from_any_folder(tmp_path):
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path, command):
-    make_run(tmp_path / "x" / "run")
-    make_run(tmp_path / "y" / "run", [line(1, loss=math.inf), line(2, other=1.0)], finished=None)
-    printed = command("x/run", "y/run", "--picture", "curves.png")
-    assert printed[0] == 1
-    assert f"{tmp_path}/y/run compared with {tmp_path}/x/run" in printed[1]
-    with Image.open(tmp_path / "curves.png") as picture:
-        assert picture.width > 1000
-    assert len(list(tmp_path.rglob("*.png"))) == 1
+def test_runs_in_folders_of_one_name_are_told_apart(tmp_path, command):
+    for name in "xy":
+        make_run(tmp_path / name / "run")
+    assert f"{tmp_path}/y/run compared with {tmp_path}/x/run" in command("x/run", "y/run")[1]
 
 
 DAMAGES = [("run.json", "{"), ("summary.json", "[]"), ("checkpoints/step_00000001/model.safetensors", "none")]

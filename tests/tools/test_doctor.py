@@ -30,6 +30,7 @@ def machine():
             "architectures": ["sm_75", "sm_80", "sm_90", "sm_120"],
             "driver_gpus": count,
             "cores": 64,
+            "load": 1.0,
             "cpu_has_bf16": None,
             "memory_gib": 256,
             "free_memory_gib": 200,
@@ -171,7 +172,7 @@ BROKEN = {"torch": "OSError: libcudart.so.13", "accelerate": "OSError: libcudart
         (0, {"environment": {"ACCELERATE_MIXED_PRECISION": "fp16"}}, False, "PRECISION=fp16"),
         (8, {"environment": {"NCCL_P2P_DISABLE": "1"}}, False, "NCCL_P2P_DISABLE=1"),
         (8, {"environment": {"CUDA_VISIBLE_DEVICES": "3"}}, False, "CUDA_VISIBLE_DEVICES=3"),
-        (0, {"environment": {"OMP_NUM_THREADS": "64"}}, False, "OMP_NUM_THREADS=64"),
+        (0, {"load": 65.0}, False, "OMP_WAIT_POLICY=PASSIVE"),
     ],
 )
 def test_a_problem_in_the_facts(machine, gpus, changes, fails, sentence):

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ROOT
-from prove_training import command, mistakes, proof, resuming, same_work
+from prove_training import command, mistakes, proof, resuming
+from prove_training.recording import Recording, same_work
 from prove_training.recording.models import take_over
-from prove_training.stages import Finding
+from prove_training.stages import Comparison, Finding, several, single
 from prove_training.stages.evaluations import differing
-from prove_training.stages.several import Several, uneven_call
-from prove_training.stages.single import Single
 from prove_training.tensors import sampled
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
@@ -169,7 +168,7 @@ def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, 
 
 UNUSUAL = {
     "plain": (3, "cannot tell: the script trains on one process only"),
-    "gan": (3, "cannot tell: gradients: the loop draws random numbers before gan.py:25"),
+    "gan": (3, "cannot tell: gradients: the loop draws random numbers before gan.py:26"),
     "lbfgs": (3, "cannot tell: LBFGS computes the loss several times"),
     "generated_data": (0, "proven: the same averaged gradients"),
     "forks": (3, "cannot tell: it starts its processes itself (forks.py:25)"),
@@ -306,11 +305,11 @@ def test_the_parts_of_a_division_by_hand_are_parts_of_the_same_items():
 
 @pytest.mark.parametrize(("given", "total"), [(64, 12), (12, 12), (8, 6), (1, 6)])
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_the_batch_of_all_processes_is_the_same_on_each_number_of_them(given, total, processes):
-    data = same_work.SameData(processes, 77, False, None)
-    assert data.batch_size(given) * processes == total
-    data.splits_batches = True
-    assert data.batch_size(given) == total
+def test_the_batch_of_all_processes_is_the_same_on_each_number_of_them(given, total, processes, tmp_path):
+    recording = Recording({"processes": processes, "own_batch_size": False, "folder": "", "output": tmp_path}, 0)
+    assert recording.batches.batch_size(given) * processes == total
+    recording.batches.splits_batches = True
+    assert recording.batches.batch_size(given) == total
 
 
 def test_an_epoch_divides_by_no_number_of_processes():
@@ -336,13 +335,11 @@ def made_up(processes: int = 1, steps: int = 4) -> list[dict]:
             "around_ddp": [],
             "group": "train.py:3",
             "is_complete": True,
-            "starts_processes": "",
-            "local_sgd": "",
+            "is_exact": False,
             "run": "",
             "virtual_processes": 0,
         }
-        record["facts"]["loaders"]["loader"] |= {"shuffles": True, "is_iterable": False, "has_own_batches": False}
-        record["facts"]["loaders"]["loader"]["is_exact"] = False
+        record["facts"]["loaders"]["loader"] |= {"shuffles": True, "is_iterable": False}
         record["final"] = {"weight": sampled(torch.ones(3))}
         record["initial"] = {"weight": sampled(torch.ones(3))}
         record["steps"] = [made_up_step(number, rank, processes) for number in range(steps)]
@@ -360,7 +357,7 @@ def made_up_step(number: int, rank: int, processes: int) -> dict:
     micro |= {"syncs": True, "draws": False, "line": "train.py:9"}
     step = {"micro_batches": [micro], "clips": [], "collectives": [], "holds": False, "line": "train.py:10"}
     step |= {"gradients": gradient, "at_step": dict(gradient), "rates": [0.1 * 0.8**number], "options": ["lr"]}
-    step |= {"schedule_calls": number, "before": {"weight": sampled(torch.ones(3))}, "optimizer": 0}
+    step |= {"schedule_calls": number, "before": {"weight": sampled(torch.ones(3))}}
     step |= {
         "weights": {"weight": sampled(torch.ones(3) - 0.1 * gradient["weight"][1:])},
         "state_before": {},
@@ -370,15 +367,15 @@ def made_up_step(number: int, rank: int, processes: int) -> dict:
 
 
 def found(reference: dict, ranks: list[dict]) -> list[Finding]:
-    return [*Single(reference).findings(), *Several(reference, ranks).findings()]
+    return [*single.findings(reference), *several.findings(Comparison(reference, ranks))]
 
 
 def test_made_up_records_without_a_change_are_the_same():
     (reference,), ranks = made_up(), made_up(2)
     assert found(reference, ranks) == []
-    several = Several(reference, ranks)
-    assert list(several.findings()) == []
-    assert {*several.compared} >= {"samples", "gradients", "learning rates", "weights"}
+    both = Comparison(reference, ranks)
+    assert list(several.findings(both)) == []
+    assert both.compared >= {"samples", "gradients", "learning rates", "weights"}
 
 
 def scale(entries: dict, factor: float) -> None:
@@ -393,9 +390,9 @@ CHANGES = {
     ),
     "initial weights of a third rank": ("initial_weights", lambda ranks: scale(ranks[2]["initial"], 1.001)),
     "weights before a step": ("weights", lambda ranks: scale(ranks[1]["steps"][2]["before"], 1.001)),
-    "a gradient of one rank": ("not_reduced", lambda ranks: scale(ranks[1]["steps"][2]["gradients"], 1.001)),
-    "a clipped gradient": ("clipped", lambda ranks: scale(ranks[1]["steps"][2]["at_step"], 1.001)),
-    "weights of one rank": ("weights", lambda ranks: scale(ranks[1]["steps"][2]["weights"], 1.001)),
+    "a gradient of one rank": ("not_reduced", lambda ranks: scale(ranks[2]["steps"][2]["gradients"], 1.001)),
+    "a clipped gradient": ("clipped", lambda ranks: scale(ranks[2]["steps"][2]["at_step"], 1.001)),
+    "weights of one rank": ("weights", lambda ranks: scale(ranks[2]["steps"][2]["weights"], 1.001)),
     "weights of all ranks": ("weights", lambda ranks: [scale(rank["steps"][2]["weights"], 1.1) for rank in ranks]),
     "initial weights": ("initial_weights", lambda ranks: scale(ranks[1]["initial"], 1.001)),
     "a learning rate": ("schedule", lambda ranks: ranks[1]["steps"][2].update(rates=[0.03])),
@@ -413,6 +410,38 @@ def test_a_number_that_differs_in_one_place_is_found(change):
     else:
         apply(ranks)
     assert [finding.kind for finding in found(reference, ranks)] == [kind]
+
+
+def test_a_parameter_whose_gradient_is_rounding_is_not_compared():
+    """As the key bias of attention with Adam."""
+    (reference,), ranks = made_up(), made_up(2)
+    for record, sign in ((reference, 1), *((rank, -1) for rank in ranks)):
+        for step in record["steps"]:
+            values = {"gradients": sign * 1e-9, "at_step": sign * 1e-9, "before": 0.0, "weights": -sign * 0.1}
+            for kind, value in values.items():
+                step[kind]["bias"] = sampled(torch.full((3,), value))
+    assert found(reference, ranks) == []
+
+
+def test_unequal_weights_of_tokens_are_not_told_again_as_different_weights():
+    (reference,), ranks = made_up(), made_up(2)
+    for rank in ranks:
+        step = rank["steps"][2]
+        for kind in ("gradients", "at_step"):
+            scale(step[kind], 1.5)
+        step["weights"]["weight"] = sampled(torch.ones(3) - 0.1 * step["at_step"]["weight"][1:])
+    ranks[1]["steps"][2]["micro_batches"][0]["losses"] = [(2.0, 3, "train.py:8")]
+    assert [finding.kind for finding in found(reference, ranks)] == ["token_weights"]
+
+
+def test_a_group_of_parameters_may_be_added_while_training():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        for step in record["steps"][2:]:
+            step["rates"] = [*step["rates"], 0.01]
+    assert found(reference, ranks) == []
+    ranks[1]["steps"][3]["rates"][1] = 0.02
+    assert "group 1 0.02 on rank 1" in found(reference, ranks)[0].what
 
 
 def test_a_schedule_that_is_too_fast_is_told_by_its_factor():
@@ -437,12 +466,12 @@ def test_accumulation_weighs_each_micro_batch_alike():
     (reference,) = made_up()
     for step in reference["steps"]:
         step["micro_batches"] = [dict(step["micro_batches"][0], losses=[(1.0, 6, "train.py:8")]) for _ in range(2)]
-    kinds = [finding.kind for finding in Single(reference).findings()]
+    kinds = [finding.kind for finding in single.findings(reference)]
     assert set(kinds) == {"not_divided"}
     for step in reference["steps"]:
         for micro in step["micro_batches"]:
             micro["losses"] = [(0.5, 6, "train.py:8")]
-    assert list(Single(reference).findings()) == []
+    assert list(single.findings(reference)) == []
 
 
 @pytest.mark.parametrize(
@@ -477,9 +506,9 @@ def test_weights_and_the_state_of_the_optimizer_are_taken_over():
 
 def test_a_call_that_one_rank_alone_makes_is_found():
     calls = [["3 all_reduce train.py:4", "6 all_reduce train.py:4"], ["3 all_reduce train.py:4"]]
-    words, line = uneven_call(calls)
+    words, line = several.uneven_call(calls)
     assert (line, "rank 0 calls all_reduce, and rank 1 does not" in words) == ("train.py:4", True)
-    assert uneven_call([calls[0], calls[0]]) is None
+    assert several.uneven_call([calls[0], calls[0]]) is None
 
 
 def test_random_items_are_the_same_in_each_process_and_told_as_random():

@@ -69,5 +69,6 @@ def test_a_file_system_that_cannot_flush_folders_is_accepted(tmp_path, monkeypat
     refuse(errno.EINVAL)
     files.fsync(tmp_path)
     refuse(errno.EIO)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match="Input/output error") as raised:
         files.fsync(tmp_path)
+    assert raised.value.filename == str(tmp_path)

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -520,12 +521,18 @@ def test_an_object_of_your_own_comes_back(tmp_path, accelerator):
     assert str(queue.state) == str(state)
 
 
+class WithExtraState(nn.Module):
+    def get_extra_state(self):
+        return {"scale": 2.0}
+
+
 @pytest.mark.parametrize(
     ("part", "sentence"),
     [
         (object(), "x cannot be saved: a object has no state_dict and load_state_dict"),
         (Queue({"a": {"b": {1, 2}}}), "x/a/b cannot be saved: it is a set"),
         (Queue({"a": {(1, 2): 3}}), "x/a cannot be saved: it is a dict with the keys [(1, 2)]"),
+        (nn.Sequential(WithExtraState()), "0._extra_state"),
     ],
 )
 def test_what_cannot_be_saved_is_named_at_the_start(tmp_path, accelerator, capsys, part, sentence):
@@ -736,6 +743,20 @@ def lose_the_content(file):
     file.write_bytes(bytes(file.stat().st_size))
 
 
+def put_another_checkpoint_in_the_place_of_its_folder(file):
+    shutil.copytree(file.parent.with_name("step_00000001"), file.parent, dirs_exist_ok=True)
+
+
+def put_a_folder_in_its_place(file):
+    file.unlink()
+    file.mkdir()
+
+
+def put_a_file_in_the_place_of_its_folder(file):
+    shutil.rmtree(file.parent)
+    file.parent.touch()
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -746,7 +767,11 @@ def lose_the_content(file):
         (PROCESSES, flip_a_bit),
         ("manifest.json", lambda file: file.write_text(file.read_text().replace('"step": 2', '"step": 3'))),
         ("manifest.json", lambda file: file.write_text("null")),
-        ("manifest.json", lambda file: file.write_text("[1]")),
+        ("manifest.json", lambda file: file.write_text("[" * 100_000)),
+        ("manifest.json", lambda file: rewrite(file.parent, lambda manifest: manifest.update(sha256=[1]))),
+        ("manifest.json", put_a_file_in_the_place_of_its_folder),
+        ("manifest.json", put_another_checkpoint_in_the_place_of_its_folder),
+        ("model.safetensors", put_a_folder_in_its_place),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, accelerator, capsys, name, damage):
@@ -802,6 +827,6 @@ def test_another_number_of_processes_takes_all_metrics(tmp_path, accelerator):
     tensors = {"0/indices": torch.tensor([1, 2]), "1/indices": torch.tensor([3])}
     assert [(name, each.tolist()) for name, each in saver._metrics(tensors, 2).items()] == [("indices", [1, 2, 3])]
     saver.accelerator.process_index = 1
-    assert [(name, each.tolist()) for name, each in saver._metrics(tensors, 2).items()] == [("indices", [])]
+    assert saver._metrics(tensors, 2) == {}
     saver.accelerator.num_processes = 2
     assert saver._metrics(tensors, 2)["indices"].tolist() == [3]

@@ -127,16 +127,6 @@ def test_a_confusion_matrix_is_a_picture_of_its_counts(tmp_path, classes, capsys
     assert np.allclose(shown * np.maximum(counts.sum(1, keepdims=True), 1), counts)
 
 
-@pytest.mark.parametrize("count", [1, 6, 7])
-def test_a_grid_shows_each_image_under_its_title(tmp_path, count):
-    titles = [f"title {number}" for number in range(count)]
-    images = [np.full((8, 8, 3), 30 * number, np.uint8) for number in range(count)]
-    figure = plots.draw_images(images, titles, tmp_path / "worst.png")
-    assert [axes.get_title() for axes in figure.axes if axes.images] == titles
-    assert [axes.images[0].get_array().mean() for axes in figure.axes if axes.images] == [30 * i for i in range(count)]
-    assert plots.draw_images([], [], tmp_path / "none.png") is None
-
-
 def test_a_mean_of_few_steps_at_the_end_of_an_epoch_is_not_drawn(tmp_path):
     lines = [
         line("train", 100, loss=2.0),

@@ -76,6 +76,16 @@ def test_pgm_and_png_of_the_same_pixels_are_the_same_data(small_mnist, tmp_path)
     assert digest(png.tensors) == digest(pgm.tensors)
 
 
+def test_images_in_memory_are_upright(tmp_path):
+    image_folder(tmp_path, (4, 4))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # as a phone saves an upright photo
+    sideways = Image.fromarray(np.repeat(np.array([[0, 0, 255, 255]], np.uint8), 4, axis=0))
+    sideways.save(tmp_path / "train" / "cat" / "0.png", exif=exif)
+    pixels = data.load_images(str(tmp_path))[0].images[0, 0]
+    assert pixels[:, 0].tolist() == pixels[:, 3].tolist() == [0, 0, 255, 255]
+
+
 @pytest.mark.parametrize(("color", "channels"), [("L", 1), ("RGB", 3), ("one is L", 3)])
 def test_folder_of_images_by_class(tmp_path, color, channels):
     image_folder(tmp_path, (5, 4), "L" if color == "L" else "RGB")
@@ -107,7 +117,7 @@ def bad_hub_id(folder):
 
 
 def bad_empty(folder):
-    return folder, "a folder without a dataset, or with a damaged one"
+    return folder, "holds no intact dataset"
 
 
 def bad_no_test(folder):
@@ -131,6 +141,18 @@ def bad_shapes(folder):
     for path in (folder / "test").rglob("*.png"):
         Image.new("L", (3, 3)).save(path)
     return folder, "test images of (1, 3, 3)"
+
+
+def bad_class(folder):
+    image_folder(folder)
+    (folder / "test" / "cat").rename(folder / "test" / "Cat")  # sorts before the other names
+    return folder, "has the label 0 in test, but not in train"
+
+
+def bad_link(folder):
+    image_folder(folder)
+    (folder / "train" / "owl").symlink_to(folder / "train" / "cat")
+    return folder, "has a link to a folder, "
 
 
 def bad_columns(folder):

@@ -15,7 +15,17 @@ def test_numbers_in_flags_are_checked(capsys):
     parser.add_argument("--count", type=at_least(1))
     parser.add_argument("--share", type=at_least(0.0, float, below=1.0))
     assert parser.parse_args(["--count", "3", "--share", "0.5"]).count == 3
-    wrong = (["--count", "0"], ["--count", "x"], ["--share", "1"], ["--share", "nan"], ["--cou", "3"], ["--no"])
+    parser.add_run_flags(log_every=1)
+    assert parser.parse_args(["--seed", str(2**32 - 1)]).seed == 2**32 - 1
+    wrong = (
+        ["--seed", str(2**32)],
+        ["--count", "0"],
+        ["--count", "x"],
+        ["--share", "1"],
+        ["--share", "nan"],
+        ["--cou", "3"],
+        ["--no"],
+    )
     for words in wrong:
         with pytest.raises(SystemExit):
             parser.parse_args(words)

@@ -1,6 +1,7 @@
 """Image files of all kinds, and augmentation by (seed, epoch, item)."""
 
 import io
+import os
 from types import SimpleNamespace
 
 import datasets
@@ -15,7 +16,6 @@ from utils.datasets import image_files as images
 from utils.datasets.images_in_memory import load_splits
 from utils.loader import GlobalLoader
 
-ONE = fake_accelerator()
 PHOTO = Image.linear_gradient("L").resize((120, 90))
 MIRRORED = PHOTO.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 PHOTO = Image.merge("RGB", (PHOTO, MIRRORED, ImageOps.invert(PHOTO)))
@@ -33,7 +33,7 @@ def cell(content: bytes) -> dict:
 
 def rotated() -> bytes:
     exif = Image.Exif()
-    exif[images.EXIF_ORIENTATION] = 6  # how a phone saves an upright photo
+    exif[0x0112] = 6  # how a phone saves an upright photo
     return encoded(PHOTO.transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif, quality=95)
 
 
@@ -85,7 +85,7 @@ def split_of(tmp_path, contents: dict):
 
 def loader_of(split, transform, batch_size=4, **options):
     dataset = images.ImageFiles(split, transform)
-    return GlobalLoader(dataset, batch_size, ONE, collate_fn=dataset.collate, **options)
+    return GlobalLoader(dataset, batch_size, fake_accelerator(), collate_fn=dataset.collate, **options)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 0) for kind in BAD), ("empty", 1)])
@@ -102,7 +102,7 @@ def test_a_bad_file_is_named(tmp_path, capsys, kind, num_workers):
 
 def test_bad_files_are_left_out_and_told(tmp_path):
     split = split_of(tmp_path, BAD)
-    kept, bad = images.without_bad_images(split, ONE)
+    kept, bad = images.without_bad_images(split, fake_accelerator())
     assert len(split.labels) == 6 + len(BAD)
     assert len(kept.labels) == len(kept.rows) == 6
     assert sorted(kept.labels.tolist()) == [0, 0, 0, 1, 1, 1]
@@ -175,9 +175,16 @@ def test_augmentation_is_a_function_of_seed_epoch_and_item(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(("device", "workers"), [("cpu", 0), ("cuda", 6)])
+def test_the_processes_of_a_machine_share_its_cores(monkeypatch, device, workers):
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert images.default_num_workers(fake_accelerator(device=device)) == workers
+
+
 def test_with_repeats_mixup_finds_another_image():
     data = torch.utils.data.TensorDataset(torch.arange(103))
-    loader = GlobalLoader(data, 12, ONE, seed=0, drop_last=True, repeats=3)
+    loader = GlobalLoader(data, 12, fake_accelerator(), seed=0, drop_last=True, repeats=3)
     batches = list(loader.epoch(5))
     assert len(batches) == len(loader) == 103 // 12
     for batch in batches:

@@ -211,12 +211,50 @@ def test_micro_batches_that_do_not_fit_stop_the_run(capsys, flags, sentence):
         make_accelerator(run_flags(**flags), split_batch=False)
 
 
+def test_a_resume_without_a_folder_does_not_train_from_scratch(capsys):
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags(resume=True, output_dir=None))
+    assert "--output_dir" in capsys.readouterr().err
+
+
 def test_virtual_processes_set_the_threads_and_the_micro_batches():
     accelerator = make_accelerator(run_flags(virtual_processes=4, batch_size=8))
     assert torch.get_num_threads() == 1
     assert accelerator.gradient_accumulation_steps == 4
     make_accelerator(run_flags(virtual_processes=4, batch_size=8), cpu_threads=2)
     assert torch.get_num_threads() == 2
+
+
+CORES = [({}, "max 100000", 8), ({}, None, 8), ({0, 1, 2}, "max 100000", 3), ({}, "250000 100000", 2), ({}, "5 10", 0)]
+
+
+@pytest.mark.parametrize(("affinity", "quota", "expected"), CORES)
+def test_the_usable_cores_are_those_of_the_affinity_and_of_the_quota(monkeypatch, tmp_path, affinity, quota, expected):
+    monkeypatch.setattr(launch.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: affinity or set(range(16)), raising=False)
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+    assert launch.usable_cores(tmp_path / "cpu.max") == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("3", 3), ("5,2", 5), ("abc", 2), ("0", 1), ("-1", 2), (None, 2)])
+def test_the_threads_are_those_of_the_user_or_a_share_of_the_cores(monkeypatch, asked, expected):
+    monkeypatch.setattr(launch, "usable_cores", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", asked) if asked else monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    launch.set_cpu_threads(None)
+    assert torch.get_num_threads() == expected
+    # A launcher sets the variable to a default, so its own environment counts.
+    parent = SimpleNamespace(environ=lambda: {"OMP_NUM_THREADS": "6"})
+    monkeypatch.setattr(launch.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launch.set_cpu_threads(None)
+    assert torch.get_num_threads() == 6
+    monkeypatch.setattr(launch.psutil, "Process", lambda: SimpleNamespace(parent=lambda: None))  # in another container
+    launch.set_cpu_threads(None)
+    assert torch.get_num_threads() == 2
+    launch.set_cpu_threads(1)
+    assert torch.get_num_threads() == 1
 
 
 def test_a_run_that_the_launcher_restarted_resumes(monkeypatch):

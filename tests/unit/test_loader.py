@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from utils.items import UnreadableItem
 from utils.loader import GlobalLoader, describe_data
+from utils.randomness import combine, random_uniform
 from utils.sampler import GlobalSampler
 
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
@@ -443,8 +445,8 @@ def test_what_collate_fn_draws_is_new_in_each_batch_and_the_same_on_a_resume(dat
 
 
 def test_batch_random_numbers_are_those_of_the_sample():
-    def numbers(processes, accumulation, first_step=0):
-        steps = by_step(processes, accumulation, 1, first_step, dataset=Squares())
+    def numbers(processes, accumulation, first_step=0, epoch=1):
+        steps = by_step(processes, accumulation, epoch, first_step, dataset=Squares())
         return [
             torch.cat([b.counted(torch.cat([b.rand(3), b.randn(3), b.rand(3, stream=1)], 1)) for b in parts])
             for parts in steps
@@ -452,10 +454,37 @@ def test_batch_random_numbers_are_those_of_the_sample():
 
     plain = numbers(1, 1)
     assert plain[0].shape == (4, 9)
-    assert len(torch.cat(plain).unique()) == 23 * 9
+    assert len(torch.cat([*plain, *numbers(1, 1, epoch=0)]).unique()) == 2 * 23 * 9
     for ours in (numbers(2, 1), numbers(2, 2), numbers(3, 1)):
         assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
     assert torch.equal(numbers(1, 2, first_step=5)[0], plain[5])
+
+
+def test_each_loader_of_an_accelerator_has_an_order_and_random_numbers_of_its_own():
+    accelerator = fake_accelerator()
+    seeds = (5, 5, None, None, 6)
+    first, *others = [GlobalLoader(Noisy(64), 64, accelerator, seed=seed) for seed in seeds]
+    (batch,), *_ = found = [list(loader.epoch()) for loader in (first, *others)]
+    # The first one's are those of its seed alone, whatever else a script makes.
+    assert torch.equal(batch.indices, GlobalSampler(64, 64, seed=5).items(0)[0])
+    assert torch.equal(batch.rand(2), random_uniform(combine(combine(5, 0, 3), 0), batch.indices, (2,)))
+    shuffled = {tuple(batch.indices.tolist()) for (batch,) in found}
+    assert len(shuffled) == 4  # the tests' are in the order of the data
+    drawn, in_loop = [], []
+    for (batch,) in found:
+        order = batch.indices.argsort()
+        drawn.append(tuple(batch.data[2][order].tolist()))
+        in_loop.append(batch.randn(2)[order])
+    assert len(set(drawn)) == len(seeds)
+    assert not any(torch.isclose(one, other).all(1).any() for one, other in itertools.combinations(in_loop, 2))
+
+
+@pytest.mark.parametrize("step", [0, 3, 5, 6, 14])
+def test_a_second_loader_goes_on_from_any_step_of_the_run(step):
+    each = make(Noisy(), 4, accumulation=2)
+    epochs = [[batch.data[1].tolist() for batch in each.epoch(epoch)] for epoch in range(4)]
+    found = [batch.data[1].tolist() for batch in itertools.islice(each.from_step(step), 9)]
+    assert found == list(itertools.chain(*epochs))[2 * step : 2 * step + 9]
 
 
 def test_whole_batches_are_asked_for_where_the_data_promise_to_draw_nothing():
@@ -633,6 +662,13 @@ def test_a_step_of_no_weight_has_no_gradient():
     assert losses.grad.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1])
+def test_weights_that_are_no_weights_are_refused(wrong):
+    weights = [1, wrong, 2, 3]  # a list will do
+    with pytest.raises(ValueError, match="loss_weights must return"):
+        next(iter(make(Squares(), loss_weights=lambda data: weights)))
+
+
 def test_a_mean_over_no_token_has_no_gradient():
     """It is nan, as transformers' loss of texts that have no token to predict."""
     batch = next(iter(make(Squares(), loss_weights=lambda data: torch.zeros(len(data[0])))))
@@ -704,9 +740,9 @@ def test_the_facts_that_a_resume_compares():
         {"batch_size": 6},
         {"drop_last": True},
         {"repeats": 2},
-        {"max_samples": 9},
     ):
         assert make(Squares(), **options).resume_invariants() != facts
+    assert make(Squares(), max_samples=9).describe() != make(Squares()).describe()
 
 
 def test_a_tensor_dataset_with_batches_of_its_own_is_asked_for_them():
@@ -722,5 +758,5 @@ def test_a_tensor_dataset_with_batches_of_its_own_is_asked_for_them():
 
 def test_different_test_data_are_different_data():
     train, one, other = (TensorDataset(torch.full((3,), value)) for value in (0, 1, 2))
-    facts = [describe_data(make(train), make(test), {})["fingerprint"] for test in (one, other)]
+    facts = [describe_data({"train": make(train), "test": make(test)}, {})["fingerprint"] for test in (one, other)]
     assert facts[0] != facts[1]

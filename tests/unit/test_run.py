@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import math
 import random
 import sys
@@ -17,8 +18,9 @@ from torch.utils.data import TensorDataset
 
 from utils import launch
 from utils.extras import curves, peak_memory
-from utils.extras.best import metric_direction
+from utils.extras.best import Best, metric_direction
 from utils.loader import GlobalLoader
+from utils.parallel import same_weights
 from utils.run import Run
 from utils.signals import EXIT_REQUEUE
 
@@ -105,7 +107,7 @@ RESULTS = {step: {"score": score, "f1": score, "confusion": [[1]]} for step, sco
 
 
 def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
-    assert start(Regression(RESULTS, epochs=5), save_best="score") is None
+    assert start(Regression(RESULTS, epochs=5), save_best="max:score") is None
     assert start(Regression(RESULTS, epochs=2), "short") is None
     run = tmp_path / "run"
     best = weights(run, "model_best")
@@ -120,14 +122,16 @@ def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
 
 
 def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsys):
-    assert start(Regression(RESULTS), save_best="score", patience=3) is None
+    flags = {"save_best": "max:score", "patience": 3, "checkpoint_every": 3}
+    assert start(Regression(RESULTS), **flags) is None
     assert "stopped early: 3 tests in a row without a better score" in capsys.readouterr().out
     found = summary(tmp_path / "run")
     assert (found["step"], found["stopped_early"], found["best_step"]) == (20, True, 8)
     assert (found["test_f1"], found["test_confusion"], found["best_f1"]) == (0.9, [[1]], 0.9)
-    assert [line["step"] for line in lines(tmp_path / "run", "test")] == [4, 8, 12, 16, 20]
+    tests = [(line["step"], line["epoch"]) for line in lines(tmp_path / "run", "test")]
+    assert tests == [(4, 1), (8, 2), (12, 3), (16, 4), (20, 5)]
     # Resumed, it knows that it is complete: its last step was saved, whatever --checkpoint_every says.
-    assert start(Regression(RESULTS), save_best="score", patience=3, resume=True) == 0
+    assert start(Regression(RESULTS), **flags, resume=True) is None
     assert "the run stopped early, after 20 steps: nothing to do" in capsys.readouterr().out
 
 
@@ -139,7 +143,7 @@ STOPS = [(3, "step"), (8, "test"), (10, "step"), (20, "test")]
 def test_resumed_in_the_middle_it_keeps_the_same_best_and_stops_at_the_same_step(
     start, tmp_path, stop_at, checkpoint_every
 ):
-    flags = {"save_best": "score", "patience": 3, "checkpoint_every": checkpoint_every}
+    flags = {"save_best": "max:score", "patience": 3, "checkpoint_every": checkpoint_every}
     assert start(Regression(RESULTS), "whole", **flags) is None
     assert start(Regression(RESULTS, stop_at=stop_at), **flags) == EXIT_REQUEUE
     assert start(Regression(RESULTS), resume=True, **flags) is None
@@ -154,7 +158,7 @@ def test_resumed_in_the_middle_it_keeps_the_same_best_and_stops_at_the_same_step
 
 
 def test_killed_between_the_last_test_and_the_end_nothing_counts_twice(start, tmp_path, monkeypatch):
-    flags = {"save_best": "score", "patience": 3, "checkpoint_every": 3}
+    flags = {"save_best": "max:score", "patience": 3, "checkpoint_every": 3}
     assert start(Regression(RESULTS), "whole", **flags) is None
     with monkeypatch.context() as patch:
         patch.setattr(Run, "finish", lambda run: (run.checkpoints.wait(), sys.exit(9)))
@@ -167,7 +171,7 @@ def test_killed_between_the_last_test_and_the_end_nothing_counts_twice(start, tm
 
 def test_another_metric_to_keep_is_refused_on_a_resume(start, capsys):
     assert start(Regression(stop_at=(6, "step")), save_best="loss") == EXIT_REQUEUE
-    assert start(Regression(), save_best="bias", resume=True) == 2
+    assert start(Regression(), save_best="max:bias", resume=True) == 2
     assert "save_best was 'loss' and is 'bias'" in capsys.readouterr().err
 
 
@@ -189,24 +193,64 @@ def test_regression_metrics_may_be_negative(start, tmp_path):
 
 def test_a_metric_that_begins_with_nan_can_still_be_best(start, tmp_path):
     results = {4: {"score": math.nan}, 8: {"score": 0.5}, 12: {"score": math.nan}}
-    assert start(Regression(results, epochs=3), save_best="score") is None
+    assert start(Regression(results, epochs=3), save_best="max:score") is None
     assert summary(tmp_path / "run")["best_step"] == 8
+    results = {step: {"score": math.nan} for step in (4, 8, 12)}
+    assert start(Regression(results, epochs=3), "nan", save_best="max:score", patience=2) is None
+    assert summary(tmp_path / "nan")["step"] == 8
 
 
 @pytest.mark.parametrize(
-    ("metric", "expected"),
+    ("metric", "expected", "in_a_checkpoint"),
     [
-        ("loss", ("loss", True)),
-        ("error_px", ("error_px", True)),
-        ("accuracy", ("accuracy", False)),
-        ("lossless", ("lossless", False)),
-        ("min:r2", ("r2", True)),
-        ("max:loss", ("loss", False)),
-        ("mean:x", ("mean:x", False)),
+        ("loss", ("loss", "min"), "loss"),
+        ("error_px", ("error_px", "min"), "error_px"),
+        ("dice_loss", ("dice_loss", "min"), "dice_loss"),
+        ("accuracy", ("accuracy", "max"), "accuracy"),
+        ("min:r2", ("r2", "min"), "min:r2"),
+        ("max:loss", ("loss", "max"), "max:loss"),
+        ("min:loss", ("loss", "min"), "loss"),
+        ("max:recall@5", ("recall@5", "max"), "recall@5"),  # as before the direction had to be given
     ],
 )
-def test_which_is_better(metric, expected):
+def test_which_is_better(metric, expected, in_a_checkpoint):
     assert metric_direction(metric) == expected
+    assert Best(metric).resume_invariants() == {"save_best": in_a_checkpoint}
+
+
+@pytest.mark.parametrize("metric", ["ppl", "cross_entropy", "fid", "kl", "distance", "lossless", "mean:x", "min:"])
+def test_a_metric_that_does_not_say_which_value_is_best_is_refused_before_there_is_a_folder(
+    start, tmp_path, capsys, metric
+):
+    assert start(Regression(), save_best=metric, patience=1) == 2
+    assert f"min:{metric} or max:{metric}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_direction_decides_and_is_shown_and_others_have_no_best_value(start, tmp_path, capsys):
+    results = {4: {"ppl": 9.0, "fid": 1.0}, 8: {"ppl": 3.0, "fid": 2.0}, 12: {"ppl": 5.0, "fid": 3.0}}
+    assert start(Regression(results, epochs=3), save_best="min:ppl") is None
+    assert "minimum of the test ppl" in capsys.readouterr().out
+    found = summary(tmp_path / "run")
+    assert (found["best_ppl"], found["best_step"], "best_fid" in found) == (3.0, 8, False)
+
+
+def test_the_result_of_rank_0_decides_on_every_rank(start, tmp_path, monkeypatch):
+    """Here: on a rank whose own scores, which differ by rounding, would stop the run at step 12."""
+    scores = iter([0.5, 0.50000002, 0.4, 0.3])
+    monkeypatch.setattr(same_weights, "gather_object", lambda mine: [{**mine[0], "score": next(scores)}, *mine])
+    own = {step: {"score": score} for step, score in ((4, 0.5), (8, 0.5), (12, 0.4), (16, 0.3))}
+    assert start(Regression(own), save_best="max:score", patience=2) is None
+    found = summary(tmp_path / "run")
+    assert (found["step"], found["best_step"], found["best_score"]) == (16, 8, 0.50000002)
+
+
+def test_what_a_checkpoint_gets_of_the_best_results_is_not_changed_by_later_ones():
+    best = Best("max:score")
+    best.add({"score": 1.0}, 4)
+    state = best.state()
+    best.add({"score": 2.0}, 8)
+    assert state == {"best": {"score": [1.0, 4]}, "tests_since_best": 0}
 
 
 # --- the smallest runs ------------------------------------------------------------------------
@@ -257,11 +301,22 @@ class Small:
 
 
 def test_a_run_without_metrics_and_without_a_test(start, tmp_path, capsys):
-    assert start(Small()) is None
+    assert start(Small(), batch_size=5, log_every=3) is None  # ends in the middle of an epoch
     assert "done: 4 steps in " in capsys.readouterr().out
     assert summary(tmp_path / "run")["step"] == 4
-    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [2, 4]
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [3, 4]
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_logged_loss_that_is_not_finite_gets_into_no_checkpoint(start, tmp_path, monkeypatch, capsys):
+    """The weights stay finite, and the next log line comes after the checkpoint."""
+    log_train = Run.log_train
+    monkeypatch.setattr(
+        Run, "log_train", lambda run, batch, loss: log_train(run, batch, loss=loss, x_loss=loss * math.nan)
+    )
+    assert start(Small(counted=True), log_every=4, checkpoint_every=1) == 2
+    assert "the x_loss is not finite at step 0" in capsys.readouterr().err
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
 def test_a_learning_rate_for_each_optimizer(start, tmp_path):
@@ -296,32 +351,27 @@ class DrawingInTheLoop:
         test_loader = GlobalLoader(data(7), 3, accelerator)
         run.start(train_loader, test_loader, 8, checkpoint={})
         for epoch in run.epochs():
-            for _ in (run.steps if self.in_steps else run.batches)(train_loader, epoch):
-                with accelerator.accumulate(nn.Identity()):
-                    self.draw()
+            steps = run.steps(train_loader, epoch) if self.in_steps else zip(run.batches(train_loader, epoch))
+            for batches in steps:
+                for _ in batches:
+                    with accelerator.accumulate(nn.Identity()):
+                        self.draw()
             for _ in run.test_batches(test_loader):
                 self.draw()
+            self.draw()  # after the test
             run.log_test({})
         run.finish()
 
 
-@pytest.mark.parametrize(("in_steps", "accumulation", "expected"), [(False, 1, 14), (False, 2, 22), (True, 1, 14)])
-def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_drawn_before(
-    start, in_steps, accumulation, expected
-):
-    first, second = (DrawingInTheLoop(before, in_steps) for before in (0, 3))
-    flags = {"gradient_accumulation_steps": accumulation}
-    assert start(first, "first", **flags) is start(second, "second", **flags) is None
-    assert first.drawn == second.drawn
-    # 4 steps and 3 batches of a test in each of 2 epochs; each micro-batch draws numbers of its own.
+@pytest.mark.parametrize(
+    ("flags", "expected"), [({}, 16), ({"gradient_accumulation_steps": 2}, 24), ({"virtual_processes": 3}, 44)]
+)
+def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_drawn_before(start, flags, expected):
+    first, second, steps = DrawingInTheLoop(0), DrawingInTheLoop(3), DrawingInTheLoop(3, in_steps=True)
+    assert start(first, "first", **flags) is start(second, "second", **flags) is start(steps, "steps", **flags) is None
+    assert first.drawn == second.drawn == steps.drawn
+    # 4 steps, 3 batches of a test and its end in each of 2 epochs; each micro-batch draws numbers of its own.
     assert [len(set(numbers)) for numbers in zip(*first.drawn, strict=True)] == [expected] * 3
-
-
-def test_patience_saves_its_last_step(start, tmp_path, capsys):
-    flags = {"save_best": "score", "patience": 3, "checkpoint_every": 3}
-    assert start(Regression(RESULTS), **flags) is None
-    newest = max(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert newest == "step_00000020"
 
 
 def test_a_run_without_a_schedule_is_not_resumed_to_a_different_length(start, capsys):
@@ -333,8 +383,8 @@ def test_a_run_without_a_schedule_is_not_resumed_to_a_different_length(start, ca
 class Drawing:
     """Draws at the start of each epoch and after its batches; a normal number too, which is drawn in pairs."""
 
-    def __init__(self, stop_after=None):
-        self.stop_after = stop_after
+    def __init__(self, in_steps=False, stop_after=None):
+        self.in_steps, self.stop_after = in_steps, stop_after
         self.drawn = {}
 
     def __call__(self, args, **options):
@@ -344,7 +394,7 @@ class Drawing:
         run.start(loader, None, 12, checkpoint={"model": accelerator.prepare(nn.Linear(3, 1))})
         for epoch in run.epochs():
             self.drawn["start", epoch] = torch.rand(()).item(), random.gauss(0, 1), np.random.randn()
-            for _ in run.batches(loader, epoch):
+            for _ in (run.steps if self.in_steps else run.batches)(loader, epoch):
                 torch.randn(3)
                 if run.step + 1 == self.stop_after:
                     run.stop_signal.received = 15
@@ -352,13 +402,14 @@ class Drawing:
         run.finish()
 
 
-@pytest.mark.parametrize("step", [2, 4, 7, 12])
-def test_what_a_script_draws_around_the_batches_is_the_same_when_resumed(start, step):
-    whole, resumed = Drawing(), Drawing()
+@pytest.mark.parametrize(("step", "in_steps"), [(2, False), (4, False), (7, False), (12, False), (4, True)])
+def test_what_a_script_draws_around_the_batches_is_the_same_when_resumed(start, step, in_steps):
+    whole, resumed = Drawing(in_steps), Drawing(in_steps)
     assert start(whole, "whole") is None
-    assert start(Drawing(stop_after=step)) == EXIT_REQUEUE
+    assert start(Drawing(in_steps, step)) == EXIT_REQUEUE
     torch.manual_seed(1)
     assert start(resumed, resume=True) is None
+    assert resumed.run.step == 12
     assert resumed.drawn == {place: whole.drawn[place] for place in resumed.drawn}
     assert len(resumed.drawn) >= 2
     assert [len(set(numbers)) for numbers in zip(*whole.drawn.values(), strict=True)] == [6, 6, 6]
@@ -402,6 +453,87 @@ def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path
     assert summary(tmp_path / "run")["step"] == 2
 
 
+@pytest.mark.parametrize(("train", "test", "said"), [(47, 47, "data.train was 48"), (48, 47, "data.test was 48")])
+def test_data_with_an_item_less_in_its_middle_is_other_data(start, capsys, train, test, said):
+    """The fingerprint is of the first and the last item, and the steps of an epoch are as many as before."""
+
+    def script(train, test, stops):
+        def main(args):
+            accelerator = launch.make_accelerator(args, cpu_threads=1)
+            run = Run(accelerator, args)
+            items = [float(number) for number in range(48)]
+            loaders = [
+                GlobalLoader(items[: count - 1] + items[-1:], 10, accelerator, seed=seed)
+                for count, seed in ((train, args.seed), (test, None))
+            ]
+            run.start(*loaders, 5, checkpoint={"model": accelerator.prepare(nn.Linear(1, 1))})
+            for epoch in run.epochs():
+                for _ in run.batches(loaders[0], epoch):
+                    run.stop_signal.received = 15 if stops else None
+            run.finish()
+
+        return main
+
+    assert start(script(48, 48, stops=True)) == EXIT_REQUEUE
+    assert start(script(train, test, stops=False), resume=True) == 2
+    assert said in capsys.readouterr().err
+
+
+class TwoLoaders:
+    """Reads a second loader in each step."""
+
+    def __init__(self, count=50, batch_size=20, late=False, stop_after=None):
+        self.count, self.batch_size, self.late, self.stop_after = count, batch_size, late, stop_after
+
+    def __call__(self, args):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
+        self.run = run = Run(accelerator, args)
+        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        if not self.late:
+            other = GlobalLoader(data(self.count), self.batch_size, accelerator, seed=args.seed)
+        run.start(loader, None, 8, checkpoint={"model": accelerator.prepare(nn.Linear(3, 1))})
+        if self.late:
+            other = GlobalLoader(data(self.count), self.batch_size, accelerator, seed=args.seed)
+        others = other.from_step(run.step)
+        self.read = {}
+        for epoch in run.epochs():
+            for _ in run.batches(loader, epoch):
+                self.read[run.step] = next(others).indices.tolist()
+                if run.step + 1 == self.stop_after:
+                    run.stop_signal.received = 15
+        run.finish()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        ({"count": 51}, "data.train_2 was 50 and is 51"),
+        ({"batch_size": 25}, "train_2.batch_size was 20 and is 25"),
+        ({"late": True}, "make it before run.start"),
+    ],
+)
+def test_a_second_loader_is_part_of_the_run(start, capsys, changed, said):
+    whole, first, resumed = TwoLoaders(), TwoLoaders(stop_after=2), TwoLoaders(**changed)
+    assert start(first) == EXIT_REQUEUE
+    options = {"folder": "late"} if resumed.late else {"resume": True}
+    assert start(resumed, **options) == (2 if said else None)
+    assert said in capsys.readouterr().err
+    if not said:
+        assert start(whole, "whole") is None
+        assert first.read | resumed.read == whole.read
+        assert len(set(itertools.chain(*list(whole.read.values())[:3]))) == 50  # an epoch of the second loader
+
+
+def test_a_resume_with_other_micro_batches_warns_of_dropout(start, capsys):
+    assert start(Regression(epochs=1, stop_at=(1, "step"))) == EXIT_REQUEUE
+    assert start(Regression(epochs=1, stop_at=(2, "step")), resume=True) == EXIT_REQUEUE
+    assert "warning" not in capsys.readouterr().out
+    assert start(Regression(epochs=1), resume=True, gradient_accumulation_steps=2) is None
+    said = capsys.readouterr().out
+    assert "warning: this run was started on 1 micro-batch per step and continues on 2 micro-batches per step" in said
+
+
 class Normalised:
     """A model with BatchNorm, of which this process computes every second micro-batch."""
 
@@ -426,15 +558,40 @@ def test_a_number_of_steps_at_which_no_step_would_be_the_last_is_refused(start, 
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_a_complete_run_ends_with_exit_code_0(start, tmp_path, capsys):
-    assert start(Small()) is None
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
-    assert start(Small(), resume=True) == 0
-    assert "all 4 steps are done: nothing to do" in capsys.readouterr().out
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
-    assert {path: after[path] for path in before if path.name != ".lock"} == {
-        path: at for path, at in before.items() if path.name != ".lock"
-    }
+class WithoutEpochs(Regression):
+    """Does not ask for the epochs that are left, tests at the end, and draws numbers after it."""
+
+    def __call__(self, args):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
+        self.run = run = Run(accelerator, args)
+        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        model = accelerator.prepare(nn.Linear(3, 1))
+        run.start(loader, None, 6, checkpoint={"model": model})
+        self.steps = 0
+        for epoch in range(2):
+            for batch in run.batches(loader, epoch):
+                run.log_train(batch, loss=model(batch.data[0]).squeeze(1))
+                self.steps += 1
+        run.log("own", 1, norm=1.0)
+        run.log_test({"norm": model(torch.ones(1, 3)).item(), "drawn": torch.rand(()).item()})
+        self.summary = run.finish()
+        self.drawn = torch.rand(()).item(), random.random(), np.random.random()
+
+
+def test_a_complete_run_is_left_as_it_is_and_the_program_goes_on(start, tmp_path, capsys):
+    first, again = WithoutEpochs(), WithoutEpochs()
+    assert start(first) is None
+    assert (first.steps, first.summary) == (6, summary(tmp_path / "run"))
+    assert "nothing to do" not in capsys.readouterr().out
+
+    def times():
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*") if path.name != ".lock"}
+
+    before = times()
+    assert start(again, resume=True) is None
+    assert "all 6 steps are done: nothing to do" in capsys.readouterr().out
+    assert times() == before
+    assert (again.steps, again.summary, again.drawn) == (0, first.summary, first.drawn)
 
 
 # --- trackers ---------------------------------------------------------------------------------
@@ -493,7 +650,9 @@ def test_a_second_call_adds_to_the_summary_and_keeps_what_the_first_one_added(st
 
 
 def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_path, capsys):
-    assert start(Regression(epochs=1)) is None
+    script = Regression(epochs=1)
+    assert start(script, gradient_accumulation_steps=2) is None
+    assert script.run.progress.samples == 36  # for the speed; the last step has 6 of them
     (test,) = lines(tmp_path / "run", "test")
     found = summary(tmp_path / "run")
     assert (found["step"], found["test_loss"], found["best_loss"]) == (4, test["loss"], test["loss"])

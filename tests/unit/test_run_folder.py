@@ -71,7 +71,7 @@ def test_a_run_goes_on_without_run_json(make, tmp_path, content):
         path.write_text(content)
         (tmp_path / "run" / "summary.json").write_text(content)
     folder = make(resume=True)
-    folder.exit_if_completed(fake_accelerator(), 5, 9)
+    assert folder.read_summary(5) is None
     started(folder, 5)
     assert [launch["from_step"] for launch in json.loads(path.read_text())["launches"]] == [5]
 
@@ -107,7 +107,8 @@ def test_checkpoints_without_run_json_are_a_run_too(make, tmp_path, capsys):
     with pytest.raises(SystemExit):
         make()
     assert "already holds a run: add --resume" in capsys.readouterr().err
-    make(resume=True)
+    assert make(resume=True).has_checkpoint
+    assert not make(resume=True, folder="new").has_checkpoint
 
 
 def test_a_second_run_in_the_folder_is_refused(make, tmp_path, capsys):

@@ -84,13 +84,14 @@ def test_every_process_learns_the_same_tokenizer():
     assert done.stdout == learn_tokenizer(train, 500).to_str() + "\n"
 
 
-def test_a_saved_tokenizer_is_read_here_and_by_transformers(tmp_path):
+@pytest.mark.others("transformers")
+def test_a_saved_tokenizer_is_read_by_transformers(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = learn_tokenizer(TEXTS, 264)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     expected = tokenizer.encode(TEXTS[1]).ids
-    assert load_tokenizer(tmp_path / "tokenizer.json").encode(TEXTS[1]).ids == expected
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token=EOS)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token=EOS)
     assert theirs.encode(TEXTS[1]) == expected
     assert theirs.decode(expected) == TEXTS[1]
     assert theirs.eos_token_id == tokenizer.token_to_id(EOS)
@@ -110,8 +111,19 @@ def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, 
     assert data.tensors[0].tolist() == [[9, 3, 1, 4, 9, 5]]
     assert data.tensors[1].tolist() == [[3, 1, 4, 9, 5, 9]]
 
-    Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")).save(str(tmp_path / "gaps.json"))
-    assert "has gaps in its token ids" in stops(capsys, load_tokenizer, tmp_path / "gaps.json")
+    for words in ({"a": 0, "b": 7}, {}):
+        Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "unusable.json"))
+        assert "no tokens, or gaps in their ids" in stops(capsys, load_tokenizer, tmp_path / "unusable.json")
+
+
+def test_a_special_token_of_a_loaded_tokenizer_is_ordinary_text_in_a_document(tmp_path):
+    theirs = learn_tokenizer(TEXTS, 260)
+    theirs.add_special_tokens(["<s>"])
+    theirs.save(str(tmp_path / "theirs.json"))
+    tokenizer = load_tokenizer(tmp_path / "theirs.json")
+    tokens = tokenizer.encode(f"a<s>b{EOS}", add_special_tokens=False).ids
+    assert not {tokenizer.token_to_id("<s>"), tokenizer.token_to_id(EOS)} & set(tokens)
+    assert tokenizer.decode(tokens) == f"a<s>b{EOS}"
 
 
 def test_files_are_split_by_the_hash_of_their_names(tmp_path):
@@ -121,6 +133,27 @@ def test_files_are_split_by_the_hash_of_their_names(tmp_path):
     assert len(test) == 3
     again = load_text(write_files(tmp_path, {"more.txt": b"more"}))
     assert len(set(again[1]) & set(test)) >= 2
+
+
+def test_folders_named_after_the_splits_are_the_splits_also_behind_a_link(tmp_path):
+    write_files(tmp_path / "a", {f"{number}.txt": b"text %d" % number for number in range(40)})
+    write_files(tmp_path / "b", {"test/held.txt": b"held out", "val/other.txt": b"other", "readme.txt": b"about"})
+    (tmp_path / "b" / "train").symlink_to(tmp_path / "a")
+    train, test = load_text(str(tmp_path / "b"))
+    assert sorted(train) == sorted(f"text {number}" for number in range(40))
+    assert test == ["held out"]
+
+
+@pytest.mark.parametrize("kind", ["files", "rows"])
+def test_equal_documents_are_all_kept_and_on_one_side(tmp_path, home, kind):
+    rows = [f"text {number % 40}" for number in range(120)]
+    files = {f"{number}.txt": row.encode() for number, row in enumerate(rows)}
+    train, test = load_text(
+        write_files(tmp_path, files) if kind == "files" else write_parquet(tmp_path / "rows", train=rows)
+    )
+    assert sorted(train + test) == sorted(rows)
+    assert len(test) == 6
+    assert not set(train) & set(test)
 
 
 def test_the_standard_library_is_text_that_every_machine_has():
@@ -156,9 +189,14 @@ def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys, monkey
     mixed = write_parquet(tmp_path / "mixed", train=["a", "b"])
     write_files(tmp_path / "mixed", {"c.txt": b"c"})
     assert "parquet files and other files" in stops(capsys, load_text, mixed)
-    numbers = tmp_path / "numbers"
-    numbers.mkdir()
-    datasets.Dataset.from_dict({"number": [1, 2]}).to_parquet(numbers / "train.parquet")
-    assert "none of which holds strings" in stops(capsys, load_text, str(numbers))
+    several = write_parquet(tmp_path / "several", name="content", train=["a", "b"])
+    assert "has the columns id, content" in stops(capsys, load_text, several)
+    for column, found in (("number", 1), ("content", "a")):
+        (tmp_path / column).mkdir()
+        rows = datasets.Dataset.from_dict({"id": [1, 2], column: [found, found]})
+        rows.to_parquet(tmp_path / column / "train.parquet")
+        rows.to_parquet(tmp_path / column / "test.parquet")
+    assert "has the columns id, number" in stops(capsys, load_text, str(tmp_path / "number"))
+    assert load_text(str(tmp_path / "content")) == (["a", "a"], ["a", "a"])
     unlabelled = write_parquet(tmp_path / "unlabelled", train=["a", "b"], test=[None, ""])
     assert "needs a non-empty document" in stops(capsys, load_text, unlabelled)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 from utils.console import show, stop
+from utils.extras.best import is_number
 from utils.flags import non_negative_float
 
 # Logged numbers with a smaller relative difference are the same up to rounding. Measured with mnist_mlp.py in float32,
@@ -112,7 +113,7 @@ def read_numbers(path: Path, batch_size: float) -> pd.DataFrame:
                 break
             stop(f"{path} is damaged: line {number} is not a JSON object with a split and a step")
         since = last_steps.get(split, 0) if split == "train" else 0
-        samples = line.get("samples") or (step - since) * batch_size or math.nan
+        samples = line.get("samples") or (split == "train" and (step - since) * batch_size) or math.nan
         for metric, value in line.items():
             if is_number(value) and metric not in NOT_COMPARED:
                 rows.append((split, step, since, metric, value, samples))
@@ -121,10 +122,6 @@ def read_numbers(path: Path, batch_size: float) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=list(types)).astype(types)
     table["nth"] = table.groupby(["split", "step", "metric"]).cumcount()
     return table
-
-
-def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def compare_settings(reference: Run, other: Run) -> pd.DataFrame:
@@ -304,7 +301,7 @@ def describe(table: pd.DataFrame, what: str, unit: str) -> str:
     return f"{len(table)} {what}: {equal} are equal, and the largest difference is {largest}."
 
 
-def report(reference: Run, other: Run, tolerance: float, show_all: bool) -> tuple[int, str]:
+def report(reference: Run, other: Run, tolerance: float) -> tuple[int, str]:
     """Print the differences; return the exit code and the verdict."""
     settings = compare_settings(reference, other)
     numbers = compare_numbers(reference, other, tolerance)
@@ -312,9 +309,7 @@ def report(reference: Run, other: Run, tolerance: float, show_all: bool) -> tupl
     code, verdict = judge(numbers, tensors)
 
     tables = [settings.rename(columns={"reference": reference.name, "other": other.name})]
-    if show_all:
-        tables += [numbers, tensors]
-    elif code:
+    if code:
         worst = numbers.sort_values("difference").drop_duplicates(["split", "metric"], keep="last")
         tables += [table[~table["exact"]].head(WORST) for table in (worst, tensors)]
     for table in tables:
@@ -325,6 +320,8 @@ def report(reference: Run, other: Run, tolerance: float, show_all: bool) -> tupl
     last_step = min(reference.step, other.step)
     show(describe(numbers, f"logged numbers up to step {last_step}", "of the number"))
     show(describe(tensors, f"tensors of {' and '.join(tensors['source'].unique())}", "of the tensor's largest entry"))
+    if code == 0 and reference.step != other.step:
+        verdict += f" up to step {last_step}"
     if code == 1:
         verdict += f"; settings that differ: {', '.join(settings['setting']) or 'none'}"
     return code, f"{other.name} compared with {reference.name}: {verdict}"
@@ -338,8 +335,6 @@ def main() -> int:
     add("others", type=Path, nargs="+", metavar="OTHER", help="folders of other runs")
     tolerance = f"largest relative difference due to rounding; for tensors {TENSORS} times as large (%(default)g)"
     add("--tolerance", type=non_negative_float, default=TOLERANCE, metavar="X", help=tolerance)
-    add("--all", action="store_true", help="show all numbers and tensors, not only the largest differences")
-    add("--picture", type=Path, metavar="FILE", help="draw the curves and their differences as a PNG")
     args = parser.parse_args()
     try:
         return compare_all([args.reference, *args.others], args)
@@ -355,12 +350,8 @@ def compare_all(folders: list[Path], args) -> int:
     runs = list(map(read_run, folders, names))
     results = []
     for other in runs[1:]:
-        results.append(report(runs[0], other, args.tolerance, args.all))
+        results.append(report(runs[0], other, args.tolerance))
         show("")
     for code, verdict in results:
         show(verdict, "red" if code else "green")
-    if args.picture:
-        from .picture import draw
-
-        draw(names, [run.numbers for run in runs], args.tolerance, args.picture)
     return max(code for code, _ in results)

@@ -38,7 +38,6 @@ VARIABLES = (
     ("ACCELERATE_.*", "", "is read by Accelerate in addition to the config file"),
     ("NCCL_.*", "", "changes the communication between GPUs in every run"),
     ("CUDA_VISIBLE_DEVICES=.*", "", "hides GPUs from torch, or renumbers them"),
-    ("OMP_NUM_THREADS=.*", "", "limits NumPy, but not torch, whose threads the scripts set"),
 )
 
 
@@ -60,6 +59,7 @@ def gather(folder: Path) -> SimpleNamespace:
         **({"device": "cpu", "gpus": [], "architectures": []} if "torch" in broken else ask_torch(memory)),
         driver_gpus=output_of("nvidia-smi", "-L").count("GPU-"),  # including GPUs hidden from torch
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        load=psutil.getloadavg()[0],  # threads that ran or were ready to, over the last minute
         cpu_has_bf16=has_bf16(Path("/proc/cpuinfo")),  # None: unknown
         memory_gib=memory.total / 2**30,
         free_memory_gib=memory.available / 2**30,
@@ -202,8 +202,7 @@ def problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
                 yield fails, f"{setting} in the environment {effect}: unset it, unless it is intended"
                 break
     if facts.default_config:
-        effect = "is silently used if --config_file is missing"
-        yield False, f"{facts.default_config} {effect}: always pass --config_file, or delete this file"
+        yield False, f"{facts.default_config} is silently used without --config_file: always pass one, or delete it"
 
 
 def package_problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
@@ -235,8 +234,9 @@ def hardware_problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
             yield gpu.free_gib < MIN_GPU_GIB, f"{free}: {advice}"
     processes = count if facts.device == "cuda" else 2  # ddp.yaml's or cpu_ddp.yaml's
     if facts.cores < processes:
-        cores = plural(facts.cores, "core")
-        yield False, f"{processes} processes would share {cores}: pass a smaller --num_processes"
+        yield False, f"{processes} processes would share {plural(facts.cores, 'core')}: pass a smaller --num_processes"
+    if facts.load > facts.cores and "OMP_WAIT_POLICY" not in facts.environment:
+        yield False, f"the load of the CPU is {facts.load:.0f}: set OMP_WAIT_POLICY=PASSIVE, or waiting threads spin"
     if facts.shm_gib is not None and facts.shm_gib < MIN_SHM_GIB:
         shm = f"/dev/shm has {facts.shm_gib * 1024:.0f} MiB free"
         effect = "when it is full, data workers end with a bus error and NCCL does not start"

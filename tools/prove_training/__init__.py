@@ -9,8 +9,8 @@ Any script that trains with Accelerate or with torch.distributed, unchanged. The
     proof           what is run, and in which order; the report
     runs            a run of the script: its processes, where they can harm nothing
     sandbox         what keeps the user's files as they are
-    same_work       the same samples per step on each number of processes
     recording       what one process records, and its recorders, each with one job:
+      same_work       the same samples per step on each number of processes
       data            batches: who reads which samples
       models          models, optimizers and steps
       evaluations     what is said after a test
@@ -25,7 +25,7 @@ Any script that trains with Accelerate or with torch.distributed, unchanged. The
     picture         who read which sample
     tensors, text   small things
 
-Imports nothing but torch, NumPy and, for the picture, matplotlib.
+Imports nothing but torch and NumPy, Accelerate where it is installed, and matplotlib for the picture.
 """
 
 __version__ = "1.0"

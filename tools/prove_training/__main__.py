@@ -3,7 +3,7 @@
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the working directory, or the folder of this file: the modules there are not meant here
+    del sys.path[0]  # the working directory or this folder, whose modules must not shadow others
 if not __package__:  # run by its path
     import importlib.util
     import os

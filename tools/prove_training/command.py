@@ -1,10 +1,7 @@
 """The command line of prove_training."""
 
 import argparse
-import os
 from pathlib import Path
-
-from .text import stop
 
 ENDINGS = (".png", ".svg", ".pdf")  # of a picture
 WHAT = "Prove that a script trains the same model on any number of processes, or name the first thing that differs."
@@ -12,7 +9,7 @@ CODES = "Exit codes: 0 proven, 1 something is wrong, 2 the script fails, 3 this 
 
 
 def process_counts(text: str) -> tuple[int, ...]:
-    """An argparse type: numbers of processes, larger than one, with commas between them."""
+    """An argparse type: comma-separated numbers of processes, each at least 2."""
     counts = tuple(sorted({int(part) for part in text.split(",")}))
     if counts[0] < 2:
         raise ValueError(text)
@@ -28,30 +25,20 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add("--json", action="store_true", help="print the report as JSON")
     add("--picture", type=Path, metavar="FILE", help="draw who read which sample (.png, .svg, .pdf)")
     add("--keep", type=Path, metavar="FOLDER", help="keep what the runs write, and their records")
-    own_flags = {flag for action in parser._actions for flag in action.option_strings}
     add("script", type=Path)
     add("flags", nargs=argparse.REMAINDER, help="flags of the script")
     args = parser.parse_args(words)
-    check(args, own_flags)
-    return args
-
-
-def check(args: argparse.Namespace, own_flags: set[str]) -> None:
-    """Raises: SystemExit, if the command cannot be carried out."""
     if not args.script.is_file():
-        stop(f"there is no script {args.script}")
+        parser.error(f"there is no script {args.script}")
     text = args.script.read_text(errors="replace")
     for flag in args.flags:
-        name = flag.partition("=")[0]
-        if name in own_flags and name not in text:
-            stop(f"{name} is a flag of prove_training and not of {args.script}: write it before the script")
+        if flag.partition("=")[0] in parser._option_string_actions and flag.partition("=")[0] not in text:
+            parser.error(f"{flag} is a flag of prove_training and not of {args.script}: write it before the script")
     if args.keep and args.keep.exists() and not (args.keep.is_dir() and not any(args.keep.iterdir())):
-        stop(f"--keep {args.keep} is not an empty folder: name a new one")
-    if args.picture:
-        if args.picture.suffix not in ENDINGS or args.picture.is_dir():
-            stop(f"--picture {args.picture} is not a file that ends in {', '.join(ENDINGS)}")
-        if not os.access(args.picture.absolute().parent, os.W_OK):
-            stop(f"--picture {args.picture}: its folder does not exist or cannot be written to")
+        parser.error(f"--keep {args.keep} is not an empty folder: name a new one")
+    if args.picture and (args.picture.suffix not in ENDINGS or not args.picture.absolute().parent.is_dir()):
+        parser.error(f"--picture {args.picture} must end in {', '.join(ENDINGS)}, and its folder must exist")
+    return args
 
 
 def main() -> int:

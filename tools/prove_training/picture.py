@@ -5,7 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from .stages import parts_of, passes_of, step_size
+from .stages import largest_step, parts_of, passes_of
 from .text import show
 
 RANKS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#cc79a7")
@@ -33,7 +33,7 @@ def marks(reference: dict, ranks: list[dict]) -> dict[str, list[tuple[int, int]]
         for _, _, digest in reads(record):
             order.setdefault(digest, len(order))
     wanted = {key: collections.Counter(digests) for key, digests in passes_of(reference).items()}
-    batch = max((step_size(step) for step in reference["steps"]), default=0)
+    batch = largest_step(reference)
     seen = collections.defaultdict(collections.Counter)
     by_step = sorted(
         ((step, rank, key, digest) for rank, each in enumerate(ranks) for key, step, digest in reads(each))
@@ -76,7 +76,7 @@ def draw(runs: list[tuple[dict, list[dict]]], verdict: str):
 
 
 def save(file: Path, runs: list, verdict: str) -> None:
-    """Write the picture, or say in one line why there is none: never the end of the report."""
+    """Write the picture, or print why there is none."""
     try:
         if (figure := draw(runs, verdict)) is None:
             return show("no picture: no samples of several processes were recorded", "yellow", file=sys.stderr)

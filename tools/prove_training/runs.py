@@ -1,6 +1,6 @@
-"""Runs a script on several processes, each a fork of this one, where it can harm nothing: see `sandbox.py`.
+"""Runs a script on several processes, each a fork of this one, where it cannot change files: see `sandbox.py`.
 
-To import torch and Accelerate takes longer than the few steps that a script is run for: that is done once.
+Importing torch and Accelerate takes longer than the few steps of a run, so it is done once.
 """
 
 import itertools
@@ -11,23 +11,22 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import NamedTuple
 
 from . import recording, sandbox
 
-GRACE_S = 4  # for the other processes, when one has failed
+GRACE_S = 4  # for the other processes, once one has failed
 
 
 class Outcome(NamedTuple):
-    """What a run has left: the record of each rank, or why there is none."""
+    """The result of a run: the record of each rank, or why there is none."""
 
     records: list[dict]
     error: str | None  # of the first rank that failed
     changes: Path  # what the script has written
-    waits: list[str]  # where each rank stood when the time was over
-    calls: list[list[str]]  # the collective calls of each rank: after how many steps, the name, the line
+    waits: list[str]  # where each rank stood when time ran out
+    calls: list[list[str]]  # collective calls of each rank: number of steps before it, name, line
 
 
 class Runs:
@@ -37,26 +36,26 @@ class Runs:
         script: of the user.
         flags: of the script.
         top: an empty folder.
-        scratch: an empty folder for temporary files, with a short name: that of a socket is in it.
+        scratch: an empty folder for temporary files; its name must be short, for sockets.
         timeout_s: of each run.
     """
 
     def __init__(self, script: Path, flags: list[str], top: Path, scratch: Path, timeout_s: float):
-        self.script, self.flags, self.timeout_s = script.resolve(), flags, timeout_s
+        self.script, self.flags, self.timeout_s = script.resolve(), flags, max(timeout_s, 2)
         self.top, self.scratch, self.cwd = top.resolve(), scratch.resolve(), Path.cwd().resolve()
-        # The script and its folder are protected as well, where they are elsewhere.
+        # The script may be outside the working directory: then its folder is protected as well.
         inside = self.script.is_relative_to(self.cwd)
         self.source = self.cwd if inside else self.script.parent
         self.folders = list(dict.fromkeys([self.source, self.cwd]))
         self.count = itertools.count(1)
         self.is_mounted = sandbox.can_mount(self.folders, self.scratch)
-        self.before = sandbox.sizes_and_times(self.folders, self.top)
+        self.can_forbid = not self.is_mounted and sandbox.can_forbid_writes()
+        self.before = {} if self.is_mounted else sandbox.sizes_and_times(self.folders, self.top)
 
-    def changed(self, except_for: Path | None) -> list[str]:
-        """Files of the user that are not what they were at the beginning, or are gone."""
-        now = sandbox.sizes_and_times(self.folders, self.top)
-        apart = {path for path in self.before if self.before[path] != now.get(path)}
-        return sorted(apart - {except_for and str(except_for.resolve())})
+    def changed(self) -> list[str]:
+        """Files of the user that were changed or deleted; [] where mounts make that impossible."""
+        now = {} if self.is_mounted else sandbox.sizes_and_times(self.folders, self.top)
+        return sorted(path for path in self.before if self.before[path] != now.get(path))
 
     def __call__(self, processes: int, plan: dict, flags: list[str] = (), changes: Path | None = None) -> Outcome:
         """Run the script.
@@ -64,44 +63,35 @@ class Runs:
         Args:
             plan: for `recording.Recording`.
             flags: more of them.
-            changes: of an earlier run, to go on with.
+            changes: of an earlier run, to continue from.
         """
         output = self.top / f"run_{next(self.count)}"
         output.mkdir()
         if changes is None:
             changes = output / "changes"
             changes.mkdir()
-            if not self.is_mounted:
-                self._copy(changes)
+            for number, folder in enumerate([] if self.is_mounted else self.folders):
+                sandbox.copy_folder(folder, changes / str(number), may_link=self.can_forbid)
         root = self.source if self.is_mounted else changes / "0"
         defaults = {"is_resumed": None, "stop_after_save": False, "own_batch_size": False, "without_gpu": False}
-        plan = defaults | {"shorter": []} | plan
-        plan |= {"processes": processes, "folder": str(root), "output": str(output)}
-        plan["timeout_s"] = max(self.timeout_s, 2)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if not pid:
-            self._supervise(plan, changes, [*self.flags, *flags])
+        plan = defaults | {"shorter": [], "orders": None, "weights": None} | plan
+        plan |= {"processes": processes, "folder": str(root), "output": str(output), "timeout_s": self.timeout_s}
+        pid = sandbox.forked(self._supervise, plan, changes, [*self.flags, *flags])
         try:
             is_over = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
         except BaseException:
             os.kill(pid, signal.SIGTERM)
             os.waitpid(pid, 0)
             raise
-        for work in changes.glob("*/work"):  # of overlayfs, in a folder that cannot be read
+        for work in changes.glob("*/work"):  # overlayfs leaves folders that cannot be read
             for folder in work.iterdir():
                 folder.chmod(0o700)
             shutil.rmtree(work)
         return self._outcome(output, processes, changes, is_over)
 
-    def _copy(self, changes: Path) -> None:
-        for number, folder in enumerate(self.folders):
-            sandbox.copy_folder(folder, changes / str(number), sandbox.can_forbid_writes())
-
-    def _supervise(self, plan: dict, changes: Path, flags: list[str]) -> None:
-        """Start the ranks in a new process, wait for them, and end with all that they have left behind."""
-        ranks, code = {}, 2
+    def _supervise(self, plan: dict, changes: Path, flags: list[str]) -> int:
+        """Start the ranks, wait for them, and end all processes they leave behind. Returns 1 if time ran out."""
+        ranks = {}
         try:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
             sandbox.adopt()
@@ -109,22 +99,18 @@ class Runs:
             variables = self._variables(plan["processes"])
             for rank in range(plan["processes"]):
                 own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks[self._fork(plan, rank, own, flags)] = rank
-            code = int(self._wait(ranks, Path(plan["output"])))
-        except BaseException:  # this process must not return to what its parent was doing
-            traceback.print_exc()
+                ranks[sandbox.forked(self._rank, plan, rank, own, flags)] = rank
+            return int(self._wait(ranks, Path(plan["output"])))
         finally:
             sandbox.end_children(list(ranks))
-            sys.stderr.flush()
-            os._exit(code)
 
     def _enter(self, changes: Path) -> None:
         """Go where the script will run."""
         if self.is_mounted:
-            sandbox.copy_on_write(self.folders, sandbox.home_and_temporary(), self.top, changes.relative_to(self.top))
+            sandbox.copy_on_write(self.folders, self.top, changes.relative_to(self.top))
             os.chdir(self.cwd)
             return
-        if sandbox.can_forbid_writes():
+        if self.can_forbid:
             sandbox.forbid_writes([self.top, self.scratch, Path("/dev"), *sandbox.caches()])
         os.environ["TMPDIR"] = str(self.scratch)
         os.chdir(changes / str(self.folders.index(self.cwd)))
@@ -137,31 +123,22 @@ class Runs:
         variables |= {"ACCELERATE_MIXED_PRECISION": "no", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         return variables | {"TORCHELASTIC_RUN_ID": "prove", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
 
-    def _fork(self, plan: dict, rank: int, variables: dict, flags: list[str]) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        try:  # the new process
-            os.setsid()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            output, folder = Path(plan["output"]), Path(plan["folder"])
-            log = os.open(output / f"log_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            logging.root.handlers.clear()
-            logging.root.setLevel(logging.WARNING)
-            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  until the end
-            os.environ.update(variables)
-            recording.main(plan, rank, str(folder / self.script.relative_to(self.source)), flags)
-        except BaseException:  # nor must this one
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(1)
+    def _rank(self, plan: dict, rank: int, variables: dict, flags: list[str]) -> None:
+        """Run the script in this process, which ends."""
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        log = os.open(Path(plan["output"], f"log_{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        logging.root.handlers.clear()
+        logging.root.setLevel(logging.WARNING)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  until the end
+        os.environ.update(variables)
+        recording.main(plan, rank, str(Path(plan["folder"], self.script.relative_to(self.source))), flags)
 
     def _wait(self, ranks: dict[int, int], output: Path) -> bool:
-        """Wait for all processes. Returns whether the time was over."""
+        """Wait for all processes. Returns whether time ran out."""
         ends, left = time.monotonic() + self.timeout_s, set(ranks)
         while left:
             for pid in list(left):
@@ -191,13 +168,13 @@ class Runs:
                     waits.append(f"rank {rank} at {records[-1]['waits']}")
         error = None
         if errors:
-            error = min(errors, key=lambda text: "onnection" in text)  # rather the cause than what followed
+            error = min(errors, key=lambda text: "onnection" in text)  # the cause, not its consequences
         elif len(records) < processes and not waits:
             error = f"it did not end in {self.timeout_s:g} s" if is_over else "a process ended without a record"
         return Outcome(records, error, changes, [] if error else waits, calls)
 
 
 def with_message(error: str, log: Path) -> str:
-    """What a script says before it ends by sys.exit."""
+    """The error, with the last line that a script printed before sys.exit."""
     said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line.lower()]
     return f"{error}: {said[-1][:300]}" if said and error.startswith("it ends with") else error

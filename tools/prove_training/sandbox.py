@@ -1,8 +1,8 @@
-"""Lets a script write where it likes, and keeps every file of the user as it is.
+"""Lets a script write anywhere without changing any file of the user.
 
-Where Linux lets us mount, the script runs at its own path in a mount namespace of its own: its folder, the home folder
-and the temporary folder are copy-on-write (overlayfs: only what is written to is copied), and all else is read-only.
-Elsewhere it runs in a copy, and Landlock, where Linux has it, forbids it to write to anything else.
+Where Linux allows mounts, the script runs at its own path in its own mount namespace: its folder, the home folder and
+the temporary folder are copy-on-write (overlayfs copies only what is written), and everything else is read-only.
+Elsewhere it runs in a copy; where Linux has Landlock, it cannot write outside the copy.
 """
 
 import contextlib
@@ -14,26 +14,24 @@ import signal
 import struct
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from .text import CannotTell
+
 IS_LINUX = sys.platform == "linux"
-COPIED_BYTES = 500_000_000  # of a copy, together
+COPIED_BYTES = 500_000_000  # total size of a copy
 COPIED_FILES = 3_000
-WATCHED_FILES = 100_000
 NOT_COPIED = {".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
-# Of the kernel's headers: sched.h, mount.h, prctl.h, landlock.h.
+# From the kernel's headers: sched.h, mount.h, prctl.h, landlock.h.
 NEW_MOUNTS, NEW_USER = 0x20000, 0x10000000
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 AT_RECURSIVE, READ_ONLY, MOUNT_SETATTR = 0x8000, 1, 442
 PARENT_DEATH_SIGNAL, CHILD_SUBREAPER, NO_NEW_PRIVILEGES = 1, 36, 38
 LANDLOCK, LANDLOCK_TRUNCATE = 444, 3  # the first of three system calls; the version that knows truncate()
 WRITES = sum(1 << right for right in (1, *range(4, 15)))  # write_file, remove_*, make_*, refer, truncate
-
-
-class TooLarge(Exception):
-    """A folder that can be neither mounted copy-on-write nor copied."""
 
 
 def system(name: str, *args) -> int:
@@ -59,7 +57,7 @@ def set_read_only(place: Path, value: bool, flags: int = 0) -> None:
 
 
 def new_namespace() -> None:
-    """A mount namespace of this process's own; for whoever is not root, in a user namespace."""
+    """Give this process its own mount namespace, in a user namespace if it is not root."""
     try:
         system("unshare", NEW_MOUNTS)
     except PermissionError:
@@ -72,7 +70,7 @@ def new_namespace() -> None:
 
 
 def opened(place: Path) -> str:
-    """A path of what is at `place` now, also after something else is mounted there."""
+    """A path to what is at `place` now, valid even after something else is mounted there."""
     return f"/proc/self/fd/{os.open(place, os.O_PATH)}"
 
 
@@ -83,13 +81,15 @@ def mounts_in(folder: Path) -> Iterator[Path]:
             yield place
 
 
-def copy_on_write(folders: list[Path], others: list[Path], output: Path, changes: str) -> None:
-    """From now on this process sees `folders` copy-on-write at their own paths, and all else but `output` read-only.
+def copy_on_write(folders: list[Path], output: Path, changes: str) -> None:
+    """From now on, this process sees these folders, the home folder and the temporary folder copy-on-write, at their
+    own paths, and everything else but `output` read-only.
 
     Args:
-        folders: must be mounted; OSError where the system does not let us.
-        others: are mounted where that is possible.
-        changes: the name of a folder in `output`, for what is written. It may be that of an earlier run.
+        changes: the name of a folder in `output` for what is written; it may be from an earlier run.
+
+    Raises:
+        OSError: if the system does not allow it.
     """
     new_namespace()
     kept = opened(output)
@@ -104,16 +104,12 @@ def copy_on_write(folders: list[Path], others: list[Path], output: Path, changes
         mount(kept, output, flags=BIND)
         writable.append(place)
 
-    for place in sorted({*folders, *others}):  # outer ones first
+    common = {Path.home().resolve(), Path(tempfile.gettempdir()).resolve()} - {Path("/")}
+    for place in sorted({*folders, *filter(Path.is_dir, common)}):  # outer ones first
         if any(place.is_relative_to(other) for other in writable[1:]):
             continue
         inner = [(each, opened(each)) for each in mounts_in(place)]
-        try:
-            overlay(opened(place), place)
-        except OSError:
-            if place in folders:
-                raise
-            continue
+        overlay(opened(place), place)
         for each, lower in inner:
             try:
                 overlay(lower, each)
@@ -125,23 +121,17 @@ def copy_on_write(folders: list[Path], others: list[Path], output: Path, changes
     mount("tmpfs", "/dev/shm", "tmpfs")
 
 
-def home_and_temporary() -> list[Path]:
-    found = [Path.home().resolve(), Path(tempfile.gettempdir()).resolve()]
-    return [folder for folder in found if folder.is_dir() and folder != Path("/")]
-
-
 def can_mount(folders: list[Path], scratch: Path) -> bool:
     """Try it, in a process that ends."""
-    if not IS_LINUX or (pid := os.fork()):
-        return IS_LINUX and os.waitpid(pid, 0)[1] == 0
-    code = 1
-    try:
-        copy_on_write(folders, home_and_temporary(), scratch, "tried")
-        code = 0
-    except (OSError, AttributeError):
-        pass
-    finally:
-        os._exit(code)
+
+    def attempt() -> int:
+        try:
+            copy_on_write(folders, scratch, "tried")
+        except (OSError, AttributeError):
+            return 1
+        return 0
+
+    return IS_LINUX and os.waitpid(forked(attempt), 0)[1] == 0
 
 
 # Copies
@@ -157,7 +147,7 @@ def can_forbid_writes() -> bool:
 
 
 def forbid_writes(except_in: list[Path]) -> None:
-    """From now on neither this process nor its children can change a file outside these folders."""
+    """From now on, neither this process nor its children can change files outside these folders."""
     rules = system("syscall", LANDLOCK, struct.pack("Q", WRITES), 8, 0)
     for folder in except_in:
         if folder.is_dir():
@@ -168,7 +158,7 @@ def forbid_writes(except_in: list[Path]) -> None:
 
 
 def caches() -> list[Path]:
-    """What libraries of data sets and models keep for later: a script may add to it, as any run of it does."""
+    """Caches of data sets and models. A script may add to them, as in any run."""
     names = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME")
     return [Path(os.environ[name]) for name in names if os.environ.get(name)] + [Path.home() / ".cache"]
 
@@ -177,13 +167,16 @@ def copy_folder(source: Path, target: Path, may_link: bool) -> None:
     """Copy what a script may read or write.
 
     Args:
-        may_link: what is too large is a link; else TooLarge is raised.
+        may_link: link to what is too large to copy.
+
+    Raises:
+        CannotTell: if it is too large and may not be linked.
     """
     left_bytes, left_files = COPIED_BYTES, COPIED_FILES
 
     def link(path: str, place: Path) -> None:
         if not may_link:
-            raise TooLarge(path)
+            raise CannotTell(f"{path} is too large to be copied, and cannot be mounted: move it elsewhere")
         place.symlink_to(Path(path).resolve())
 
     waiting = [(source, target)]
@@ -218,48 +211,51 @@ def is_inside(link: str, folder: Path) -> bool:
 
 
 def sizes_and_times(folders: list[Path], except_in: Path) -> dict[str, tuple[int, int]]:
-    """The size and the time of the last change of each file."""
+    """Size and modification time of each file."""
     found = {}
     for folder in folders:
-        for place, folders_in_it, names in os.walk(folder):
-            keep = [name for name in folders_in_it if name not in NOT_COPIED and Path(place, name) != except_in]
-            folders_in_it[:] = keep
+        for place, inner, names in os.walk(folder):
+            inner[:] = [name for name in inner if name not in NOT_COPIED and Path(place, name) != except_in]
             for name in names:
-                path = os.path.join(place, name)
-                status = os.lstat(path) if os.path.lexists(path) else None
-                found[path] = status and (status.st_size, status.st_mtime_ns)
-            if len(found) > WATCHED_FILES:
-                return found
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(path := os.path.join(place, name))
+                    found[path] = status.st_size, status.st_mtime_ns
     return found
 
 
 # Processes
 
 
+def forked(function, *args) -> int:
+    """Call a function in a new process; its result is the exit code. Returns the process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    code = 2
+    try:
+        code = function(*args)
+    except BaseException:  # the new process must not continue the work of its parent
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def adopt() -> None:
-    """Become the parent of all processes that the children of this one leave behind, and end with its own parent."""
+    """Adopt processes that children leave behind, and end together with the parent process."""
     if IS_LINUX:
         system("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)
         system("prctl", PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def end_children(known: list[int]) -> None:
-    """End the sessions of these processes and, after `adopt`, all children and theirs."""
+    """Kill the sessions of these processes and, after `adopt`, all descendants."""
     for pid in known:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    while children := list(children_of(os.getpid())) if IS_LINUX else []:
-        for pid in children:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while children.exists() and (pids := children.read_text().split()):
+        for pid in map(int, pids):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-
-
-def children_of(pid: int) -> Iterator[int]:
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                status = Path("/proc", name, "stat").read_text(errors="replace")
-            except OSError:
-                continue
-            if int(status.rpartition(")")[2].split()[1]) == pid:
-                yield int(name)

@@ -1,4 +1,4 @@
-"""Tensors as they are recorded, how far two of them are apart, and digests of samples."""
+"""Tensors as they are recorded, the difference of two of them, and digests of samples."""
 
 import hashlib
 import math
@@ -7,17 +7,21 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-MAX_ENTRIES = 2**14  # a larger tensor is recorded by so many of its entries, evenly spaced, and its norm
+MAX_ENTRIES = 2**14  # of a larger tensor, this many entries are recorded, evenly spaced, and its norm
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as float64 on the CPU, flat: its norm, then its entries, or MAX_ENTRIES of them."""
+    """A tensor as float64 on the CPU, flat: its norm, then at most 2 * MAX_ENTRIES of its entries."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     flat = tensor.detach().flatten()
     norm = torch.linalg.vector_norm(flat.double()).view(1)
     step = max(1, flat.numel() // MAX_ENTRIES)
     return torch.cat([norm, flat[::step].double()]).cpu()
+
+
+def norm_of(recorded: torch.Tensor) -> float:
+    return float(recorded[0])
 
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -34,7 +38,7 @@ def differ(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def digest(content) -> str:
-    """16 hex digits of nested tensors, arrays, images, numbers and strings; other objects count by their type."""
+    """16 hex digits of nested tensors, arrays, images, numbers and strings; of other objects only the type counts."""
     sha = hashlib.sha256()
 
     def add(part) -> None:

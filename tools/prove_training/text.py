@@ -1,11 +1,15 @@
-"""Lines on the screen."""
+"""Lines on the screen, and the words in them."""
 
 import os
 import re
 import sys
 
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # what a terminal would obey
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # characters that control a terminal
+
+
+class CannotTell(Exception):
+    """Why there is no verdict."""
 
 
 def show(text: str, colour: str = "", file=None) -> None:
@@ -16,11 +20,6 @@ def show(text: str, colour: str = "", file=None) -> None:
         first, space, others = text.partition(" ")
         text = f"\033[1;{COLOURS[colour]}m{first}\033[0m{space}{others}"
     print(text, file=file, flush=True)
-
-
-def stop(sentence: str, code: int = 2) -> None:
-    show(f"error: {sentence}", "red", sys.stderr)
-    raise SystemExit(code)
 
 
 def plural(count: int, word: str) -> str:

@@ -179,9 +179,8 @@ class Checkpoints:
         metrics = {}
         for key, tensor in tensors.items():
             saved_rank, _, name = key.partition("/")
-            is_own = int(saved_rank) == rank if same else rank == 0
-            # The others have no samples, but the same names: `Metrics.reduce` needs them on all processes.
-            metrics.setdefault(name, []).append(tensor if is_own else tensor[:0])
+            if rank == (int(saved_rank) if same else 0):
+                metrics.setdefault(name, []).append(tensor)
         return {name: torch.cat(parts) for name, parts in metrics.items()}
 
     def _check_fits(self, manifest: dict, tensors: Files) -> None:

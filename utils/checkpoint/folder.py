@@ -108,12 +108,16 @@ def read_checkpoint(path: Path) -> tuple[dict, Files]:
             raise ValueError("its checksum differs")
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, and this version of the code reads {FORMAT}")
+        if path.name != f"step_{manifest['step']:08d}":  # a copy: the run could not write the steps in between
+            raise ValueError(f"it belongs to step {manifest['step']}")
         for name, digest in manifest["sha256"].items():
             content = (path / name).read_bytes()
             if hashlib.sha256(content).hexdigest() != digest:
                 raise ValueError("its SHA-256 is not the one in manifest.json")
             files[name] = safetensors.torch.load(content)
-    except (FileNotFoundError, ValueError, safetensors.SafetensorError) as error:
+    except Exception as error:  # of any type: the JSON may have any form
+        if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            raise
         raise ValueError(f"{name}: {error}") from error
     return manifest, files
 

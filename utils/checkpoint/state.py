@@ -27,6 +27,9 @@ class ModelState:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):
         self.model, self.fsdp = model, sharding(accelerator)
+        for name, value in model.state_dict().items():
+            if not isinstance(value, torch.Tensor):
+                stop(f"{name} of a model cannot be saved: it is a {type(value).__name__}, not a tensor like a buffer")
 
     def layout(self) -> dict[str, str]:
         return layout(self.model.state_dict())

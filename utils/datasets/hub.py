@@ -1,5 +1,6 @@
 """Datasets from the Hub, or from a folder of the same form, through `datasets.load_dataset`."""
 
+import os
 import re
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def load_dataset(dataset: str, example: str, folder: Path | None = None) -> dict
         huggingface_hub.logging.set_verbosity_error()
     if not is_folder and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset) or source.exists()):
         stop(f"--dataset {dataset} is neither a folder nor a Hub id such as {example}")
+    for top, folders, _ in os.walk(source) if is_folder else ():
+        for link in filter(os.path.islink, (os.path.join(top, name) for name in folders)):
+            stop(f"--dataset {dataset} has a link to a folder, {link}, whose files would be left out: move them here")
     try:
         return datasets.load_dataset(source.as_posix())
     except Exception as error:  # some twenty types; all of them mean that there is no data
@@ -37,8 +41,5 @@ def load_dataset(dataset: str, example: str, folder: Path | None = None) -> dict
         if cache in reason:
             stop(f"the cache {cache} cannot be used ({reason}): remove it, or set HF_HOME")
         if is_folder:
-            stop(
-                f"--dataset {dataset} is a folder without a dataset, or with a damaged one: "
-                f"{reason}; if its files are intact, remove their copies in the cache {cache}"
-            )
+            stop(f"--dataset {dataset} holds no intact dataset ({reason}): mend it, or remove its copies in {cache}")
         stop(f"--dataset {dataset} is not a folder, and cannot be loaded from the Hub: {reason}")

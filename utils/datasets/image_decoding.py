@@ -5,9 +5,22 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from ..console import stop
+
+EXIF_ORIENTATION = 0x0112
+
+
+def open_upright(cell: dict) -> Image.Image:
+    """Open the image of a cell {"bytes", "path"} of a `datasets` Image column, rotated according to its EXIF data.
+
+    It is not decoded yet, unless it is rotated.
+    """
+    image = Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"]))
+    if image.getexif().get(EXIF_ORIENTATION, 1) == 1:
+        return image
+    return ImageOps.exif_transpose(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -50,8 +63,7 @@ def decode_images(contents: list[bytes | None], paths: list[str | None], dataset
     def read(row, use):
         """Return `use(image)` of an open image."""
         try:
-            content = contents[row]
-            with Image.open(paths[row] if content is None else io.BytesIO(content)) as image:
+            with open_upright({"bytes": contents[row], "path": paths[row]}) as image:
                 return use(image)
         except Exception as error:  # PIL's readers have no common base class of errors
             reason = " ".join(str(error).split()) or type(error).__name__

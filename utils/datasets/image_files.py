@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,28 +10,16 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from PIL import Image, ImageOps
+from PIL import Image
 from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import v2 as transforms
 
 from ..items import UnreadableItem
-from .image_decoding import to_rgb
+from .image_decoding import open_upright, to_rgb
 
-EXIF_ORIENTATION = 0x0112
 MEAN_COLOUR = (124, 116, 104)  # of ImageNet, RGB
-
-
-def open_upright(cell: dict) -> Image.Image:
-    """Open the image of a cell {"bytes", "path"} of a `datasets` Image column, rotated according to its EXIF data.
-
-    It is not decoded yet, unless it is rotated.
-    """
-    image = Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"]))
-    if image.getexif().get(EXIF_ORIENTATION, 1) == 1:
-        return image
-    return ImageOps.exif_transpose(image)
 
 
 def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], size: int) -> torch.Tensor:
@@ -208,15 +195,9 @@ def fingerprint(split) -> str:
     # From the offsets in the table, without reading an image.
     sizes = pyarrow.compute.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
     for row in np.flatnonzero(sizes == -1):  # a file outside the table
-        sizes[row] = file_size(paths[row])
+        if os.path.isfile(paths[row] or ""):  # else reading the image will report it
+            sizes[row] = os.path.getsize(paths[row])
     digest.update(sizes)
     for path in paths:
         digest.update("/".join(Path(path or "").parts[-2:]).encode() + b"\n")
     return digest.hexdigest()[:16]
-
-
-def file_size(path: str | None) -> int:
-    try:
-        return os.path.getsize(path or "")
-    except OSError:  # reading the image will report it
-        return -1

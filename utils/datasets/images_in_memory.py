@@ -55,8 +55,8 @@ def load_splits(dataset: str) -> tuple[Split, Split]:
     if "train" not in splits or test is None:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}; it needs train and one of {TEST_SPLITS}")
     train_split, test_split = (find_columns(splits[name], dataset) for name in ("train", test))
-    if int(test_split.labels.max()) >= len(train_split.classes):
-        stop(f"--dataset {dataset} has the label {int(test_split.labels.max())} in {test}, but not in train")
+    if unknown := set(test_split.labels.tolist()) - set(train_split.labels.tolist()):
+        stop(f"--dataset {dataset} has the label {min(unknown)} in {test}, but not in train")
     return train_split, test_split
 
 

@@ -1,5 +1,6 @@
 """Text for language models: read, tokenized, and packed into sequences."""
 
+import glob
 import hashlib
 import math
 import os
@@ -44,9 +45,9 @@ def load_tokenizer(file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises no narrower type
-        stop(f"--tokenizer {file} is not a readable tokenizer: {error}")
+        stop(f"{file} is not a readable tokenizer: {error}")
     if max(tokenizer.get_vocab().values(), default=0) >= tokenizer.get_vocab_size():
-        stop(f"--tokenizer {file} has gaps in its token ids: number them consecutively from 0")
+        stop(f"{file} has no tokens, or gaps in their ids: number them consecutively from 0")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.add_special_tokens([EOS])
@@ -92,27 +93,35 @@ def load_text(dataset: str) -> tuple[list[str], list[str]]:
     """The non-empty documents for training and for testing. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
-        dataset: "stdlib", the sources of Python's standard library; a folder of text files or of parquet files; or a
-            Hub id. The text is in the column `text`, or else in the first string column.
+        dataset: "stdlib", the sources of Python's standard library; a folder of text files, in train/ and test/ or
+            anywhere in it, or of parquet files; or a Hub id. The text is in the column `text`, or else in the only
+            string column.
     """
     folder = Path(sysconfig.get_path("stdlib") if dataset == STDLIB else dataset)
-    pattern, excluded = ("*.py", NOT_IN_STDLIB) if dataset == STDLIB else ("*", ())
-    files = []
-    for file in folder.rglob(pattern):
-        parts = file.relative_to(folder).parts
-        if file.is_file() and not any(part.startswith(".") or part in excluded for part in parts):
-            files.append(file)
-    suffixes = {file.suffix for file in files}
+    pattern, excluded = ("**/*.py", NOT_IN_STDLIB) if dataset == STDLIB else ("**", set())
+    # Unlike rglob, it follows links to folders, and leaves out hidden files.
+    names = glob.glob(pattern, root_dir=folder, recursive=True)
+    files = {name: folder / name for name in names if excluded.isdisjoint(Path(name).parts)}
+    files = {name: file for name, file in files.items() if file.is_file()}
+    suffixes = {file.suffix for file in files.values()}
     if not folder.is_dir() or ".parquet" in suffixes:
         if suffixes - {".parquet", ".md", ".json"}:  # a dataset's README.md and dataset_infos.json are not documents
             stop(f"--dataset {dataset} has parquet files and other files: keep them in different folders")
         train, test = load_rows(dataset)
     else:
-        check_memory(dataset, sum(file.stat().st_size for file in files))
-        train, test = split_by_hash([(file.relative_to(folder).as_posix(), read(file)) for file in files])
+        check_memory(dataset, sum(file.stat().st_size for file in files.values()))
+        documents = [(name, read(file)) for name, file in sorted(files.items())]
+        train, *tests = [texts_below(split, documents) for split in ("train", *TEST_SPLITS)]
+        test = next(filter(None, tests), [])
+        if not train or not test:
+            train, test = split_by_hash(documents)
     if not train or not test:
         stop(f"--dataset {dataset} needs a non-empty document for training and one for testing")
     return train, test
+
+
+def texts_below(folder: str, documents: list[tuple[str, str]]) -> list[str]:
+    return [text for name, text in documents if text and name.startswith(f"{folder}/")]
 
 
 def read(file: Path) -> str:
@@ -133,12 +142,12 @@ def check_memory(dataset: str, num_bytes: int) -> None:
 
 
 def split_by_hash(documents: list[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    """Split (name, text) pairs into texts for training and for testing, by the hash of the name only."""
+    """Split (name, text) pairs into texts for training and for testing, by the hash of each text's first name."""
     documents = sorted(document for document in documents if document[1])
-    by_hash = sorted(documents, key=lambda document: hashlib.sha256(os.fsencode(document[0])).digest())
-    num_test = math.ceil(len(documents) * TEST_FRACTION)
-    train, test = sorted(by_hash[num_test:]), sorted(by_hash[:num_test])
-    return [text for _, text in train], [text for _, text in test]
+    names = {text: name for name, text in reversed(documents)}  # equal texts are all on one side
+    by_hash = sorted(names, key=lambda text: hashlib.sha256(os.fsencode(names[text])).digest())
+    test = set(by_hash[: math.ceil(len(names) * TEST_FRACTION)])
+    return [text for _, text in documents if text not in test], [text for _, text in documents if text in test]
 
 
 def load_rows(dataset: str) -> tuple[list[str], list[str]]:
@@ -153,6 +162,6 @@ def load_rows(dataset: str) -> tuple[list[str], list[str]]:
 
 def read_rows(dataset: str, rows) -> list[str]:
     columns = [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
-    if not columns:
-        stop(f"--dataset {dataset} has the columns {', '.join(rows.features)}, none of which holds strings")
+    if "text" not in columns and len(columns) != 1:
+        stop(f"--dataset {dataset} has the columns {', '.join(rows.features)}: name the one with the text `text`")
     return [text for text in rows["text" if "text" in columns else columns[0]] if text]

@@ -4,12 +4,13 @@ import math
 
 from ..console import plural, show, stop
 
-# A metric whose name contains one of these words is better when lower.
+# Words in a metric's name that say that lower, or else that higher, is better. Other names do not say it.
 LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perplexity", "bits", "wer", "cer"}
+HIGHER_IS_BETTER = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "iou", "bleu", "psnr", "r2"}
 
 
 class Best:
-    """The best value of each number in the test results.
+    """The best value of each number in the test results whose name says whether lower or higher is better.
 
     Args:
         save_best: METRIC, min:METRIC or max:METRIC, as in --save_best; None: the loss.
@@ -18,12 +19,23 @@ class Best:
     Attributes:
         values: [best value, its step] by name.
         tests_since_best: tests since the best value of the monitored metric.
+
+    Raises:
+        SystemExit: if neither `save_best` nor the metric's name says whether lower or higher is better.
     """
 
     def __init__(self, save_best: str | None = None, patience: int = 0):
         self.save_best, self.patience = save_best, patience
-        self.monitor, self.lower_is_better = metric_direction(save_best or "loss")
+        self.monitor, self.direction = metric_direction(save_best or "loss")
+        if not self.direction:
+            stop(f"--save_best {save_best} does not say which value is best: write min:{save_best} or max:{save_best}")
         self.load_state({})
+
+    def resume_invariants(self) -> dict:
+        """The metric by which the saved best model is the best; no prefix means min: for a loss or error, else max:."""
+        usual = metric_direction(self.monitor)[1] or "max"
+        prefix = "" if self.direction == usual else f"{self.direction}:"
+        return {"save_best": self.save_best and prefix + self.monitor}
 
     def add(self, numbers: dict[str, float], step: int) -> bool:
         """Add a test result; returns whether it is the best so far by the monitored metric."""
@@ -33,14 +45,21 @@ class Best:
             stop(
                 f"{flag} needs the metric {self.monitor}, but the test has {known}: name one of these with --save_best"
             )
-        self.tests_since_best += 1
-        for name, value in numbers.items():
-            lower = self.lower_is_better if name == self.monitor else metric_direction(name)[1]
-            if name not in self.values or is_better(value, self.values[name][0], lower):
-                self.values[name] = [value, step]
-                if name == self.monitor:
-                    self.tests_since_best = 0
-        return self.tests_since_best == 0
+        better = {name: [value, step] for name, value in numbers.items() if self._is_better(name, value)}
+        self.values |= better
+        self.tests_since_best = 0 if self.monitor in better else self.tests_since_best + 1
+        return self.monitor in better
+
+    def _is_better(self, name: str, value: float) -> bool:
+        """Whether a value is the best so far: any number is better than NaN."""
+        direction = self._direction(name)
+        if not direction or math.isnan(value):
+            return False
+        best, _ = self.values.get(name, (math.nan, 0))
+        return math.isnan(best) or (value < best if direction == "min" else value > best)
+
+    def _direction(self, name: str) -> str:
+        return self.direction if name == self.monitor else metric_direction(name)[1]
 
     def is_stuck(self, shows: bool) -> bool:
         """Whether --patience has run out; shows: whether this process prints it."""
@@ -59,8 +78,8 @@ class Best:
         self.tests_since_best = state.get("tests_since_best", 0)
 
     def summary(self) -> dict:
-        """For summary.json: the best value of each number and, with --save_best, the step of the saved model."""
-        best = {f"best_{name}": value for name, (value, _) in self.values.items() if name != "samples"}
+        """For summary.json: the best values and, with --save_best, the step of the saved model."""
+        best = {f"best_{name}": value for name, (value, _) in self.values.items() if self._direction(name)}
         if self.save_best and self.monitor in self.values:
             best["best_step"] = self.values[self.monitor][1]
         return best
@@ -76,16 +95,10 @@ def is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def metric_direction(metric: str) -> tuple[str, bool]:
-    """The name in METRIC, min:METRIC or max:METRIC, and whether lower is better, as it is for losses and errors."""
+def metric_direction(metric: str) -> tuple[str, str]:
+    """The name in METRIC, min:METRIC or max:METRIC, and "min", "max" or, if it does not say which is better, ""."""
     direction, _, name = metric.partition(":")
     if direction in ("min", "max") and name:
-        return name, direction == "min"
-    return metric, not LOWER_IS_BETTER.isdisjoint(metric.lower().split("_"))
-
-
-def is_better(value: float, best: float, lower_is_better: bool) -> bool:
-    """Any number is better than NaN."""
-    if math.isnan(best):
-        return not math.isnan(value)
-    return value < best if lower_is_better else value > best
+        return name, direction
+    words = set(metric.lower().split("_"))
+    return metric, "min" if words & LOWER_IS_BETTER else "max" if words & HIGHER_IS_BETTER else ""

@@ -148,20 +148,3 @@ def draw_confusion(confusion: list[list[int]], classes: list[str], run: str):
                 colour = "white" if norm(fractions[row][column]) > 0.5 else "black"
                 axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=8)
     return figure
-
-
-def draw_images(images: list, titles: list[str], picture: Path):
-    from matplotlib.figure import Figure
-
-    if not images:
-        return None
-    columns = 6
-    rows = math.ceil(len(images) / columns)
-    figure = Figure(figsize=(2 * columns, 2.3 * rows), layout="constrained")
-    for axes in figure.subplots(rows, columns, squeeze=False).flat:
-        axes.axis("off")
-    for axes, image, title in zip(figure.axes, images, titles, strict=False):
-        axes.imshow(image)
-        axes.set_title(title, fontsize=8)
-    figure.suptitle(f"{picture.parent.name}: {picture.stem.replace('_', ' ')}")
-    return figure

@@ -12,8 +12,7 @@ def load_pretrained(model: nn.Module, source: str, head: str | None = None) -> N
 
     Args:
         source: a .safetensors file, a file written by torch.save, or an https URL of one. No code in it is executed.
-        head: name of the last layer, which keeps its weights if those in the file are for a different number of
-            classes; None: all weights must fit.
+        head: a last layer that keeps its weights if the file has a different number of classes; None: all must fit.
     """
     try:
         if source.startswith("https://"):

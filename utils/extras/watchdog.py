@@ -51,6 +51,7 @@ class Watchdog(threading.Thread):
     """
 
     step = 0  # optimizer steps done; `Run` sets it on the class
+    current: "Watchdog | None" = None  # the one of this process
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(name="watchdog", daemon=True)
@@ -68,6 +69,7 @@ class Watchdog(threading.Thread):
         """
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return
+        self.end()  # that of an earlier run
         self.timeout_s, self.patience_s = timeout_s, max(PATIENCE * timeout_s, SHORTEST_S)
         self.rank, self.group = distributed.get_rank(), distributed.group.WORLD
         self.store = distributed.distributed_c10d._get_default_store()  # no public API
@@ -75,12 +77,15 @@ class Watchdog(threading.Thread):
         self.ranks = gather_object([self.publish(time.monotonic())])
         # A thread inside a call of the store would crash the interpreter's shutdown.
         atexit.register(self.end)
+        Watchdog.current = self
         self.start()
 
-    def end(self) -> None:
-        self.ended.set()
-        if self.is_alive():
-            self.join(30)
+    @classmethod
+    def end(cls) -> None:
+        """End the watchdog of this process, if there is one."""
+        if cls.current is not None and cls.current.is_alive():
+            cls.current.ended.set()
+            cls.current.join(30)
 
     def run(self) -> None:
         with contextlib.suppress(Exception):  # the store disappears with the process that hosts it
@@ -142,6 +147,13 @@ class Watchdog(threading.Thread):
         if not named and 0 in others and time.monotonic() - self.beat_at > self.patience_s / 3:
             return [0]  # the store, on rank 0's machine, does not answer
         return named or silent
+
+
+def end_process_group() -> None:
+    """End the process group, after the watchdog, which reads its store."""
+    Watchdog.end()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def sentence_about(ranks: list[dict], timeout_s: float) -> str | None:

@@ -54,6 +54,7 @@ class BatchNorms:
             self.before = [tensor.clone() for tensor in statistics]
         for layer in layers:
             layer.momentum = 1.0  # records the micro-batch's own statistics
+            layer.is_averaged = True  # for the check of virtual processes
         yield
         for layer in layers:
             layer.momentum = self.momentum[layer]
@@ -78,13 +79,15 @@ class BatchNorms:
             means = self.accelerator.reduce(self.sums[0].value.div_(accumulation), "mean")
         self.sums = []
         means = means.split([len(tensor) for tensor in statistics])
-        momentum = [self.momentum[layer] for layer in layers] * 2
-        torch._foreach_mul_(self.before, [1 - value for value in momentum])
-        torch._foreach_add_(self.before, torch._foreach_mul(list(means), momentum))
-        torch._foreach_copy_(statistics, self.before)
         # Counts as one, however many micro-batches this process had.
         counts = [layer.num_batches_tracked for layer in layers]
         torch._foreach_sub_(counts, accumulation - 1)
+        momentum = [self.momentum[layer] for layer in layers]
+        # None: the mean over all steps
+        momentum = [1 / int(count) if m is None else m for m, count in zip(momentum, counts, strict=True)] * 2
+        torch._foreach_mul_(self.before, [1 - value for value in momentum])
+        torch._foreach_add_(self.before, torch._foreach_mul(list(means), momentum))
+        torch._foreach_copy_(statistics, self.before)
 
 
 def check_micro_batches(models: Iterable[nn.Module], sampler: GlobalSampler) -> None:

@@ -2,7 +2,7 @@
 
 DDP averages the gradients of the parameters that required them when it was created. If a layer is unfrozen later, a
 script calls `loss.backward()` directly, or one rank changes a weight, the models drift apart without an error. A test
-result that differs covers only the process's own samples, and --save_best or --patience would act on it.
+result that differs covers only the process's own samples.
 """
 
 import math
@@ -11,49 +11,65 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ..checkpoint.state import plain_name
 from ..console import stop
+from ..sampler import virtual_processes
+
+AVERAGE_BUFFERS = "for BatchNorm, use BatchNorms from utils/parallel/batch_norm.py, as in resnet50.py"
 
 
 def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
-    """Compare the parameters of all models, except sharded ones. Collective.
+    """Compare the parameters and buffers of all models, except sharded ones. Collective.
 
     What is compared is the sum of their bits as integers, because a floating-point sum depends on the order of
-    additions, which differs between devices. Buffers are skipped: BatchNorm statistics may differ until DDP broadcasts
-    rank 0's.
+    additions, which differs between devices. Without virtual processes, buffers that DDP broadcasts may differ: the
+    next forward pass begins with those of rank 0, which are saved. Others would stay different until a resume.
+
+    Args:
+        models: by name, as `prepare` returned them.
 
     Raises:
-        SystemExit: on every rank, naming the first parameter that differs.
+        SystemExit: on every rank, naming the first parameter or buffer that differs.
     """
-    parameters = {
-        f"{owner}.{name}": parameter.detach()
-        for owner, model in models.items()
-        for name, parameter in model.named_parameters()
-        if not hasattr(parameter, "full_tensor")
-    }
-    if not parameters:
+    tensors = {}
+    for owner, model in models.items():
+        ddp = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        broadcast = {buffer for part in ddp if part.forward_sync_buffers for buffer in part.buffers()}
+        if virtual_processes(accelerator):  # no forward pass changes them
+            broadcast.clear()
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and tensor not in broadcast and not hasattr(tensor, "full_tensor"):
+                tensors[f"{owner}.{plain_name(name).removeprefix('module.')}"] = tensor
+    if not tensors:
         return
-    sums = torch.stack([sum_of_bits(parameter).to(accelerator.device) for parameter in parameters.values()])
+    sums = torch.stack([sum_of_bits(tensor).to(accelerator.device) for tensor in tensors.values()])
     first, *others = accelerator.gather(sums[None]).tolist()
     for rank, sums_of_rank in enumerate(others, 1):
-        for name, value, other in zip(parameters, first, sums_of_rank, strict=True):
+        for name, value, other in zip(tensors, first, sums_of_rank, strict=True):
             if value != other:
-                stop(
-                    f"the processes have different weights: {name} differs between rank 0 and rank {rank}. DDP "
-                    "averages gradients only in accelerator.backward, and only of parameters that had requires_grad "
-                    "when prepare() was called: unfreeze layers before prepare(), and call no other backward"
-                )
+                advice = f"this buffer depends on the process's own samples: {AVERAGE_BUFFERS}"
+                if isinstance(tensors[name], nn.Parameter):
+                    advice = (
+                        "DDP averages gradients only in accelerator.backward, and only of parameters that had "
+                        "requires_grad when prepare() was called: unfreeze layers before prepare(), and call no other "
+                        "backward"
+                    )
+                stop(f"the processes have different weights: {name} differs between rank 0 and rank {rank}. {advice}")
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's values, each reinterpreted as an integer of the same size; int64, ()."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(integers[tensor.element_size()]).sum(dtype=torch.int64)
 
 
-def check_result(numbers: dict[str, float]) -> None:
-    """Compare the numbers of a test. Collective.
+def same_result(numbers: dict[str, float]) -> dict[str, float]:
+    """Return rank 0's numbers of a test on every rank: all save the same best model, and stop together. Collective.
+
+    The comparison finds results of a process's own samples; the same result on machines of two kinds has rounding.
 
     Raises:
         SystemExit: on every rank, naming the first number that differs by more than rounding.
@@ -68,10 +84,11 @@ def check_result(numbers: dict[str, float]) -> None:
                     f"the processes have different test results: {name} is {other} on rank {rank}, and {value} on rank "
                     "0; use run.new_metrics(), or add up the parts of all processes with accelerator.reduce"
                 )
+    return first
 
 
 def is_close(value: float | None, other: float | None) -> bool:
     """Whether two numbers, or two missing ones, differ by no more than rounding."""
     if value is None or other is None:
         return value is other
-    return math.isclose(value, other, rel_tol=1e-3, abs_tol=1e-6) or (math.isnan(value) and math.isnan(other))
+    return math.isclose(value, other, rel_tol=1e-5, abs_tol=1e-6) or (math.isnan(value) and math.isnan(other))

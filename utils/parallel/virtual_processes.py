@@ -20,7 +20,6 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,14 +28,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ..atomic_files import read_entry
-from ..console import plural, show, stop
+from ..console import plural, stop
 from ..sampler import logical_ranks, virtual_processes
 from ..topology import data_parallel_gpus
 from .gather_samples import gather_samples
+from .same_weights import AVERAGE_BUFFERS, sum_of_bits
 
 
 def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
@@ -52,10 +50,8 @@ def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
             f"--virtual_processes {number} is less than the {world_size} processes of this run: "
             f"some would have nothing to do; start {number} or fewer"
         )
-    if accelerator.distributed_type == DistributedType.FSDP:
-        stop("--virtual_processes works with DDP, not with FSDP: use ddp.yaml")
-    if data_parallel_gpus(accelerator) > 1:
-        stop("--virtual_processes works with DDP, not with DataParallel: use ddp.yaml")
+    if accelerator.distributed_type == DistributedType.FSDP or data_parallel_gpus(accelerator) > 1:
+        stop("--virtual_processes works with DDP, not with FSDP or DataParallel: use ddp.yaml")
     if accelerator.device.type == "cuda":
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -364,8 +360,7 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
         models: as `prepare` returned them.
     """
     check_dense(models)
-    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    before = [(layer, layer.momentum, batches_of(layer)) for layer in layers]
+    before = bits_of_buffers(models)
     tree = TreeSum(accelerator)
     sums = [GradientSum(model, tree) for model in models if any_trained(model)]
     accumulation = accelerator.gradient_accumulation_steps
@@ -380,8 +375,10 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
             yield
         finally:
             accelerator.gradient_accumulation_steps = accumulation
-        check_averaged(before)
-        before.clear()  # once is enough
+        if before:
+            check_buffers(before, bits_of_buffers(models))
+        if accelerator.sync_gradients:  # the first step is enough
+            before.clear()
         for gradient_sum in sums:
             gradient_sum.collect()
 
@@ -400,22 +397,22 @@ def check_dense(models: list[nn.Module]) -> None:
             )
 
 
-def batches_of(layer: _BatchNorm) -> int:
-    """Number of micro-batches in its running statistics; 0 if it has none."""
-    return int(layer.num_batches_tracked) if layer.track_running_stats else 0
+def bits_of_buffers(models: list[nn.Module]) -> dict[tuple[nn.Module, str], int]:
+    """`sum_of_bits` of each saved buffer by model and name, except those that `BatchNorms.averaged` changes."""
+    averaged = [layer for model in models for layer in model.modules() if hasattr(layer, "is_averaged")]
+    buffers = {buffer for model in models for buffer in model.buffers()}
+    buffers -= {buffer for layer in averaged for buffer in layer.buffers()}
+    saved = {(model, name): t for model in models for name, t in model.state_dict(keep_vars=True).items()}
+    return {key: int(sum_of_bits(tensor)) for key, tensor in saved.items() if tensor in buffers}
 
 
-def check_averaged(before: list[tuple[_BatchNorm, float | None, int]]) -> None:
-    """Stop if running statistics are updated outside `BatchNorms.averaged`: they would differ between processes.
-
-    Args:
-        before: layers with their momentum and `batches_of` before the first micro-batch.
-    """
-    for layer, momentum, batches in before:
-        if batches_of(layer) > batches and layer.momentum == momentum != 1:  # in `BatchNorms.averaged` it is 1
+def check_buffers(before: dict, after: dict) -> None:
+    """Stop if a buffer has changed between two `bits_of_buffers`: each process would have a value of its own."""
+    for (model, name), bits in after.items():
+        if bits != before.get((model, name), bits):
             stop(
-                "--virtual_processes needs BatchNorm statistics over all processes: use BatchNorms from "
-                f"{__package__.replace('.', '/')}/batch_norm.py, as in resnet50.py, or leave --virtual_processes out"
+                f"the forward pass changes the buffer {name.removeprefix('module.')}, which --virtual_processes cannot "
+                f"add up over processes: {AVERAGE_BUFFERS}; otherwise leave --virtual_processes out"
             )
 
 
@@ -423,48 +420,22 @@ def any_trained(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def warn_of_other_rounding(accelerator: Accelerator, folder: Path, topology: dict) -> None:
-    """Warn if a resumed run was on a different kind of hardware: equal bits are promised for one kind only.
-
-    Args:
-        folder: the run's folder, whose run.json lists its earlier launches.
-        topology: this launch's, from describe_topology.
-    """
-    if not accelerator.is_main_process:
-        return
-    launches = read_entry(folder / "run.json", "launches", list)
-    if not launches:  # no readable run.json
-        return
-    before, now = decides_rounding(launches[-1]), decides_rounding(topology)
-    if before != now:
-        show(
-            f"warning: this run was started on {', '.join(before)} and continues on {', '.join(now)}: its results will "
-            "not equal, bit for bit, the results on one kind of hardware",
-            "yellow",
-        )
-
-
-def decides_rounding(topology: dict) -> list[str]:
-    """What decides the last bits of the results, besides the order of additions."""
-    kinds = set()
-    for process in topology["processes"]:
-        threads = plural(process["cpu_threads"], "thread")
-        kinds.add(f"{process['device_name'] or process['cpu']} with {threads}")
-    return [*sorted(kinds), f"torch {topology['torch']}"]
-
-
-def exact_sums(accelerator: Accelerator, columns: list[torch.Tensor], num_values: int) -> list[float]:
-    """The weighted sum of each value, the sum of weights, and the number of samples, over all processes. Collective.
+def exact_sums(accelerator: Accelerator, columns: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """The weighted sum of values and the sum of their weights, of each pair, over all processes. Collective.
 
     Each sum is exact and rounded once, so the order does not matter.
 
     Args:
-        columns: (n,) each: `num_values` values, then the weights; empty if this process has no sample.
+        columns: pairs of values and weights, (n,) each; as many pairs on every process.
     """
-    rows = torch.zeros(0, num_values + 1, dtype=torch.float64)
-    if columns:
-        rows = torch.stack([column.cpu().to(torch.float64) for column in columns], 1)
-    rows = gather_samples(accelerator, [rows.to(accelerator.device)]).cpu().numpy()
-    rows[:, :-1] *= rows[:, -1:]
-    sums = [math.fsum(column) if np.isfinite(column).all() else math.nan for column in rows.T]
-    return [*sums, len(rows)]
+    rows = []
+    for number, (values, weights) in enumerate(columns):
+        pair = [column.cpu().to(torch.float64) for column in (values, weights)]
+        rows.append(torch.stack([torch.full_like(pair[0], number), *pair], 1).to(accelerator.device))
+    rows = gather_samples(accelerator, rows).cpu().numpy()
+    sums = []
+    for number in range(len(columns)):
+        _, values, weights = rows[rows[:, 0] == number].T
+        for terms in (values * weights, weights):
+            sums.append(math.fsum(terms) if np.isfinite(terms).all() else math.nan)
+    return sums

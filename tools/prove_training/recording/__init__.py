@@ -1,4 +1,4 @@
-"""Runs any script as `__main__`, and records what it does in each step: nothing that it sees has another type.
+"""Runs any script as `__main__`, and records what it does in each step. No object that it sees changes its type.
 
 `main` is called in a process of its own, which `runs.py` has forked. Each process leaves a record, a dict:
 
@@ -6,7 +6,10 @@
                   whether gradients are reduced), gradients before clipping and at the step, learning rates, weights
     evaluations   samples, collectives and lines of output between two steps in which nothing was trained
     saves         what torch.save and save_state were given
+    initial, final, weights   the model before, after, and between the steps
+    orders        the indices of each pass of a sampler that shuffles
     facts         what the script uses
+    error, waits  how it failed; where it stood when time ran out
 """
 
 import os
@@ -18,14 +21,13 @@ from pathlib import Path
 
 import torch
 
-from ..same_work import OnCpu, SwitchedOff
-from . import data, evaluations, files, global_loader, models, processes, where
+from . import data, evaluations, files, global_loader, models, processes, same_work, where
 
-SECONDS_TO_END = 3.0  # for what the script does after its last epoch
+SECONDS_TO_END = 3.0  # what the script may take after its last epoch
 
 
 class Recording:
-    """What happens in this process: the state that all recorders share, and the end.
+    """The record of this process, and the recorders that fill it.
 
     Args:
         plan: of this run; see `runs.py`.
@@ -35,39 +37,36 @@ class Recording:
     def __init__(self, plan: dict, rank: int):
         self.plan, self.rank = plan, rank
         self.where = where.Where(plan["folder"])
-        self.off = SwitchedOff(self)
-        self.steps = []
+        self.facts = {"is_complete": False, "refuses": False, "is_exact": False, "run": "", "is_finished": False}
+        self.facts |= {"virtual_processes": 0, "flags": [], "has_saved": False, "loaders": {}, "switched_off": set()}
+        self.facts |= {"optimizers": [], "schedules": 0, "ddp": [], "around_ddp": []}
+        self.steps, self.saves = [], []
+        self.record = {"rank": rank, "facts": self.facts, "steps": self.steps, "saves": self.saves, "evaluations": []}
+        self.record |= {"initial": {}, "weights": [], "orders": {}}
         self.new_step()
-        self.facts = {"is_complete": False, "refuses": False, "run": "", "is_finished": False, "virtual_processes": 0}
-        self.facts["flags"] = []
         self.is_ending, self.has_ended = False, False
         self.lock, self.torch_save = threading.Lock(), torch.save
         self.batches = data.Batches(self)
         self.models = models.Models(self)
         self.evaluations = evaluations.Evaluations(self)
         self.processes = processes.Processes(self)
-        self.files = files.Files(self)
 
     def install(self) -> None:
         """Put all wrappers in place, before the script is imported."""
-        self.off.install()
-        for part in (self.batches, self.models, self.evaluations, self.processes, self.files):
-            part.install()
-        global_loader.install(self)
-        if self.plan["without_gpu"]:
-            OnCpu().install()
+        for part in (same_work, data, models, evaluations, processes, files, global_loader):
+            part.install(self)
 
     def new_step(self) -> None:
         self.step = {"micro_batches": [], "clips": [], "gradients": {}, "collectives": []}
 
     def begin_to_end(self) -> None:
-        """The script has trained enough; what it does after its last epoch may take a little longer."""
+        """The script has trained enough; it gets a little time for what comes after its last epoch."""
         self.evaluations.end()
         self.is_ending = self.facts["is_complete"] = True
         start_timer(SECONDS_TO_END, self.end)
 
     def end_waiting(self) -> None:
-        """The time is over: end, and say where the script stands."""
+        """Time ran out: end, and record where the script stands."""
         frame = sys._current_frames()[threading.main_thread().ident]
         place = self.where.last_of(traceback.extract_stack(frame))
         self.end(waits=None if self.is_ending else place or "?")
@@ -77,21 +76,13 @@ class Recording:
         with self.lock:
             if not self.has_ended:
                 self.has_ended = True
-                self._write(error, waits)
+                self.evaluations.end()
+                self.record |= {"error": error, "waits": waits, "final": self.models.tensors_of()}
+                path = Path(self.plan["output"], f"record_{self.rank}.pt")
+                self.torch_save(self.record, path.with_suffix(".part"))
+                os.replace(path.with_suffix(".part"), path)
             sys.stdout.flush()
             os._exit(1 if error else 0)
-
-    def _write(self, error: str | None, waits: str | None) -> None:
-        self.evaluations.end()
-        self.facts["switched_off"] = sorted(self.off.switched_off)
-        record = {"rank": self.rank, "error": error, "waits": waits, "facts": self.facts, "steps": self.steps}
-        for part in (self.batches, self.models, self.evaluations, self.processes, self.files):
-            facts, entries = part.result()
-            self.facts |= facts
-            record |= entries
-        path = Path(self.plan["output"], f"record_{self.rank}.pt")
-        self.torch_save(record, path.with_suffix(".part"))
-        os.replace(path.with_suffix(".part"), path)
 
 
 def start_timer(seconds: float, function) -> None:
@@ -120,13 +111,13 @@ def main(plan: dict, rank: int, script: str, flags: list[str]) -> None:
     except SystemExit as stopped:
         if stopped.code not in (None, 0):
             error = f"it ends with {stopped.code}"
-    except BaseException as raised:  # whatever it is, it goes into the record
+    except BaseException as raised:  # every error goes into the record
         traceback.print_exc()
         frames = traceback.extract_tb(raised.__traceback__)
         place = recording.where.last_of(frames)
         words = str(raised).strip().splitlines() or [""]
         error = f"{place}: " * bool(place) + f"{type(raised).__name__}: {words[0][:300]}"
-        # The script itself has raised it, and on purpose.
+        # The script itself raised it, on purpose.
         is_meant = isinstance(raised, (AssertionError, ValueError, RuntimeError))
         recording.facts["refuses"] = is_meant and bool(frames) and recording.where.is_own(frames[-1].filename)
     recording.end(None if recording.is_ending else error)

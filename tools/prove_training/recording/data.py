@@ -1,4 +1,4 @@
-"""Batches: which samples each loader gives, and which of them each backward pass is of."""
+"""Batches: which samples each loader yields, and which of them each backward pass uses."""
 
 import collections
 import contextlib
@@ -10,59 +10,90 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, dataloader
 
-from ..same_work import TAG, SameData, generator_states, install_fetch
+from ..tensors import digest
+from .same_work import TAG, cut, generator_states, micro_batch
 from .where import wrap
 
 PASSES = 2  # over the training data
-SHORT = 3  # batches of an evaluation that is made shorter on purpose
+SHORT = 3  # batches of a shortened evaluation
 
 
 class Batches:
-    """Batches that no model has seen yet, those that the next backward pass is of, and the passes over each loader."""
+    """Batches that no model has seen yet, those of the next backward pass, and the passes over each loader.
+
+    Data sets are cut, batches are divided by the processes, and a shuffle without a generator repeats the order of the
+    reference.
+    """
 
     def __init__(self, recording):
-        self.recording, plan = recording, recording.plan
-        self.same = SameData(plan["processes"], plan["limit"], plan["own_batch_size"], plan.get("orders"))
-        self.loaders = {}
+        self.recording, self.plan, self.loaders = recording, recording.plan, recording.facts["loaders"]
+        self.splits_batches = False  # Accelerate's split_batches: the script's batch size is over all processes
+        self.lengths, self.orders = {}, recording.record["orders"]
         self.fresh, self.used = [], []
         self.train_passes = collections.Counter()
-        self.is_reading_inside = False  # GlobalLoader reads by a DataLoader of its own
+        self.is_reading_inside = False  # GlobalLoader reads with its own DataLoader
         self.expected_draws = generator_states()
+
+    def step_size(self, given: int) -> int:
+        return given if self.plan["own_batch_size"] else micro_batch(given)
+
+    def batch_size(self, given: int) -> int:
+        """The batch size of a DataLoader for which the script says `given`."""
+        total = self.step_size(given)
+        if self.splits_batches:
+            return total
+        if total % self.plan["processes"]:
+            raise ValueError(f"batches of {total} cannot be divided by {self.plan['processes']} processes")
+        return total // self.plan["processes"]
+
+    def cut(self, data):
+        before = len(data) if hasattr(data, "__len__") else None
+        data = cut(data, self.plan["limit"])
+        self.lengths.setdefault(id(data), before)
+        return data
+
+    def order(self, sampler, draw) -> list[int]:
+        """The indices of a pass of a sampler that shuffles; `draw` returns those of the script itself."""
+        key = getattr(sampler, "prove_key", None)
+        if key is None:
+            return draw()
+        orders = self.orders.setdefault(key, [])
+        known = (self.plan["orders"] or {}).get(key, [])[len(orders) :]
+        orders.append(known[0] if known and not sampler.prove_generator else draw())
+        return orders[-1]
 
     def new_loader(self, loader, **facts) -> None:
         loader.prove_key = key = self.recording.where.place()
-        self.loaders[key] = {"line": self.recording.where.line(), "is_exact": False} | facts
+        self.loaders[key] = {"line": self.recording.where.line()} | facts
 
     def begin_pass(self, loader) -> dict:
         return {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False}
 
     def deliver(self, current: dict, digests: list[str] | None, window: int = 1) -> None:
-        """A batch is given to the script.
+        """The script gets a batch; batches that it skipped, or used without a gradient, are dropped.
 
         Args:
-            window: batches that are read before the first of them is used.
+            window: number of batches that are read before the first is used.
         """
         same = [batch for batch in self.fresh if batch["pass"] is current]
-        # What the script has left out, or has only looked at without a gradient.
-        left_out = same[: max(0, len(same) - window + 1)]
-        self.fresh = [
-            batch for batch in self.fresh if not batch["is_tested"] and not any(batch is each for each in left_out)
-        ]
+        others = [batch for batch in self.fresh if batch["pass"] is not current]
+        kept = others + same[max(0, len(same) - window + 1) :]
+        self.fresh = [batch for batch in kept if not batch["is_tested"]]
         self.fresh.append({"pass": current, "digests": digests, "is_tested": False})
 
     def opened(self, content) -> tuple[object, list[str] | None]:
         """What the script gets of a batch, and the digests of its samples."""
-        if not has_digests(content):
+        if not (isinstance(content, tuple) and len(content) == 4 and isinstance(content[0], str) and content[0] == TAG):
             return content, None
         _, content, digests, is_random = content
         if is_random:
-            self.recording.off.switched_off.add("random augmentation, which is drawn by sample,")
+            self.recording.facts["switched_off"].add("random augmentation (it is seeded per sample)")
         return content, digests
 
     def model_called(self, tensors: list[torch.Tensor]) -> None:
-        """A model is called with a gradient; without any loader, its inputs are the samples."""
+        """A model is called with gradients; in a script without a loader, its inputs are the samples."""
         if not self.loaders and tensors:
-            self.used.append({"pass": None, "digests": rows(tensors[0])})
+            self.used.append({"pass": None, "digests": [digest(row) for row in tensors[0]]})
         self.used, self.fresh = self.used + self.fresh, []
 
     def of_backward(self) -> list[dict]:
@@ -79,64 +110,53 @@ class Batches:
         return samples
 
     def expect_draws(self) -> None:
-        """What was drawn until now is no draw of the training loop."""
+        """Random numbers drawn until now are not from the training loop."""
         self.expected_draws = generator_states()
 
     def draws(self) -> bool:
-        """Whether the loop itself has drawn random numbers since it was asked last."""
+        """Whether the loop itself has drawn random numbers since the last call."""
         before, self.expected_draws = self.expected_draws, generator_states()
         return before != self.expected_draws
 
     def end_passes(self, loader) -> bool:
-        """Whether the script has trained enough on these data: from then on the loader has no batches any more."""
+        """Whether the script has trained enough on these data; the loader is empty from then on."""
         is_over = self.train_passes[getattr(loader, "prove_key", None)] >= PASSES
         if is_over and not self.recording.is_ending:
             self.recording.begin_to_end()
         return is_over
 
     def is_short(self, iterator) -> bool:
-        """Whether this is a pass over test data, and the plan says to leave some of them out."""
+        """Whether this is a pass over test data that the plan shortens."""
         key = getattr(iterator, "prove_pass", {}).get("key")
         return key in self.recording.plan["shorter"] and iterator._num_yielded >= SHORT
 
-    def result(self) -> tuple[dict, dict]:
-        return {"loaders": self.loaders}, {"orders": self.same.recorded}
 
-    def install(self) -> None:
-        install_fetch()
-        install_samplers(self.same)
-        install_loaders(self)
-        install_iterators(self)
-        for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed")):
+def install(recording) -> None:
+    batches = recording.batches
+    install_samplers(batches)
+    install_loaders(batches)
+    install_iterators(batches)
+    for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed")):
 
-            @wrap(owner, name)
-            def seed(original, *args, **kwargs):
-                result = original(*args, **kwargs)
-                self.expect_draws()  # to seed is not to draw
-                return result
+        @wrap(owner, name)
+        def seed(original, *args, **kwargs):
+            result = original(*args, **kwargs)
+            batches.expect_draws()  # seeding is not drawing
+            return result
 
-        with contextlib.suppress(ImportError):
-            install_prepared_loaders(self)
+    with contextlib.suppress(ImportError):
+        install_prepared_loaders(batches)
 
 
-def has_digests(content) -> bool:
-    return isinstance(content, tuple) and len(content) == 4 and isinstance(content[0], str) and content[0] == TAG
-
-
-def rows(tensor: torch.Tensor) -> list[str]:
-    from_rows = tensor.detach().cpu().reshape(len(tensor), -1)
-    return [str(hash(row.numpy().tobytes())) for row in from_rows]
-
-
-def install_samplers(same: SameData) -> None:
+def install_samplers(batches: Batches) -> None:
     for name in ("RandomSampler", "SequentialSampler", "DistributedSampler"):
 
         @wrap(getattr(torch_data, name), "__init__")
         def init(original, sampler, *args, **kwargs):
             for word in ("data_source", "dataset"):
                 if word in kwargs:
-                    kwargs[word] = same.cut(kwargs[word])
-            original(sampler, *map(same.cut, args[:1]), *args[1:], **kwargs)
+                    kwargs[word] = batches.cut(kwargs[word])
+            original(sampler, *map(batches.cut, args[:1]), *args[1:], **kwargs)
             sampler.prove_generator = kwargs.get("generator") is not None
 
     for name in ("RandomSampler", "SubsetRandomSampler"):
@@ -145,34 +165,34 @@ def install_samplers(same: SameData) -> None:
         def order(original, sampler):
             if not hasattr(sampler, "prove_generator"):
                 sampler.prove_generator = getattr(sampler, "generator", None) is not None
-            return iter(same.order(sampler, lambda: list(original(sampler))))
+            return iter(batches.order(sampler, lambda: list(original(sampler))))
 
 
 def install_loaders(batches: Batches) -> None:
-    same = batches.same
-
     @wrap(DataLoader, "__init__")
     def init_loader(original, loader, dataset, batch_size=1, *args, **kwargs):
         of_accelerate = sys._getframe(2).f_globals.get("__name__", "").startswith("accelerate.")
         if of_accelerate or batches.is_reading_inside:
             return original(loader, dataset, batch_size, *args, **kwargs)
         given = batch_size if kwargs.get("batch_sampler") is None and len(args) < 3 else None
-        dataset = same.cut(dataset)
+        dataset = batches.cut(dataset)
         if given is not None:
-            batch_size = same.batch_size(given)
+            batch_size = batches.batch_size(given)
         if kwargs.get("num_workers", 0):
-            kwargs |= {"num_workers": 1, "multiprocessing_context": "fork"}  # a new interpreter has no wrappers
+            kwargs |= {
+                "num_workers": 1,
+                "multiprocessing_context": "fork",
+            }  # spawned ones have no wrappers
         original(loader, dataset, batch_size, *args, **kwargs)
         sampler, kind = loader.sampler, type(loader.sampler).__name__
         batches.new_loader(
             loader,
             given=given,
-            length=same.lengths.get(id(loader.dataset)),
+            length=batches.lengths.get(id(loader.dataset)),
             sampler=kind,
             drop_last=bool(loader.drop_last),
             shuffles=getattr(sampler, "shuffle", kind == "RandomSampler"),
             is_iterable=isinstance(loader.dataset, torch_data.IterableDataset),
-            has_own_batches=given is None,
         )
         with contextlib.suppress(AttributeError):
             sampler.prove_key = loader.prove_key
@@ -216,7 +236,7 @@ def install_iterators(batches: Batches) -> None:
 
 
 def install_prepared_loaders(batches: Batches) -> None:
-    """Loaders that Accelerate has prepared: they read one batch ahead."""
+    """For loaders that Accelerate has prepared, which read one batch ahead."""
     import accelerate
     from accelerate import accelerator, data_loader
 

@@ -1,4 +1,4 @@
-"""Evaluations: what happens and is said between two steps in which nothing is trained."""
+"""Evaluations: what happens, and what is printed, while no step is made."""
 
 import contextlib
 import logging
@@ -11,11 +11,11 @@ MOST_PRINTED = 1_000_000  # of the whole run
 
 
 class Evaluations:
-    """The evaluation that is going on, from its first forward pass to the next training step, and those before."""
+    """The current evaluation, from its first forward pass to the next training step."""
 
     def __init__(self, recording):
         self.recording, self.batches = recording, recording.batches
-        self.found, self.current = [], None
+        self.current = None
 
     def begin(self) -> None:
         """A model is called without gradients."""
@@ -26,7 +26,7 @@ class Evaluations:
             if not batch["is_tested"]:
                 samples = self.current["samples"].setdefault(batch["pass"]["key"], [])
                 samples += batch["digests"] or []
-                batch["is_tested"] = True  # and may still be trained on, as where a teacher looks at it first
+                batch["is_tested"] = True  # and may still be trained on, as after the forward pass of a teacher
 
     def note_draws(self) -> None:
         if self.current is not None:
@@ -36,7 +36,7 @@ class Evaluations:
         """The next training step begins."""
         if self.current is not None:
             self.note_draws()
-            self.found.append(self.current)
+            self.recording.record["evaluations"].append(self.current)
             self.current = None
 
     def said(self, text: str) -> None:
@@ -46,32 +46,30 @@ class Evaluations:
             self.current["said"].append(text[:500])
 
     def in_training_mode(self) -> None:
-        """A layer that behaves otherwise in training does so now."""
+        """A layer is in training mode without gradients."""
         if self.current is not None:
             self.current["in_training"] = self.current["in_training"] or self.current["line"]
 
     def add_result(self, result: dict) -> None:
-        """Numbers that Run.log_test was given."""
+        """Record what Run.log_test was given."""
         if self.current is not None:
             for name, value in result.items():
                 with contextlib.suppress(TypeError, ValueError, RuntimeError):
                     self.current["result"][name] = float(value)
 
-    def result(self) -> tuple[dict, dict]:
-        return {}, {"evaluations": self.found}
 
-    def install(self) -> None:
-        sys.stdout = Listener(sys.stdout, self)
+def install(recording) -> None:
+    sys.stdout = Listener(sys.stdout, recording.evaluations)
 
-        @wrap(logging.Logger, "callHandlers")
-        def log(original, logger, record):
-            with contextlib.suppress(Exception):
-                self.said(record.getMessage())
-            return original(logger, record)
+    @wrap(logging.Logger, "callHandlers")
+    def log(original, logger, record):
+        with contextlib.suppress(Exception):
+            recording.evaluations.said(record.getMessage())
+        return original(logger, record)
 
 
 class Listener:
-    """stdout, of which the lines after an evaluation are noted; more than a megabyte is not kept."""
+    """stdout that records lines printed after an evaluation; only the first megabyte is kept."""
 
     def __init__(self, stream, evaluations: Evaluations):
         self.stream, self.evaluations, self.rest, self.left = stream, evaluations, "", MOST_PRINTED

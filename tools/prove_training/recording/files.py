@@ -1,75 +1,60 @@
-"""What is saved and loaded."""
+"""Calls of torch.save, torch.load and Accelerator.save_state, and what the files contain."""
 
 import contextlib
 import os
 
 import torch
-from torch import nn
 
 from .where import wrap
 
 
-class Files:
-    """Calls of torch.save and Accelerator.save_state, by what is in the file."""
+def install(recording) -> None:
+    processes = recording.processes
 
-    def __init__(self, recording):
-        self.recording, self.saves = recording, []
-        self.has_saved = False
+    def add(path: str, **facts) -> None:
+        where = {"after": len(recording.steps), "path": path, "line": recording.where.line()}
+        recording.saves.append(where | facts)
+        saved(recording)
 
-    def add(self, path: str, kind: str, facts: dict) -> None:
-        where = {"after": len(self.recording.steps), "path": path, "line": self.recording.where.line(), "kind": kind}
-        self.saves.append(where | facts)
-        self.saved()
+    @wrap(torch, "save")
+    def save(original, obj, f, *args, **kwargs):
+        with processes.calling():
+            original(obj, f, *args, **kwargs)
+        if not processes.depth:
+            add(str(f) if isinstance(f, (str, os.PathLike)) else "?", kind="torch.save", **described(obj))
 
-    def saved(self) -> None:
-        if self.recording.plan["stop_after_save"] and self.recording.steps:
-            self.has_saved = True
-            self.recording.end()
+    @wrap(torch, "load")
+    def load(original, f, *args, **kwargs):
+        if recording.plan["without_gpu"]:
+            args, kwargs = (), kwargs | {"map_location": "cpu"}
+        return original(f, *args, **kwargs)
 
-    def save_state(self, accelerator, folder) -> None:
-        prepared = [scheduler.scheduler for scheduler in accelerator._schedulers]
-        lacks = [one for one in self.recording.models.schedules if not any(one is each for each in prepared)]
-        lacks_schedule = bool(lacks) and not accelerator._custom_objects
-        self.add(str(folder), "save_state", {"lacks_schedule": lacks_schedule, "prefix": "", "has": []})
+    with contextlib.suppress(ImportError):
+        import accelerate
 
-    def result(self) -> tuple[dict, dict]:
-        return {"has_saved": self.has_saved}, {"saves": self.saves}
+        @wrap(accelerate.Accelerator, "save_state")
+        def save_state(original, accelerator, output_dir=None, *args, **kwargs):
+            with processes.calling():
+                result = original(accelerator, output_dir, *args, **kwargs)
+            prepared = {id(scheduler.scheduler) for scheduler in accelerator._schedulers}
+            are_saved = accelerator._custom_objects or {*map(id, recording.models.schedules)} <= prepared
+            add(str(output_dir), kind="save_state", lacks_schedule=not are_saved, prefix="")
+            return result
 
-    def install(self) -> None:
-        processes = self.recording.processes
 
-        @wrap(torch, "save")
-        def save(original, obj, f, *args, **kwargs):
-            with processes.inside():
-                original(obj, f, *args, **kwargs)
-            if not processes.in_library:
-                self.add(str(f) if isinstance(f, (str, os.PathLike)) else "?", "torch.save", described(obj))
-
-        @wrap(torch, "load")
-        def load(original, f, *args, **kwargs):
-            if self.recording.plan["without_gpu"]:
-                args, kwargs = (), kwargs | {"map_location": "cpu"}
-            return original(f, *args, **kwargs)
-
-        with contextlib.suppress(ImportError):
-            import accelerate
-
-            @wrap(accelerate.Accelerator, "save_state")
-            def save_state(original, accelerator, output_dir=None, *args, **kwargs):
-                with processes.inside():
-                    result = original(accelerator, output_dir, *args, **kwargs)
-                self.save_state(accelerator, output_dir)
-                return result
+def saved(recording) -> None:
+    """A checkpoint is written: end, in a run that will be resumed."""
+    if recording.plan["stop_after_save"] and recording.steps:
+        recording.facts["has_saved"] = True
+        recording.end()
 
 
 def described(content) -> dict:
-    """What a file that torch.save writes has in it, by what it looks like."""
+    """What a file that torch.save writes contains, judged by its structure."""
     parts = {"": content} | ({str(name): part for name, part in content.items()} if isinstance(content, dict) else {})
     has, prefix, counters = set(), "", []
     for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            has.add("module")
-        elif isinstance(part, dict) and {"state", "param_groups"} <= part.keys():
+        if isinstance(part, dict) and {"state", "param_groups"} <= part.keys():
             has.add("optimizer")
         elif isinstance(part, dict) and "last_epoch" in part:
             has.add("schedule")
@@ -80,4 +65,4 @@ def described(content) -> dict:
                     prefix = start
         elif name and isinstance(part, (int, float)) and not isinstance(part, bool):
             counters.append(name)
-    return {"has": sorted(has), "prefix": prefix, "counters": counters}
+    return {"has": has, "prefix": prefix, "counters": counters}

@@ -1,20 +1,21 @@
-"""Scripts that train through this project's GlobalLoader and Run, wherever these were copied to.
+"""Scripts that train with this project's GlobalLoader and Run, wherever they were copied to.
 
-What they promise is more than a DataLoader can: `is_exact`. Batches, their unequal parts and learning rates need no
+They promise more than a DataLoader can: the fact `is_exact`. Batches, their unequal parts and learning rates need no
 allowance, and Run says by itself what the test results are, when it saves, and how it resumes.
 """
 
 import argparse
 import builtins
 
-from ..same_work import TAG
 from ..tensors import digest
 from .data import PASSES, Batches, generator_states
+from .files import saved
+from .same_work import TAG
 from .where import wrap
 
 
 def install(recording) -> None:
-    """Wrap classes of these names when they are made: the modules are not imported yet, and may be anywhere."""
+    """Wrap classes of these names when they are defined: the modules are not imported yet, and may be anywhere."""
     watchers = {"GlobalLoader": watch_loader, "Run": watch_run, "Checkpoints": watch_checkpoints}
     build = builtins.__build_class__
 
@@ -48,19 +49,18 @@ def watch_loader(cls: type, recording) -> None:
 
     @wrap(cls, "__init__")
     def init(original, loader, dataset, batch_size, accelerator, **options):
-        limit = batches.same.limit
+        limit = recording.plan["limit"]
         options["max_samples"] = min(limit, options.get("max_samples") or limit)
         batches.is_reading_inside = True
-        original(loader, dataset, batches.same.step_size(batch_size), accelerator, **options)
+        original(loader, dataset, batches.step_size(batch_size), accelerator, **options)
         batches.is_reading_inside = False
         if loader.reader is not None:
             fetcher, weigh = loader.reader.fetcher, loader.loss_weights
             fetcher.collate_fn, fetcher.prove_reads_itself = Tagged(fetcher.collate_fn), True
             loader.loss_weights = weigh and (lambda content: weigh(batches.opened(content)[0]))
-        is_training = options.get("seed") is not None
-        facts = {"given": batch_size, "length": len(dataset), "sampler": "GlobalLoader", "is_exact": True}
-        facts |= {"drop_last": bool(options.get("drop_last")), "shuffles": is_training, "is_iterable": False}
-        batches.new_loader(loader, has_own_batches=False, **facts)
+        recording.facts["is_exact"] = True
+        facts = {"given": batch_size, "length": len(dataset), "sampler": "GlobalLoader", "shuffles": False}
+        batches.new_loader(loader, drop_last=bool(options.get("drop_last")), is_iterable=False, **facts)
 
     @wrap(cls, "epoch")
     def epoch(original, loader, *args, **kwargs):
@@ -92,7 +92,7 @@ def watch_run(cls: type, recording) -> None:
         recording.facts["run"] = recording.where.line()
         recording.facts["virtual_processes"] = getattr(run.accelerator, "virtual_processes", 0)
         original(run, train_loader, test_loader, min(total_steps, PASSES * len(train_loader)), **options)
-        run.same_weights = None  # weights that differ are a finding, and not the end of the run
+        run.same_weights = None  # different weights are a finding, and must not end the run
 
     @wrap(cls, "log_test")
     def log_test(original, run, result):
@@ -111,4 +111,4 @@ def watch_checkpoints(cls: type, recording) -> None:
         original(checkpoints, *args, **kwargs)
         if recording.plan["stop_after_save"]:
             checkpoints.wait()  # a thread writes it
-            recording.files.saved()
+            saved(recording)

@@ -17,47 +17,43 @@ OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
 class Processes:
-    """What the script has of other processes."""
+    """The collective calls of the script, in the step or the evaluation in which they are made."""
 
     def __init__(self, recording):
-        self.recording, self.facts = recording, {"starts_processes": "", "local_sgd": ""}
-        self.in_library = 0
-        # What a process has called stands there also when it dies.
+        self.recording, self.depth = recording, 0
+        # A file, so that the calls are known even if the process dies.
         path = Path(recording.plan["output"], f"calls_{recording.rank}.txt")
         self.calls = open(path, "w", buffering=1)  # noqa: SIM115  until the end
 
-    def collective(self, name: str) -> None:
-        recording = self.recording
-        if not self.in_library:
-            line = recording.where.line()
-            where = recording.evaluations.current or recording.step
-            where["collectives"].append((name, line))
-            self.calls.write(f"{len(recording.steps)} {name} {line}\n")
-
     @contextlib.contextmanager
-    def inside(self):
-        """A library's own calls are not the script's."""
-        self.in_library += 1
+    def calling(self, name: str = ""):
+        """Record a collective call `name`, if any. Calls that a library makes within it are not the script's."""
+        recording = self.recording
+        if name and not self.depth:
+            line = recording.where.line()
+            (recording.evaluations.current or recording.step)["collectives"].append((name, line))
+            self.calls.write(f"{len(recording.steps)} {name} {line}\n")
+        self.depth += 1
         try:
             yield
         finally:
-            self.in_library -= 1
+            self.depth -= 1
 
-    def result(self) -> tuple[dict, dict]:
-        return self.facts, {}
+    def watch(self, owner, names: tuple[str, ...]) -> None:
+        for name in names:
 
-    def install(self) -> None:
-        install_torch(self)
-        with contextlib.suppress(ImportError):
-            install_accelerate(self)
+            @wrap(owner, name)
+            def collective(original, *args, name=name, **kwargs):
+                with self.calling(name):
+                    return original(*args, **kwargs)
 
 
-def install_torch(processes: Processes) -> None:
-    recording = processes.recording
+def install(recording) -> None:
+    recording.processes.watch(dist, COLLECTIVES)
 
     @wrap(torch.multiprocessing, "start_processes")
     def start(original, *args, **kwargs):
-        processes.facts["starts_processes"] = recording.where.line()
+        recording.facts["starts_processes"] = recording.where.line()
         recording.end()
 
     torch.multiprocessing.spawn = torch.multiprocessing.start_processes
@@ -66,21 +62,17 @@ def install_torch(processes: Processes) -> None:
     def init(original, backend=None, *args, **kwargs):
         kwargs.pop("device_id", None)
         original("gloo", *args, **kwargs)
-        processes.facts["group"] = recording.where.line()
+        recording.facts["group"] = recording.where.line()
 
-    for name in COLLECTIVES:
-
-        @wrap(dist, name)
-        def collective(original, *args, name=name, **kwargs):
-            processes.collective(name)
-            return original(*args, **kwargs)
+    with contextlib.suppress(ImportError):
+        install_accelerate(recording)
 
 
-def install_accelerate(processes: Processes) -> None:
+def install_accelerate(recording) -> None:
     import accelerate
     from accelerate import local_sgd, state
 
-    recording = processes.recording
+    recording.processes.watch(accelerate.Accelerator, OF_ACCELERATOR)
 
     @wrap(state.PartialState, "__init__")
     def init_state(original, self, *args, **kwargs):
@@ -95,20 +87,12 @@ def install_accelerate(processes: Processes) -> None:
     def init(original, self, *args, **kwargs):
         if kwargs.get("mixed_precision") not in (None, "no"):
             kwargs["mixed_precision"] = "no"
-            recording.off.switched_off.add("mixed precision")
+            recording.facts["switched_off"].add("mixed precision")
         original(self, *args, **kwargs)
-        processes.facts["accelerate"] = recording.where.line()
-        recording.batches.same.splits_batches = bool(self.split_batches)
-
-    for name in OF_ACCELERATOR:
-
-        @wrap(accelerate.Accelerator, name)
-        def collective(original, *args, name=name, **kwargs):
-            processes.collective(name)
-            with processes.inside():
-                return original(*args, **kwargs)
+        recording.facts["accelerate"] = recording.where.line()
+        recording.batches.splits_batches = bool(self.split_batches)
 
     @wrap(local_sgd.LocalSGD, "__init__")
     def init_local_sgd(original, self, *args, **kwargs):
-        processes.facts["local_sgd"] = recording.where.line()
+        recording.facts["local_sgd"] = recording.where.line()
         original(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Where in the script something happens, and how functions of libraries are wrapped."""
+"""Line numbers of the script, and wrapping of library functions."""
 
 import functools
 import itertools
@@ -21,35 +21,34 @@ class Where:
         self.root = root
 
     def is_own(self, file: str) -> bool:
-        """Whether it is a file of the script's folder: neither installed there, nor of this package."""
+        """Whether a file is in the script's folder, and neither installed there nor part of this package."""
         is_inside = file.startswith(os.path.join(self.root, "")) and not file.startswith(OWN_FOLDER)
         return is_inside and "site-packages" not in file
 
     def line(self) -> str:
         """The innermost line of the script's own files, as "train.py:64"."""
-        return next(self._frames(), ("", 0))[0]
+        return next(self._frames(), "").partition(" ")[0]
 
     def last_of(self, frames) -> str:
-        """The same of a traceback."""
+        """The same for a traceback."""
         own = [frame for frame in frames if self.is_own(frame.filename)]
         return f"{os.path.relpath(own[-1].filename, self.root)}:{own[-1].lineno}" if own else ""
 
     def place(self) -> str:
-        """Tells apart two calls in one line, two calls of a function that makes a loader, and those of a library."""
+        """A name for this call. Two calls in one line, or of a function that makes a loader, have different names."""
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", PACKAGE):
             frame = frame.f_back
         names = [f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"]
-        names += [f"{line}:{column}" for line, column in itertools.islice(self._frames(), 3)]
-        return " < ".join(names)
+        return " < ".join(names + list(itertools.islice(self._frames(), 3)))
 
-    def _frames(self) -> Iterator[tuple[str, int]]:
+    def _frames(self) -> Iterator[str]:
+        """Lines of the script's files, the innermost first, each with its offset in the bytecode: "train.py:64 218"."""
         frame = sys._getframe(1)
         while frame is not None:
-            code = frame.f_code
-            if self.is_own(code.co_filename):
-                column = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))[2]
-                yield f"{os.path.relpath(code.co_filename, self.root)}:{frame.f_lineno}", column
+            file = frame.f_code.co_filename
+            if self.is_own(file):
+                yield f"{os.path.relpath(file, self.root)}:{frame.f_lineno} {frame.f_lasti}"
             frame = frame.f_back
 
 

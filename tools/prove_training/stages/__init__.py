@@ -1,7 +1,7 @@
-"""What is wrong in the records of any script, in the order in which things happen: pure functions of records.
+"""Finds what is wrong in the records of a script, in the order in which things happen: pure functions of records.
 
-A record is what `recording` leaves of one process. The reference ran on one process, the others on several, with the
-same samples in each step, and each step began with the weights of the reference.
+`recording` leaves a record of each process. The reference ran on one process, the others on several, with the same
+samples in each step, and each step began with the weights of the reference.
 """
 
 import collections
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..tensors import differ
+from ..tensors import differ, norm_of
 from ..text import plural
 
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry, in one step from the same weights
@@ -18,17 +18,13 @@ ZERO = 1e-5  # a gradient this small, relative to the largest one, is zero up to
 
 
 class Finding(NamedTuple):
-    """Something that is wrong, or worth knowing."""
+    """A mistake, or a note."""
 
     kind: str  # of mistakes.ADVICE; "" for a note
     stage: str
     what: str
     step: int | None = None  # counted from 1; None: not of one step
     line: str = ""  # as "train.py:64"
-
-    @property
-    def is_note(self) -> bool:
-        return not self.kind
 
     @property
     def place(self) -> str:
@@ -39,27 +35,53 @@ def note(stage: str, what: str, step: int | None = None, line: str = "") -> Find
     return Finding("", stage, what, step, line)
 
 
+class Comparison:
+    """Records of several processes, the reference they are compared with, and what could be compared.
+
+    Args:
+        reference: the record of one process.
+        ranks: the records of each process.
+    """
+
+    def __init__(self, reference: dict, ranks: list[dict]):
+        self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
+        self.facts, self.is_exact = ranks[0]["facts"], reference["facts"]["is_exact"]
+        self.compared, self.not_compared = set(), {}  # what; what and why not
+
+    def steps_of_ranks(self) -> Iterator[tuple[int, tuple[dict, ...]]]:
+        """Each step by its number, with its record on each rank."""
+        return enumerate(zip(*(rank["steps"] for rank in self.ranks), strict=False), 1)
+
+
 def close(one: float, other: float, tolerance: float = 1e-3) -> bool:
     return math.isclose(one, other, rel_tol=tolerance)
 
 
+def named(names) -> str:
+    first, *others = names
+    return first + (f" and {plural(len(others), 'other')}" if others else "")
+
+
+# Of one process
+
+
 def parts_of(step: dict) -> Iterator[dict]:
-    """The batches, or parts of them, that a step of one process was made of."""
+    """The batches, or parts of them, that a step was made of."""
     return (part for micro in step["micro_batches"] for part in micro["samples"])
 
 
 def samples_of(step: dict) -> collections.Counter:
-    """How often each sample is in a step of one process."""
+    """How often each sample is in a step."""
     return collections.Counter(digest for part in parts_of(step) for digest in part["digests"] or [])
+
+
+def largest_step(record: dict) -> int:
+    return max((samples_of(step).total() for step in record["steps"]), default=0)
 
 
 def trained_on(record: dict) -> set[str]:
     """The loaders of the training data."""
     return {part["key"] for step in record["steps"] for part in parts_of(step)}
-
-
-def united(steps: list[dict]) -> collections.Counter:
-    return sum((samples_of(step) for step in steps), collections.Counter())
 
 
 def passes_of(record: dict) -> dict[tuple[str, int], list[str]]:
@@ -72,48 +94,29 @@ def passes_of(record: dict) -> dict[tuple[str, int], list[str]]:
     return found
 
 
-def is_exact(record: dict) -> bool:
-    """Whether the script trains through GlobalLoader, which needs no allowance for unequal parts."""
-    return any(loader["is_exact"] for loader in record["facts"]["loaders"].values())
+def rounding(gradients: dict) -> float:
+    """The norm up to which a gradient is zero but for rounding."""
+    return ZERO * max(map(norm_of, gradients.values()), default=0.0)
 
 
-def named(names: list[str]) -> str:
-    others = f" and {plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
-    return names[0] + others
+def first_line(step: dict) -> str:
+    """The line of the first backward pass of a step."""
+    return step["micro_batches"][0]["line"]
 
 
-def size(micro: dict) -> int:
-    return sum(len(part["digests"] or []) for part in micro["samples"])
+# Of several
 
 
-def step_size(step: dict) -> int:
-    return sum(size(micro) for micro in step["micro_batches"])
-
-
-class Comparison:
-    """Records of several processes, and the reference that they are compared with.
-
-    Args:
-        reference: the record of one process.
-        ranks: the records of each process.
-    """
-
-    def __init__(self, reference: dict, ranks: list[dict]):
-        self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
-        self.facts, self.is_exact = ranks[0]["facts"], is_exact(reference)
-        self.compared, self.not_compared = [], {}
-
-
-def apart(steps: tuple[dict, ...], kind: str) -> tuple[list[str], int] | None:
-    """The names of what differs between rank 0 and another rank, and that rank."""
-    first = steps[0].get(kind, {})
-    limit = ZERO * max((float(value[0]) for value in first.values()), default=0.0)
-    for rank, step in enumerate(steps[1:], 1):
-        names = [
-            name
-            for name, value in first.items()
-            if name not in step[kind] or (float(value[0]) > limit and differ(value, step[kind][name]) > APART)
-        ]
+def apart(entries: tuple[dict, ...], kind: str) -> str:
+    """What differs between two ranks, as "weight and 2 others: ranks 0 and 1"; "" if nothing does."""
+    first = entries[0].get(kind, {})
+    limit = rounding(first)
+    for rank, entry in enumerate(entries[1:], 1):
+        names = []
+        for name, value in first.items():
+            other = entry[kind].get(name)
+            if other is None or (max(norm_of(value), norm_of(other)) > limit and differ(value, other) > APART):
+                names.append(name)
         if names:
-            return names, rank
-    return None
+            return f"{named(names)}: ranks 0 and {rank}"
+    return ""

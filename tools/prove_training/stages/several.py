@@ -1,94 +1,78 @@
-"""What several processes show, compared with one."""
+"""Compares several processes with one: all stages, in the order in which things happen."""
 
 import collections
 import itertools
 from collections.abc import Iterator
 
-from ..tensors import differ
 from ..text import plural
-from . import APART, Comparison, Finding, named, note
-from .samples import Samples
-from .single import Single
-from .steps import Steps
+from . import Comparison, Finding, apart, first_line, note, samples, single, steps
 
 
-class Several(Comparison):
-    """All stages, in the order in which things happen."""
+def are_plain(ranks: list[dict]) -> bool:
+    """Whether the script uses neither Accelerate nor a process group."""
+    return not any(rank["facts"].keys() & {"accelerate", "group"} for rank in ranks)
 
-    def is_plain(self) -> bool:
-        """Whether nothing in the script knows of other processes."""
-        return all("accelerate" not in rank["facts"] and "group" not in rank["facts"] for rank in self.ranks)
 
-    def findings(self) -> Iterator[Finding]:
-        if self._are_alone():
-            line = self.ranks[0]["steps"][0]["micro_batches"][0]["line"] if self.ranks[0]["steps"] else ""
-            what = f"{self.processes} processes train alone: nothing averages their gradients"
-            yield Finding("alone", "gradient", what, 1, line)
+def findings(both: Comparison) -> Iterator[Finding]:
+    made = [step for rank in both.ranks for step in rank["steps"]]
+    if not any(rank["facts"]["ddp"] for rank in both.ranks) and not any(step["collectives"] for step in made):
+        what = f"{both.processes} processes train alone: nothing averages their gradients"
+        yield Finding("alone", "gradient", what, 1, first_line(made[0]) if made else "")
+        return
+    found = list(samples.findings(both))
+    yield from found
+    yield from _initial_weights(both)
+    if steps.parts(both) > 1:
+        yield from single.micro_batches(both.ranks[0])
+    if not any(finding.kind for finding in found):
+        yield from steps.findings(both)
+        yield from steps.statistics(both)
+    yield from _reductions(both)
+    yield from _saves(both)
+
+
+def _initial_weights(both: Comparison) -> Iterator[Finding]:
+    if differing := apart(both.ranks, "initial"):
+        what = f"{differing} begin with different weights"
+        yield Finding("initial_weights", "initial weights", what, None, both.ranks[0]["steps"][0]["line"])
+
+
+def _reductions(both: Comparison) -> Iterator[Finding]:
+    for number, step in enumerate(both.ranks[0]["steps"], 1):
+        count = len(step["micro_batches"])
+        are_all = all(micro["syncs"] for micro in step["micro_batches"])
+        if both.facts["ddp"] and count > 1 and are_all and len(both.facts["optimizers"]) == 1:
+            what = f"gradients are averaged over processes {count} times per step instead of once: no_sync() "
+            yield note("all-reduces", what + "is missing, the numbers are right", number, first_line(step))
             return
-        samples, steps = Samples(self.reference, self.ranks), Steps(self.reference, self.ranks)
-        found = list(samples.findings())
-        yield from found
-        yield from self._initial_weights()
-        if steps.parts() > 1:
-            yield from Single(self.ranks[0]).of_micro_batches()
-        if not any(not finding.is_note for finding in found):
-            yield from steps.findings()
-            yield from steps.statistics()
-        yield from self._reductions()
-        yield from self._saves()
-        self.compared = samples.compared + steps.compared
-        self.not_compared = samples.not_compared | steps.not_compared
 
-    def _are_alone(self) -> bool:
-        steps = [step for rank in self.ranks for step in rank["steps"]]
-        return not any(rank["facts"]["ddp"] for rank in self.ranks) and not any(step["collectives"] for step in steps)
 
-    def _initial_weights(self) -> Iterator[Finding]:
-        first = self.ranks[0]["initial"]
-        for number, rank in enumerate(self.ranks[1:], 1):
-            apart = [name for name, value in first.items() if differ(value, rank["initial"].get(name, value)) > APART]
-            if apart:
-                what = f"{named(apart)}: ranks 0 and {number} begin with different weights"
-                yield Finding("initial_weights", "initial weights", what, None, self.ranks[0]["steps"][0]["line"])
-                return
-
-    def _reductions(self) -> Iterator[Finding]:
-        for number, step in enumerate(self.ranks[0]["steps"], 1):
-            micro = step["micro_batches"]
-            count = sum(bool(each["syncs"]) for each in micro)
-            if self.facts["ddp"] and len(micro) > 1 and count == len(micro) and len(self.facts["optimizers"]) == 1:
-                what = f"gradients are averaged over processes {count} times per step instead of once: no_sync() "
-                yield note("all-reduces", what + "is missing, the numbers are right", number, micro[0]["line"])
-                return
-
-    def _saves(self) -> Iterator[Finding]:
-        before = {save["line"]: save for save in self.reference["saves"]}
-        writers = collections.Counter()
-        for rank in self.ranks:
-            for place in {(save["path"], save["after"], save["line"]) for save in rank["saves"]}:
-                writers[place] += place[0] != "?" and not is_collective(rank, place[2])
-        for (path, _, line), count in writers.items():
-            if count > 1:
-                what = f"{count} processes write {path} at the same time"
-                yield Finding("checkpoint_race", "checkpoint", what, None, line)
-                break
-        for save in self.ranks[0]["saves"]:
-            if save["prefix"] and not before.get(save["line"], {"prefix": save["prefix"]})["prefix"]:
-                what = f"the names in {save['path']} begin with {save['prefix']!r}, and not on 1 process"
-                yield Finding("checkpoint_prefix", "checkpoint", what, None, save["line"])
-                break
-            if save["prefix"] == "_orig_mod.":
-                what = (
-                    f"the names in {save['path']} begin with '_orig_mod.': only a compiled model loads them as they are"
-                )
-                yield note("checkpoint", what, None, save["line"])
-                break
+def _saves(both: Comparison) -> Iterator[Finding]:
+    writers = collections.Counter()
+    for rank in both.ranks:  # all processes call save_state; only one writes
+        writers.update(
+            {(save["path"], save["after"], save["line"]) for save in rank["saves"] if save["kind"] != "save_state"}
+        )
+    for (path, _, line), count in writers.items():
+        if count > 1 and path != "?":
+            what = f"{count} processes write {path} at the same time"
+            yield Finding("checkpoint_race", "checkpoint", what, None, line)
+            break
+    before = {save["line"]: save["prefix"] for save in both.reference["saves"]}
+    for save in both.ranks[0]["saves"]:
+        what = f"the names in {save['path']} begin with {save['prefix']!r}"
+        if save["prefix"] and before.get(save["line"]) == "":
+            yield Finding("checkpoint_prefix", "checkpoint", f"{what}, and not on 1 process", None, save["line"])
+            break
+        if save["prefix"] == "_orig_mod.":
+            yield note("checkpoint", f"{what}: only a compiled model loads them as they are", None, save["line"])
+            break
 
 
 def uneven_call(calls: list[list[str]]) -> tuple[str, str] | None:
-    """The first collective call that rank 0 makes and another rank does not, or the reverse: words, and the line.
+    """The first collective call that rank 0 makes and another rank does not, or the reverse: a message, and the line.
 
-    calls: of each rank, as "6 all_reduce train.py:64": after six steps.
+    calls: of each rank, as "6 all_reduce train.py:64", where 6 is the number of steps before the call.
     """
     for rank, others in enumerate(calls[1:], 1):
         for one, other in itertools.zip_longest(calls[0], others):
@@ -97,8 +81,3 @@ def uneven_call(calls: list[list[str]]) -> tuple[str, str] | None:
                 steps, name, line = call.split(" ", 2)
                 return f"after {plural(int(steps), 'step')} rank {caller} calls {name}, and rank {lacks} does not", line
     return None
-
-
-def is_collective(record: dict, line: str) -> bool:
-    """save_state is called by all processes, and writes once."""
-    return any(save["line"] == line and save["kind"] == "save_state" for save in record["saves"])

@@ -1,4 +1,4 @@
-"""Two models and two optimizers; the second one steps half as often, and noise is drawn in the loop."""
+"""Two models and two optimizers: the critic steps while the generator's graph waits; noise is drawn in the loop."""
 
 import torch
 from accelerate import Accelerator
@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 accelerator = Accelerator()
 torch.manual_seed(0)
 real = torch.randn(400, 2) * 0.3 + 1
-generator, critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+generator = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+critic = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
 of_generator = torch.optim.Adam(generator.parameters(), lr=1e-3)
 of_critic = torch.optim.Adam(critic.parameters(), lr=1e-2)
 loader = DataLoader(TensorDataset(real), batch_size=16, shuffle=True)
@@ -25,7 +26,7 @@ for epoch in range(3):
         accelerator.backward(loss)
         of_critic.step()
         if number % 2:
-            yes = critic(generator(torch.randn(len(points), 4)))
+            yes = critic(made)
             of_generator.zero_grad()
             accelerator.backward(loss_of(yes, torch.ones_like(yes)))
             of_generator.step()

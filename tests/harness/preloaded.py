@@ -1,0 +1,161 @@
+"""Launches that do not import torch again: the launcher and its ranks are forks of a process that has imported it.
+
+A launch on two processes imports torch three times, ten seconds of CPU, and most tests train for less than one. The
+forked processes have the session, environment, streams and arguments of new ones. What they do not have: a command
+line in /proc (psutil is told instead), a fresh interpreter's memory, and its end, which frees what is left.
+"""
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+from unittest import mock
+
+import psutil
+
+IMPORTS = [
+    "accelerate.commands.launch",
+    "datasets",
+    "evaluate",
+    "matplotlib.backends.backend_agg",
+    "psutil",
+    "safetensors.torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torchvision.transforms.v2",
+]
+# Variables that no import reads. With any other one changed, a fresh interpreter is needed.
+READ_LATER = ("ACCELERATE_", "CUDA_VISIBLE_DEVICES", "FSDP_", "LOCAL_", "MASTER_", "PYTEST_", "RANK", "WORLD_SIZE")
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(IMPORTS)
+Interpreter = subprocess.Popen
+variables: dict[str, str] = {}  # of the process that has imported everything
+command_lines: dict[int, list[str]] = {}  # by process id, of this process and those above it
+
+
+def run(words: list[str], cwd: Path, environment: dict, timeout: float) -> subprocess.CompletedProcess | None:
+    """Run `python WORDS` to its end; None if that takes a fresh interpreter.
+
+    Raises:
+        subprocess.TimeoutExpired: after `timeout` seconds; the process is killed.
+    """
+    if not variables:
+        variables.update(environment)
+        with mock.patch.dict(os.environ, environment, clear=True):
+            multiprocessing.forkserver.ensure_running()
+    changed = {name for name, _ in environment.items() ^ variables.items()}
+    if not all(name.startswith(READ_LATER) for name in changed):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder) / "out", Path(folder) / "err"]
+        process = context.Process(target=program, args=(words, environment, cwd, streams))
+        process.start()
+        process.join(timeout)
+        late = process.is_alive()
+        if late:
+            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                os.kill(one.pid, signal.SIGKILL)
+            process.join()
+        out, err = (stream.read_text(errors="replace") for stream in streams)
+    if late:
+        raise subprocess.TimeoutExpired(words, timeout, out, err)
+    return subprocess.CompletedProcess(words, process.exitcode, out, err)
+
+
+def program(words: list[str], environment: dict, cwd: Path | None = None, streams: list[Path] = ()) -> None:
+    """What a fork runs: `python WORDS`, in a session of its own."""
+    os.setsid()
+    for number, stream in enumerate(streams, 1):
+        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if cwd is not None:
+        os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # read when torch is loaded
+        importlib.import_module("torch").set_num_threads(int(threads))
+    command_lines[os.getpid()] = [sys.executable, *words]
+    own = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    try:
+        if words[0] == "-m":
+            sys.argv, sys.path[:] = words[1:], [os.getcwd(), *own, *installed]
+            sys.modules.pop(words[1], None)
+            start_forks()
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            return
+        words = words[words[0] == "-u" :]
+        sys.argv, sys.path[:] = words, [os.path.dirname(os.path.realpath(words[0])), *own, *installed]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = os.path.abspath(words[0])
+        exec(compile(Path(words[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+    finally:  # as at the end of an interpreter; a fork by multiprocessing leaves out the second
+        threading._shutdown()
+        atexit._run_exitfuncs()
+
+
+class Rank:
+    """A process that a launcher forks; what launchers use of subprocess.Popen."""
+
+    def __init__(self, args, env=None, **_):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        command = [str(word) for word in args[1:]]
+        self.args = args
+        self.process = multiprocessing.get_context("fork").Process(target=rank, args=(command, dict(env or os.environ)))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def rank(words: list[str], environment: dict) -> None:
+    subprocess.Popen = Interpreter
+    for name in os.listdir("/dev/fd"):  # the launcher's store ends with the launcher
+        try:
+            if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.close(int(name))
+        except OSError:  # that of listdir
+            continue
+    program(words, environment)
+
+
+def start_forks() -> None:
+    """Have this launcher start Python programs as forks, and psutil tell their command lines."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    def popen(args, **options):
+        is_python = isinstance(args, (list, tuple)) and args[0] == sys.executable
+        return (Rank if is_python else Interpreter)(args, **options)
+
+    cmdline = psutil.Process.cmdline
+    psutil.Process.cmdline = lambda process: command_lines.get(process.pid) or cmdline(process)
+    subprocess.Popen = subprocess_handler.Popen = popen

@@ -1,0 +1,192 @@
+"""Makes any script do the same work on each number of processes, and only a little of it.
+
+Data sets are cut, items are read with seeds of their own, and what must differ between numbers of processes (dropout,
+the batch statistics of BatchNorm, mixed precision) is switched off. The script sees its own objects, only shorter.
+"""
+
+import contextlib
+import copyreg
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import IterableDataset, Subset
+from torch.utils.data._utils import fetch
+
+from ..tensors import digest
+from .where import wrap
+
+TAG = "batch with digests"  # marks a plain tuple: a class could be imported twice
+BATCHES = 6  # whole micro-batches per epoch
+REST = 5  # samples after them: neither 2 nor 3 processes divide an epoch
+LARGEST = 12  # samples of a micro-batch over all processes
+
+
+def micro_batch(given: int) -> int:
+    """Samples of a micro-batch over all processes: divisible by 1, 2 and 3."""
+    return LARGEST if given >= LARGEST else LARGEST // 2
+
+
+def items_of_epoch(batch_size: int = LARGEST) -> int:
+    return BATCHES * batch_size + REST
+
+
+def cut(data, limit: int):
+    """`data` with at most `limit` items: where possible the same object, whose class becomes a subclass.
+
+    A Subset in order, such as every second item, keeps its items below `limit`, so that the parts of a data set that
+    was divided by hand are parts of the same items.
+    """
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        return data
+    if isinstance(data, Subset):
+        indices = list(data.indices)
+        is_part = indices == sorted(indices) and len(indices) > 1 and indices[1] < limit
+        data.indices = [index for index in indices if index < limit] if is_part else indices[:limit]
+        return data
+    if len(data) <= limit:
+        return data
+    if isinstance(data, (list, tuple, np.ndarray, torch.Tensor)):
+        return data[:limit]
+    original = type(data)
+    members = {
+        "__len__": lambda self: min(limit, original.__len__(self)),
+        "__reduce_ex__": lambda self, protocol: (copyreg.__newobj__, (original,), self.__dict__),
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+    }
+    with contextlib.suppress(TypeError):  # of a class that is not written in Python
+        data.__class__ = type(original.__name__, (original,), members)
+    return data
+
+
+@contextlib.contextmanager
+def seeded(seed: int):
+    """Seed all global generators, and restore them at the end."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+def generator_states() -> int:
+    """A hash that changes with each draw from a global generator."""
+    numbers = np.random.get_state()
+    return hash((torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers[1].tobytes(), numbers[2]))
+
+
+plain_fetch = fetch._MapDatasetFetcher.fetch
+
+
+def fetch_with_digests(self, index):
+    """Replaces the fetch of a map-style data set: seeds each item by its index, and adds digests to the batch."""
+    if getattr(self.dataset, "prove_reads_itself", False):
+        return plain_fetch(self, index)
+    indices = index if self.auto_collation else [index]
+
+    def read(item):
+        with seeded(1000 + hash(item) % 2**31):
+            return self.dataset[item]
+
+    items = [read(item) for item in indices]
+    digests = [digest(item) for item in items]
+    is_random = False
+    if not hasattr(self, "has_read_twice"):
+        self.has_read_twice = True
+        is_random = digest(self.dataset[indices[0]]) != digests[0]
+        items[0] = read(indices[0])  # an item may have been changed in place
+    return TAG, self.collate_fn(items if self.auto_collation else items[0]), digests, is_random
+
+
+def install(recording) -> None:
+    """Switch off what differs by design between process counts, and record it in the fact `switched_off`."""
+    switched_off, statistics = recording.facts["switched_off"], {}  # of BatchNorm, at the beginning
+    fetch._MapDatasetFetcher.fetch = fetch_with_digests
+
+    def note(what: str) -> None:
+        switched_off.add(what)
+        if not torch.is_grad_enabled():
+            recording.evaluations.in_training_mode()
+
+    for name in ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"):
+
+        @wrap(F, name)
+        def no_dropout(original, input, p=0.5, training=True, inplace=False):
+            if training and p > 0:
+                note("dropout")
+            return input
+
+    @wrap(F, "scaled_dot_product_attention")
+    def without_dropout(original, query, key, value, attn_mask=None, dropout_p=0.0, *others, **options):
+        if dropout_p:
+            switched_off.add("dropout")
+        return original(query, key, value, attn_mask, 0.0, *others, **options)
+
+    def batch_norm(original, input, mean, variance, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+        """Normalizes with the initial running statistics; the running statistics are still updated."""
+        if mean is None:
+            return original(input, mean, variance, weight, bias, training, momentum, eps)
+        fixed = statistics.setdefault(id(mean), (mean.clone(), variance.clone(), mean))
+        if training:
+            note("the batch statistics of BatchNorm")
+            if input.numel() > input.shape[1]:  # more than one value per channel
+                original(input.detach(), mean, variance, None, None, True, momentum, eps)
+        return original(input, *fixed[:2], weight, bias, False, momentum, eps)
+
+    if recording.plan["is_resumed"] is None:  # a run and its resume have the same batches
+        wrap(F, "batch_norm")(batch_norm)
+    nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward
+    nn.SyncBatchNorm._check_input_dim = lambda *_: None
+
+    @wrap(torch.autocast, "__init__")
+    def no_autocast(original, autocast, device_type, dtype=None, enabled=True, cache_enabled=None):
+        if enabled:
+            switched_off.add("mixed precision")
+        original(autocast, "cpu", torch.bfloat16, False)
+
+    @wrap(torch, "compile")
+    def not_compiled(original, model=None, **options):
+        switched_off.add("torch.compile")
+        return original(model, backend="eager")
+
+    torch.compiler.set_stance("force_eager")
+    if recording.plan["without_gpu"]:
+        OnCpu().install()
+
+
+class OnCpu(TorchFunctionMode):
+    """Keeps on the CPU what a script puts on a GPU, with or without one."""
+
+    NOTHING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_per_process_memory_fraction")
+    ZERO = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if function is torch.Tensor.to:
+            args = (args[0], *(self._place(each) for each in args[1:]))
+        if "device" in kwargs:
+            kwargs["device"] = self._place(kwargs["device"])
+        return function(*args, **kwargs)
+
+    def _place(self, device):
+        is_number = isinstance(device, int) and not isinstance(device, bool)
+        is_gpu = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+        return torch.device("cpu") if is_number or is_gpu else device
+
+    def install(self) -> None:
+        for name in self.NOTHING:
+            setattr(torch.cuda, name, lambda *_, **__: None)
+        for name in self.ZERO:
+            setattr(torch.cuda, name, lambda *_, **__: 0)
+        self.__enter__()
