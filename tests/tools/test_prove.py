@@ -163,7 +163,7 @@ def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, 
     mistake = planted.MISTAKES[name]
     said = prove_planted(mistake.edits, processes=(2, 3), timeout_s=120)
     assert said.code == 1, said.text
-    assert f"#{mistake.kind.replace('_', '-')})" in said.advice[0]
+    assert f"#{mistake.kind.replace('_', '-')})" in said.advice[0], said.text
 
 
 UNUSUAL = {

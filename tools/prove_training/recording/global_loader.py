@@ -6,6 +6,7 @@ allowance, and Run says by itself what the test results are, when it saves, and 
 
 import argparse
 import builtins
+import sys
 
 from ..tensors import digest
 from .data import PASSES, Batches, generator_states
@@ -87,12 +88,17 @@ def read(batches: Batches, iterator):
 
 
 def watch_run(cls: type, recording) -> None:
+    same_weights = getattr(sys.modules[cls.__module__], "same_weights", None)
+    if same_weights is None:  # another class of this name
+        return
+    # Processes that differ are a finding, and must not end the run.
+    same_weights.check, same_weights.same_result = lambda *_: None, lambda numbers: numbers
+
     @wrap(cls, "start")
     def start(original, run, train_loader, test_loader, total_steps, **options):
         recording.facts["run"] = recording.where.line()
         recording.facts["virtual_processes"] = getattr(run.accelerator, "virtual_processes", 0)
         original(run, train_loader, test_loader, min(total_steps, PASSES * len(train_loader)), **options)
-        run.same_weights = None  # different weights are a finding, and must not end the run
 
     @wrap(cls, "log_test")
     def log_test(original, run, result):
