@@ -97,7 +97,7 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
     loader = GlobalLoader(data, len(data), accelerator, seed=0, shard=(0, 1), accumulation=m)
     batches = list(loader)
     images = [batch.data[0] for batch in batches]
-    metrics = Metrics(accelerator, all_ranks_add=False)
+    metrics = Metrics(accelerator)
     loss_fn = model_split.make_loss_fn(metrics.add)
     seconds = {way: [] for way in ways}
     idle = []

@@ -24,7 +24,7 @@ import torch
 import torchvision
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import new_subgroups_by_enumeration
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
@@ -125,14 +125,20 @@ class Stage(nn.Module):
         return x
 
 
+@functools.cache
+def mean_and_std(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """MEAN and STD, (3, 1, 1). Cached, because each copy to a GPU waits until the GPU is idle."""
+    values = torch.tensor([MEAN, STD], dtype=dtype, device=device)
+    return values[:, :, None, None].unbind()
+
+
 def to_input(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """uint8 (N, 1 or 3, H, W) to normalised RGB (N, 3, H, W), padded to H, W >= 32.
 
     ResNet-50 halves height and width five times, from 32 pixels to one.
     """
     x = images.to(dtype).expand(-1, 3, -1, -1)
-    mean = torch.tensor(MEAN, dtype=dtype, device=x.device)[:, None, None]
-    std = torch.tensor(STD, dtype=dtype, device=x.device)[:, None, None]
+    mean, std = mean_and_std(dtype, x.device)
     height, width = (max(32 - side, 0) for side in x.shape[2:])
     padding = (width // 2, width - width // 2, height // 2, height - height // 2)
     return F.pad(x, padding).sub(mean).div_(std)
@@ -270,10 +276,14 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
         max_in_flight = {"naive": 1, "gpipe": sys.maxsize}.get(schedule, num_stages)
         return model, OneProcess(stages, devices, max_in_flight), None
     copies = processes // num_stages
-    mesh = init_device_mesh(accelerator.device.type, (copies, num_stages), mesh_dim_names=("copy", "stage"))
+    ranks = torch.arange(processes).view(copies, num_stages)
+    timeout = accelerator.init_handler and accelerator.init_handler.timeout
+    # nccl-lazy makes a communicator for each pair of neighbours; with one for all, their transfers wait for each other.
+    backend = "nccl-lazy" if accelerator.device.type == "cuda" else None
+    stage_group, _ = new_subgroups_by_enumeration(ranks.tolist(), timeout, backend)
+    copy_group, _ = new_subgroups_by_enumeration(ranks.T.tolist(), timeout) if copies > 1 else (None, None)
     stages = dict(zip(numbers, stages, strict=True))
-    pipeline = OverProcesses(stages, examples, schedule, mesh.get_group("stage"), accelerator.device)
-    return model, pipeline, mesh.get_group("copy") if copies > 1 else None
+    return model, OverProcesses(stages, examples, schedule, stage_group, accelerator.device), copy_group
 
 
 def make_loss_fn(count):
@@ -335,6 +345,7 @@ def main():
         copy=layout.copy,
         batch=f"{layout.micro_batch_size} per micro-batch x {filling} x {plural(layout.copies, 'pipeline')}",
         notes={"num_stages": layout.num_stages, "copies": layout.copies, "stages": table},
+        group=pipeline.group,
     )
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run.start(

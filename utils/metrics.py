@@ -24,7 +24,6 @@ class Metrics:
 
     Args:
         state: what another one's `state()` returned, to continue from.
-        all_ranks_add: False if some ranks never call `add`, as in a pipeline, where only the last stage has losses.
         test_after: steps before this test, for the message about a loss that is not finite; None: metrics of the
             training.
     """
@@ -33,10 +32,9 @@ class Metrics:
         self,
         accelerator: Accelerator,
         state: dict[str, torch.Tensor] | None = None,
-        all_ranks_add: bool = True,
         test_after: int | None = None,
     ):
-        self.accelerator, self.all_ranks_add, self.test_after = accelerator, all_ranks_add, test_after
+        self.accelerator, self.test_after = accelerator, test_after
         self.ones = torch.ones(1, dtype=widest_float(accelerator.device), device=accelerator.device)
         self.samples, self.last_indices = 0, None
         # By metric, COLUMNS for each call of `add`: (n,) each; a weight may be None, and a step an int.
@@ -108,7 +106,8 @@ class Metrics:
     def _sums(self) -> dict[str, tuple[float, float]]:
         """By metric and for "samples": the weighted sum and the sum of the weights, over all processes."""
         by_rank = gather_object([list(self.rows)])
-        if self.all_ranks_add and [] in by_rank and any(by_rank):
+        all_add = getattr(self.accelerator, "split_batch", True)  # in a pipeline, only the last stage has losses
+        if all_add and [] in by_rank and any(by_rank):
             stop(f"rank {by_rank.index([])} added no metrics and others did: add them on every rank")
         # Sorted: a checkpoint may have restored them in a different order.
         names = sorted({name for names in by_rank for name in names}, key=lambda name: (not is_loss(name), name))

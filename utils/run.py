@@ -32,6 +32,7 @@ from .parallel import same_weights
 from .progress import Progress
 from .randomness import combine, seed_generators_for
 from .run_folder import RunFolder
+from .sampler import GlobalSampler
 from .signals import StopSignal
 from .topology import same_on_all
 
@@ -45,6 +46,16 @@ def invariants_of(args: argparse.Namespace, loaders: dict[str, GlobalLoader], da
         elif loader.seed is not None:
             invariants[name] = loader.resume_invariants()
     return invariants | {"data": {name: data[name] for name in ("fingerprint", *loaders)}}
+
+
+def check_batch_norm(models: list[nn.Module], sampler: GlobalSampler) -> None:
+    """Stop if a model with BatchNorm would get micro-batches of different sizes, which it would weight equally."""
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
+        stop(
+            f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the model "
+            "has BatchNorm, which needs micro-batches of equal size"
+        )
 
 
 class MicroBatches(list):
@@ -125,36 +136,24 @@ class Run:
         self.samples_per_epoch = train_loader.num_samples
         self.batch_size, self.state, self.model_parts = train_loader.sampler.batch_size, checkpoint, model_parts
         models = [part for part in checkpoint.values() if isinstance(part, nn.Module)]
-        if any(isinstance(layer, _BatchNorm) for model in models for layer in model.modules()):
-            from .parallel.batch_norm import check_micro_batches
-
-            check_micro_batches(models, train_loader.sampler)
+        check_batch_norm(models, train_loader.sampler)
         loaders = name_loaders(train_loader, test_loader)
         accelerator.loaders = tuple(accelerator.loaders)  # a later one would not be compared when resuming
         data = same_on_all(describe_data(loaders, data or {}))
         invariants = invariants_of(args, loaders, data) | {"total_steps": total_steps}
         invariants |= self.best.resume_invariants() | (resume_invariants or {})
-        self.join_parts = None
-        if model_parts is not None and accelerator.num_processes > 1:
-            self.join_parts = functools.partial(model_parts.join, accelerator)
         folder = self.folder.path / "checkpoints"
-        self.checkpoints = Checkpoints(
-            accelerator, folder, checkpoint, invariants, args.keep_checkpoints, self.join_parts
-        )
+        self.checkpoints = Checkpoints(accelerator, folder, checkpoint, invariants, args.keep_checkpoints, model_parts)
         self.step, self.extra, saved_metrics = self.checkpoints.load()
         self.best.load_state(self.extra)
-        self.metrics = Metrics(accelerator, saved_metrics, all_ranks_add=model_parts is None)
-        batch = model_parts.batch if model_parts else None
+        self.metrics = Metrics(accelerator, saved_metrics)
         topology = announce(
-            accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, batch
+            accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
         )
-        if args.save_best or args.patience:
-            accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
         self.completed = on_main(accelerator, lambda: self.folder.read_summary(self.step))
         if self.completed:
-            early = f"the run stopped early, after {plural(self.step, 'step')}"
-            done = f"all {self.step} steps are done" if self.step == total_steps else early
-            return accelerator.print(f"{done}: nothing to do")
+            done = "the run is done" if self.step == total_steps else "the run stopped early"
+            return accelerator.print(f"{done}, after {plural(self.step, 'step')}: nothing to do")
         if self.step and model_parts is None:
             warn_of_other_numbers(accelerator, self.folder.path, topology)
         self._attach(models)
@@ -162,12 +161,13 @@ class Run:
         if accelerator.is_main_process:
             arguments = {name: value for name, value in vars(args).items() if name != "resume_invariants"}
             about_run = {"arguments": arguments, "data": data, "total_steps": total_steps}
-            about_launch = {**topology, **(model_parts.notes if model_parts else {})}
-            self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about_run, about_launch)
+            self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about_run, topology)
 
     def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks, the profiler and the trackers that this run needs. Collective."""
         accelerator, args = self.accelerator, self.args
+        if args.save_best or args.patience:
+            accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
         if getattr(accelerator, "virtual_processes", 0):
             from .parallel import virtual_processes
 
@@ -331,7 +331,7 @@ class Run:
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
-        return Metrics(self.accelerator, all_ranks_add=self.model_parts is None, test_after=self.step)
+        return Metrics(self.accelerator, test_after=self.step)
 
     def log_test(self, result: dict) -> None:
         """Log a test result, which must be the same on every rank: rank 0's counts. Collective.
@@ -354,7 +354,7 @@ class Run:
         for name in self.checkpoints.models:
             model = self.state[name]
             model = model.module if isinstance(model, AveragedModel) else model
-            save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors", self.join_parts)
+            save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors", self.model_parts)
 
     def finish(self) -> dict:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective.

@@ -40,7 +40,8 @@ means = stats.reduce()
 assert means == {"loss": (-1 + 4 - 9 - 16 + 25) / 15, "samples": 6}, means
 
 # Rank 1 adds nothing, and rank 0 a metric that rank 2 lacks.
-stats = Metrics(accelerator, all_ranks_add=False)
+accelerator.split_batch = False
+stats = Metrics(accelerator)
 if rank == 2:
     stats.add(Batch(), loss=torch.tensor([1.0, 2.0]))
 elif rank == 0:

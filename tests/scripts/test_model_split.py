@@ -22,6 +22,7 @@ import torchvision
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from conftest import first_images
+from fakes import fake_accelerator
 from small_resnets import use_narrow
 from torchvision.models.resnet import resnet50
 
@@ -30,8 +31,10 @@ from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make
 from utils.datasets.images_in_memory import LabelledImages, load_images
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
+from utils.parallel import pipeline
 from utils.parallel.pipeline import (
     BlockCost,
+    ModelParts,
     balance_stages,
     balanced_boundaries,
     measure_blocks,
@@ -148,6 +151,12 @@ def record_passes(stage) -> list[str]:
     return passes
 
 
+def count_collectives() -> int:
+    """Of the default group, with transfers between two ranks."""
+    group = torch.distributed.group.WORLD
+    return 0 if group is None else group._get_sequence_number_for_group()
+
+
 REFERENCES = {}
 
 
@@ -171,11 +180,13 @@ def differences(accelerator, schedule, norm, num_stages) -> dict:
     devices = [accelerator.device]
     model, pipeline, group = make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, devices)
     copy_index = accelerator.process_index // num_stages
-    metrics = Metrics(accelerator, all_ranks_add=False)
+    accelerator.split_batch = False
+    metrics = Metrics(accelerator)
     model.train()
     window = list(load(data, accelerator, copy_index, copies))
-    passes = record_passes(first_stage(pipeline))
+    passes, calls = record_passes(first_stage(pipeline)), count_collectives()
     pipeline.run([batch.data[0] for batch in window], window, make_loss_fn(metrics.add))
+    assert count_collectives() == calls  # the watchdog compares them between ranks
     passes = "".join(passes)
     sum_over_copies(model, group)
     assert metrics.reduce()["samples"] == len(data)
@@ -195,7 +206,7 @@ def differences(accelerator, schedule, norm, num_stages) -> dict:
     before = copy.deepcopy(model.state_dict())
     run = SimpleNamespace(
         accelerator=accelerator,
-        new_metrics=lambda: Metrics(accelerator, all_ranks_add=False),
+        new_metrics=lambda: Metrics(accelerator),
         test_steps=lambda loader: [list(loader)],
     )
     test_loader = load(data, accelerator, copy_index, copies, seed=None)
@@ -417,7 +428,65 @@ def test_copies_sum_their_gradients_and_average_their_buffers(monkeypatch):
     assert model.weight.grad.tolist() == model.bias.grad.tolist() == [2, 2, 2]
 
 
-def test_stages_have_the_names_and_the_numbers_of_torchvision():
+@pytest.mark.parametrize(("device", "backend"), [("cuda", "nccl-lazy"), ("cpu", None)])
+def test_the_groups_of_a_pipeline_have_the_timeout_of_the_run_and_on_gpus_a_lazy_backend(monkeypatch, device, backend):
+    asked = []
+
+    def new_groups(ranks, *more):
+        asked.append((ranks, *more))
+        return str(ranks), []
+
+    monkeypatch.setattr(model_split, "new_subgroups_by_enumeration", new_groups)
+    accelerator = fake_accelerator(4, rank=1, device=device, init_handler=SimpleNamespace(timeout=9))
+    blocks, examples = [BLOCKS[:9], BLOCKS[9:]], [torch.zeros(1, device="meta")] * 3
+    devices = [torch.device("cpu")]
+    _, pipeline, copies = make_pipeline(make_resnet(4), blocks, examples, "1f1b", 2, accelerator, devices)
+    assert asked == [([[0, 1], [2, 3]], 9, backend), ([[0, 2], [1, 3]], 9)]
+    assert (pipeline.group, copies) == ("[[0, 1], [2, 3]]", "[[0, 2], [1, 3]]")
+    assert list(pipeline.stages) == [1]
+
+
+def test_the_parts_of_a_checkpoint_are_sent_tensor_by_tensor_into_memory_of_the_last_one(monkeypatch):
+    described, sent = [{}, {}], []
+
+    def gather(own):
+        described[rank] = own[0]
+        return described
+
+    def receive(tensor, group, group_src):
+        assert (group, group_src) == ("group", 1)
+        tensor.copy_(sent.pop(0))
+
+    monkeypatch.setattr(pipeline, "gather_object", gather)
+    monkeypatch.setattr(pipeline.distributed, "send", lambda tensor, group, group_dst: sent.append(tensor))
+    monkeypatch.setattr(pipeline.distributed, "recv", receive)
+    first = {"tensors": {"model": {"a": torch.ones(2)}}, "state": {"model": None, "groups": {"a": 0, "lr": [0.1]}}}
+    parts, copies = ModelParts(copy=0, batch="", notes={}, group="group"), {}
+    for value in (3.0, 4.0):
+        memory = [tensor.data_ptr() for tensor in copies.get("model", {}).values()]
+        last = {"b": torch.full((2, 3), value).T, "c/step": torch.tensor(value), "flags": torch.tensor([True, False])}
+        last = {"tensors": {"model": last}, "state": {"model": None, "groups": {"b": 0, "lr": [0.2]}}}
+        rank = 1
+        assert parts.join(fake_accelerator(2, rank), last, {}) is last
+        assert all(tensor.is_contiguous() for tensor in sent)
+        rank = 0
+        joined = parts.join(fake_accelerator(2), first, {"tensors": copies})
+        assert joined["state"] == {"model": None, "groups": {"a": 0, "b": 0, "lr": [0.1]}}
+        tensors = joined["tensors"]["model"]
+        assert tensors.keys() == {"a", "b", "c/step", "flags"}
+        for name, tensor in {**first["tensors"]["model"], **last["tensors"]["model"]}.items():
+            assert torch.equal(tensors[name], tensor)
+        assert not sent
+        assert {tensor.device.type for tensor in described[1]["tensors"]["model"].values()} == {"meta"}
+    assert memory == [tensor.data_ptr() for tensor in copies["model"].values()]
+    assert tensors["a"] is first["tensors"]["model"]["a"]
+    # The other copies of the model have nothing to add.
+    rank = 1
+    assert parts._replace(copy=1).join(fake_accelerator(2, 1), last, {}) is last
+    assert (described[1], sent) == ({}, [])
+
+
+def test_stages_have_the_names_and_the_numbers_of_torchvision(monkeypatch):
     resnet = make_resnet(7).eval()
     fresh = torchvision.models.resnet50(num_classes=7)
     assert list(Stage(resnet, BLOCKS).state_dict()) == list(fresh.state_dict())
@@ -432,6 +501,9 @@ def test_stages_have_the_names_and_the_numbers_of_torchvision():
     mean = torch.tensor(model_split.MEAN)[:, None, None]
     std = torch.tensor(model_split.STD)[:, None, None]
     assert torch.equal(x[:, :, 2:30, 3:29], (images - mean) / std)
+    with monkeypatch.context() as patch:  # the second time, nothing is copied to a GPU, which would wait for it
+        patch.setattr(torch, "tensor", None)
+        assert torch.equal(x, model_split.to_input(images, torch.float32))
     with torch.no_grad():
         assert torch.equal(last(first(images)), fresh.eval()(x))
 

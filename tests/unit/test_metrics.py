@@ -138,7 +138,8 @@ def test_a_rank_that_adds_nothing_stops_the_run(accelerator, monkeypatch):
     assert Metrics(accelerator).reduce() == {"samples": 0}
     with pytest.raises(SystemExit):
         filled(accelerator, [1.0]).reduce()
-    stats = Metrics(accelerator, all_ranks_add=False)
+    accelerator.split_batch = False
+    stats = Metrics(accelerator)
     stats.add(batch_of([1]), loss=1.0)
     assert stats.reduce() == {"loss": 1, "samples": 1}
 

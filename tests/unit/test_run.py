@@ -589,7 +589,7 @@ def test_a_complete_run_is_left_as_it_is_and_the_program_goes_on(start, tmp_path
 
     before = times()
     assert start(again, resume=True) is None
-    assert "all 6 steps are done: nothing to do" in capsys.readouterr().out
+    assert "the run is done, after 6 steps: nothing to do" in capsys.readouterr().out
     assert times() == before
     assert (again.steps, again.summary, again.drawn) == (0, first.summary, first.drawn)
 

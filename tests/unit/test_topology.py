@@ -167,7 +167,8 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
     ]
     banner.announce(fake_accelerator(4), "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
     assert "dataset a\\x1b[31m\n" in capsys.readouterr().out  # and not in red
-    banner.announce(fake_accelerator(4), "runs/a", 10, 25, {}, 64, batch="4 micro-batches")
+    parts = SimpleNamespace(batch="4 micro-batches", notes={"copies": 2})
+    assert banner.announce(fake_accelerator(4), "runs/a", 10, 25, {}, 64, parts) == runs | {"copies": 2}
     assert "64 = 4 micro-batches x 2 accumulation steps" in capsys.readouterr().out
 
 

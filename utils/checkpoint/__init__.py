@@ -40,7 +40,7 @@ class Checkpoints:
         resume_invariants: what else decides the numbers (flags, data, total steps), as JSON. A checkpoint with
             different ones is refused; so are different models, optimizers, schedules and precisions.
         keep: how many of the newest checkpoints to keep; 0: all.
-        join_parts: where each process has a part of the model: ModelParts.join of parallel/pipeline.py.
+        model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
 
     Raises:
         SystemExit: if something in `state` cannot be saved.
@@ -53,9 +53,9 @@ class Checkpoints:
         state: dict,
         resume_invariants: dict,
         keep: int = 2,
-        join_parts: Callable[[dict], dict] | None = None,
+        model_parts=None,
     ):
-        self.accelerator, self.folder, self.keep, self.join_parts = accelerator, Path(folder), keep, join_parts
+        self.accelerator, self.folder, self.keep, self.model_parts = accelerator, Path(folder), keep, model_parts
         self.models, self.optimizers, objects = {}, {}, {}
         if accelerator.scaler is not None:
             state = {**state, "scaler": accelerator.scaler}
@@ -108,8 +108,9 @@ class Checkpoints:
             saved, state[name] = entry.save()
             if saved is not None:
                 tensors[f"{name}.safetensors"] = saved
-        if self.join_parts is not None:
-            tensors, state = self.join_parts({"tensors": tensors, "state": state}).values()
+        if self.model_parts is not None:
+            entries, copies = {"tensors": tensors, "state": state}, {"tensors": self.copies}
+            tensors, state = self.model_parts.join(self.accelerator, entries, copies).values()
         by_rank = gather_object([metrics])
         if self.accelerator.is_main_process:
             tensors[PROCESSES] = {f"{rank}/{name}": t for rank, own in enumerate(by_rank) for name, t in own.items()}
@@ -194,7 +195,7 @@ class Checkpoints:
         layouts |= {name: manifest["state"][name]["parameters"] for name in self.optimizers}
         for name, saved in layouts.items():
             now = self.entries[name].layout()
-            if self.join_parts is not None:  # this process has some of the parameters
+            if self.model_parts is not None:  # this process has some of the parameters
                 saved = {parameter: saved.get(parameter) for parameter in now}
             self._refuse(saved, now, name)
 
@@ -206,13 +207,14 @@ class Checkpoints:
             stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
 
 
-def save_model(accelerator: Accelerator, model: nn.Module, path: Path, join_parts: Callable | None = None) -> None:
+def save_model(accelerator: Accelerator, model: nn.Module, path: Path, model_parts=None) -> None:
     """Write a model from `prepare` by plain names: loads with strict=True into the bare nn.Module. Collective."""
     model = accelerator.unwrap_model(model, keep_torch_compile=False)
     tensors, _ = ModelState(accelerator, model).save()
-    if join_parts is not None:
-        tensors = join_parts(tensors)
-    on_main(accelerator, lambda: write_model(path, tensors))
+    copies = {}
+    if model_parts is not None:
+        tensors = model_parts.join(accelerator, tensors, copies)
+    on_main(accelerator, lambda: write_model(path, tensors, copies))
 
 
 def on_main(accelerator: Accelerator, work: Callable):

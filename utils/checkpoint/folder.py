@@ -66,9 +66,9 @@ def write_tensors(path: Path, tensors: Tensors) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_model(path: Path, tensors: Tensors) -> None:
-    """Write a file of safetensors that is whole or not there."""
-    write_atomically(path, lambda part: write_tensors(part, copy_to_cpu(tensors, {})))
+def write_model(path: Path, tensors: Tensors, copies: Tensors) -> None:
+    """Write a file of safetensors that is whole or not there; `copies` as in `copy_to_cpu`."""
+    write_atomically(path, lambda part: write_tensors(part, copy_to_cpu(tensors, copies)))
 
 
 def write_manifest(path: Path, manifest: dict) -> None:
@@ -83,14 +83,15 @@ def checksum(manifest: dict) -> str:
 def copy_to_cpu(tensors: Tensors, copies: Tensors) -> Tensors:
     """Contiguous copies on the CPU, no two in the same memory, as safetensors needs them.
 
-    Reuses the memory of the earlier `copies`: new memory takes three times as long, because the system clears it.
+    Reuses the memory of the earlier `copies`: new memory takes three times as long, because the system clears it. Where
+    a tensor is on the meta device, the memory is left as it is.
     """
     result = {}
     for name, tensor in tensors.items():
         copy = copies.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-        result[name] = copy.copy_(tensor.detach())
+        result[name] = copy if tensor.is_meta else copy.copy_(tensor.detach())
     return result
 
 

@@ -63,14 +63,14 @@ def announce(
     total_steps: int,
     data: dict,
     batch_size: int,
-    batch: str | None = None,
+    model_parts=None,
 ) -> dict:
-    """Print the banner; returns `describe_topology`. Collective.
+    """Print the banner; returns `describe_topology`, with the notes of `model_parts`. Collective.
 
     Args:
         data: names and values for the line "data".
         batch_size: samples per optimizer step, over all processes.
-        batch: how the global batch is split, if the processes share the model. None: one part per process.
+        model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
     """
     topology = describe_topology(accelerator)
     processes, accumulation = topology["num_processes"], topology["gradient_accumulation_steps"]
@@ -87,7 +87,7 @@ def announce(
         kind = f" ({topology['distributed_type']} over {topology['backend']})"
     size, rest = divmod(batch_size, virtual or processes * accumulation)
     size = f"{size} or {size + 1}" if rest else size
-    batch = batch or f"{size} per process x {plural(processes, 'process')}"
+    batch = model_parts.batch if model_parts else f"{size} per process x {plural(processes, 'process')}"
     batch += f" x {plural(accumulation, 'accumulation step')}"
     if virtual:
         batch = f"{size} per virtual process x {plural(virtual, 'virtual process')}"
@@ -101,7 +101,7 @@ def announce(
         f"output        {output_dir}"
     )
     accelerator.print(printable(banner), flush=True)
-    return topology
+    return topology | (model_parts.notes if model_parts else {})
 
 
 def warn_of_other_numbers(accelerator: Accelerator, folder: Path, topology: dict) -> None:

@@ -10,15 +10,13 @@ Gradients still depend on the size of the micro-batches, because BatchNorm norma
 """
 
 import contextlib
-from collections.abc import Iterable
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..console import stop
-from ..sampler import GlobalSampler, virtual_processes
+from ..sampler import virtual_processes
 from .virtual_processes import Node, TreeSum, current_logical_rank, tree_push
 
 
@@ -88,13 +86,3 @@ class BatchNorms:
         torch._foreach_mul_(self.before, [1 - value for value in momentum])
         torch._foreach_add_(self.before, torch._foreach_mul(list(means), momentum))
         torch._foreach_copy_(statistics, self.before)
-
-
-def check_micro_batches(models: Iterable[nn.Module], sampler: GlobalSampler) -> None:
-    """Stop if a model with BatchNorm would get micro-batches of different sizes, which it would weight equally."""
-    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
-        stop(
-            f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the model "
-            "has BatchNorm, which needs micro-batches of equal size"
-        )

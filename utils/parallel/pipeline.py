@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pandas
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device
-from torch import nn
+from accelerate.utils import gather_object, recursively_apply, send_to_device
+from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from ..checkpoint.folder import copy_to_cpu
 
 
 def synchronize(device: torch.device) -> None:
@@ -36,19 +39,44 @@ class ModelParts(NamedTuple):
     copy: int  # index of the copy of the model to which this process's part belongs
     batch: str  # how the global batch is split, for the banner
     notes: dict  # facts about this launch, for run.json
+    group: distributed.ProcessGroup | None  # the processes of this copy; None: this process has the whole model
 
-    def join(self, accelerator: Accelerator, entries: dict) -> dict:
+    def join(self, accelerator: Accelerator, entries: dict, copies: dict) -> dict:
         """Merge the entries of all processes that share copy 0 of the model, on the main process. Collective.
+
+        Tensors are sent one by one: gather_object would hold several models in the main process's memory, with NCCL on
+        its GPU.
 
         Args:
             entries: tensors, JSON, or nested dicts of them by name. If several processes have an entry, the main
                 process's is used.
+            copies: nested like `entries`. Received tensors are put here, into the memory of earlier ones.
         """
-        gathered = [None] * accelerator.num_processes if accelerator.is_main_process else None
-        torch.distributed.gather_object(send_to_device(entries, "cpu") if self.copy == 0 else {}, gathered)
-        for others in gathered or []:
-            entries = merge(entries, others)
+
+        def send(tensor):
+            distributed.send(tensor.to(accelerator.device).contiguous(), group=self.group, group_dst=0)
+
+        own = entries if self.copy == 0 else {}
+        for rank, others in enumerate(gather_object([send_to_device(own, "meta")])):
+            if rank == accelerator.process_index > 0:
+                recursively_apply(send, own)
+            elif rank > 0 and accelerator.is_main_process:
+                entries = self._receive(rank, entries, others, copies, accelerator.device)
         return entries
+
+    def _receive(self, rank: int, entries: dict, others: dict, copies: dict, device: torch.device) -> dict:
+        """`entries`, and those of another rank: JSON, and tensors on the meta device in the order they are sent."""
+        merged = {**others, **entries}
+        for name, other in others.items():
+            if isinstance(other, dict):
+                more = entries.get(name, {}), other, copies.setdefault(name, {})
+                merged[name] = self._receive(rank, *more, device)
+            elif isinstance(other, torch.Tensor):
+                copies |= copy_to_cpu({name: other}, copies)
+                tensor = copies[name].to(device)  # NCCL receives on a GPU
+                distributed.recv(tensor, group=self.group, group_src=rank)
+                merged[name] = entries.get(name, copies[name].copy_(tensor))
+        return merged
 
 
 def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 5) -> dict[str, BlockCost]:
@@ -180,15 +208,8 @@ def stage_table(stages: list[list[str]], costs: dict[str, BlockCost]) -> list[di
 
 
 def format_table(rows: list[dict]) -> str:
-    lines = [list(rows[0])]
-    for row in rows:
-        lines.append([cell if isinstance(cell, str) else f"{cell:,}" for cell in row.values()])
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    texts = []
-    for line in lines:
-        cells = [f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)]
-        texts.append("  ".join(cells))
-    return "\n".join(texts)
+    cells = pandas.DataFrame(rows).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,}")
+    return cells.to_string(index=False)
 
 
 class OneProcess:
@@ -198,6 +219,8 @@ class OneProcess:
         devices: one per stage.
         max_in_flight: the maximum number of micro-batches between their forward and backward pass.
     """
+
+    group = None  # of processes
 
     def __init__(self, stages: list[nn.Module], devices: list[torch.device], max_in_flight: int):
         self.stages = stages
@@ -253,12 +276,7 @@ class OverProcesses:
     """
 
     def __init__(
-        self,
-        stages: dict[int, nn.Module],
-        examples: list[torch.Tensor],
-        schedule: str,
-        group,
-        device: torch.device,
+        self, stages: dict[int, nn.Module], examples: list[torch.Tensor], schedule: str, group, device: torch.device
     ):
         self.stages = stages
         self.examples = examples
@@ -301,10 +319,7 @@ class OverProcesses:
 
     def _make_schedule(self, size: int, count: int, training: bool):
         # Given the shapes, torch need not run a forward and a backward pass to infer them.
-        examples = []
-        for example in self.examples:
-            shape = (size, *example.shape[1:])
-            examples.append(torch.empty(shape, dtype=example.dtype, device="meta"))
+        examples = [example.new_empty((size, *example.shape[1:])) for example in self.examples]
         num_stages = len(examples) - 1
         stages = []
         for index, module in self.stages.items():
@@ -341,12 +356,3 @@ def sum_over_copies(model: nn.Module, group) -> None:
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
-
-
-def merge(first: dict, second: dict) -> dict:
-    """Merge nested dicts; entries of `first` take precedence."""
-    merged = {**second, **first}
-    for name in first.keys() & second.keys():
-        if isinstance(first[name], dict):
-            merged[name] = merge(first[name], second[name])
-    return merged
