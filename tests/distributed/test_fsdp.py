@@ -13,11 +13,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from conftest import ROOT
+from fakes import fake_accelerator
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.checkpoint import read_checkpoint
-from utils.parallel.fsdp import model_of, moving_average
+from utils.checkpoint.state import OptimizerState
+from utils.parallel.fsdp import moving_average
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
 # 5 steps, the last one of 3 images. fc1 is sharded on its own (over 100,000 parameters), into
@@ -195,7 +197,9 @@ def test_a_checkpoint_after_a_test_is_complete(runs):
 
 def test_an_optimizer_belongs_to_the_model_that_it_trains():
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
-    assert [model_of(torch.optim.SGD(model.parameters()), models) for model in models] == models
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters())
+        assert OptimizerState(fake_accelerator(), optimizer, {}, models).model is model
 
 
 def test_the_moving_average_is_that_of_torch():

@@ -30,7 +30,7 @@ def compare(one, two):
 
 @pytest.mark.slow
 def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_mnist, tmp_path):
-    """Each machine in a folder of its own: only the main process writes."""
+    """Each machine in a folder of its own: only the main process writes, and has something to resume from."""
     # On a stock Debian a host's name is 127.0.1.1 to itself. gloo takes that address, if nobody
     # tells it another.
     hosts.network.write_etc_hosts(("127.0.1.1", "127.0.1.1"))
@@ -52,6 +52,14 @@ def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_m
         (3, 1, "beta"),
     ]
     assert all("4 processes on 2 machines (MULTI_CPU over gloo)" in hosts.log(host) for host in (0, 1))
+    # Resumed, the second machine gets the checkpoint from the first one.
+    again = run_many.back_to(run, 32, folders[0] / "again")
+    flags[-1] = "again"
+    running = hosts.launch(*flags, "--resume", each=[{"cwd": folder} for folder in folders], processes=4)
+    assert hosts.ends(running)[0] == [0, 0], hosts.log(0) + hosts.log(1)
+    assert [launch["from_step"] for launch in run_reader.launches(again)] == [0, 32]
+    assert not list(folders[1].iterdir())
+    compare(one_process, again)
 
 
 @pytest.mark.slow

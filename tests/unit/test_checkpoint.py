@@ -4,9 +4,11 @@ import errno
 import itertools
 import json
 import os
+import pickle
 import shutil
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import run_reader
@@ -16,9 +18,11 @@ from fakes import fake_accelerator
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from utils import checkpoint
 from utils.checkpoint import Checkpoints, read_checkpoint, save_model
 from utils.checkpoint import folder as disk
 from utils.checkpoint.folder import PROCESSES, newest_first, write_manifest
+from utils.checkpoint.state import OptimizerState, name_parameters
 
 
 @pytest.fixture
@@ -34,6 +38,11 @@ def build(seed, accelerator, optimizer=torch.optim.AdamW, scheduler=None, **opti
     schedule = scheduler or (lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.01, 50))
     prepared = accelerator.prepare(model, optimizer, schedule(optimizer))
     return dict(zip(("model", "optimizer", "scheduler"), prepared, strict=True))
+
+
+def mapped(folder) -> list[str]:
+    """The files below a folder that this process has mapped: a run must not keep a checkpoint that it removes."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
 class Waiting(Checkpoints):
@@ -152,6 +161,7 @@ def test_any_optimizer_goes_on(tmp_path, accelerator, name):
     for state in (first, second):
         train(accelerator, state, 3)
     assert_equal(first, second)
+    assert not mapped(tmp_path)
     group = second["optimizer"].param_groups[0]
     assert {key: type(value) for key, value in group.items()} == {
         key: type(value) for key, value in first["optimizer"].param_groups[0].items()
@@ -179,6 +189,7 @@ def test_lbfgs_goes_on(tmp_path, accelerator):
     step(**first)
     checkpoints(accelerator, tmp_path, first).save(1, {}, {})
     assert checkpoints(accelerator, tmp_path, second).load()[0] == 1
+    assert not mapped(tmp_path)
     step(**first)
     step(**second)
     (before,), (now,) = (each["optimizer"].state.values() for each in (first, second))
@@ -254,6 +265,87 @@ def test_names_are_those_of_the_bare_model(tmp_path, accelerator, name):
         assert_equal({"optimizer": other["optimizer"]}, {"optimizer": bare["optimizer"]})
         for tensor, expected in zip(other["model"].state_dict().values(), model.state_dict().values(), strict=True):
             assert torch.equal(tensor, expected)
+
+
+def test_a_sharded_optimizer_gets_scalars_of_its_own(accelerator):
+    """torch takes them as they are; of other tensors it copies this process's shard."""
+    state = build(0, accelerator)
+    names = name_parameters({"model": state["model"]}, {"optimizer": state["optimizer"].optimizer})
+    entry = OptimizerState(accelerator, state["optimizer"].optimizer, names, [state["model"]])
+    train(accelerator, state, 1)
+    tensors, saved = entry.save()
+    entry.sharded = mock.MagicMock()
+    entry.load(tensors, saved)
+    given = entry.sharded.set_optimizer_state_dict.call_args.args[2]["state"]
+    addresses = {tensor.data_ptr() for tensor in tensors.values()}
+    assert given.keys() == {name for name, _ in state["model"].named_parameters()}
+    for entries in given.values():
+        assert entries["step"].data_ptr() not in addresses
+        assert entries["exp_avg"].data_ptr() in addresses
+
+
+def nothing_else(folder):
+    """The machine of rank 1 has none of the files."""
+    shutil.rmtree(folder)
+
+
+def damage_a_copy(folder):
+    flip_a_bit(folder / "step_00000003" / "optimizer.safetensors")
+
+
+def another_run(folder):
+    """Whole, at the same step and of the same model."""
+    rewrite(folder / "step_00000003", lambda manifest: manifest.update(extra={"of": "another run"}))
+
+
+@pytest.mark.parametrize("change", [None, nothing_else, damage_a_copy, another_run])
+def test_each_process_reads_the_checkpoint_itself_or_gets_its_tensors_one_by_one(
+    tmp_path, threads, monkeypatch, change
+):
+    """Nothing large is pickled: an object goes through each GPU whole, and is in memory several times."""
+
+    def built(seed, rank):
+        torch.manual_seed(seed)
+        model = nn.Linear(64, 64)
+        model.register_buffer("mask", torch.rand(64) < 0.5)
+        model.register_buffer("angles", torch.randn(3, dtype=torch.complex64))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer, "queue": Queue({"empty": torch.randn(seed, 0)})}
+        more = {"scaler": None, "unwrap_model": lambda model, **_: model}
+        folder = tmp_path / f"machine{rank}" / "checkpoints"
+        return state, Checkpoints(fake_accelerator(2, rank, **more), folder, state, {})
+
+    (saved, saver), pickled, sent = built(3, 0), [], []
+    saver.folder.parent.mkdir()
+    monkeypatch.setattr(checkpoint, "gather_object", lambda values: values * 2)
+    for step in (2, 3):
+        saver.save(step, {"loss": torch.tensor([step])}, {})
+        saver.wait()
+    shutil.copytree(tmp_path / "machine0", tmp_path / "machine1")
+    if change is not None:
+        change(tmp_path / "machine1" / "checkpoints")
+
+    def send(objects):
+        pickled.append(pickle.dumps(threads.exchange(objects)[0]))
+        return pickle.loads(pickled[-1])
+
+    broadcast = torch.distributed.broadcast
+    monkeypatch.setattr(checkpoint, "broadcast_object_list", send)
+    monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *args: (sent.append(args[0].nbytes), broadcast(*args)))
+
+    runs = [built(5, rank) for rank in range(2)]
+    results = threads.run(2, lambda rank: runs[rank][1].load())
+    for rank, (state, _) in enumerate(runs):
+        assert results[rank] == (3, {}, {"loss": torch.tensor([3])})
+        assert_equal(state, saved)
+        assert state["queue"].state["empty"].shape == (3, 0)
+        assert state["model"].mask.dtype == torch.bool
+    assert max(map(len, pickled)) < 64 * 64  # a quarter of the smallest matrix
+    assert (max(sent) == 4 * 64 * 64) if change else not sent
+    assert not mapped(tmp_path)
 
 
 def test_the_newest_is_the_largest_number_and_not_the_last_name(tmp_path, accelerator):
@@ -519,6 +611,7 @@ def test_an_object_of_your_own_comes_back(tmp_path, accelerator):
     queue = Queue({})
     assert checkpoints(accelerator, tmp_path, {"queue": queue}).load()[0] == 1
     assert str(queue.state) == str(state)
+    assert not mapped(tmp_path)
 
 
 class WithExtraState(nn.Module):
@@ -795,15 +888,12 @@ def test_what_cannot_be_read_for_the_moment_stays(tmp_path, accelerator, capsys,
     saver = checkpoints(accelerator, tmp_path, state)
     for step in (1, 2):
         saver.save(step, {}, {})
-    read = Path.read_bytes
 
-    def refuse(path):
-        if path.name == "model.safetensors":
-            raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return read(path)
+    def refuse(file, kind):
+        raise OSError(errno.ESTALE, "Stale file handle", file.name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse)
+        patch.setattr(disk.hashlib, "file_digest", refuse)
         refused(accelerator, tmp_path, state)
     said = capsys.readouterr().err
     assert "model.safetensors: Stale file handle" in said

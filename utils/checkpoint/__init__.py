@@ -11,6 +11,7 @@ checkpoints/step_00000938/
 This file says when a run saves and loads; state.py, what an object is on the disk; folder.py, how files get there.
 """
 
+import contextlib
 import json
 import re
 import time
@@ -22,18 +23,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from torch import nn
 
 from ..console import stop
 from .folder import PROCESSES, Files, Tensors, copy_to_cpu, read_checkpoint, read_newest, write_checkpoint, write_model
 from .state import ModelState, ObjectState, OptimizerState, differences, layout, name_parameters, plain_name
 
-__all__ = ["Checkpoints", "read_checkpoint", "save_model"]
-
 
 class Checkpoints:
-    """The checkpoints of one run. The main process alone touches the disk.
+    """The checkpoints of one run. The main process alone writes, and decides which one is loaded.
 
     Args:
         state: by name, whatever has a state_dict, as `prepare` returned it.
@@ -160,19 +159,26 @@ class Checkpoints:
         Raises:
             SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit.
         """
-        newest = on_main(self.accelerator, lambda: read_newest(self.folder))
+        files: Files = {}
+        newest = on_main(self.accelerator, lambda: read_newest(self.folder, files))
         if newest is None:
             return 0, {}, {}
-        path, manifest, tensors = newest
-        self._check_fits(manifest, tensors)
+        path, manifest = newest
+        if not self.accelerator.is_main_process:
+            with contextlib.suppress(OSError, ValueError):
+                found, tensors = read_checkpoint(self.folder / path.name)
+                files = tensors if found == manifest else {}
+        if not all(gather_object([bool(files)])):  # a machine without this folder, or with a different one
+            files = send_files(self.accelerator, files)
+        self._check_fits(manifest, files)
         for name, entry in self.entries.items():
             try:
-                entry.load(tensors.get(f"{name}.safetensors", {}), manifest["state"].get(name))
+                entry.load(files.pop(f"{name}.safetensors", {}), manifest["state"].get(name))
             except Exception as error:  # a different version of torch, or of a class in the script
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 stop(f"{name} in {path} cannot be loaded ({reason}): remove it to go on from the one before it")
         self.saved_step = manifest["step"]
-        return manifest["step"], manifest["extra"], self._metrics(tensors[PROCESSES], manifest["num_processes"])
+        return manifest["step"], manifest["extra"], self._metrics(files[PROCESSES], manifest["num_processes"])
 
     def _metrics(self, tensors: Tensors, num_processes: int) -> Tensors:
         """The metrics this rank saved; with a different process count, rank 0 takes them all."""
@@ -215,6 +221,20 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path, model_par
     if model_parts is not None:
         tensors = model_parts.join(accelerator, tensors, copies)
     on_main(accelerator, lambda: write_model(path, tensors, copies))
+
+
+def send_files(accelerator: Accelerator, files: Files) -> Files:
+    """The main process's `files` for processes that have none, one tensor at a time over the device. Collective."""
+    (received,) = broadcast_object_list([send_to_device(files, "meta")])
+    for file, tensors in received.items():
+        for name, shape in tensors.items():
+            tensor = torch.empty_like(shape, device=accelerator.device)
+            if accelerator.is_main_process:
+                tensor.copy_(files[file][name])
+            torch.distributed.broadcast(tensor.flatten().view(torch.uint8), 0)  # backends lack some dtypes
+            if not files:
+                tensors[name] = tensor.cpu()
+    return files or received
 
 
 def on_main(accelerator: Accelerator, work: Callable):

@@ -98,6 +98,8 @@ def copy_to_cpu(tensors: Tensors, copies: Tensors) -> Tensors:
 def read_checkpoint(path: Path) -> tuple[dict, Files]:
     """The manifest and the tensors of a checkpoint, each file compared with its SHA-256.
 
+    The tensors are mapped, not read: whatever outlives this checkpoint must copy them.
+
     Raises:
         ValueError: naming the file that is missing or damaged.
         OSError: if a file cannot be read for another reason, such as missing rights: it may be whole.
@@ -112,10 +114,10 @@ def read_checkpoint(path: Path) -> tuple[dict, Files]:
         if path.name != f"step_{manifest['step']:08d}":  # a copy: the run could not write the steps in between
             raise ValueError(f"it belongs to step {manifest['step']}")
         for name, digest in manifest["sha256"].items():
-            content = (path / name).read_bytes()
-            if hashlib.sha256(content).hexdigest() != digest:
-                raise ValueError("its SHA-256 is not the one in manifest.json")
-            files[name] = safetensors.torch.load(content)
+            with open(path / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    raise ValueError("its SHA-256 is not the one in manifest.json")
+            files[name] = safetensors.torch.load_file(path / name)
     except Exception as error:  # of any type: the JSON may have any form
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise
@@ -123,8 +125,8 @@ def read_checkpoint(path: Path) -> tuple[dict, Files]:
     return manifest, files
 
 
-def read_newest(folder: Path) -> tuple[Path, dict, Files] | None:
-    """The newest whole checkpoint in a folder: its path, and `read_checkpoint` of it; None if there is none at all.
+def read_newest(folder: Path, files: Files) -> tuple[Path, dict] | None:
+    """The path and manifest of the newest whole checkpoint, whose tensors go to `files`; None if there is none at all.
 
     Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*.
     """
@@ -133,7 +135,7 @@ def read_newest(folder: Path) -> tuple[Path, dict, Files] | None:
     paths = newest_first(folder)
     for number, path in enumerate(paths):
         try:
-            manifest, files = read_checkpoint(path)
+            manifest, tensors = read_checkpoint(path)
         except ValueError as error:
             show(f"warning: {path} is skipped: {error}", "yellow")
             continue
@@ -141,7 +143,8 @@ def read_newest(folder: Path) -> tuple[Path, dict, Files] | None:
             aside = folder / f"damaged_{damaged.name}"
             shutil.rmtree(aside, ignore_errors=True)
             damaged.rename(aside)
-        return path, manifest, files
+        files.update(tensors)
+        return path, manifest
     if paths:
         stop(f"none of the {len(paths)} checkpoints in {folder} is whole: start anew with another --output_dir")
     return None

@@ -26,7 +26,7 @@ class ModelState:
     """An unwrapped model: parameters and buffers by their plain names."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):
-        self.model, self.fsdp = model, sharding(accelerator)
+        self.model, self.sharded = model, sharding(accelerator)
         for name, value in model.state_dict().items():
             if not isinstance(value, torch.Tensor):
                 stop(f"{name} of a model cannot be saved: it is a {type(value).__name__}, not a tensor like a buffer")
@@ -35,13 +35,13 @@ class ModelState:
         return layout(self.model.state_dict())
 
     def save(self) -> tuple[Tensors, None]:
-        if self.fsdp:
-            return self.fsdp.whole_model_state(self.model), None
+        if self.sharded:
+            return self.sharded.get_model_state_dict(self.model, options=whole_tensors(self.sharded)), None
         return {plain_name(name): tensor for name, tensor in self.model.state_dict().items()}, None
 
     def load(self, tensors: Tensors, _) -> None:
-        if self.fsdp:
-            self.fsdp.load_whole_model(self.model, tensors)
+        if self.sharded:
+            self.sharded.set_model_state_dict(self.model, tensors, options=whole_tensors(self.sharded))
         else:
             self.model.load_state_dict({name: tensors[plain_name(name)] for name in self.model.state_dict()})
 
@@ -56,7 +56,9 @@ class OptimizerState:
     """
 
     def __init__(self, accelerator: Accelerator, optimizer: Optimizer, names: dict[int, str], models: list[nn.Module]):
-        self.optimizer, self.names, self.models, self.fsdp = optimizer, names, models, sharding(accelerator)
+        self.optimizer, self.names, self.sharded = optimizer, names, sharding(accelerator)
+        trained = set(map(id, parameters_of(optimizer)))
+        self.model = next((model for model in models if trained & set(map(id, model.parameters()))), None)
         groups = plain_values(optimizer.param_groups, leave_out=IMPLEMENTATION)
         self.settings = {"class": type(optimizer).__name__, "groups": groups}
 
@@ -65,8 +67,9 @@ class OptimizerState:
         return {self.names[id(p)]: f"group {number}" for number, group in groups for p in group["params"]}
 
     def save(self) -> tuple[Tensors, dict]:
-        if self.fsdp:
-            state = self.fsdp.whole_optimizer_state(self.models, self.optimizer)
+        if self.sharded:
+            options = whole_tensors(self.sharded)
+            state = self.sharded.get_optimizer_state_dict(self.model, self.optimizer, options=options).get("state", {})
         else:
             state = {self.names[id(parameter)]: entries for parameter, entries in self.optimizer.state.items()}
         tensors, numbers = {}, {}
@@ -91,8 +94,12 @@ class OptimizerState:
         for key, value in {**tensors, **saved["numbers"]}.items():
             parameter, _, name = key.rpartition("/")
             state.setdefault(parameter, {})[name] = put_back_tensors(value, tensors)
-        if self.fsdp:
-            self.fsdp.load_whole_optimizer(self.models, self.optimizer, state)
+        if self.sharded and state:  # not SGD without momentum
+            # Without options: with them, only rank 0 would get the names of the parameters.
+            groups = self.sharded.get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
+            whole, options = {"state": state, "param_groups": groups}, whole_tensors(self.sharded)
+            self.sharded.set_optimizer_state_dict(self.model, self.optimizer, whole, options=options)
+        if self.sharded:
             return
         positions = enumerate(parameters_of(self.optimizer))  # by which torch knows the parameters
         by_position = {i: state[self.names[id(p)]] for i, p in positions if self.names[id(p)] in state}
@@ -100,8 +107,9 @@ class OptimizerState:
         # With the strides of the parameter, as before the save: a fused step reads the memory of both side by side.
         for parameter, entries in self.optimizer.state.items():
             for name, value in entries.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    entries[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+                if isinstance(value, torch.Tensor):
+                    like = parameter if value.shape == parameter.shape else value
+                    entries[name] = torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
 
 
 class ObjectState:
@@ -146,11 +154,13 @@ def take_out_tensors(state, tensors: Tensors, path: str):
 
 
 def put_back_tensors(state, tensors: Tensors):
-    """The inverse of `take_out_tensors`; tuples come back as lists."""
-    if not isinstance(state, dict):  # a tensor already, or JSON
+    """The inverse of `take_out_tensors`, with copies of the tensors; tuples come back as lists."""
+    if isinstance(state, torch.Tensor):  # a scalar becomes the optimizer's own; all else is copied by who takes it
+        return state if state.dim() else state.clone()
+    if not isinstance(state, dict):
         return state
     if "tensor" in state:
-        return tensors[state["tensor"]]
+        return tensors[state["tensor"]].clone()
     if "list" in state:
         return [put_back_tensors(value, tensors) for value in state["list"]]
     entries = {}
@@ -171,12 +181,16 @@ def plain_values(state, leave_out: set[str]):
 
 
 def sharding(accelerator: Accelerator):
-    """The module fsdp where models are sharded, elsewhere None."""
+    """torch's functions for the states of sharded models, which take a second to import; None: nothing is sharded."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return None
-    from ..parallel import fsdp
+    from torch.distributed.checkpoint import state_dict
 
-    return fsdp
+    return state_dict
+
+
+def whole_tensors(sharded):
+    return sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def plain_name(name: str) -> str:

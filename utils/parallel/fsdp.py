@@ -1,57 +1,12 @@
-"""FSDP2 (fsdp.yaml): saving, loading and averaging models with sharded parameters."""
+"""FSDP2 (fsdp.yaml): making and averaging models with sharded parameters; checkpoint/state.py saves them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-
-
-def whole_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The unsharded state of a model, on the main process only. Collective."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    return get_model_state_dict(model, options=whole_tensors())
-
-
-def load_whole_model(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Load what `whole_model_state` returned. Collective."""
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
-    set_model_state_dict(model, state, options=whole_tensors())
-
-
-def whole_optimizer_state(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, dict]:
-    """The unsharded state of each parameter by name, on the main process only. Collective."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    return get_optimizer_state_dict(model_of(optimizer, models), optimizer, options=whole_tensors()).get("state", {})
-
-
-def load_whole_optimizer(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load what `whole_optimizer_state` returned. Collective."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    if not state:  # SGD without momentum
-        return
-    model = model_of(optimizer, models)
-    # Without options: with them, only rank 0 would get the names of the parameters.
-    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-    set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=whole_tensors())
-
-
-def model_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> nn.Module:
-    """The model whose parameters the optimizer trains."""
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return next(model for model in models if any(id(parameter) in trained for parameter in model.parameters()))
-
-
-def whole_tensors():
-    from torch.distributed.checkpoint.state_dict import StateDictOptions  # takes a second to import
-
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def memory_format(accelerator: Accelerator) -> torch.memory_format:
