@@ -517,6 +517,38 @@ def test_the_next_save_waits_for_the_one_before_and_takes_its_memory(tmp_path, a
         read_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}")
 
 
+def test_copies_from_a_gpu_are_queued_into_pinned_memory_and_waited_for_once(monkeypatch):
+    """On a GPU a copy into other memory ends before the next one begins, at a third of the speed."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    made, calls, empty, copy = [], [], torch.empty, torch.Tensor.copy_
+
+    def record_empty(shape, dtype, pin_memory):
+        made.append(pin_memory)
+        return empty(shape, dtype=dtype)
+
+    def record_copy(target, source, non_blocking):
+        calls.append(non_blocking)
+        return copy(target, source.as_subclass(torch.Tensor))
+
+    monkeypatch.setattr(torch, "empty", record_empty)
+    monkeypatch.setattr(torch.Tensor, "copy_", record_copy)
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
+    on_cpu = {"weight": torch.ones(2, 3), "bias": torch.ones(3), "step": torch.tensor(1.0)}
+    on_gpu = {name: tensor.as_subclass(OnGpu) for name, tensor in on_cpu.items()}
+    copies = disk.copy_to_cpu(on_gpu, {})
+    again = disk.copy_to_cpu(on_gpu, copies)
+    assert made == [True] * 3  # kept
+    assert calls == [True, True, True, torch.device("cpu")] * 2
+    assert all(copies[name] is again[name] and torch.equal(again[name], tensor) for name, tensor in on_cpu.items())
+    made.clear()
+    calls.clear()
+    disk.copy_to_cpu(on_cpu, {})
+    assert (made, calls) == ([False] * 3, [False] * 3)
+
+
 def test_no_file_of_an_older_checkpoint_is_in_a_newer_one(tmp_path, accelerator):
     queue = Queue({"items": torch.ones(2)})
     saver = checkpoints(accelerator, tmp_path, {"queue": queue})
