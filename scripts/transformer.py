@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 import torch.utils.checkpoint
 from safetensors.torch import load_file
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
@@ -51,6 +53,7 @@ def parse_args():
     model.add_argument("--layers", type=positive_int, default=4, help="blocks of attention and MLP")
     model.add_argument("--heads", type=positive_int, default=4, help="attention heads")
     model.add_argument("--dropout", type=fraction, default=0.0, help="dropout probability")
+    model.add_argument("--separate_documents", action="store_true", help="attention does not cross documents: slower")
     model.add_argument("--pretrained", metavar="FILE", help="initial weights, such as a run's model.safetensors")
 
     train = parser.add_argument_group("training", resume_invariant=True)
@@ -85,6 +88,15 @@ def rotate(x, cos, sin):
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).type_as(x)
 
 
+def document_mask(tokens, eos, x):
+    """Added to attention scores, (N, 1, T, T): 0 for earlier tokens of the same document, which starts with eos."""
+    document = (tokens == eos).cumsum(1)[:, None]
+    same = (document[..., :, None] == document[..., None, :]).tril()
+    device = x.device.type  # in the dtype of the attention, so that no layer converts it again
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.zeros_like(same, dtype=dtype).masked_fill(~same, -math.inf)
+
+
 class Block(nn.Module):
     """Pre-norm attention, then a pre-norm SwiGLU MLP, each with a residual connection."""
 
@@ -106,7 +118,8 @@ class Block(nn.Module):
                 k, v = torch.cat([kv_cache[0], k], dim=2), torch.cat([kv_cache[1], v], dim=2)
             kv_cache[:] = k, v
         dropout = self.dropout.p if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        is_causal = mask is None and q.shape[2] > 1  # without a mask, GPUs use their flash kernel
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal)
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
         return x + self.dropout(self.down(F.silu(gate) * up))
@@ -135,9 +148,9 @@ class TiedEmbedding(nn.Embedding):
 
 class Transformer(nn.Module):
     def __init__(self, vocabulary: int, dim: int, layers: int, heads: int, dropout: float = 0.0, *, eos: int = 0):
-        """eos: the token before and after each document."""
+        """eos: the token before and after each document. Attention crosses it, unless separate_documents is set."""
         super().__init__()
-        self.rotary_pairs, self.eos = dim // heads // 2, eos
+        self.rotary_pairs, self.eos, self.separate_documents = dim // heads // 2, eos, False
         self.embed = TiedEmbedding(vocabulary, dim)
         self.blocks = Blocks(Block(dim, heads, dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, eps=1e-6)
@@ -155,10 +168,7 @@ class Transformer(nn.Module):
         """
         x = self.embed(tokens.long())
         start = kv_cache[0][0].shape[2] if kv_cache and kv_cache[0] else 0
-        mask = None
-        if not start:  # each token attends to the earlier ones of its document, which starts with an EOS
-            document = (tokens == self.eos).cumsum(1)[:, None]
-            mask = (document[..., :, None] == document[..., None, :]).tril()
+        mask = document_mask(tokens, self.eos, x) if self.separate_documents and not start else None
         # Attention depends only on differences of positions, so these need not restart with each document.
         positions = torch.arange(start, start + tokens.shape[1], device=x.device)
         angles = positions[:, None] * 10000 ** (-torch.arange(self.rotary_pairs, device=x.device) / self.rotary_pairs)
@@ -182,6 +192,9 @@ def generate(model, tokens: list[int], num_tokens: int, context: int, temperatur
         token = logits.argmax()
         if temperature:
             token = torch.multinomial(((logits - logits.max()) / temperature).softmax(0), 1, generator=generator)
+        if isinstance(model, FSDPModule):  # a rank that stopped at an EOS of its own would leave the others waiting
+            token = token.to(device)
+            dist.broadcast(token, 0)
         tokens.append(int(token))
         if tokens[-1] == model.eos:
             break
@@ -240,6 +253,7 @@ def main():
 
     vocabulary, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
     model = Transformer(vocabulary, args.dim, args.layers, args.heads, args.dropout, eos=eos)
+    model.separate_documents = args.separate_documents
     model.blocks.checkpoint_activations = args.checkpoint_activations
     if args.pretrained and not run.folder.has_checkpoint:
         load_pretrained(model, args.pretrained)

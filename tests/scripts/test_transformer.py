@@ -11,6 +11,7 @@ import torch
 import virtual_gpus
 from run_reader import lines, losses
 from same_numbers import largest_difference
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from scripts.transformer import Transformer, generate
@@ -134,7 +135,8 @@ def packed_by_hand(texts, tokenizer, context):
 def test_ten_steps_are_those_of_a_plain_loop_over_documents(train, texts):
     """Each part of a document for itself; the mean over all tokens of a step; matrices decay, norms do not."""
     accumulation = ["--gradient_accumulation_steps", 5, "--max_grad_norm", 0.5]
-    folder = train("run", "--float64", "--seed", 7, *accumulation, "--weight_decay", WEIGHT_DECAY, "--lr", LR)
+    options = ["--separate_documents", "--weight_decay", WEIGHT_DECAY, "--lr", LR]
+    folder = train("run", "--float64", "--seed", 7, *accumulation, *options)
     train_texts, test_texts = load_text(str(texts))
     tokenizer = learn_tokenizer(train_texts, 290)
     packed = packed_by_hand(train_texts, tokenizer, 64)
@@ -240,10 +242,68 @@ def test_generation_ends_with_the_document():
     assert generate(model, [5, 6], num_tokens=9, context=8, temperature=0, seed=0)[3:] == [EOS]
 
 
-def test_a_document_of_another_eos_token_is_kept_apart():
-    model = lively_model(eos=7)
-    tokens = torch.tensor([[7, 1, 2, 7, 3, 4]])
-    torch.testing.assert_close(model(tokens)[:, 3:], model(tokens[:, 3:]), rtol=0, atol=1e-4)
+def test_a_rank_that_samples_another_token_goes_on_with_that_of_rank_0(monkeypatch):
+    """Under FSDP each call of the model is collective: a rank that stopped alone would leave the others waiting."""
+    model = lively_model()
+    model.__class__ = type("ShardedTransformer", (FSDPModule, Transformer), {})  # as fully_shard does
+    of_rank_0 = [7, 8, EOS]
+
+    def broadcast(tensor, source):
+        assert source == 0
+        tensor.fill_(of_rank_0[len(tokens_sent)])
+        tokens_sent.append(tensor.item())
+
+    tokens_sent = []
+    monkeypatch.setattr("torch.distributed.broadcast", broadcast)
+    assert generate(model, [5, 6], num_tokens=9, context=8, temperature=1.0, seed=0) == [EOS, 5, 6, 7, 8, EOS]
+
+
+@pytest.fixture
+def float64():
+    """Also for the angles of the rotary positions."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("eos", [EOS, 7])
+def test_attention_reaches_over_the_whole_sequence_or_stays_in_a_document(eos, float64):
+    model = lively_model(eos=eos)
+    tokens = torch.randint(10, 300, (2, 40))
+    tokens[0, [0, 7, 8, 25]] = eos
+    tokens[1, [13, 39]] = eos
+    with torch.no_grad():
+        expected = torch.stack([plain_logits(model, row) for row in tokens])
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
+        model.separate_documents = True
+        starts = [row.tensor_split((row == eos).nonzero().flatten()) for row in tokens]
+        expected = torch.stack([torch.cat([plain_logits(model, part) for part in row if len(part)]) for row in starts])
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_get_no_mask_or_one_that_none_has_to_convert(monkeypatch):
+    """Flash kernels of GPUs take is_causal, but no mask; the others cast a mask of another type in each layer."""
+    calls, attention = [], F.scaled_dot_product_attention
+
+    def record(*tensors, attn_mask, is_causal, dropout_p):
+        calls.append((attn_mask, is_causal, tensors[0].dtype))
+        return attention(*tensors, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    model, tokens = small_model(torch.float32), torch.tensor([[EOS, 5, 6, EOS, 7]])
+    kv_cache = [[] for _ in model.blocks]
+    for inputs in (tokens, tokens[:, -1:]):
+        model(inputs, kv_cache=kv_cache)
+    assert [call[:2] for call in calls] == [(None, True)] * 2 + [(None, False)] * 2
+    model.separate_documents = True
+    for dtype in (torch.float32, torch.bfloat16):
+        calls.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            model(tokens)
+        (mask, is_causal, of_query), (again, *_) = calls
+        assert mask is again
+        assert mask.dtype == of_query == dtype
+        assert not is_causal
 
 
 def test_the_program_in_the_guide_continues_a_prompt_as_the_script_does(train, tmp_path, monkeypatch, capsys):
