@@ -88,7 +88,7 @@ class GlobalLoader:
 
     Args:
         dataset: a torch.utils.data.Dataset, a datasets.Dataset, a list: anything with __len__ and __getitem__.
-            A TensorDataset is moved to the accelerator's device once and indexed there.
+            A TensorDataset moves to the accelerator's device, unless it exceeds a quarter of a GPU's free memory.
         batch_size: samples per step, over all processes and accumulation steps.
         seed: shuffles by (seed, epoch), for training; None: dataset order, for testing. Each loader of an accelerator
             has its own order and random numbers, by the number of loaders made before it with or without a seed.
@@ -157,13 +157,15 @@ class GlobalLoader:
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {length} items of the training set: use a smaller one")
-        self.tensors = self.reader = None
-        if gives_its_tensors(dataset) and collate_fn is None:
-            self.tensors = [tensor.to(accelerator.device) for tensor in dataset.tensors]
+        self.tensors, self.reader, device = None, None, accelerator.device
+        is_plain = gives_its_tensors(dataset) and collate_fn is None
+        free_bytes = torch.cuda.mem_get_info(device)[0] if is_plain and device.type == "cuda" else float("inf")
+        if is_plain and sum(tensor.nbytes for tensor in dataset.tensors) <= free_bytes / 4:
+            self.tensors = [tensor.to(device) for tensor in dataset.tensors]
         else:
             from .items import ItemReader  # not needed for images in memory
 
-            self.reader = ItemReader(dataset, collate_fn, self.own_seed, deterministic, num_workers, accelerator.device)
+            self.reader = ItemReader(dataset, collate_fn, self.own_seed, deterministic, num_workers, device)
         made.append(self)
 
     def __len__(self) -> int:
@@ -206,9 +208,7 @@ class GlobalLoader:
                 batch.weights = weights if weights.is_floating_point() else weights.float()
                 # Values are checked in the first step only: it makes the CPU wait for a GPU.
                 is_valid = weights.shape == batch.indices.shape
-                if is_valid and is_first:
-                    is_valid = ((batch.weights >= 0) & batch.weights.isfinite()).all()
-                if not is_valid:
+                if not is_valid or (is_first and not ((batch.weights >= 0) & batch.weights.isfinite()).all()):
                     raise ValueError(
                         f"loss_weights must return one weight per sample, shape ({len(batch)},), finite and at least "
                         f"0, but returned {weights}"

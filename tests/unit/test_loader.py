@@ -320,6 +320,21 @@ def test_a_tensor_dataset_whose_items_are_its_own_is_read_item_by_item():
     assert each.describe()["fingerprint"] != make(TensorDataset(torch.arange(23))).describe()["fingerprint"]
 
 
+def test_tensors_that_would_fill_a_gpu_stay_on_the_cpu_with_the_same_batches(monkeypatch):
+    """Only the question for the memory sees a GPU; the tensors stay where they are."""
+    data = TensorDataset(torch.arange(50.0).view(10, 5), torch.arange(10))  # 280 bytes
+    batches = {}
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 2**40))
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
+    monkeypatch.setattr("utils.items.send_to_device", lambda data, *_, **__: data)
+    for free in (1119, 1120):
+        loader = GlobalLoader(data, 4, fake_accelerator(device="cuda"), seed=5)
+        assert (loader.tensors is None) == (free == 1119)
+        batches[free] = [tensor for batch in loader for tensor in (*batch.data, batch.indices)]
+    assert len(batches[1119]) == 9
+    assert all(map(torch.equal, batches[1119], batches[1120]))
+
+
 def test_tensors_are_whole_slices_of_the_data():
     images = torch.randint(0, 256, (23, 3, 4, 4), dtype=torch.uint8)
     for batch in make(TensorDataset(images, torch.arange(23))):
