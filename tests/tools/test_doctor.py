@@ -16,7 +16,7 @@ from conftest import ROOT
 from tools import doctor
 
 CONFIGS = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
-H100 = doctor.Gpu("NVIDIA H100 80GB HBM3", 79.2, 78.6, (9, 0))
+H100 = doctor.Gpu("NVIDIA H100 80GB HBM3", 79.2, 78.6)
 
 
 @pytest.fixture
@@ -27,7 +27,8 @@ def machine():
         facts = {
             "device": "cuda" if count else "cpu",
             "gpus": [H100] * count,
-            "architectures": ["sm_75", "sm_80", "sm_90", "sm_120"],
+            "p2p": True,
+            "complaints": [],
             "driver_gpus": count,
             "cores": 64,
             "load": 1.0,
@@ -38,7 +39,6 @@ def machine():
             "is_writable": True,
             "free_disk_gib": 500,
             "shm_gib": 32,
-            "interfaces": ["eth0"],
             "untested": {},
             "broken": {},
             "environment": {"HOME": "/home/me", "FRANK": "1"},
@@ -154,7 +154,7 @@ BROKEN = {"torch": "OSError: libcudart.so.13", "accelerate": "OSError: libcudart
         (0, {"untested": {"torch": (None, "~=2.15")}}, True, "torch is not installed: pip install"),
         (0, {"untested": {"torch": ("2.1", "~=2.15")}}, False, "torch 2.1 is not the tested ~=2.15: pip install"),
         (0, {"untested": {"ruff": (None, "~=0.17")}}, False, "ruff is not installed: pip install"),
-        (2, {"gpus": [H100, H100._replace(capability=(7, 0))]}, True, "GPU 1, NVIDIA H100 80GB HBM3, needs kernels"),
+        (1, {"complaints": ["V100: no kernels"]}, True, "V100: no kernels"),
         (1, {"gpus": [doctor.Gpu("A100", 40, 1.5)]}, True, "GPU 0 has only 1.5 of 40.0 GiB free"),
         (1, {"gpus": [doctor.Gpu("A100", 40, 15)]}, False, "GPU 0 has only 15.0 of 40.0 GiB free"),
         (8, {"cores": 4}, False, "8 processes would share 4 cores"),
@@ -171,7 +171,7 @@ BROKEN = {"torch": "OSError: libcudart.so.13", "accelerate": "OSError: libcudart
         (1, {"environment": {"ACCELERATE_USE_FSDP": "true"}}, True, "ACCELERATE_USE_FSDP=true"),
         (0, {"environment": {"ACCELERATE_MIXED_PRECISION": "fp16"}}, False, "PRECISION=fp16"),
         (8, {"environment": {"NCCL_P2P_DISABLE": "1"}}, False, "NCCL_P2P_DISABLE=1"),
-        (8, {"environment": {"CUDA_VISIBLE_DEVICES": "3"}}, False, "CUDA_VISIBLE_DEVICES=3"),
+        (8, {"environment": {"CUDA_VISIBLE_DEVICES": "3"}}, False, "and single_gpu.yaml replaces it by 0: "),
         (0, {"load": 65.0}, False, "OMP_WAIT_POLICY=PASSIVE"),
     ],
 )
@@ -197,14 +197,16 @@ def test_requirements_that_are_not_met(tmp_path, monkeypatch):
     assert found == {"no-such-package": (None, ">=1"), "ruff": ("0.1", "~=9.0")}
 
 
-KERNELS = [((7, 0), "sm_75 sm_80 sm_120", False), ((8, 9), "sm_75 sm_80 sm_120", True), ((9, 0), "sm_90a", True)]
-KERNELS += [((8, 0), "sm_75 sm_86", False), ((12, 0), "sm_100 sm_120", True)]
-KERNELS += [((10, 0), "sm_90", False), ((10, 0), "sm_90 compute_90", True)]
-
-
-@pytest.mark.parametrize(("capability", "architectures", "runs"), KERNELS)
-def test_gpus_for_which_a_torch_has_kernels(capability, architectures, runs):
-    assert doctor.has_kernels(capability, architectures.split()) is runs
+def test_what_torch_warns_of_is_a_problem(monkeypatch, tmp_path):
+    """A GPU that this torch has no kernels for; too old a driver is one more of its warnings."""
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0), (7, 0)][device])
+    monkeypatch.setattr(torch.cuda, "get_device_name", ["H100", "V100"].__getitem__)
+    monkeypatch.setattr(torch.cuda, "is_available", torch.cuda._check_capability)
+    (complaint,) = doctor.gather(tmp_path).complaints
+    assert complaint.startswith("Found GPU1 V100 which is of compute capability (CC) 7.0")
+    assert "pip install torch==" in complaint
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
@@ -218,16 +220,19 @@ def test_gpus_as_torch_reports_them(monkeypatch, device):
         return 2**30, 2**35
 
     def properties(index):
-        return SimpleNamespace(name=f"card {index}", total_memory=2**35, major=8, minor=index)
+        return SimpleNamespace(name=f"card {index}", total_memory=2**35)
 
     module = SimpleNamespace(get_device_properties=properties, mem_get_info=mem_get_info)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(device))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2 if device == "cuda" else 1)
     monkeypatch.setattr(torch, "get_device_module", {"cuda": module}.__getitem__)
-    found = doctor.ask_torch(memory)
-    cards = [("card 0", 32, 1, (8, 0)), ("card 1", 32, 0, (8, 1))]
-    assert found["gpus"] == {"cuda": cards, "mps": [("Apple GPU", 16, 6, None)]}[device]
-    assert found["device"] == device
+    for peers in (True, False):
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other, peers=peers: peers or one == 0)
+        found = doctor.ask_torch(memory)
+        cards = [("card 0", 32, 1), ("card 1", 32, 0)]
+        assert found["gpus"] == {"cuda": cards, "mps": [("Apple GPU", 16, 6)]}[device]
+        assert found["device"] == device
+        assert found["p2p"] == (peers or device == "mps")
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ The exit code is 1 if a run would fail or give wrong results, else 0, even with 
 import argparse
 import contextlib
 import importlib
+import itertools
 import os
 import platform
 import re
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +39,7 @@ VARIABLES = (
     ("WORLD_SIZE=1|RANK=.*", "", "was left behind by a launcher"),
     ("ACCELERATE_.*", "", "is read by Accelerate in addition to the config file"),
     ("NCCL_.*", "", "changes the communication between GPUs in every run"),
-    ("CUDA_VISIBLE_DEVICES=.*", "", "hides GPUs from torch, or renumbers them"),
+    ("CUDA_VISIBLE_DEVICES=.*", "", "hides GPUs from torch, or renumbers them, and single_gpu.yaml replaces it by 0"),
 )
 
 
@@ -45,7 +47,6 @@ class Gpu(NamedTuple):
     name: str
     memory_gib: float
     free_gib: float
-    capability: tuple[int, int] | None = None  # (9, 0) for sm_90
 
 
 def gather(folder: Path) -> SimpleNamespace:
@@ -53,10 +54,14 @@ def gather(folder: Path) -> SimpleNamespace:
     import psutil
 
     memory = psutil.virtual_memory()
-    broken = {name: error for name in ("torch", "torchvision", "accelerate") if (error := import_error(name))}
-    interfaces = [name for name, facts in psutil.net_if_stats().items() if facts.isup and "loopback" not in facts.flags]
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        broken = {name: error for name in ("torch", "torchvision", "accelerate") if (error := import_error(name))}
+        seen_by_torch = {"device": "cpu", "gpus": [], "p2p": True} if "torch" in broken else ask_torch(memory)
+    # torch's own: the driver is too old for its CUDA, or a GPU for its kernels.
+    complaints = [one for one in caught if one.category is UserWarning and "torch/cuda" in one.filename]
     return SimpleNamespace(
-        **({"device": "cpu", "gpus": [], "architectures": []} if "torch" in broken else ask_torch(memory)),
+        **seen_by_torch,
+        complaints=[str(warning.message).strip() for warning in complaints],
         driver_gpus=output_of("nvidia-smi", "-L").count("GPU-"),  # including GPUs hidden from torch
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         load=psutil.getloadavg()[0],  # threads that ran or were ready to, over the last minute
@@ -67,7 +72,6 @@ def gather(folder: Path) -> SimpleNamespace:
         is_writable=is_writable(folder),
         free_disk_gib=shutil.disk_usage(folder).free / 2**30,
         shm_gib=shutil.disk_usage("/dev/shm").free / 2**30 if os.path.isdir("/dev/shm") else None,
-        interfaces=interfaces,
         untested=untested_packages(ROOT / "requirements.txt"),
         broken=broken,  # name: why it cannot be imported
         environment=dict(os.environ),
@@ -104,7 +108,7 @@ def installed_version(package: str) -> str | None:
 
 
 def ask_torch(memory) -> dict:
-    """torch's device ("cuda", "mps", "cpu", ...), the GPUs that it sees, and the GPU architectures it is built for.
+    """torch's device ("cuda", "mps", "cpu", ...), the GPUs that it sees, and whether each can read the others' memory.
 
     memory: from psutil; Apple's GPU uses the machine's memory.
     """
@@ -120,23 +124,9 @@ def ask_torch(memory) -> dict:
         facts, free = module.get_device_properties(index), 0
         with contextlib.suppress(RuntimeError):  # mem_get_info itself needs some memory
             free, _ = module.mem_get_info(index)
-        capability = (facts.major, facts.minor) if device == "cuda" and not torch.version.hip else None
-        gpus.append(Gpu(facts.name, facts.total_memory / 2**30, free / 2**30, capability))
-    return {"device": device, "gpus": gpus, "architectures": torch.cuda.get_arch_list() if device == "cuda" else []}
-
-
-def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether a torch built for these architectures, such as "sm_90", has kernels for a GPU.
-
-    Code for sm_XY runs on GPUs with major version X and a minor version of at least Y; compute_XY is compiled at load
-    time for any newer GPU.
-    """
-    for architecture in architectures:
-        kind, major, minor = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture).groups()
-        built_for = (int(major), int(minor))
-        if built_for <= capability and (kind == "compute" or built_for[0] == capability[0]):
-            return True
-    return False
+        gpus.append(Gpu(facts.name, facts.total_memory / 2**30, free / 2**30))
+    pairs = itertools.permutations(range(len(gpus) if device == "cuda" else 0), 2)
+    return {"device": device, "gpus": gpus, "p2p": all(itertools.starmap(torch.cuda.can_device_access_peer, pairs))}
 
 
 def has_bf16(cpu_info: Path) -> bool | None:
@@ -223,11 +213,8 @@ def hardware_problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         if "CUDA_VISIBLE_DEVICES" in facts.environment:
             advice = "unset CUDA_VISIBLE_DEVICES"
         yield True, f"nvidia-smi lists {plural(facts.driver_gpus, 'GPU')}, torch sees none: {advice}"
+    yield from ((True, complaint) for complaint in facts.complaints)
     for index, gpu in enumerate(facts.gpus):
-        if gpu.capability and not has_kernels(gpu.capability, facts.architectures):
-            required = "sm_" + "".join(map(str, gpu.capability))
-            built_for = f"but torch is built for {', '.join(facts.architectures)}"
-            yield True, f"GPU {index}, {gpu.name}, needs kernels for {required}, {built_for}: install a matching torch"
         if facts.device != "mps" and gpu.free_gib < gpu.memory_gib / 2:
             free = f"GPU {index} has only {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
             advice = "end the process that nvidia-smi shows, or pass --gpu_ids without this GPU"
@@ -253,21 +240,21 @@ def hardware(facts: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "GPU", "none visible to torch"
     for index, gpu in enumerate(facts.gpus):
         yield f"GPU {index}", f"{gpu.name}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
+    if not facts.p2p:
+        yield "P2P", "not between all GPUs: NCCL sends through the memory of the CPU"
     bf16 = {True: ", bf16: twice as fast for convolutions", False: ", bf16: slower than float32"}
     yield "CPU", plural(facts.cores, "core") + bf16.get(facts.cpu_has_bf16, "")
     yield "memory", f"{facts.free_memory_gib:.1f} of {facts.memory_gib:.1f} GiB free"
     yield "disk", f"{facts.free_disk_gib:.0f} GiB free in {facts.folder}"
-    if len(facts.interfaces) > 1:
-        choose = "with several machines, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one"
-        yield "network", f"{', '.join(facts.interfaces)}: {choose}"
     versions = [f"{name} {installed_version(name) or 'missing'}" for name in PACKAGES]
     yield "versions", ", ".join([f"python {platform.python_version()}", *versions])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser("doctor", description="Inspect this machine and recommend a config.")
-    folder = "where runs will be written (%(default)s)"
-    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help=folder)
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("runs"), help="where runs will be written (%(default)s)"
+    )
     folder = parser.parse_args().output_dir.absolute()
     while not folder.exists():  # a run creates missing folders
         folder = folder.parent
