@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from utils.extras import profiling
 from utils.extras.profiling import mean_ms
 
 
@@ -41,6 +42,24 @@ def test_parts_communication_and_overlap_of_a_trace():
     parts = {"forward": 3.0, "backward": 2.5, "other": 1.5, "step": 7.0}
     assert mean_ms(CPU, ["step", "forward", "backward"], 2) == parts | {"communication": 1.75, "  overlapped": 1.0}
     assert mean_ms(GPU, ["step"], 1) == {"other": 10.0, "step": 10.0, "communication": 3.0, "  overlapped": 1.0}
+
+
+@pytest.mark.parametrize(("events", "is_blind"), [(GPU, False), (CPU, True)])
+def test_a_gpu_without_recorded_kernels_is_said_to_be_so(monkeypatch, tmp_path, capsys, events, is_blind):
+    """Otherwise the table shows a communication of 0 ms."""
+    monkeypatch.setattr(profiling, "gather_object", lambda mine: mine)
+    averages = SimpleNamespace(table=lambda sort_by, row_limit: "")
+    recorder = SimpleNamespace(
+        events=lambda: events, key_averages=lambda: averages, export_chrome_trace=lambda path: None
+    )
+    accelerator = SimpleNamespace(
+        device=torch.device("cuda"), is_main_process=True, process_index=0, around_backward=[1]
+    )
+    profiler = SimpleNamespace(
+        accelerator=accelerator, folder=tmp_path, steps=1, names=["step"], hooks=[], around_backward=1
+    )
+    profiling.Profiler._report(profiler, recorder)
+    assert ("warning: no GPU events" in capsys.readouterr().out) == is_blind
 
 
 @pytest.mark.parametrize("cut", [["--virtual_processes", 4], ["--gradient_accumulation_steps", 2]])

@@ -105,10 +105,13 @@ class Profiler:
 
     def _report(self, recorder) -> None:
         """Write the traces and the table, and print the table. Collective."""
-        parts = mean_ms(recorder.events(), list(self.names), self.steps)
+        events, on_gpu = recorder.events(), self.accelerator.device.type == "cuda"
+        parts = mean_ms(events, list(self.names), self.steps)
         text = as_text(gather_object([parts]), self.steps, self.folder)
         if self.accelerator.is_main_process:
             show(text)
+            if on_gpu and all(event.device_type == torch.autograd.DeviceType.CPU for event in events):
+                show("warning: no GPU events, so no communication: CUPTI may lack the right to record them", "yellow")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             recorder.export_chrome_trace(str(self.folder / f"trace_rank{self.accelerator.process_index}.json.gz"))
