@@ -172,6 +172,26 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
     assert "64 = 4 micro-batches x 2 accumulation steps" in capsys.readouterr().out
 
 
+def test_of_two_backends_named_nccl_the_one_that_runs_is_recorded(monkeypatch):
+    """TORCH_DIST_USE_NCCL2=0 selects the older one, and advice in the web is about that one."""
+
+    class ProcessGroupNCCL2:
+        pass
+
+    group = SimpleNamespace(_get_backend=lambda device: ProcessGroupNCCL2())
+    monkeypatch.setattr(banner, "distributed", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    monkeypatch.setattr(banner, "gather_object", lambda mine: mine)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    for device, backend, recorded in (
+        ("cuda", "nccl", "nccl by ProcessGroupNCCL2"),
+        ("cuda", None, None),
+        ("cpu", "gloo", "gloo"),
+    ):
+        state = SimpleNamespace(backend=backend)
+        accelerator = fake_accelerator(2, device=device, kind="MULTI_GPU", state=state, local_process_index=0)
+        assert banner.describe_topology(accelerator)["backend"] == recorded
+
+
 def test_the_command_to_continue_is_the_one_that_was_typed(monkeypatch):
     config = "accelerate_configs/cpu.yaml"
     words = ["--config_file", config, "scripts/mnist_mlp.py", "--output_dir", "a b"]

@@ -1,5 +1,6 @@
 """Describe the run that is about to start: topology, versions and commit, for the banner and run.json."""
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import distributed
 
 from ..atomic_files import read_entry
 from ..console import plural, printable, show
@@ -26,7 +28,9 @@ def describe_topology(accelerator: Accelerator) -> dict:
     """The running topology, for run.json; "processes" has one entry per rank. Collective."""
     options, _ = requested_topology()
     gpus = data_parallel_gpus(accelerator)
-    on_gpu = accelerator.device.type == "cuda"
+    on_gpu, backend = accelerator.device.type == "cuda", accelerator.state.backend
+    if on_gpu and backend:  # with TORCH_DIST_USE_NCCL2=0, "nccl" is ProcessGroupNCCL, not ProcessGroupNCCL2
+        backend += f" by {type(distributed.group.WORLD._get_backend(accelerator.device)).__name__}"
     this_process = {
         "rank": accelerator.process_index,
         "local_rank": accelerator.local_process_index,
@@ -39,7 +43,7 @@ def describe_topology(accelerator: Accelerator) -> dict:
     return {
         "config_file": os.path.relpath(options.config_file) if options and options.config_file else None,
         "distributed_type": "DATA_PARALLEL" if gpus > 1 else accelerator.distributed_type.value,
-        "backend": accelerator.state.backend,
+        "backend": backend,
         "num_processes": accelerator.num_processes,
         "data_parallel_gpus": gpus,
         "mixed_precision": accelerator.mixed_precision,
@@ -80,10 +84,8 @@ def announce(
     device = first["device_name"] or first["device"]
     if first["device"] == "cpu":
         device += f" with {plural(first['cpu_threads'], 'thread')}"
-    kind = ""
-    if gpus > 1:
-        kind = f" (DataParallel over {gpus} GPUs)"
-    elif processes > 1:
+    kind = f" (DataParallel over {gpus} GPUs)" if gpus > 1 else ""
+    if processes > 1:
         kind = f" ({topology['distributed_type']} over {topology['backend']})"
     size, rest = divmod(batch_size, virtual or processes * accumulation)
     size = f"{size} or {size + 1}" if rest else size
@@ -134,10 +136,8 @@ def describe_code() -> dict:
     """The versions of Python and the installed packages, and the commit of the code."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {"versions": versions, "git_commit": git_commit()}
 
 
@@ -152,15 +152,7 @@ def code_digest() -> str:
 
 def git_commit() -> str | None:
     """The commit of the code, followed by "+" if files have changed since; None outside git."""
-    here = Path(__file__).parent
-
-    def git(*arguments):
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        changes = commit and git("status", "--porcelain", "--untracked-files=no")
-    except OSError:  # git is not installed
-        return None
-    return commit and commit + ("+" if changes else "")
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
+    with contextlib.suppress(OSError):  # git is not installed
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
+    return None
