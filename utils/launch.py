@@ -30,7 +30,7 @@ from .extras.banner import code_digest
 from .extras.watchdog import Watchdog, is_lost_peer
 from .flags import with_defaults
 from .processes import check_restarts, follow_launcher, outlive_readers, was_restarted
-from .topology import bind_gloo_to_the_route, check_topology, data_parallel_gpus, same_on_all, wants_cpu
+from .topology import bind_gloo_to_the_route, check_gpus, check_topology, data_parallel_gpus, same_on_all, wants_cpu
 
 
 class TrainingAccelerator(Accelerator):
@@ -143,6 +143,7 @@ def create_accelerator(
         errors: the errors it explains are raised; others end the process with one line.
         handlers: kwargs_handlers; the last one of each class is used.
     """
+    check_gpus()
     # 1 ms more: Accelerate ignores a timeout equal to its default of 600 s, and gloo would use its own 30 minutes.
     timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.timeout_s, milliseconds=1))
     try:

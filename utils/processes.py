@@ -119,7 +119,6 @@ def check_restarts(is_new_folder: bool) -> None:
 
 def was_restarted() -> bool:
     """Whether the launcher restarted any process after a failure. Collective."""
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        return False
+    can_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     # On a machine where no process failed, the count stays 0.
-    return any(gather_object([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]))
+    return can_restart and any(gather_object([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]))

@@ -58,6 +58,16 @@ def wants_cpu() -> bool:
     return bool(options and options.cpu) or bool(config and config.use_cpu)
 
 
+def check_gpus() -> None:
+    """Stop if processes would share a GPU. Call it before the process group exists: NCCL's error is a riddle."""
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if 0 < gpus < processes and not wants_cpu():
+        stop(
+            f"{processes} processes were started on a machine with {plural(gpus, 'visible GPU')}, so some would share "
+            "a GPU: set num_processes to the number of GPUs, in the config file or as a flag"
+        )
+
+
 def check_topology(accelerator: Accelerator) -> None:
     """Stop unless the running processes are those that the launcher and the config file asked for."""
     started = int(os.environ.get("WORLD_SIZE", 1))
@@ -65,12 +75,6 @@ def check_topology(accelerator: Accelerator) -> None:
         stop(
             f"the launcher started {started} processes, but they did not form a process group and would train "
             f"{started} separate models: use accelerate_configs/cpu_ddp.yaml for several processes on the CPU"
-        )
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if accelerator.device.type == "cuda" and local_processes > torch.cuda.device_count():  # Accelerate lets them share
-        stop(
-            f"{local_processes} processes were started on a machine with {torch.cuda.device_count()} visible GPUs, so "
-            "some would share a GPU: set num_processes in the config file to the number of GPUs"
         )
     options, config = requested_topology()
     if config is not None:
@@ -142,11 +146,9 @@ def bind_gloo_to_the_route() -> None:
 
 def data_parallel_gpus(accelerator: Accelerator) -> int:
     """Number of GPUs that this process uses through nn.DataParallel (dp.yaml); 1 with any other config."""
-    is_alone = accelerator.distributed_type == DistributedType.NO
+    is_alone = accelerator.device.type == "cuda" and accelerator.distributed_type == DistributedType.NO
     splits_batch = getattr(accelerator, "split_batch", True)  # a plain Accelerator lacks it
-    if accelerator.device.type != "cuda" or not is_alone or not splits_batch:
-        return 1
-    return torch.cuda.device_count()
+    return torch.cuda.device_count() if is_alone and splits_batch else 1
 
 
 def resume_command(output_dir: str | None) -> str:
@@ -157,7 +159,6 @@ def resume_command(output_dir: str | None) -> str:
         script_position = launcher_words().index(options.training_script)
         launcher = ["accelerate", "launch", *launcher_words()[:script_position]]
     flags = [argument for argument in sys.argv[1:] if argument != "--resume"]
-    is_given = any(flag.partition("=")[0] == "--output_dir" for flag in flags)
-    if output_dir is not None and not is_given:
+    if output_dir is not None and all(flag.partition("=")[0] != "--output_dir" for flag in flags):
         flags += ["--output_dir", str(output_dir)]
     return shlex.join([*launcher, sys.argv[0], *flags, "--resume"])

@@ -1,4 +1,4 @@
-"""make_accelerator: the flags it reads, trackers and the time-out."""
+"""make_accelerator: the flags it reads, trackers, the time-out, and what must be done before NCCL starts."""
 
 import sys
 from types import SimpleNamespace
@@ -122,6 +122,25 @@ def test_the_timeout_reaches_the_process_group(handed_over):
     handed = handed_over(parser.parse_args(["--output_dir", "x"]))
     timeout = handler(handed, InitProcessGroupKwargs).to_kwargs()["timeout"]
     assert timeout.total_seconds() == pytest.approx(600, abs=0.1)
+
+
+def test_more_processes_than_gpus_stop_the_run_before_nccl_starts(monkeypatch, capsys):
+    """Accelerate itself takes the local rank modulo the number of GPUs, and NCCL refuses with `invalid usage`."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "TrainingAccelerator", None)  # it stops before
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags())
+    assert "4 processes were started on a machine with 2 visible GPUs, so some would" in capsys.readouterr().err
+    for name, value, gpus in (
+        ("LOCAL_WORLD_SIZE", "2", 2),
+        ("LOCAL_WORLD_SIZE", "4", 0),
+        ("CUDA_VISIBLE_DEVICES", "-1,-1", 2),
+    ):
+        monkeypatch.setenv(name, value)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        launch.check_gpus()
 
 
 def test_the_users_own_handlers_take_the_place_of_ours(handed_over):

@@ -72,17 +72,6 @@ def test_the_topology_that_was_asked_for_runs(asked, monkeypatch):
     topology.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
 
 
-def test_more_processes_than_gpus_stop_the_run(monkeypatch, capsys):
-    """Accelerate itself takes the local rank modulo the number of GPUs: two processes share one."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit):
-        topology.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
-    error = capsys.readouterr().err
-    assert "4 processes were started on a machine with 2 visible GPUs" in error
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
