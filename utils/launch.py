@@ -134,6 +134,14 @@ def make_accelerator(
     return accelerator
 
 
+def use_deterministic_algorithms() -> None:
+    """Add numbers in the same order in each run. cuBLAS and NCCL read these settings once, when they are first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # https://docs.nvidia.com/cuda/cublas, reproducibility
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)  # also has torch leave out NCCL's NVLS
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
+
+
 def create_accelerator(
     settings: argparse.Namespace, accumulation: int, errors: ExplainedErrors, handlers: list
 ) -> TrainingAccelerator:
@@ -144,6 +152,8 @@ def create_accelerator(
         handlers: kwargs_handlers; the last one of each class is used.
     """
     check_gpus()
+    if settings.deterministic or settings.virtual_processes:
+        use_deterministic_algorithms()
     # 1 ms more: Accelerate ignores a timeout equal to its default of 600 s, and gloo would use its own 30 minutes.
     timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.timeout_s, milliseconds=1))
     try:

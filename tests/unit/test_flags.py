@@ -105,6 +105,7 @@ def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, mo
 FREE = {
     "checkpoint_every",
     "dataset",
+    "deterministic",
     "gradient_accumulation_steps",
     "save_best",  # compared by Run
     "keep_checkpoints",

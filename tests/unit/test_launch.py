@@ -1,5 +1,6 @@
 """make_accelerator: the flags it reads, trackers, the time-out, and what must be done before NCCL starts."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -141,6 +142,32 @@ def test_more_processes_than_gpus_stop_the_run_before_nccl_starts(monkeypatch, c
         monkeypatch.setenv(name, value)
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         launch.check_gpus()
+
+
+@pytest.mark.parametrize("flags", [{}, {"deterministic": True}, {"virtual_processes": 4}])
+def test_deterministic_algorithms_are_set_before_nccl_and_cublas_start(monkeypatch, flags):
+    """NCCL leaves NVLS out only if they are set when the process group is made: inside of Accelerator()."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    found = []
+
+    def start(**options):
+        found.append(torch.are_deterministic_algorithms_enabled())
+        found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8")
+        found.append(not torch.backends.cudnn.benchmark)
+        found.append(not torch.utils.deterministic.fill_uninitialized_memory)
+        raise ValueError
+
+    monkeypatch.setattr(launch, "TrainingAccelerator", start)
+    torch.use_deterministic_algorithms(False)
+    try:
+        with pytest.raises(SystemExit):
+            make_accelerator(run_flags(**flags))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [bool(flags)] * 4
 
 
 def test_the_users_own_handlers_take_the_place_of_ours(handed_over):

@@ -17,7 +17,6 @@ workers; the tree makes it irrelevant which process computes them.
 
 import contextlib
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -52,11 +51,6 @@ def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
         )
     if accelerator.distributed_type == DistributedType.FSDP or data_parallel_gpus(accelerator) > 1:
         stop("--virtual_processes works with DDP, not with FSDP or DataParallel: use ddp.yaml")
-    if accelerator.device.type == "cuda":
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-        # Read when cuBLAS is first used: https://docs.nvidia.com/cuda/cublas (reproducibility).
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     accelerator.virtual_processes = number
     accelerator.gradient_accumulation_steps = len(own_logical_ranks(accelerator))
 
