@@ -1,6 +1,7 @@
 """Create the Accelerator for the topology in the config file."""
 
 import argparse
+import atexit
 import contextlib
 import datetime
 import functools
@@ -112,6 +113,8 @@ def make_accelerator(
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
     accelerator = create_accelerator(settings, accumulation, errors, [ddp, *kwargs_handlers])
     # From here on, collectives work.
+    if accelerator.device.type == "cuda":
+        atexit.register(abort_process_group)
     check_topology(accelerator)
     if watchdog:
         watchdog.watch(settings.timeout_s)
@@ -197,6 +200,15 @@ def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace, timeout
     errors.explanations.append((is_lost_peer, watchdog.sentence))
     bind_gloo_to_the_route()
     return watchdog
+
+
+def abort_process_group() -> None:
+    """End the process group of a run that failed, without waiting for other ranks; otherwise NCCL prints a warning."""
+    with contextlib.suppress(Exception):  # there is none after a run that succeeded
+        groups = [*torch.distributed.distributed_c10d._world.pg_names]
+        torch.distributed.distributed_c10d._abort_process_group()
+        for group in groups:
+            group.shutdown()
 
 
 def check_batch_size(batch_size: int, micro_batches: int) -> None:

@@ -11,7 +11,9 @@ import torch
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from conftest import ROOT
+from fakes import fake_accelerator
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from utils import launch
 from utils.extras import banner, trackers
@@ -168,6 +170,28 @@ def test_deterministic_algorithms_are_set_before_nccl_and_cublas_start(monkeypat
     finally:
         torch.use_deterministic_algorithms(False)
     assert found == [bool(flags)] * 4
+
+
+def test_a_run_that_fails_on_gpus_ends_its_process_groups_without_waiting(monkeypatch):
+    """NCCL otherwise prints a warning below the error message, also after abort() alone."""
+    calls, registered = [], []
+
+    class Group:
+        def shutdown(self):
+            calls.append(self)
+
+    world = [Group(), Group()]
+    monkeypatch.setattr(launch, "TrainingAccelerator", lambda **options: fake_accelerator(device="cuda"))
+    monkeypatch.setattr(launch.atexit, "register", registered.append)
+    monkeypatch.setattr(launch, "check_topology", lambda accelerator: launch.stop("wrong"))
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags())
+    assert registered[-1] == launch.abort_process_group
+    launch.abort_process_group()  # there is no group, as after a run that succeeded
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names=world))
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: calls.append("abort"))
+    launch.abort_process_group()
+    assert calls == ["abort", *world]
 
 
 def test_the_users_own_handlers_take_the_place_of_ours(handed_over):
