@@ -418,14 +418,16 @@ def test_wrong_input_is_one_sentence_before_any_training(train, tmp_path, capsys
 
 
 def test_copies_sum_their_gradients_and_average_their_buffers(monkeypatch):
-    """Two copies with equal numbers."""
+    """Two copies with equal numbers; without a kernel for each tensor."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group: flat.mul_(2))
-    model = torch.nn.BatchNorm1d(3)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones(3)
-    sum_over_copies(model, SimpleNamespace(size=lambda: 2))
-    assert model.running_var.tolist() == [1, 1, 1]
-    assert model.weight.grad.tolist() == model.bias.grad.tolist() == [2, 2, 2]
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
+    batch_norm, group_norm = model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.GroupNorm(1, 3))
+    for part in (model, group_norm):  # with and without buffers
+        for parameter in model.parameters():
+            parameter.grad = torch.ones(3)
+        sum_over_copies(part, SimpleNamespace(size=lambda: 2))
+        assert batch_norm.running_var.tolist() == [1, 1, 1]
+        assert group_norm.weight.grad.tolist() == group_norm.bias.grad.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda", "nccl-lazy"), ("cpu", None)])

@@ -349,10 +349,10 @@ def sum_over_copies(model: nn.Module, group) -> None:
     """
     if group is None:
         return
-    tensors = [parameter.grad for parameter in model.parameters()]
-    tensors += [buffer.div_(group.size()) for buffer in model.buffers() if buffer.is_floating_point()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    tensors = gradients + [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    torch.distributed.all_reduce(flat, group=group)
+    distributed.all_reduce(flat, group=group)
+    flat[sum(gradient.numel() for gradient in gradients) :].div_(group.size())
     parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+    torch._foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
