@@ -5,6 +5,7 @@ Each launch has its own port, folder and time-out, and leaves no process behind.
 
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,23 +34,39 @@ def pytest_addoption(parser):
         "--report",
         metavar="FILE",
         default="gpu_report.md",
-        help="where test_topologies.py reports what it measured (default: %(default)s)",
+        help="where the tests marked gpu report what they measured (default: %(default)s)",
+    )
+    parser.addoption(
+        "--stand_ins",
+        action="store_true",
+        help="try out the tests marked gpu of test_on_gpus.py without a GPU, with configs of the CPU",
     )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     import machine_report
     import torch
 
+    no_gpu = not torch.cuda.is_available() and not config.option.stand_ins
     for place, item in enumerate(items):
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and no_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         for marker in item.iter_markers("others"):
             (library,) = marker.args
             if not importlib.util.find_spec(library):
                 item.add_marker(pytest.mark.skip(reason=f"needs {library}: the extra `test` of pyproject.toml"))
-        if item.path.stem == "test_topologies" and "topology" in item.fixturenames:
+        if item.get_closest_marker("gpu") or "topology" in item.fixturenames:
             machine_report.describe(item, place)
+
+
+def pytest_collection_finish(session):
+    """Of a worker too; the process that starts workers collects nothing."""
+    session.config.ids = frozenset(item.nodeid for item in session.items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    node.config.ids = frozenset(ids)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,13 +83,16 @@ def pytest_terminal_summary(terminalreporter, config):
     """Write the report. With workers this runs in the process that started them, and only there."""
     import machine_report
 
+    if "gpu" not in config.option.markexpr:
+        return
     stats = terminalreporter.stats
-    kinds = ("passed", "failed", "error", "skipped")
-    text = machine_report.render([result for kind in kinds for result in stats.get(kind, ())])
+    results = [result for kind in ("passed", "failed", "error", "skipped") for result in stats.get(kind, ())]
+    command = shlex.join(config.invocation_params.args)
+    text = machine_report.render(results, getattr(config, "ids", frozenset()), command, config.option.stand_ins)
     if text is not None:
         file = config.invocation_params.dir / config.option.report
         file.write_text(text)
-        terminalreporter.write_line(f"report of the topologies: {file}")
+        terminalreporter.write_line(f"{text.splitlines()[0].removeprefix('# ')}\nreport: {file}")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -236,6 +256,17 @@ def first_images(folder: Path, train: int, test: int) -> Path:
 def small_mnist(tmp_path_factory) -> Path:
     """1003 training and 203 test images of MNIST. No batch size here divides them."""
     return first_images(tmp_path_factory.mktemp("small_mnist"), 1003, 203)
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    """A folder of short texts, of 30 to 160 words."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = "def return for in the a of list if not None self x y = + ( )".split()  # noqa: SIM905
+    for number in range(24):
+        chosen = [words[(number * i + i * i // 3) % len(words)] for i in range(30 + number * 37 % 130)]
+        (folder / f"{number}.txt").write_text(" ".join(chosen) + "\n")
+    return folder
 
 
 @pytest.fixture(scope="session")

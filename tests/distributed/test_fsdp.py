@@ -57,13 +57,11 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
     """The folder with the runs of one process, of two that shard, and of those that change."""
     folder = shared_launcher.folder
     mlp, clipped = (["--dataset", small_mnist, *flags] for flags in (MLP, CLIPPED))
-    face = ["--dataset", small_mnist, "--batch_size", 250, "--lr", 1e-3, "--num_epochs", 1, "--log_every", 1]
     resnet = ["--dataset", tiny_mnist, *RESNET]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run_many.run("mlp", [*mlp, "--output_dir", "one"]) is None
         assert run_many.run("gradient_accumulation", [*clipped, "--output_dir", "clipped_one"]) is None
-        assert run_many.run("mnist_mlp", [*face, "--output_dir", "face_one"]) is None
         use_small_resnet(patch.setattr)
         two_parts = ["--gradient_accumulation_steps", 2, "--output_dir", "resnet_one"]
         try:
@@ -87,7 +85,6 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
         [*mlp, *two_parts, *early, "--output_dir", "early"],
         ["--script", "gradient_accumulation", *clipped, *two_parts, "--output_dir", "clipped"],
         resumed("clipped", 2, "clipped_again", *clipped, *two_parts),
-        ["--script", "mnist_mlp", *face, "--output_dir", "face"],
         ["--script", "resnet50", *resnet, "--output_dir", "resnet"],
         resumed("resnet_one", 2, "resnet_one_to_sharded", *resnet),
     )
@@ -158,22 +155,6 @@ def test_a_sharded_run_resumes_bit_by_bit(runs, run):
 def test_a_checkpoint_goes_on_with_and_without_shards(runs, one, run, kinds):
     assert_launches(runs / run, *kinds)
     assert_same(runs / one, runs / run)
-
-
-@pytest.mark.slow
-def test_one_process_goes_on_from_shards(runs, small_mnist, tmp_path):
-    again = run_many.back_to(runs / "sharded", 2, tmp_path / "again")
-    flags = ["--dataset", small_mnist, *MLP, "--resume", "--output_dir", again]
-    assert run_many.run("mlp", flags) is None
-    assert_launches(again, SHARDED, ONE)
-    assert_same(runs / "one", again)
-
-
-@pytest.mark.slow
-def test_the_fused_adamw_of_mnist_mlp_steps_on_shards(runs):
-    assert_launches(runs / "face", SHARDED)
-    for one, two in zip(run_reader.lines(runs / "face_one"), run_reader.lines(runs / "face"), strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""bf16, and torch.compile, by the config file; and what --compile and --bn sync of resnet50 do."""
+"""torch.compile by the config file; and what --compile and --bn sync of resnet50 do."""
 
 import count_all_reduces
 import pytest
@@ -16,7 +16,6 @@ from utils.checkpoint import read_checkpoint
 FLAGS = ["--batch_size", 250, "--hidden", 32, "--num_epochs", 2, "--dropout", 0.1]
 FLAGS += ["--log_every", 1, "--checkpoint_every", 2, "--keep_checkpoints", 0]
 FLOAT64 = [*FLAGS, "--dtype", "float64", "--num_epochs", 1]
-BF16 = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\nmixed_precision: bf16\n"
 # torch.compile, without the compiler: what it puts around the model is the same.
 COMPILED = 'distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: "-1,-1"\n'
 COMPILED += "dynamo_config:\n  dynamo_backend: EAGER\n"
@@ -29,37 +28,6 @@ def assert_close(run, other):
         torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
     assert losses(other) == pytest.approx(losses(run), rel=1e-9)
     assert losses(other, "test") == pytest.approx(losses(run, "test"), rel=1e-9)
-
-
-@pytest.mark.slow
-def test_bf16_by_the_config_file_trains_and_resumes_bit_by_bit(launcher, small_mnist, capsys):
-    config = launcher.folder / "bf16.yaml"
-    config.write_text(BF16)
-    flags = ["--dataset", small_mnist, *FLAGS]
-    whole, again, exact = (launcher.folder / name for name in ("whole", "again", "exact"))
-    words = run_many.words(
-        "mlp",
-        [*flags, "--output_dir", whole],
-        ["--back_to", whole, 4, again, *flags, "--resume", "--output_dir", again],
-    )
-    done = launcher(str(config), *words, script=run_many.FILE)
-    assert "each cpu with 1 thread, precision bf16" in done.stdout
-    for launch in run_reader.launches(again):
-        assert launch["mixed_precision"] == "bf16"
-    assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    # The numbers are of bf16: those of float32 are near, and others. The weights stay float32.
-    assert run_many.run("mlp", [*flags, "--output_dir", exact]) is None
-    assert losses(whole) == pytest.approx(losses(exact), rel=0.02)
-    assert losses(whole) != pytest.approx(losses(exact), rel=1e-5)
-    assert losses(whole)[-1] < 0.6 * losses(whole)[0]
-    assert {tensor.dtype for tensor in weights(whole).values()} == {torch.float32}
-
-    capsys.readouterr()
-    other = run_many.back_to(whole, 4, launcher.folder / "other")
-    assert run_many.run("mlp", [*flags, "--resume", "--output_dir", other]) == 2
-    error = capsys.readouterr().err
-    assert "precision was 'bf16' and is 'no'" in error
-    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.slow

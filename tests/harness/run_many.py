@@ -76,6 +76,8 @@ def run(script: str, flags: list) -> int | None:
         torch.set_default_dtype(torch.float64)
     own_argv, sys.argv = sys.argv, [str(path), *map(str, flags)]
     module = load(script, path)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()  # which a run's summary.json has
     try:
         with mock.patch("utils.run.plot_curves"):
             module.main()

@@ -1,6 +1,6 @@
 """The scripts on each CPU config, launched as a user does, as short as it can be.
 
-The quick ones: mnist_mlp.py on both configs, and the other training scripts on two processes. The others in
+mnist_mlp.py on both configs, the other training scripts on two processes: test_topologies.py has one. The others in
 from_scratch/ are launched by their own tests.
 """
 
@@ -29,7 +29,6 @@ def test_every_training_script_is_here():
     [
         ("mnist_mlp", "cpu"),
         *((script, "cpu_ddp") for script in TRAINING),
-        *(pytest.param(script, "cpu", marks=pytest.mark.slow) for script in TRAINING if script != "mnist_mlp"),
     ],
 )
 def test_a_training_script_runs(launcher, small_mnist, tiny_mnist, script, config):

@@ -27,17 +27,6 @@ FLAGS = [*MODEL, "--batch_size", 12, "--max_steps", 10, "--num_tokens", 5, "--lo
 WEIGHT_DECAY, LR = 0.5, 5e-3
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A folder of short texts, of 30 to 160 words."""
-    folder = tmp_path_factory.mktemp("texts")
-    words = "def return for in the a of list if not None self x y = + ( )".split()  # noqa: SIM905
-    for number in range(24):
-        chosen = [words[(number * i + i * i // 3) % len(words)] for i in range(30 + number * 37 % 130)]
-        (folder / f"{number}.txt").write_text(" ".join(chosen) + "\n")
-    return folder
-
-
 @pytest.fixture
 def train(texts, tmp_path, home):
     """Runs the script's main in this process; returns the run's folder."""
@@ -408,37 +397,13 @@ def test_training_goes_on_from_the_weights_and_the_tokenizer_of_another_run(trai
     assert lines(second, "test")[0]["loss"] == lines(first, "test")[0]["loss"]
 
 
-DROPOUT = ["--dropout", 0.1, "--float64"]
-
-
-@pytest.fixture(scope="module")
-def runs(shared_launcher, texts, home):
-    """Runs on 1 and on 2 processes: with accumulation, and with virtual processes."""
-    for processes in (1, 2):
-        flags = ["--dataset", texts, *FLAGS, *DROPOUT, "--output_dir"]
-        plain = [*flags, shared_launcher.folder / f"plain-{processes}"]
-        plain += ["--gradient_accumulation_steps", 4 // processes]
-        virtual = [*flags, shared_launcher.folder / f"virtual-{processes}", "--virtual_processes", 4]
-        if processes == 1:
-            for each in (plain, virtual):
-                assert run_many.run("transformer", each) is None
-        else:
-            words = run_many.words("transformer", plain, virtual)
-            shared_launcher("cpu_ddp", *words, script=run_many.FILE, timeout=300)
-    return shared_launcher.folder
-
-
 @pytest.mark.slow
-def test_two_processes_have_the_numbers_of_one_also_with_dropout(runs):
+def test_two_processes_have_the_numbers_of_one_also_with_dropout(train, launcher, texts):
     """The micro-batches of a step are the same four, and so is what dropout drops in them."""
-    assert largest_difference(runs / "plain-1", runs / "plain-2") <= 1e-11
-
-
-@pytest.mark.slow
-def test_virtual_processes_have_the_same_bits_on_two_processes(runs):
-    assert lines(runs / "virtual-2") == lines(runs / "virtual-1")
-    one, two = (run_reader.sha256(runs / f"virtual-{number}" / "model.safetensors") for number in (1, 2))
-    assert one == two
+    flags = [*FLAGS, "--dropout", 0.1, "--float64", "--gradient_accumulation_steps"]
+    words = run_many.words("transformer", ["--dataset", texts, *flags, 2, "--output_dir", "two"])
+    launcher("cpu_ddp", *words, script=run_many.FILE, timeout=300)
+    assert largest_difference(train("one", *flags, 4), launcher.folder / "two") <= 1e-11
 
 
 @pytest.mark.slow
@@ -454,12 +419,3 @@ def test_two_sharded_processes_have_the_numbers_of_one(shared_launcher, texts, h
         assert run_reader.launches(folder / run)[0]["distributed_type"] == "FSDP"
         assert losses(folder / run) == pytest.approx(losses(folder / "whole"), rel=1e-10)
         assert run_reader.summary(folder / run)["test_sample"] == run_reader.summary(folder / "whole")["test_sample"]
-
-
-@pytest.mark.slow
-def test_bf16_is_near_float32(train, monkeypatch):
-    whole = train("whole")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    bf16 = losses(train("bf16"))
-    assert bf16 == pytest.approx(losses(whole), rel=2**-7)
-    assert bf16 != losses(whole)
