@@ -6,10 +6,11 @@ That state depends on how often the generator was used, and so on processes, wor
 import contextlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 MASK = 0xFFFFFFFF
 
@@ -58,18 +59,26 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def seed_generators(key: int) -> None:
-    """Seed the global generators of torch (CPU), Python and NumPy. 7 us: torch.manual_seed alone takes longer."""
+def device_generators(accelerator: Accelerator) -> Sequence:
+    """torch's generators of this process's devices, besides the CPU: of all GPUs, if there are no other processes."""
+    device = accelerator.device
+    if device.type != "cuda":
+        return [] if device.type == "cpu" else [torch.get_device_module(device)]  # has manual_seed, too
+    torch.cuda.init()  # there are none before
+    generators = torch.cuda.default_generators
+    return generators if accelerator.num_processes == 1 else [generators[torch.cuda.current_device()]]
+
+
+def seed_generators(key: int, devices: Sequence = ()) -> None:
+    """Seed the global generators of torch (CPU), Python and NumPy, and `device_generators`, each with its own key.
+
+    About 10 us in a training step, 6 us in a loop that does nothing else.
+    """
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key)
-
-
-def seed_generators_for(device: torch.device, key: int) -> None:
-    """As `seed_generators`, plus torch's generator of `device`: for dropout in a model or mixup in the loop."""
-    seed_generators(key)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(key)
+    for number, generator in enumerate(devices):
+        generator.manual_seed(combine(key, number) if number else key)  # replicas of a model have different masks
 
 
 @contextlib.contextmanager

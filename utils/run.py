@@ -30,7 +30,7 @@ from .loader import Batch, GlobalLoader, describe_data, name_loaders
 from .metrics import Metrics
 from .parallel import same_weights
 from .progress import Progress
-from .randomness import combine, seed_generators_for
+from .randomness import combine, device_generators, seed_generators
 from .run_folder import RunFolder
 from .sampler import GlobalSampler
 from .signals import StopSignal
@@ -96,6 +96,7 @@ class Run:
         atexit.unregister(end_process_group)
         self.accelerator, self.args = accelerator, with_defaults(args)
         self.stop_signal = StopSignal(accelerator)
+        self.devices = device_generators(accelerator)
         self.best = Best(self.args.save_best, self.args.patience)
         self.folder = RunFolder(accelerator, Path(args.output_dir), self.args.resume)
         self.step, self.summary = 0, {}
@@ -197,7 +198,7 @@ class Run:
             return
         first = max(self.step - 1, 0) // self.steps_per_epoch
         for epoch in range(first, math.ceil(self.total_steps / self.steps_per_epoch)):
-            seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 1))
+            seed_generators(combine(self.args.seed, epoch, 1), self.devices)
             yield epoch
             self.stopped_early = self.step < self.total_steps and self.best.is_stuck(self.accelerator.is_main_process)
             if self.stopped_early:
@@ -247,12 +248,12 @@ class Run:
                 self._step_done(epoch)
                 if self.step == self.total_steps:
                     break
-        seed_generators_for(self.accelerator.device, combine(self.args.seed, epoch, 2))
+        seed_generators(combine(self.args.seed, epoch, 2), self.devices)
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 during training; the test batch's number, from 1, during testing."""
         Watchdog.step = self.step
-        seed_generators_for(self.accelerator.device, combine(self.args.seed, self.step, batch.slot, test_batch))
+        seed_generators(combine(self.args.seed, self.step, batch.slot, test_batch), self.devices)
 
     def _step_done(self, epoch: int) -> None:
         """Count a step; then log, save and stop if due. Collective."""
@@ -327,7 +328,7 @@ class Run:
         for number, window in enumerate(windows, 1):
             yield MicroBatches(window, functools.partial(self._seed_model, test_batch=number))
             self._stop_if_asked()
-        seed_generators_for(self.accelerator.device, combine(self.args.seed, self.step, 6))
+        seed_generators(combine(self.args.seed, self.step, 6), self.devices)
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
@@ -364,7 +365,7 @@ class Run:
         Returns:
             The content of summary.json; also if the run was already complete.
         """
-        seed_generators_for(self.accelerator.device, combine(self.args.seed, self.total_steps, 4))
+        seed_generators(combine(self.args.seed, self.total_steps, 4), self.devices)
         atexit.register(end_process_group)  # not after an error: NCCL would wait for the other ranks
         self.accelerator.loaders = []  # a later run has its own
         if self.completed:

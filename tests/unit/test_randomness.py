@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from fakes import fake_accelerator
 
 from utils import items, randomness
 
@@ -81,6 +82,25 @@ def test_seeded_generators_repeat_their_numbers():
     assert draw() != expected
     randomness.seed_generators(2**32 - 1)
     assert draw() == expected
+    generator, rng = torch.Generator().manual_seed(2**32 - 1), np.random.RandomState(2**32 - 1)
+    assert expected == (float(torch.rand((), generator=generator)), random.Random(2**32 - 1).random(), rng.rand())
+
+
+def test_each_gpu_of_a_process_has_its_own_random_numbers(monkeypatch):
+    """nn.DataParallel's replicas draw their dropout on all GPUs; other processes have their own key."""
+    gpus = tuple(torch.Generator() for _ in range(4))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert randomness.device_generators(fake_accelerator(device="cpu")) == []
+    assert randomness.device_generators(fake_accelerator(2, device="cuda", kind="MULTI_GPU")) == [gpus[2]]
+    draws = []
+    for _ in range(2):
+        randomness.seed_generators(7, randomness.device_generators(fake_accelerator(device="cuda")))
+        draws.append([float(torch.rand((), generator=generator)) for generator in gpus])
+    assert draws[0] == draws[1]
+    assert len(set(draws[0])) == 4
+    assert draws[0][0] == float(torch.rand((), generator=torch.Generator().manual_seed(7)))
 
 
 def test_generators_go_on_as_if_nothing_was_drawn():

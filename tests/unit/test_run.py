@@ -381,11 +381,15 @@ def test_a_run_without_a_schedule_is_not_resumed_to_a_different_length(start, ca
 
 
 class Drawing:
-    """Draws at the start of each epoch and after its batches; a normal number too, which is drawn in pairs."""
+    """Draws at the start of each epoch, in its batches and after them; a normal number too, which is drawn in pairs."""
 
     def __init__(self, in_steps=False, stop_after=None):
         self.in_steps, self.stop_after = in_steps, stop_after
         self.drawn = {}
+
+    def draw(self):
+        on_gpus = [torch.rand((), generator=generator).item() for generator in self.run.devices]
+        return torch.rand(()).item(), random.gauss(0, 1), np.random.randn(), *on_gpus
 
     def __call__(self, args, **options):
         accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
@@ -393,26 +397,29 @@ class Drawing:
         loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
         run.start(loader, None, 12, checkpoint={"model": accelerator.prepare(nn.Linear(3, 1))})
         for epoch in run.epochs():
-            self.drawn["start", epoch] = torch.rand(()).item(), random.gauss(0, 1), np.random.randn()
+            self.drawn["start", epoch] = self.draw()
             for _ in (run.steps if self.in_steps else run.batches)(loader, epoch):
-                torch.randn(3)
+                self.drawn["step", run.step] = self.draw()
                 if run.step + 1 == self.stop_after:
                     run.stop_signal.received = 15
-            self.drawn["end", epoch] = torch.rand(()).item(), random.gauss(0, 1), np.random.randn()
+            self.drawn["end", epoch] = self.draw()
         run.finish()
 
 
 @pytest.mark.parametrize(("step", "in_steps"), [(2, False), (4, False), (7, False), (12, False), (4, True)])
-def test_what_a_script_draws_around_the_batches_is_the_same_when_resumed(start, step, in_steps):
+def test_what_a_script_draws_is_the_same_when_resumed(start, monkeypatch, step, in_steps):
+    gpus = [torch.Generator(), torch.Generator()]
+    monkeypatch.setattr("utils.run.device_generators", lambda accelerator: gpus)
     whole, resumed = Drawing(in_steps), Drawing(in_steps)
     assert start(whole, "whole") is None
     assert start(Drawing(in_steps, step)) == EXIT_REQUEUE
-    torch.manual_seed(1)
+    for generator in (torch.default_generator, *gpus):
+        generator.manual_seed(1)
     assert start(resumed, resume=True) is None
     assert resumed.run.step == 12
     assert resumed.drawn == {place: whole.drawn[place] for place in resumed.drawn}
     assert len(resumed.drawn) >= 2
-    assert [len(set(numbers)) for numbers in zip(*whole.drawn.values(), strict=True)] == [6, 6, 6]
+    assert [len(set(numbers)) for numbers in zip(*whole.drawn.values(), strict=True)] == [6 + 12] * 5
 
 
 @pytest.mark.parametrize("accumulation", [2, 5])
