@@ -128,6 +128,12 @@ def test_the_peak_of_several_processes_is_the_largest(monkeypatch):
     assert peak_memory_gib(Accelerator(cpu=True)) == 1000
 
 
+def test_the_peak_of_several_gpus_is_the_fullest_ones(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: (2**30, 3 * 2**30, 0)[device or 0])
+    assert own_peak_memory_gib(torch.device("cuda")) == 3
+
+
 @pytest.mark.slow
 def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher):
     printed = launcher("cpu_ddp", script=ROOT / "tests" / "programs" / "memory_probe", timeout=60).stdout

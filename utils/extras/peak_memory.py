@@ -9,12 +9,9 @@ from accelerate.utils import gather_object
 
 
 def own_peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process in GiB.
-
-    On an NVIDIA or AMD GPU it counts the tensors, otherwise the whole process.
-    """
+    """Peak memory of this process in GiB: of the tensors on its fullest NVIDIA or AMD GPU; otherwise of everything."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))) / 2**30
     if sys.platform == "linux":
         # Not getrusage, whose peak includes the launcher's memory from before this program started.
         status = Path("/proc/self/status").read_text()
