@@ -19,6 +19,8 @@ from run_reader import lines
 from same_numbers import largest_difference
 from small_resnets import use_4_blocks, use_float64
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts import resnet50
 from utils.checkpoint import read_checkpoint
@@ -26,6 +28,7 @@ from utils.datasets import image_files as images
 from utils.datasets.images_in_memory import load_splits
 from utils.extras.pretrained import load_pretrained
 from utils.parallel.batch_norm import BatchNorms
+from utils.parallel.fsdp import moving_average
 from utils.sampler import GlobalSampler
 
 FLOAT64 = ROOT / "tests" / "programs" / "float64_resnet"
@@ -164,6 +167,32 @@ def test_frozen_statistics_stay_as_they_are():
         model(torch.randn(8, 3))
     assert torch.equal(frozen.running_mean, torch.tensor([0.1, 0.2, 0.3]))
     assert model[0].running_mean.abs().sum() > 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute: on a GPU each is at least one launch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += not operation.is_view
+        return operation(*args, **kwargs or {})
+
+
+def test_layers_are_averaged_together():
+    """ResNet-50 has 53: one operation for each of them and each step would be a good part of a step on a GPU."""
+    counts, accelerator = [], Accelerator(cpu=True)
+    for layers in (2, 20):
+        model = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(layers))
+        batch_norms = BatchNorms(model, accelerator)
+        with Operations() as statistics, accelerator.accumulate(model), batch_norms.averaged():
+            pass
+        average = AveragedModel(model, multi_avg_fn=moving_average(0.9), use_buffers=True)
+        average.update_parameters(model)  # the first one copies
+        with Operations() as ema:
+            average.update_parameters(model)
+        counts.append((statistics.count, ema.count))
+    assert counts[0] == counts[1]
 
 
 def test_learning_rate():

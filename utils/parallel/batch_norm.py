@@ -49,7 +49,7 @@ class BatchNorms:
         statistics = [layer.running_mean for layer in layers]
         statistics += [layer.running_var for layer in layers]
         if not self.sums:
-            self.before = [tensor.clone() for tensor in statistics]
+            self.before = torch.cat(statistics)
         for layer in layers:
             layer.momentum = 1.0  # records the micro-batch's own statistics
             layer.is_averaged = True  # for the check of virtual processes
@@ -76,13 +76,13 @@ class BatchNorms:
         else:
             means = self.accelerator.reduce(self.sums[0].value.div_(accumulation), "mean")
         self.sums = []
-        means = means.split([len(tensor) for tensor in statistics])
+        before, means = (flat.split([len(tensor) for tensor in statistics]) for flat in (self.before, means))
         # Counts as one, however many micro-batches this process had.
         counts = [layer.num_batches_tracked for layer in layers]
         torch._foreach_sub_(counts, accumulation - 1)
         momentum = [self.momentum[layer] for layer in layers]
         # None: the mean over all steps
         momentum = [1 / int(count) if m is None else m for m, count in zip(momentum, counts, strict=True)] * 2
-        torch._foreach_mul_(self.before, [1 - value for value in momentum])
-        torch._foreach_add_(self.before, torch._foreach_mul(list(means), momentum))
-        torch._foreach_copy_(statistics, self.before)
+        torch._foreach_mul_(before, [1 - value for value in momentum])
+        torch._foreach_add_(before, torch._foreach_mul(means, momentum))
+        torch._foreach_copy_(statistics, before)

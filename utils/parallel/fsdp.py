@@ -6,7 +6,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 def memory_format(accelerator: Accelerator) -> torch.memory_format:
@@ -39,13 +38,17 @@ def shard(model: nn.Module, accelerator: Accelerator) -> None:
 
 def moving_average(decay: float) -> Callable:
     """As torch's get_ema_multi_avg_fn, but each process averages its own shards of a sharded model."""
-    average = get_ema_multi_avg_fn(decay)
 
-    def average_shards(averaged, current, num_averaged):
+    @torch.no_grad()
+    def average(averaged, current, num_averaged):
         # Not as DTensors: a model also has plain buffers, and torch does not accept mixed lists.
-        average(list(map(local_shard, averaged)), list(map(local_shard, current)), None)
+        averaged, current = (list(map(local_shard, tensors)) for tensors in (averaged, current))
+        if averaged[0].is_floating_point():
+            torch._foreach_lerp_(averaged, current, 1 - decay)
+        else:  # BatchNorm's counts, which torch would average one by one, in four operations each
+            torch._foreach_copy_(averaged, current)
 
-    return average_shards
+    return average
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
