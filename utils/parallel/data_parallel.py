@@ -29,7 +29,7 @@ class DataParallel(nn.DataParallel):
     float16, whatever the main thread uses.
 
     Args:
-        autocast: returns a context manager; None: full precision.
+        autocast: returns a context manager that is also a decorator; None: full precision.
     """
 
     def __init__(self, module: nn.Module, autocast: Callable | None = None):
@@ -40,7 +40,7 @@ class DataParallel(nn.DataParallel):
         replicas = super().replicate(module, device_ids)
         if self.autocast is not None:
             for replica in replicas:
-                replica.forward = with_autocast(replica.forward, self.autocast)
+                replica.forward = convert_outputs_to_fp32(self.autocast()(replica.forward))  # as `prepare`
         return replicas
 
 
@@ -75,13 +75,3 @@ def on_each_gpu(function):
         return model.gather(results, model.output_device)
 
     return wrapped
-
-
-def with_autocast(forward, autocast):
-    """`forward` in autocast with float32 outputs, as `accelerator.prepare` does it."""
-
-    def forward_in_autocast(*args, **kwargs):
-        with autocast():
-            return forward(*args, **kwargs)
-
-    return convert_outputs_to_fp32(forward_in_autocast)
