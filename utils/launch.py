@@ -122,14 +122,8 @@ def make_accelerator(
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})
     accelerator.split_batch = split_batch
-    if settings.virtual_processes:
-        from .parallel.virtual_processes import use_virtual_processes
-
-        use_virtual_processes(accelerator, settings.virtual_processes)
-        cpu_threads = cpu_threads or 1
-    if split_batch and getattr(args, "batch_size", None) is not None:
-        check_batch_size(args.batch_size, settings.virtual_processes or accelerator.num_processes * accumulation)
-    set_cpu_threads(cpu_threads)
+    share_batch(accelerator, settings.virtual_processes, getattr(args, "batch_size", None))
+    set_cpu_threads(cpu_threads or (1 if settings.virtual_processes else None))
     set_seed(settings.seed)
     if is_new_folder:  # the name contains a time and a process id: all ranks use the main process's
         args.output_dir = broadcast_object_list([settings.output_dir])[0]
@@ -211,8 +205,14 @@ def abort_process_group() -> None:
             group.shutdown()
 
 
-def check_batch_size(batch_size: int, micro_batches: int) -> None:
-    if batch_size < micro_batches:
+def share_batch(accelerator: TrainingAccelerator, virtual_processes: int, batch_size: int | None) -> None:
+    """Use virtual processes, if there are any, and check that each micro-batch of a step gets a sample."""
+    if virtual_processes:
+        from .parallel.virtual_processes import use_virtual_processes
+
+        use_virtual_processes(accelerator, virtual_processes)
+    micro_batches = virtual_processes or accelerator.num_processes * accelerator.gradient_accumulation_steps
+    if accelerator.split_batch and batch_size is not None and batch_size < micro_batches:
         stop(
             f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of a step (processes x "
             f"accumulation steps): use {micro_batches} or more"
