@@ -36,7 +36,8 @@ class StopSignal:
 
     def __init__(self, accelerator: Accelerator, check_every_s: float = 0.25):
         self.accelerator, self.check_every_s = accelerator, check_every_s
-        self.received, self.had_ctrl_c = None, False
+        earlier = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)  # of the run before this one
+        self.received, self.had_ctrl_c = getattr(earlier, "received", None), False
         self.pid = os.getpid()
         self.calls, self.next_check, self.checked_at = 0, 1, time.perf_counter()
         numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]

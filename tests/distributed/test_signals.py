@@ -214,6 +214,7 @@ def test_a_signal_asks_for_a_stop(name):
     assert not stop_signal.agreed()
     os.kill(os.getpid(), getattr(signal, name))
     assert stop_signal.agreed()
+    assert signals.StopSignal(fake_accelerator()).agreed()  # it came after the last step of a run: the next one stops
 
 
 def test_the_launcher_is_told_why_the_processes_ended(monkeypatch, tmp_path, capsys):
