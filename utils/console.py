@@ -53,6 +53,13 @@ def report_to_launcher(sentence: str) -> None:
             Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": details}}))
 
 
+def show_error(sentence: str, alone: bool = True) -> None:
+    """Print an error message, on any rank or else once per machine, and report it to the launcher."""
+    report_to_launcher(f"error: {sentence}")
+    if alone or is_local_main():
+        show(f"error: {sentence}", "red", sys.stderr)
+
+
 def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
     """Print an error message, once per machine, and exit.
 
@@ -60,9 +67,7 @@ def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
         sentence: what is wrong, the value, what to do.
         alone: this process may be the only one that stops, so it prints on any rank.
     """
-    report_to_launcher(f"error: {sentence}")
-    if alone or is_local_main():
-        show(f"error: {sentence}", "red", sys.stderr)
+    show_error(sentence, alone)
     raise SystemExit(code)
 
 

@@ -25,10 +25,10 @@ from accelerate.utils import (
 )
 
 from .console import stop
-from .errors import ExplainedErrors, explain_errors
+from .errors import explain_errors
 from .extras import out_of_memory
 from .extras.banner import code_digest
-from .extras.watchdog import Watchdog, is_lost_peer
+from .extras.watchdog import Watchdog, end_process_group, is_lost_peer
 from .flags import with_defaults
 from .processes import check_restarts, follow_launcher, outlive_readers, was_restarted
 from .topology import bind_gloo_to_the_route, check_gpus, check_topology, data_parallel_gpus, same_on_all, wants_cpu
@@ -58,7 +58,7 @@ class TrainingAccelerator(Accelerator):
             super().backward(loss, **kwargs)
 
     def end_training(self):
-        Watchdog.end()  # before the process group, whose store it reads
+        end_process_group()
         super().end_training()
 
     def prepare_model(self, model, device_placement=None, evaluation_mode=False):
@@ -98,8 +98,7 @@ def make_accelerator(
         gc.freeze()  # excludes imported objects from garbage collection: each start is 1 s faster
     settings = with_defaults(args)
     accumulation = getattr(args, "gradient_accumulation_steps", 1)
-    errors = explain_errors()
-    watchdog = attach_to_process(errors, args, settings.timeout_s)
+    watchdog = attach_to_process(args)
     is_new_folder = not settings.output_dir
     if is_new_folder:
         settings.output_dir = f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -111,7 +110,7 @@ def make_accelerator(
 
         settings.log_with = check_trackers(settings.log_with, log_with)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-    accelerator = create_accelerator(settings, accumulation, errors, [ddp, *kwargs_handlers])
+    accelerator = create_accelerator(settings, accumulation, [ddp, *kwargs_handlers])
     # From here on, collectives work.
     if accelerator.device.type == "cuda":
         atexit.register(abort_process_group)
@@ -139,13 +138,10 @@ def use_deterministic_algorithms() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
 
 
-def create_accelerator(
-    settings: argparse.Namespace, accumulation: int, errors: ExplainedErrors, handlers: list
-) -> TrainingAccelerator:
+def create_accelerator(settings: argparse.Namespace, accumulation: int, handlers: list) -> TrainingAccelerator:
     """Create the Accelerator, replacing the defaults with which training silently goes wrong.
 
     Args:
-        errors: the errors it explains are raised; others end the process with one line.
         handlers: kwargs_handlers; the last one of each class is used.
     """
     check_gpus()
@@ -169,29 +165,30 @@ def create_accelerator(
             kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
         )
     except (ValueError, RuntimeError) as error:  # unsupported precision, FSDP on a CPU, ...
-        if any(matches(error) for matches, _ in errors.explanations):
+        if is_lost_peer(error) or out_of_memory.is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())
         stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
 
 
-def attach_to_process(errors: ExplainedErrors, args: argparse.Namespace, timeout_s: float) -> Watchdog | None:
+def attach_to_process(args: argparse.Namespace) -> Watchdog | None:
     """Set up output, the launcher's death signal and error messages, before the process group exists.
 
     Returns:
         The watchdog, to be started once the process group exists; None without a launcher.
     """
     outlive_readers()
-    follow_launcher(timeout_s)
+    follow_launcher()
     # Accelerate's optimizer searches the disk for an optional package twice per step: 8 % of a step of mnist_mlp.py
     # with batches of 64.
     if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
-    errors.explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))
+    explanations = explain_errors()
+    explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         return None
     watchdog = Watchdog(args)
-    errors.explanations.append((is_lost_peer, watchdog.sentence))
+    explanations.append((is_lost_peer, watchdog.sentence))
     bind_gloo_to_the_route()
     return watchdog
 

@@ -1,11 +1,8 @@
 """Survive a closed output; follow the launcher when it is killed, or restarts the processes."""
 
 import os
-import select
 import signal
 import sys
-import threading
-import time
 
 import psutil
 from accelerate.utils import gather_object
@@ -60,14 +57,11 @@ def outlive_readers() -> None:
             setattr(sys, name, LastingOutput(stream))
 
 
-def follow_launcher(timeout_s: float) -> None:
+def follow_launcher() -> None:
     """Have the kernel send SIGTERM to this process when its launcher ends, even by `kill -9`.
 
     Otherwise it would keep running in the background with its folder locked. Without a launcher nothing changes: the
-    parent is then a shell, which may exit before the run does.
-
-    Args:
-        timeout_s: time to finish the step and save; then this process is killed.
+    parent is then a shell, which may exit before the run does. The watchdog ends a process that is stuck.
     """
     # These are set by `accelerate launch` and by torchrun.
     by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
@@ -75,19 +69,6 @@ def follow_launcher(timeout_s: float) -> None:
         end_with_parent(number=signal.SIGTERM)
         if is_orphan():
             stop("the launcher was killed: start the run again", alone=True)
-        threading.Thread(target=end_after_launcher, args=(os.getppid(), timeout_s), daemon=True).start()
-
-
-def end_after_launcher(launcher: int, timeout_s: float) -> None:
-    """End this process, even if it is stuck, `timeout_s` seconds after the process `launcher` ends."""
-    try:
-        select.select([os.pidfd_open(launcher)], [], [])
-    except ProcessLookupError:  # it has just ended
-        pass
-    except OSError:  # an old kernel without pidfd_open
-        return
-    time.sleep(timeout_s)
-    os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
 
 
 def is_orphan() -> bool:

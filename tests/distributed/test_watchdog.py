@@ -5,14 +5,17 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
+from torch import distributed
 
 from utils import topology
 from utils.errors import explain_errors
+from utils.extras import watchdog
 from utils.extras.watchdog import Watchdog, is_lost_peer, sentence_about
 
 PROGRAM = ROOT / "tests" / "programs" / "hangs.py"
@@ -44,8 +47,10 @@ def test_a_loop_a_stopped_and_a_killed_process_are_named_within_the_time_out(lau
     stopped = waits.format(1, line_with("# backward"), 8, 0, line_with("# second"), 8)
     wait_for(process, f"warning: {stopped}, whose process is stopped or gone{advice}")
     os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
-    error = rf"error: rank 0 on \S+ lost another process at \S*hangs.py:{line_with('# third')}: "
-    wait_for(process, rf"{error}.*; to continue: accelerate launch .* --resume\n")
+    error = r"error: rank 0 on (\S+) lost rank 1 on \1 at \S*stuck_step.py:\d+: its process has ended"
+    said = rf"{error}; to continue: accelerate launch .* --resume\n"
+    wait_for(process, said)
+    wait_for(process, f"traceback : {said}")  # the launcher's report
 
 
 def place(**changes):
@@ -88,13 +93,15 @@ def said(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     watchdog = Watchdog(SimpleNamespace(resume=False, output_dir="runs/new"))
     addresses = {"alpha": "10.0.0.1", "beta": "10.0.0.11", "gamma": "10.0.0.111"}
-    watchdog.ranks = [{"host": host, "address": addresses[host]} for host in ("alpha", "alpha", "beta", "gamma")]
+    process = {"launcher": 1, "pid": os.getpid()}
+    hosts = ("alpha", "alpha", "beta", "gamma")
+    watchdog.ranks = [{"host": host, "address": addresses[host], **process} for host in hosts]
     watchdog.me, watchdog.beat_at, watchdog.patience_s = watchdog.ranks[1], time.monotonic(), 60
     watchdog.progress = [watchdog.step, 5]
 
     def say(error, **changes):
         vars(watchdog).update(changes)
-        explain_errors().explanations.append((is_lost_peer, watchdog.sentence))
+        explain_errors().append((is_lost_peer, watchdog.sentence))
         sys.excepthook(type(error), error, None)
         return re.sub(r"(?<=rank 1 on )\S+", "alpha", capsys.readouterr().err, count=1)
 
@@ -110,6 +117,8 @@ def said(monkeypatch, capsys):
         ("Connect to [10.0.0.11]:64: No route to host", "rank 2 on beta"),
         ("NCCL error: remote process exited or there was a network error, 10.0.0.11", "rank 2 on beta"),
         ("Timed out waiting 8001ms for recv", "another process"),
+        ("NCCL Async Error: unhandled system error (run with NCCL_DEBUG=INFO for details)", "another process"),
+        ("NCCL communicator was aborted on rank 0.", "another process"),
     ],
 )
 def test_the_machine_that_the_error_names_is_lost(said, words, lost):
@@ -119,10 +128,40 @@ def test_the_machine_that_the_error_names_is_lost(said, words, lost):
     assert sentence.count("\n") == 1
 
 
+def test_what_nccl_lost_is_said_before_it_aborts_the_process(monkeypatch, tmp_path, capsys):
+    """torch calls the hook from a thread of its own, while the main thread waits for the GPU."""
+    hooks = {}
+    group = SimpleNamespace(
+        supports_abort_hooks=True,
+        register_abort_hook=hooks.__setitem__,
+        _get_sequence_number_for_group=lambda: 5,
+    )
+    monkeypatch.setattr(watchdog.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(watchdog.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(watchdog.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(watchdog.distributed, "group", SimpleNamespace(WORLD=group))
+    monkeypatch.setattr(watchdog.distributed.distributed_c10d, "_get_default_store", distributed.HashStore)
+    monkeypatch.setattr(watchdog, "gather_object", lambda states: [{**states[0], "host": "alpha"}, *states])
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "1")
+    dog = Watchdog(SimpleNamespace())
+    dog.watch(timeout_s=600)
+    dog.ranks[0]["silent"] = True
+    (hook,) = hooks.values()
+    thread = threading.Thread(target=hook)
+    thread.start()
+    thread.join()
+    dog.end()
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"error: rank 1 on \S+ lost rank 0 on alpha at \S+test_watchdog.py:\d+: NCCL .*\n", said)
+    assert said.strip() in (tmp_path / "error.json").read_text()
+
+
 def test_ranks_that_are_silent_or_behind_are_named_too(said):
     error = RuntimeError("Timed out waiting 8001ms for recv")
     hosts = ("alpha", "alpha", "beta", "gamma")
-    ranks = [{"host": host, "address": None, "silent": host == "gamma"} for host in hosts]
+    process = {"address": None, "launcher": 1, "pid": os.getpid()}
+    ranks = [{"host": host, "silent": host == "gamma", **process} for host in hosts]
     assert "rank 1 on alpha lost rank 3 on gamma at " in said(error, ranks=ranks, found="rank 3 slept")
     assert ": Timed out waiting 8001ms for recv; rank 3 slept; to continue: " in said(error)
     ranks[0]["host"] = "delta"  # the store is there, and no longer answers

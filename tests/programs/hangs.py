@@ -1,4 +1,4 @@
-"""One rank in an endless loop, then one that is stopped, then one that is killed."""
+"""One rank in an endless loop, then one that is stopped, then one that is killed while the other waits for a GPU."""
 
 import argparse
 import os
@@ -11,11 +11,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from stuck_step import wait_as_for_a_gpu
+
 from utils import launch
 from utils.extras.watchdog import Watchdog
+from utils.signals import StopSignal
 
 accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=40, output_dir="run", resume=False))
 rank, ones = accelerator.process_index, torch.ones(2)
+StopSignal(accelerator)
 
 
 def until(name):
@@ -41,4 +45,4 @@ print(f"rank {rank} goes on", flush=True)
 Watchdog.step = 9
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-torch.distributed.all_reduce(ones)  # third
+wait_as_for_a_gpu()  # third

@@ -1,20 +1,32 @@
-"""A step that does not come to its end, as one whose tracker waits for a server."""
+"""A step that does not come to its end: it waits for a tracker's server, or, with several processes, for the GPU."""
 
 import argparse
+import ctypes
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import launch
-from utils.signals import StopSignal
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--timeout_s", type=int, default=600)
-accelerator = launch.make_accelerator(argparse.Namespace(**vars(parser.parse_args()), output_dir="run"))
-StopSignal(accelerator)
-accelerator.wait_for_everyone()
-accelerator.print("stuck", flush=True)
-while True:
-    time.sleep(1000)
+def wait_as_for_a_gpu() -> None:
+    """For ever, in a call that releases the GIL and that signals do not end: as cudaStreamSynchronize after NCCL."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
+if __name__ == "__main__":
+    from utils import launch
+    from utils.signals import StopSignal
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--timeout_s", type=int, default=600)
+    accelerator = launch.make_accelerator(argparse.Namespace(**vars(parser.parse_args()), output_dir="run"))
+    StopSignal(accelerator)
+    accelerator.wait_for_everyone()
+    accelerator.print("stuck", flush=True)
+    if accelerator.num_processes > 1:
+        wait_as_for_a_gpu()
+    while True:
+        time.sleep(1000)

@@ -95,6 +95,9 @@ def test_the_limit_counts_what_autograd_keeps():
 def test_a_failed_allocation_of_a_library_is_out_of_memory():
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
     assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
+    # What a CUDA call returns, such as the start of a context, has no full stop after it.
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"))
+    assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. Non-contiguous input?"))
 
 
 def reset_peak() -> None:
@@ -156,7 +159,7 @@ def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, as
     monkeypatch.setattr(memory.socket, "gethostname", lambda: "alpha")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    explain_errors().explanations.append((memory.is_out_of_memory, memory.advice))
+    explain_errors().append((memory.is_out_of_memory, memory.advice))
     sys.excepthook(type(error), error, None)
     said = capsys.readouterr().err
     assert said.startswith(f"error: rank 3 on alpha ran out of memory at an unknown line{asked}: use a smaller model")
@@ -179,7 +182,7 @@ def test_more_weights_than_memory_are_a_sentence(tmp_path):
 def test_another_error_keeps_its_traceback(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *words: seen.append(words))
-    explain_errors().explanations.append((memory.is_out_of_memory, memory.advice))
+    explain_errors().append((memory.is_out_of_memory, memory.advice))
     for error in (RuntimeError("shapes differ"), ValueError()):
         sys.excepthook(type(error), error, None)
     assert [kind for kind, *_ in seen] == [RuntimeError, ValueError]

@@ -14,7 +14,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache
 
 from ..console import own_line
 
@@ -35,13 +35,10 @@ def largest_that_fits(
     Returns:
         The smallest size that any rank found; 0 if not even 1 fits.
     """
+    limit = contextlib.nullcontext
     if accelerator.device.type == "cpu":
         free_bytes = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        limit_bytes = int(cpu_memory_gib * 2**30 or free_bytes)
-        limit = functools.partial(limit_of_kept_tensors, limit_bytes)
-    else:
-        limit = contextlib.nullcontext
-
+        limit = functools.partial(limit_of_kept_tensors, int(cpu_memory_gib * 2**30 or free_bytes))
     while size > 0 and not fits(attempt, size, limit):
         clear_device_cache(garbage_collection=True)
         size = math.ceil(size / 2) if size > 1 else 0
@@ -65,11 +62,9 @@ def fits(attempt: Callable[[int], object], size: int, limit: Callable) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    if not isinstance(error, Exception):
-        return False
-    if isinstance(error, MemoryError) or "ALLOC_FAILED" in str(error):  # from cuBLAS and cuDNN
-        return True
-    return should_reduce_batch_size(error)
+    words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # CUDA; cuBLAS and cuDNN; the CPU
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError) or any(word in text for word in words)
 
 
 def advice(error: BaseException, trace: TracebackType | None) -> str:
