@@ -8,11 +8,12 @@ import sys
 import time
 
 import pytest
+import run_many
 import run_reader
-from conftest import free_port
+from conftest import ROOT, free_port
 
 pytestmark = pytest.mark.slow
-FLAGS = ["--max_steps", 1000, "--batch_size", 64, "--log_every", 20, "--checkpoint_every", 50]
+FLAGS = ["--max_steps", 600, "--batch_size", 64, "--log_every", 20, "--checkpoint_every", 50]
 FLAGS += ["--output_dir", "run"]
 TIMEOUT_S = 8
 
@@ -39,62 +40,61 @@ def shown(name, hosts, codes, seconds):
         print(f"  {host}: {lines[-1].partition('; to go on')[0] if lines else '(nothing)'}")
 
 
-def test_what_is_wrong_before_training_ends_on_both_hosts(hosts, flags, small_mnist, tmp_path):
+def test_launchers_that_do_not_find_each_other_end(hosts, flags, tmp_path):
     rdzv = ["--rdzv_conf", "timeout=4"]
+    port = free_port()
+    serve = f"import socket, time; other = socket.create_server(('127.0.0.1', {port})); print('listens', flush=True)"
+    hosts.start(0, sys.executable, "-c", f"{serve}; time.sleep(99)", log="other")
+    while "listens" not in (tmp_path / "other").read_text():
+        time.sleep(0.05)
 
-    # Machine 0 waits for one that never comes, since machine 1 was given the wrong address.
+    # Two cases at the same time. Machine 0 waits for one that never comes, since machine 1 has the wrong address.
     wrong = {"launch_flags": ["--main_process_ip", "10.77.0.9"]}
-    running = hosts.launch(*flags, launch_flags=rdzv, each=[{}, wrong])
-    codes, seconds = hosts.ends(running, 60)
+    waiting = hosts.launch(*flags, launch_flags=rdzv, each=[{}, wrong])
+    hosts.folder = tmp_path / "in_use"
+    hosts.folder.mkdir()
+    # Another run has the port.
+    running = hosts.launch(*flags, launch_flags=[*rdzv, "--main_process_port", port])
+    codes, seconds = hosts.end(running, 60)
+    shown("port in use", hosts, codes, seconds)
+    assert codes == [1, 1]
+    assert f"port `{port}`, but another process is utilizing it" in hosts.log(0)
+    hosts.folder = tmp_path
+    codes, seconds = hosts.end(waiting, 60)
     shown("wrong address, a host that never comes", hosts, codes, seconds)
     assert codes == [1, 1]
     assert "1/2 clients joined" in hosts.log(0)
     nobody_answers = ("failed to connect to any network address of (10.77.0.9", "No route to host")  # what ends first
     assert any(text in hosts.log(1).splitlines()[-1] for text in nobody_answers), hosts.log(1)[-3000:]
 
-    # Another run has the port.
-    port = free_port()
-    serve = f"torch.distributed.TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)"
-    code = f"import time, torch; store = {serve}; print('listens', flush=True); time.sleep(99)"
-    other = hosts.start(0, sys.executable, "-c", code, log="other")
-    while "listens" not in (tmp_path / "other").read_text():
-        assert other.poll() is None
-        time.sleep(0.05)
-    running = hosts.launch(*flags, launch_flags=[*rdzv, "--main_process_port", port])
-    codes, seconds = hosts.end(running, 60)
-    shown("port in use", hosts, codes, seconds)
-    hosts.kill(0)
-    assert codes == [1, 1]
-    assert f"port `{port}`, but another process is utilizing it" in hosts.log(0)
 
-    # Other arguments, other data, and a flag that machine 1 alone does not know.
+def test_hosts_that_differ_end_before_training(hosts, flags, small_mnist, tmp_path):
+    """Other arguments, other data, and a flag that machine 1 alone does not know, in one launch."""
     (tmp_path / "other_data").mkdir()
     for file in small_mnist.iterdir():
         split = file.name.partition("-")[0]
         other = next(small_mnist.glob("test-*")) if split == "train" else file
         (tmp_path / "other_data" / file.name).write_bytes(other.read_bytes())
+    differ = ["--lr", 0.1], ["--dataset", tmp_path / "other_data"], ["--no_such_flag"]
+    each = [{"flags": run_many.words("mnist_mlp", *[[*flags, *own] for own in runs])} for runs in ([[]] * 3, differ)]
+    script = ROOT / "tests" / "programs" / "differs.py"
+    codes, seconds = hosts.ends(hosts.launch(each=each, script=script), 60)
+    shown("other arguments, other data, bad flag", hosts, codes, seconds)
+    assert codes == [1, 1]
     arguments = "rank 1 on beta has lr 0.1, not 0.006 as rank 0 on alpha"
     data = "rank 1 on beta has train 203, not 1003; fingerprint "
-    for name, own, sentence in (
-        ("other arguments", ["--lr", 0.1], arguments),
-        ("other data", ["--dataset", tmp_path / "other_data"], data),
-        ("bad flag", ["--no_such_flag"], None),
-    ):
-        codes, seconds = hosts.ends(hosts.launch(*flags, each=[{}, {"flags": own}]), 60)
-        shown(name, hosts, codes, seconds)
-        assert codes == [1, 1]
-        if sentence:
-            said = [hosts.errors(host) for host in (0, 1)]
-            assert [len(errors) for errors in said] == [1, 1]  # once a machine
-            assert all(errors[0].startswith(sentence) for errors in said)
+    for errors in ([error for error in hosts.errors(host) if " lost " not in error] for host in (0, 1)):
+        assert [error.startswith(text) for error, text in zip(errors, (arguments, data), strict=True)] == [True, True]
     assert "unrecognized arguments: --no_such_flag" in hosts.log(1)
     assert "rank 0 on alpha lost another process" in hosts.log(0)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, whole, tmp_path):
-    """One run, hit three times and resumed each time, has the weights of one that was left
-    alone."""
+    """One run, hit four times, has the weights of one that was left alone.
+
+    It is resumed each time; the last time without a person, after the process that has the checkpoints was killed.
+    """
     for step, name, fault, lost in (
         (100, "worker killed", lambda: hosts.kill(1, LOCAL_RANK=0), "rank 0 on alpha lost rank 1 on beta at "),
         (200, "host killed", lambda: hosts.kill(1), "rank 0 on alpha lost rank 1 on beta at "),
@@ -116,34 +116,22 @@ def test_a_run_goes_on_after_a_worker_a_host_and_a_link_are_lost(hosts, flags, w
         if name == "link cut":
             assert hosts.errors(1)[0].startswith("rank 1 on beta lost rank 0 on alpha at ")
             assert "Timed out waiting" in hosts.errors(1)[0]
-    running = hosts.launch(*flags, "--resume", "--timeout_s", 60)
-    assert hosts.ends(running)[0] == [0, 0], hosts.log(0) + hosts.log(1)
+    restarts = ["--rdzv_backend", "c10d", "--max_restarts", 1]
+    running = hosts.launch(
+        *flags, "--resume", "--timeout_s", 60, launch_flags=restarts, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
+    )
+    hosts.wait_for("step 400/")
+    hosts.kill(0, RANK=0)
+    assert hosts.ends(running)[0] == [0, 0], hosts.tails()
     launches = run_reader.launches(tmp_path / "run")
     resumed_from = [launch["from_step"] for launch in launches[1:]]
-    assert all(at <= step < 1000 for at, step in zip([50, 150, 250], resumed_from, strict=True))
-    same_run(whole, tmp_path / "run")
+    assert all(at <= step < 600 for at, step in zip([50, 150, 250, 350], resumed_from, strict=True))
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert losses(tmp_path / "run") == losses(whole)
 
 
 def losses(run) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in run_reader.lines(run)]
-
-
-def same_run(whole, resumed):
-    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert losses(resumed) == losses(whole)
-
-
-def test_a_killed_worker_is_restarted_without_a_person(hosts, flags, whole, tmp_path):
-    """The process that has the checkpoints and the metrics; nobody types --resume."""
-    running = hosts.launch(
-        *flags, launch_flags=["--rdzv_backend", "c10d", "--max_restarts", 1], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
-    )
-    hosts.wait_for("step 60/")
-    hosts.kill(0, RANK=0)
-    assert hosts.ends(running)[0] == [0, 0], hosts.log(0)[-5000:] + hosts.log(1)[-5000:]
-    restart = run_reader.launches(tmp_path / "run")[1]
-    assert restart["from_step"] >= 50
-    same_run(whole, tmp_path / "run")
 
 
 def test_restarts_that_would_hang_are_refused(launcher):

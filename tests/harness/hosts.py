@@ -57,11 +57,12 @@ class Hosts:
         self.processes.append(process)
         return process
 
-    def launch(self, *flags, launch_flags=(), each=({}, {}), only=(0, 1), processes=2, **environment):
-        """`accelerate launch` of mnist_mlp.py on both hosts.
+    def launch(self, *flags, launch_flags=(), each=({}, {}), only=(0, 1), processes=2, script=None, **environment):
+        """`accelerate launch` of a script on both hosts.
 
         Args:
             each: flags, launch_flags and cwd of one host alone.
+            script: its path; mnist_mlp.py by default.
         """
         port, running = free_port(), []
         for host in only:
@@ -70,7 +71,7 @@ class Hosts:
             command += ["--config_file", ROOT / "accelerate_configs" / "multi_node.yaml", "--machine_rank", host]
             command += ["--main_process_ip", ADDRESSES[0], "--main_process_port", port, "--num_processes", processes]
             command += ["--gpu_ids=-1,-1", *launch_flags, *own.get("launch_flags", ())]
-            command += [ROOT / "scripts" / "mnist_mlp.py", *flags, *own.get("flags", ())]
+            command += [script or ROOT / "scripts" / "mnist_mlp.py", *flags, *own.get("flags", ())]
             running.append(self.start(host, *command, cwd=own.get("cwd"), **environment))
         return running
 
