@@ -152,6 +152,14 @@ def test_what_nccl_lost_is_said_before_it_aborts_the_process(monkeypatch, tmp_pa
     thread.start()
     thread.join()
     dog.end()
+    hook()  # the end of the group is not a failure
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(BlockingIOError):  # a child's signal is its own
+        os.read(dog.signals, 1)
     said = capsys.readouterr().err
     assert re.fullmatch(r"error: rank 1 on \S+ lost rank 0 on alpha at \S+test_watchdog.py:\d+: NCCL .*\n", said)
     assert said.strip() in (tmp_path / "error.json").read_text()

@@ -91,8 +91,9 @@ class Watchdog(threading.Thread):
         os.set_blocking(self.signals, False)
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the signals of a child are its own
         if self.group.supports_abort_hooks:  # torch's NCCL backend calls them before it aborts the process
-            self.group.register_abort_hook(id(self), lambda: show_error(self.message("NCCL failed or timed out")))
+            self.group.register_abort_hook(id(self), self.nccl_aborts)
         Watchdog.current = self
         self.start()
 
@@ -114,7 +115,6 @@ class Watchdog(threading.Thread):
         """Wait for the next look; end the process where a signal asks for it but the main thread cannot."""
         ended = self.ended.wait(min(self.patience_s / 20, 1))
         with contextlib.suppress(BlockingIOError):
-            # Each number once: child processes of this one may have written it, too.
             for number in {signal.SIGINT, signal.SIGTERM}.intersection(os.read(self.signals, 64)):
                 self.received, self.received_at = [*self.received, number], time.monotonic()
         waited_s = time.monotonic() - self.received_at
@@ -131,6 +131,10 @@ class Watchdog(threading.Thread):
             show_error(self.message("its process has ended"))
             os._exit(1)
         return True
+
+    def nccl_aborts(self) -> None:
+        if not self.ended.is_set():
+            show_error(self.message("NCCL failed or timed out"))
 
     def look(self) -> None:
         now = time.monotonic()
@@ -201,6 +205,8 @@ class Watchdog(threading.Thread):
 
 def end_process_group() -> None:
     """End the process group, after the watchdog, which reads its store."""
+    # The wait for its thread also lets gloo's threads have the GIL, to free the tensors of the last collective: before
+    # Python 3.14, a thread that asks for the GIL while the interpreter ends aborts the process.
     Watchdog.end()
     if distributed.is_initialized():
         distributed.destroy_process_group()
