@@ -41,7 +41,7 @@ from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, 
 from utils.loader import GlobalLoader
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.data_parallel import on_each_gpu
-from utils.parallel.fsdp import memory_format, moving_average, shard, supports_fused_step
+from utils.parallel.fsdp import memory_format, shard, supports_fused_step, update_average
 from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
 from utils.topology import data_parallel_gpus
@@ -315,14 +315,6 @@ def make_loaders(args, train_data, test_data, accelerator):
     return train_loader, test_loader
 
 
-def update_average(ema, model, steps_done: int, every: int, warmup_steps: float) -> None:
-    """Update the moving average after a step. During warm-up it is a copy of the model."""
-    if steps_done % every == 0:
-        if steps_done <= warmup_steps:
-            ema.n_averaged.zero_()
-        ema.update_parameters(model)
-
-
 def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args)
@@ -336,9 +328,7 @@ def main():
     warmup_steps = args.warmup_epochs * steps_per_epoch
 
     model = make_model(args, len(train_data.classes), accelerator, run.folder.has_checkpoint)
-    ema = (
-        AveragedModel(model, multi_avg_fn=moving_average(args.ema_decay), use_buffers=True) if args.ema_decay else None
-    )
+    ema = AveragedModel(model) if args.ema_decay else None
     optimizer = make_optimizer(args, model, accelerator)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, args.schedule, warmup_steps, steps_per_epoch, total_steps)
@@ -370,8 +360,10 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
             run.log_train(batch, loss=losses, accuracy=predicted == labels)
-            if ema is not None and accelerator.sync_gradients:  # the last micro-batch of step run.step + 1
-                update_average(ema, accelerator.unwrap_model(model), run.step + 1, args.ema_every, warmup_steps)
+            if ema is not None and accelerator.sync_gradients and (run.step + 1) % args.ema_every == 0:
+                # The last micro-batch of step run.step + 1. During warm-up the average is a copy of the model.
+                decay = args.ema_decay if run.step + 1 > max(warmup_steps, args.ema_every) else 0.0
+                update_average(ema.module, accelerator.unwrap_model(model), decay)
         result = evaluate(model, test_loader, run, len(train_data.classes))
         if ema is not None:
             averaged = evaluate(ema, test_loader, run)

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.checkpoint import read_checkpoint
 from utils.checkpoint.state import OptimizerState
-from utils.parallel.fsdp import moving_average
+from utils.parallel.fsdp import update_average
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
 # 5 steps, the last one of 3 images. fc1 is sharded on its own (over 100,000 parameters), into
@@ -186,18 +186,16 @@ def test_an_optimizer_belongs_to_the_model_that_it_trains():
 def test_the_moving_average_is_that_of_torch():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    averages = [
-        AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-        for average in (moving_average(0.9), get_ema_multi_avg_fn(0.9))
-    ]
-    for _ in range(3):
+    ours = AveragedModel(model)
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    for decay in (0.0, 0.9, 0.9):  # theirs begins with a copy
         model(torch.randn(4, 3)).sum().backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
-        for average in averages:
-            average.update_parameters(model)
-    ours, theirs = (average.state_dict() for average in averages)
-    theirs["module.1.num_batches_tracked"] = model[1].num_batches_tracked  # torch's average of counts means nothing
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+        update_average(ours.module, model, decay)
+        theirs.update_parameters(model)
+        theirs.module[1].num_batches_tracked.copy_(model[1].num_batches_tracked)  # an average of counts means nothing
+        for name, tensor in theirs.module.state_dict().items():
+            assert torch.equal(ours.module.state_dict()[name], tensor)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from run_reader import lines
 from same_numbers import largest_difference
 from small_resnets import use_4_blocks, use_float64
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts import resnet50
@@ -28,7 +27,7 @@ from utils.datasets import image_files as images
 from utils.datasets.images_in_memory import load_splits
 from utils.extras.pretrained import load_pretrained
 from utils.parallel.batch_norm import BatchNorms
-from utils.parallel.fsdp import moving_average
+from utils.parallel.fsdp import update_average
 from utils.sampler import GlobalSampler
 
 FLOAT64 = ROOT / "tests" / "programs" / "float64_resnet"
@@ -187,11 +186,11 @@ def test_layers_are_averaged_together():
         batch_norms = BatchNorms(model, accelerator)
         with Operations() as statistics, accelerator.accumulate(model), batch_norms.averaged():
             pass
-        average = AveragedModel(model, multi_avg_fn=moving_average(0.9), use_buffers=True)
-        average.update_parameters(model)  # the first one copies
-        with Operations() as ema:
-            average.update_parameters(model)
-        counts.append((statistics.count, ema.count))
+        average = copy.deepcopy(model)
+        with Operations() as averaging:
+            update_average(average, model, decay=0.0)
+            update_average(average, model, decay=0.9)
+        counts.append((statistics.count, averaging.count))
     assert counts[0] == counts[1]
 
 

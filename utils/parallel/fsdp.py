@@ -1,7 +1,5 @@
 """FSDP2 (fsdp.yaml): making and averaging models with sharded parameters; checkpoint/state.py saves them."""
 
-from collections.abc import Callable
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, fsdp2_prepare_model
@@ -26,8 +24,8 @@ def supports_fused_step(accelerator: Accelerator) -> bool:
 def shard(model: nn.Module, accelerator: Accelerator) -> None:
     """Under FSDP, shard a model that has no optimizer: a moving average.
 
-    A sharded model cannot be copied. Create the AveragedModel of the unsharded model, with `moving_average`, and call
-    `shard(average.module, accelerator)` after `prepare`.
+    A sharded model cannot be copied. Create the AveragedModel of the unsharded model, and call `shard(average.module,
+    accelerator)` after `prepare`.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         fsdp2_prepare_model(accelerator, model)
@@ -36,21 +34,20 @@ def shard(model: nn.Module, accelerator: Accelerator) -> None:
         model.set_reshard_after_forward(True)
 
 
-def moving_average(decay: float) -> Callable:
-    """As torch's get_ema_multi_avg_fn, but each process averages its own shards of a sharded model."""
+@torch.no_grad()
+def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
+    """average = decay x average + (1 - decay) x model, on each process for its own shards; integers are copied.
 
-    @torch.no_grad()
-    def average(averaged, current, num_averaged):
+    AveragedModel.update_parameters waits for the GPU, and takes four operations for each of BatchNorm's counts.
+    """
+    by_type = {}
+    for pair in zip(*([*part.parameters(), *part.buffers()] for part in (average, model)), strict=True):
         # Not as DTensors: a model also has plain buffers, and torch does not accept mixed lists.
-        averaged, current = (list(map(local_shard, tensors)) for tensors in (averaged, current))
-        if averaged[0].is_floating_point():
-            torch._foreach_lerp_(averaged, current, 1 - decay)
-        else:  # BatchNorm's counts, which torch would average one by one, in four operations each
-            torch._foreach_copy_(averaged, current)
-
-    return average
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a DTensor, without a copy; any other tensor unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in pair]
+        by_type.setdefault(shards[0].dtype, []).append(shards)
+    for dtype, pairs in by_type.items():
+        averages, values = zip(*pairs, strict=True)
+        if decay and dtype.is_floating_point:
+            torch._foreach_lerp_(averages, values, 1 - decay)
+        else:
+            torch._foreach_copy_(averages, values)
