@@ -96,6 +96,7 @@ def start(tmp_path, monkeypatch):
         finally:
             if hasattr(script, "run"):
                 script.run.folder.lock.release()
+                script.run.stop_signal.received = None  # a process that a signal stops has no further run
             run_many.reset_accelerate()
 
     return start
