@@ -46,13 +46,13 @@ def describe(item, place: int) -> None:
 
     place: of the row in the table.
     """
-    parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    name, _, identity = item.name.removesuffix("]").partition("[")
+    parameters = dict(item.callspec.params) if identity else {}
     topology = parameters.pop("topology", None)
-    check = item.name.partition("[")[0].removeprefix("test_").replace("_", " ")
+    others = map(str, parameters.values()) if topology else filter(None, [identity.strip("-")])
     item.user_properties.append(("place", place))
     item.user_properties.append(("config", topology.name if topology else ""))
-    others = [value for value in parameters.values() if value and isinstance(value, str)]
-    item.user_properties.append(("check", ", ".join([check, *others])))
+    item.user_properties.append(("check", ", ".join([name.removeprefix("test_").replace("_", " "), *others])))
 
 
 def reason(result) -> str:
