@@ -51,12 +51,12 @@ def _small_models(monkeypatch):
 @pytest.mark.parametrize(
     ("run", "budget"),
     [
-        pytest.param(run, budget, marks=() if number in QUICK else pytest.mark.slow, id=" ".join(map(str, run)))
+        pytest.param(run, budget, marks=() if number in QUICK else pytest.mark.slow, id=run)
         for number, (run, budget) in enumerate(zip(RUNS, BUDGETS, strict=True))
     ],
 )
 def test_no_step_waits_on_one_process(gpus, tiny_mnist, tmp_path, run, budget):
-    script, *flags = run
+    script, *flags = run.split()
     flags = [*lying_gpu.with_data(script, flags, tiny_mnist), "--output_dir", tmp_path / "run"]
     lying = functools.partial(lying_gpu.lying_gpus, 2 if script == "model_split" else 1)
     events = lying_gpu.count(script, flags, lying if gpus == "lying" else lying_gpu.errors_on_gpu)
@@ -199,9 +199,7 @@ def test_planted_faults_are_found_with_their_lines(train_with):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "fault", [fault for kind in (SYNC, COPY) for fault in KINDS[kind] if fault is not synchronized]
-)
-def test_a_planted_fault_is_an_error_on_a_gpu(train_with, fault):
+@pytest.mark.parametrize("name", [fault.__name__ for fault in (*KINDS[SYNC], *KINDS[COPY]) if fault != synchronized])
+def test_a_planted_fault_is_an_error_on_a_gpu(train_with, name):
     with pytest.raises(RuntimeError, match="synchronizing"):
-        train_with([fault], lying_gpu.errors_on_gpu)
+        train_with([globals()[name]], lying_gpu.errors_on_gpu)
