@@ -20,7 +20,6 @@ from scripts import mnist_mlp
 # By run, at most: kernels of a step besides those of autograd; waits outside of the steps, one per tensor that is moved
 # or saved, per batch of data, per log line, test and checkpoint.
 BUDGETS = [(17, 16), (44, 16), (65, 43), (33, 18), (108, 18), (127, 33), (292, 33), (264, 493), (484, 729)]
-QUICK = {0, 1, 2, 4}
 # By script: the runs of one launch.
 TWO_PROCESSES = {
     "mnist_mlp": [
@@ -48,13 +47,7 @@ def _small_models(monkeypatch):
 
 
 @pytest.mark.usefixtures("_small_models")
-@pytest.mark.parametrize(
-    ("run", "budget"),
-    [
-        pytest.param(run, budget, marks=() if number in QUICK else pytest.mark.slow, id=run)
-        for number, (run, budget) in enumerate(zip(RUNS, BUDGETS, strict=True))
-    ],
-)
+@pytest.mark.parametrize(("run", "budget"), zip(RUNS, BUDGETS, strict=True), ids=RUNS)
 def test_no_step_waits_on_one_process(gpus, tiny_mnist, tmp_path, run, budget):
     script, *flags = run.split()
     flags = [*lying_gpu.with_data(script, flags, tiny_mnist), "--output_dir", tmp_path / "run"]
