@@ -89,6 +89,7 @@ def four_gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "_initialized", False)
         monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
         monkeypatch.setattr(torch.cuda, "_queued_calls", [])
+        monkeypatch.setattr(torch.cuda, "_lazy_seed_tracker", torch.cuda._LazySeedTracker())
         monkeypatch.setattr(
             torch.distributed.run, "elastic_launch", lambda config, **_: lambda *_: started.append(config)
         )
