@@ -1,4 +1,7 @@
-"""Mistakes in planted.py, which trains through GlobalLoader and Run, and changes of it that are right."""
+"""Mistakes in planted.py, which trains through GlobalLoader and Run, and changes of it that are right.
+
+Those that show in the same way without GlobalLoader and Run stand in foreign/mistakes.py alone.
+"""
 
 from typing import NamedTuple
 
@@ -39,18 +42,6 @@ MISTAKES = {
         [(BACKWARD, "accelerator.backward(losses.sum() / max(len(batch), 1))")],
         kind="mean_of_means",
     ),
-    "divided by the accumulation steps twice": Planted(
-        [(BACKWARD, BACKWARD[:-1] + " / accelerator.gradient_accumulation_steps)")],
-        kind="divided_twice",
-    ),
-    "divided by the processes twice": Planted(
-        [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) / accelerator.num_processes)")],
-        kind="factor",
-    ),
-    "the schedule steps in each micro-batch": Planted(
-        [("scheduler.step()", "scheduler.scheduler.step()")],
-        kind="schedule",
-    ),
     "the schedule steps once a process": Planted(
         [
             (
@@ -58,10 +49,6 @@ MISTAKES = {
                 "                for _ in range(accelerator.num_processes):\n                    scheduler.step()",
             )
         ],
-        kind="schedule",
-    ),
-    "the learning rate grows with the processes": Planted(
-        [("args.lr, momentum", "args.lr * accelerator.num_processes, momentum")],
         kind="schedule",
     ),
     "BatchNorm with the statistics of rank 0": Planted(BATCH_NORM, kind="statistics"),
@@ -93,24 +80,6 @@ MISTAKES = {
         ],
         kind="gradient",
     ),
-    "a model that was not prepared": Planted(
-        [
-            (
-                "model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)",
-                "optimizer, scheduler = accelerator.prepare(optimizer, scheduler)",
-            )
-        ],
-        kind="not_reduced",
-    ),
-    "a forward pass around DDP": Planted(
-        [
-            (
-                "logits = model(points)\n                losses",
-                "logits = accelerator.unwrap_model(model)(points)\n                losses",
-            )
-        ],
-        kind="around_ddp",
-    ),
     "one layer that was not prepared": Planted(
         [
             ("    model = Net()", "    model = Net()\n    scale = nn.Linear(3, 3)"),
@@ -119,15 +88,6 @@ MISTAKES = {
             ("logits = model(points)\n                losses", "logits = scale(model(points))\n                losses"),
         ],
         kind="not_reduced",
-    ),
-    "clipped in each micro-batch": Planted(
-        [
-            (
-                "if accelerator.sync_gradients:\n                    accelerator.clip_grad_norm_(",
-                "if True:\n                    torch.nn.utils.clip_grad_norm_(",
-            )
-        ],
-        kind="clip_early",
     ),
     "rank 0 counts twice": Planted(
         [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) * (2 - min(accelerator.process_index, 1)))")],
@@ -181,13 +141,6 @@ MISTAKES = {
             ("run.log_test(eval", "run.log_test(model.train() and eval"),
         ],
         kind="eval_mode",
-    ),
-    "a schedule that is not saved": Planted(
-        [
-            (', "scheduler": scheduler}', "}"),
-            ("ExponentialLR(optimizer, 0.9)", "LambdaLR(optimizer, lambda step: 0.9**step)"),
-        ],
-        kind="resume",
     ),
     "a copy of the model is saved": Planted(
         [
@@ -301,15 +254,8 @@ AVERAGE = [
     ),
 ]
 CORRECT = {
-    "the program itself": [],
     "dropout": [("self.between = nn.Tanh()", "self.between = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))")],
     "BatchNorm, averaged": BATCH_NORM + AVERAGED,
     "ReLU": [("nn.Tanh()", "nn.ReLU()")],
     "a model and its average, both tested": AVERAGE,
 }
-
-# Smooth, but so steep that rounding grows a hundredfold in a step.
-STEEP = [
-    ("self.between(self.body(points))", "self.between(torch.sin(100 * self.body(points)))"),
-    ("clip_grad_norm_(model.parameters(), 0.3)", "clip_grad_norm_(model.parameters(), 3)"),
-]
