@@ -93,20 +93,6 @@ def truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(train, whole, tmp_path, capsys):
-    """Which damage to which file: test_checkpoint.py."""
-    train("run", "--checkpoint_every", 1, "--keep_checkpoints", 0, stop_at_call=7)
-    newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
-    truncate(newest / "model.safetensors")
-    capsys.readouterr()
-    train("run", "--resume", "--checkpoint_every", 1, "--keep_checkpoints", 0)
-    warning = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
-    assert newest.name in warning
-    assert "model.safetensors" in warning
-    assert contents(tmp_path / "run") == whole[1]
-    assert newest.with_name(f"damaged_{newest.name}").exists()  # kept, out of the way
-
-
 def test_a_new_run_is_not_started_over_damaged_checkpoints(train, tmp_path, capsys):
     train("run", stop_at_call=3)
     for file in (tmp_path / "run" / "checkpoints").glob("*/model.safetensors"):

@@ -67,22 +67,19 @@ def test_the_metrics_of_one_process_are_those_of_the_whole_data_set(tmp_path, pr
 
 @pytest.fixture(scope="module")
 def runs(shared_launcher):
-    """Runs of the programs whose libraries are installed, on 2 and on 3 processes."""
+    """Runs of the programs whose libraries are installed, on three processes."""
     programs = ["regression", *["own_metrics"] * bool(find_spec("torchmetrics"))]
-    for processes in (2, 3):
-        launches = []
-        for program in programs:
-            script = ["--script", ROOT / "tests" / "programs" / f"{program}.py"]
-            folder = shared_launcher.folder / f"{program}-{processes}"
-            launches.append([*script, *FLAGS[program], "--output_dir", folder])
-        words = run_many.words("regression", *launches)
-        shared_launcher("cpu_ddp", *words, script=run_many.FILE, launch_flags=["--num_processes", processes])
+    launches = []
+    for program in programs:
+        script = ["--script", ROOT / "tests" / "programs" / f"{program}.py"]
+        launches.append([*script, *FLAGS[program], "--output_dir", shared_launcher.folder / program])
+    words = run_many.words("regression", *launches)
+    shared_launcher("cpu_ddp", *words, script=run_many.FILE, launch_flags=["--num_processes", 3])
     return shared_launcher.folder
 
 
 @pytest.mark.slow
 @each_program
-@pytest.mark.parametrize("processes", [2, 3])
-def test_the_metrics_of_several_processes_are_those_of_the_whole_data_set(runs, program, processes):
-    """On 3 processes one has no sample of the last batch; 25 do not divide, nor do 77."""
-    check(program, runs / f"{program}-{processes}")
+def test_the_metrics_of_several_processes_are_those_of_the_whole_data_set(runs, program):
+    """One of three has no sample of the last batch; 25 do not divide, nor do 77."""
+    check(program, runs / program)
