@@ -34,9 +34,8 @@ class Profiler:
 
     def __init__(self, accelerator: Accelerator, folder: Path, steps: int, models: list, optimizers: list):
         self.accelerator, self.folder, self.steps = accelerator, folder / "profile", steps
-        self.recorder, self.synchronize = None, torch.accelerator.synchronize
+        self.synchronize = torch.get_device_module(accelerator.device).synchronize
         if accelerator.device.type == "cpu":
-            self.synchronize = lambda: None
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses its warning that there is no GPU
         self.open = []  # the step and the part of it that are being recorded
         self.names = {}  # of all parts, in order of first occurrence

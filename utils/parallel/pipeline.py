@@ -1,6 +1,7 @@
 """Pipeline parallelism: split a sequence of blocks into stages of similar cost, and run them."""
 
 import copy
+import dataclasses
 import itertools
 import statistics
 import time
@@ -16,11 +17,6 @@ from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from ..checkpoint.folder import copy_to_cpu
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class BlockCost(NamedTuple):
@@ -91,18 +87,18 @@ def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 
         x: the input of the first block, a micro-batch.
         rounds: number of passes, of which the fastest counts, after one for warm-up.
     """
-    costs = {}
+    costs, synchronize = {}, torch.get_device_module(x.device).synchronize
     for name, original in blocks.items():
         block = copy.deepcopy(original).to(x.device).train()
         x = x.detach().requires_grad_(x.is_floating_point())
         activation_bytes = measure_activations(block, x)
         times = []
         for _ in range(rounds + 1):
-            synchronize(x.device)
+            synchronize()
             start = time.perf_counter()
             y = block(x)
             torch.autograd.backward(y, torch.ones_like(y))
-            synchronize(x.device)
+            synchronize()
             times.append(time.perf_counter() - start)
         parameters = list(block.parameters())
         costs[name] = BlockCost(
@@ -150,12 +146,11 @@ def balanced_boundaries(num_blocks: int, num_stages: int, cost: Callable[[int, i
         stages_after = num_stages - stage - 1
         longer = {}
         for last in range(stage + 1, num_blocks - stages_after + 1):
-            candidates = []
-            for first, (most_expensive, boundaries) in best.items():
-                if first < last:
-                    stage_cost = cost(stage, first, last)
-                    candidates.append((max(most_expensive, stage_cost), [*boundaries, last]))
-            longer[last] = min(candidates)
+            longer[last] = min(
+                (max(most_expensive, cost(stage, first, last)), [*boundaries, last])
+                for first, (most_expensive, boundaries) in best.items()
+                if first < last
+            )
         best = longer
     _, boundaries = best[num_blocks]
     return boundaries
@@ -212,20 +207,14 @@ def format_table(rows: list[dict]) -> str:
     return cells.to_string(index=False)
 
 
+@dataclasses.dataclass
 class OneProcess:
-    """A pipeline with all stages in this process, on one or several devices, each of which runs asynchronously.
+    """A pipeline with all stages in this process, on one or several devices, each of which runs asynchronously."""
 
-    Args:
-        devices: one per stage.
-        max_in_flight: the maximum number of micro-batches between their forward and backward pass.
-    """
-
+    stages: list[nn.Module]
+    devices: list[torch.device]  # one per stage
+    max_in_flight: int  # the maximum number of micro-batches between their forward and backward pass
     group = None  # of processes
-
-    def __init__(self, stages: list[nn.Module], devices: list[torch.device], max_in_flight: int):
-        self.stages = stages
-        self.devices = devices
-        self.max_in_flight = max_in_flight
 
     def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
         """Run the forward pass of each micro-batch and, if gradients are enabled, the backward pass.
@@ -266,25 +255,16 @@ class OneProcess:
             gradient = x.grad
 
 
+@dataclasses.dataclass
 class OverProcesses:
-    """This process's stages of a pipeline over several processes, with one of torch's schedules.
+    """This process's stages of a pipeline over several processes, with one of torch's schedules."""
 
-    Args:
-        stages: by their index in the model.
-        examples: the input of the first stage and the outputs of all stages, on the meta device.
-        group: the processes of this pipeline.
-    """
-
-    def __init__(
-        self, stages: dict[int, nn.Module], examples: list[torch.Tensor], schedule: str, group, device: torch.device
-    ):
-        self.stages = stages
-        self.examples = examples
-        self.schedule = schedule
-        self.group = group
-        self.device = device
-        self.schedules = {}
-        self.loss_fn = None
+    stages: dict[int, nn.Module]  # by their index in the model
+    examples: list[torch.Tensor]  # the input of the first stage and the outputs of all stages, on the meta device
+    schedule: str
+    group: distributed.ProcessGroup  # the processes of this pipeline
+    device: torch.device
+    schedules: dict = dataclasses.field(default_factory=dict)  # by the sizes that they were made for
 
     def run(self, inputs: list[torch.Tensor], targets: list, loss_fn: Callable) -> None:
         """As OneProcess.run. Collective over the processes of the pipeline.
@@ -343,11 +323,8 @@ def sum_over_copies(model: nn.Module, group) -> None:
     """Sum the gradients over the copies of this part of the model, and average BatchNorm's buffers. Collective.
 
     DDP does not work with GPipe and the interleaved schedule.
-
-    Args:
-        group: the process group of the copies. None: there is only one copy.
     """
-    if group is None:
+    if group is None:  # there is only one copy
         return
     gradients = [parameter.grad for parameter in model.parameters()]
     tensors = gradients + [buffer for buffer in model.buffers() if buffer.is_floating_point()]
