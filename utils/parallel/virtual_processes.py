@@ -215,7 +215,7 @@ class GradientSum:
         if self.is_ddp:
             self.ddp = model
             model.register_comm_hook(None, self._sum_bucket)
-            self.buckets_of_step = (None, set())
+            self.step_of_bucket = {}  # accelerator.step in which each bucket was summed last
         if self.finds_unused:
             for parameter in self.parameters:
                 parameter.register_post_accumulate_grad_hook(self.used.add)
@@ -241,7 +241,7 @@ class GradientSum:
         logical_rank = current_logical_rank(accelerator)
         is_last = accelerator.sync_gradients
         if is_last and self.is_ddp:
-            if self.buckets_of_step[0] == accelerator.step:  # this model's backward pass, not a different one's
+            if accelerator.step in self.step_of_bucket.values():  # this model's backward pass, not a different one's
                 self._begin_step()
                 # DDP would do this, a broadcast, in its next forward pass, and ranks with more micro-batches would
                 # wait in it while others wait for their part of a different model's sum.
@@ -274,7 +274,9 @@ class GradientSum:
 
     def _sum_bucket(self, _, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: `bucket` holds the gradients of the last micro-batch."""
-        self._check_once(bucket)
+        if self.step_of_bucket.get(bucket.index()) == self.tree.accelerator.step:
+            refuse_second_backward()
+        self.step_of_bucket[bucket.index()] = self.tree.accelerator.step
         last = self.tree.logical_ranks[-1]
         self._skip_to(last)
         buffer = bucket.buffer()
@@ -291,15 +293,6 @@ class GradientSum:
             if views:  # copied, because adding to the zeros would change -0.0
                 torch._foreach_copy_(list(views.values()), [node.value[parameter] for parameter in views])
         return self.tree.start([*values, buffer], buffer)
-
-    def _check_once(self, bucket: dist.GradBucket) -> None:
-        step = self.tree.accelerator.step
-        if self.buckets_of_step[0] != step:
-            self.buckets_of_step = (step, set())
-        seen = self.buckets_of_step[1]
-        if bucket.index() in seen:
-            refuse_second_backward()
-        seen.add(bucket.index())
 
 
 def views_of(bucket: dist.GradBucket, buffer: torch.Tensor) -> dict:
@@ -348,15 +341,11 @@ def refuse_second_backward():
 
 
 def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> TreeSum:
-    """Make `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective.
-
-    Args:
-        models: as `prepare` returned them.
-    """
+    """Make `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective."""
     check_dense(models)
     before = bits_of_buffers(models)
     tree = TreeSum(accelerator)
-    sums = [GradientSum(model, tree) for model in models if any_trained(model)]
+    sums = [GradientSum(model, tree) for model in models if any(p.requires_grad for p in model.parameters())]
     accumulation = accelerator.gradient_accumulation_steps
 
     @contextlib.contextmanager
@@ -408,10 +397,6 @@ def check_buffers(before: dict, after: dict) -> None:
                 f"the forward pass changes the buffer {name.removeprefix('module.')}, which --virtual_processes cannot "
                 f"add up over processes: {AVERAGE_BUFFERS}; otherwise leave --virtual_processes out"
             )
-
-
-def any_trained(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def exact_sums(accelerator: Accelerator, columns: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
