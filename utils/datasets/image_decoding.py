@@ -5,11 +5,9 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from ..console import stop
-
-EXIF_ORIENTATION = 0x0112
 
 
 def open_upright(cell: dict) -> Image.Image:
@@ -18,7 +16,7 @@ def open_upright(cell: dict) -> Image.Image:
     It is not decoded yet, unless it is rotated.
     """
     image = Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"]))
-    if image.getexif().get(EXIF_ORIENTATION, 1) == 1:
+    if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
         return image
     return ImageOps.exif_transpose(image)
 

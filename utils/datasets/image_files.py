@@ -145,7 +145,22 @@ class ImageFiles(Dataset):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        return fingerprint(self.split)
+        """A digest of the labels and the images' names and sizes in bytes; reading all pixels would take an epoch."""
+        import pyarrow.compute
+
+        digest = hashlib.sha256(self.split.labels.numpy())
+        column = self.split.rows.data.column(self.split.image_column)
+        contents = pyarrow.compute.struct_field(column, "bytes")
+        paths = pyarrow.compute.struct_field(column, "path").to_pylist()
+        # From the offsets in the table, without reading an image.
+        sizes = pyarrow.compute.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
+        for row in np.flatnonzero(sizes == -1):  # a file outside the table
+            if os.path.isfile(paths[row] or ""):  # else reading the image will report it
+                sizes[row] = os.path.getsize(paths[row])
+        digest.update(sizes)
+        for path in paths:
+            digest.update("/".join(Path(path or "").parts[-2:]).encode() + b"\n")
+        return digest.hexdigest()[:16]
 
 
 def default_num_workers(accelerator: Accelerator) -> int:
@@ -182,22 +197,3 @@ def without_bad_images(split, accelerator: Accelerator, num_workers: int | None 
         return split, bad
     good = [row for row in range(len(dataset)) if row not in bad]
     return split._replace(rows=split.rows.select(good), labels=split.labels[good]), bad
-
-
-def fingerprint(split) -> str:
-    """A digest of the labels and the images' names and sizes in bytes; reading all pixels would take an epoch."""
-    import pyarrow.compute
-
-    digest = hashlib.sha256(split.labels.numpy())
-    column = split.rows.data.column(split.image_column)
-    contents = pyarrow.compute.struct_field(column, "bytes")
-    paths = pyarrow.compute.struct_field(column, "path").to_pylist()
-    # From the offsets in the table, without reading an image.
-    sizes = pyarrow.compute.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
-    for row in np.flatnonzero(sizes == -1):  # a file outside the table
-        if os.path.isfile(paths[row] or ""):  # else reading the image will report it
-            sizes[row] = os.path.getsize(paths[row])
-    digest.update(sizes)
-    for path in paths:
-        digest.update("/".join(Path(path or "").parts[-2:]).encode() + b"\n")
-    return digest.hexdigest()[:16]

@@ -111,17 +111,14 @@ def load_text(dataset: str) -> tuple[list[str], list[str]]:
     else:
         check_memory(dataset, sum(file.stat().st_size for file in files.values()))
         documents = [(name, read(file)) for name, file in sorted(files.items())]
-        train, *tests = [texts_below(split, documents) for split in ("train", *TEST_SPLITS)]
+        folders = [f"{split}/" for split in ("train", *TEST_SPLITS)]
+        train, *tests = [[text for name, text in documents if text and name.startswith(top)] for top in folders]
         test = next(filter(None, tests), [])
         if not train or not test:
             train, test = split_by_hash(documents)
     if not train or not test:
         stop(f"--dataset {dataset} needs a non-empty document for training and one for testing")
     return train, test
-
-
-def texts_below(folder: str, documents: list[tuple[str, str]]) -> list[str]:
-    return [text for name, text in documents if text and name.startswith(f"{folder}/")]
 
 
 def read(file: Path) -> str:
