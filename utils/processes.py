@@ -77,12 +77,9 @@ def is_orphan() -> bool:
     if parent is None:
         return False  # its parent is in another container
     try:
-        is_init = parent.pid == 1 or parent.name() == "systemd"
-        return is_init and "python" not in parent.exe()
+        return (parent.pid == 1 or parent.name() == "systemd") and "python" not in parent.cmdline()[0]
     except psutil.NoSuchProcess:
         return True
-    except psutil.AccessDenied:  # somebody else's process
-        return is_init
 
 
 def check_restarts(is_new_folder: bool) -> None:
