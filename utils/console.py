@@ -60,7 +60,7 @@ def show_error(sentence: str, alone: bool = True) -> None:
         show(f"error: {sentence}", "red", sys.stderr)
 
 
-def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
+def stop(sentence: str, alone: bool = False) -> None:
     """Print an error message, once per machine, and exit.
 
     Args:
@@ -68,7 +68,7 @@ def stop(sentence: str, code: int = 2, alone: bool = False) -> None:
         alone: this process may be the only one that stops, so it prints on any rank.
     """
     show_error(sentence, alone)
-    raise SystemExit(code)
+    raise SystemExit(2)
 
 
 def own_line(frames: Iterable[tuple]) -> str:

@@ -139,11 +139,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def create_accelerator(settings: argparse.Namespace, accumulation: int, handlers: list) -> TrainingAccelerator:
-    """Create the Accelerator, replacing the defaults with which training silently goes wrong.
-
-    Args:
-        handlers: kwargs_handlers; the last one of each class is used.
-    """
+    """Create the Accelerator, replacing the defaults with which training silently goes wrong."""
     check_gpus()
     if settings.deterministic or settings.virtual_processes:
         use_deterministic_algorithms()
@@ -162,6 +158,7 @@ def create_accelerator(settings: argparse.Namespace, accumulation: int, handlers
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 accumulation, sync_with_dataloader=False, adjust_scheduler=False
             ),
+            # The last one of each class.
             kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
         )
     except (ValueError, RuntimeError) as error:  # unsupported precision, FSDP on a CPU, ...

@@ -29,10 +29,7 @@ class Metrics:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        state: dict[str, torch.Tensor] | None = None,
-        test_after: int | None = None,
+        self, accelerator: Accelerator, state: dict[str, torch.Tensor] | None = None, test_after: int | None = None
     ):
         self.accelerator, self.test_after = accelerator, test_after
         self.ones = torch.ones(1, dtype=widest_float(accelerator.device), device=accelerator.device)

@@ -80,14 +80,12 @@ class Progress:
         show("  ".join(columns))
 
     def say_done(self, step: int, result: dict, folder: Path) -> None:
-        """Print the result of the last test, and where the files are."""
+        """Remove the bar; print the result of the last test, and where the files are."""
+        if self.bar is not None:
+            self.bar.close()
         numbers = {name: value for name, value in result.items() if is_number(value) and name != "samples"}
         shown = ", ".join(f"test {metric_text(name, value)}" for name, value in numbers.items()) or plural(step, "step")
         show(f"done: {shown} in {self.train_s:.1f} s of training; model, curves and summary in {folder}", "green")
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
     def summary(self, step: int) -> dict:
         """The times of this launch, for summary.json."""

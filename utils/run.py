@@ -32,7 +32,7 @@ from .parallel import same_weights
 from .progress import Progress
 from .randomness import combine, device_generators, seed_generators
 from .run_folder import RunFolder
-from .sampler import GlobalSampler
+from .sampler import GlobalSampler, virtual_processes
 from .signals import StopSignal
 from .topology import same_on_all
 
@@ -169,10 +169,10 @@ class Run:
         accelerator, args = self.accelerator, self.args
         if args.save_best or args.patience:
             accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
-        if getattr(accelerator, "virtual_processes", 0):
-            from .parallel import virtual_processes
+        if virtual_processes(accelerator):
+            from .parallel.virtual_processes import sum_gradients_by_tree
 
-            virtual_processes.sum_gradients_by_tree(accelerator, models)
+            sum_gradients_by_tree(accelerator, models)
         if args.profile:
             from .extras.profiling import WARM_UP, Profiler
 
@@ -386,7 +386,6 @@ class Run:
             self.trackers.finish()
         if self.accelerator.is_main_process:
             path = self.folder.path
-            self.progress.close()
             self.folder.write_summary(summary)
             title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
             plot_curves(path / "metrics.jsonl", path / "curves.png", title)

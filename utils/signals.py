@@ -16,6 +16,7 @@ from .topology import resume_command
 # "Temporary failure, try again" (BSD's sysexits.h): the same command with --resume continues.
 EXIT_REQUEUE = 75
 PR_SET_PDEATHSIG = 1  # prctl(2)
+CHECK_EVERY_S = 0.25  # how often a process asks the others
 
 
 def end_with_parent(_worker: int = 0, number: int = signal.SIGKILL) -> None:
@@ -28,14 +29,10 @@ def end_with_parent(_worker: int = 0, number: int = signal.SIGKILL) -> None:
 
 
 class StopSignal:
-    """SIGTERM, SIGUSR1, SIGHUP or Ctrl-C stops the run after the current step; a second Ctrl-C stops it at once.
+    """SIGTERM, SIGUSR1, SIGHUP or Ctrl-C stops the run after the current step; a second Ctrl-C stops it at once."""
 
-    Args:
-        check_every_s: how often to ask the other processes.
-    """
-
-    def __init__(self, accelerator: Accelerator, check_every_s: float = 0.25):
-        self.accelerator, self.check_every_s = accelerator, check_every_s
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
         earlier = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)  # of the run before this one
         self.received, self.had_ctrl_c = getattr(earlier, "received", None), False
         self.pid = os.getpid()
@@ -67,13 +64,10 @@ class StopSignal:
             os._exit(130)  # an unfinished checkpoint remains an unnamed temporary folder
 
     def agreed(self, must_stop: bool = False) -> bool:
-        """Whether any process got a signal; the same answer on all of them. Call it once per step. Collective.
+        """Whether any process got a signal or must stop; the same answer on all. Call it once per step. Collective.
 
-        Asking costs an all-reduce, so the processes ask only every `check_every_s`, and agree on the number of calls
+        Asking costs an all-reduce, so the processes ask only every CHECK_EVERY_S, and agree on the number of calls
         until they ask again.
-
-        Args:
-            must_stop: whether this process has a different reason to stop.
         """
         stops = must_stop or self.received is not None
         if self.accelerator.num_processes == 1:
@@ -83,7 +77,7 @@ class StopSignal:
             return False
         now = time.perf_counter()
         calls_per_s = self.calls / max(now - self.checked_at, 1e-9)
-        calls_to_next = max(1, int(calls_per_s * self.check_every_s))
+        calls_to_next = max(1, int(calls_per_s * CHECK_EVERY_S))
         # One maximum serves both: whether there was a signal, and the smallest number of calls of any rank.
         votes = torch.tensor([float(stops), -float(calls_to_next)], device=self.accelerator.device)
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
@@ -92,11 +86,7 @@ class StopSignal:
         return bool(stopped)
 
     def leave(self, step: int) -> None:
-        """Exit with EXIT_REQUEUE, which asks a scheduler to queue the job again. Collective.
-
-        Args:
-            step: the step that was saved.
-        """
+        """After saving `step`, exit with EXIT_REQUEUE, which asks a scheduler to queue the job again. Collective."""
         self.accelerator.wait_for_everyone()
         command = resume_command(self.accelerator.project_dir)
         sentence = f"stopped by a signal; step {step} is saved; to continue: {command}"

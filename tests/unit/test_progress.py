@@ -38,13 +38,13 @@ def test_the_time_left_is_that_of_the_steps_to_go(clock, capsys):
     assert "eta" not in capsys.readouterr().out
 
 
-def test_a_bar_on_a_terminal_counts_steps_and_is_gone_at_the_end(monkeypatch):
+def test_a_bar_on_a_terminal_counts_steps_and_is_gone_at_the_end(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stderr", Terminal())
     shown = Progress(3, total_steps=10, shows=True)
     for _ in shown.timed(range(8), 2):
         pass
     assert shown.bar.n == 7
-    shown.close()
+    shown.say_done(10, {}, tmp_path)
     assert "7/10" not in sys.stderr.getvalue().rpartition("\r")[2]
 
 

@@ -36,7 +36,7 @@ class Checkpoints:
 
     Args:
         state: by name, whatever has a state_dict, as `prepare` returned it.
-        resume_invariants: what else decides the numbers (flags, data, total steps), as JSON. A checkpoint with
+        invariants: what else decides the numbers (flags, data, total steps), as JSON. A checkpoint with
             different ones is refused; so are different models, optimizers, schedules and precisions.
         keep: how many of the newest checkpoints to keep; 0: all.
         model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
@@ -46,13 +46,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        folder: Path,
-        state: dict,
-        resume_invariants: dict,
-        keep: int = 2,
-        model_parts=None,
+        self, accelerator: Accelerator, folder: Path, state: dict, invariants: dict, keep: int = 2, model_parts=None
     ):
         self.accelerator, self.folder, self.keep, self.model_parts = accelerator, Path(folder), keep, model_parts
         self.models, self.optimizers, objects = {}, {}, {}
@@ -79,7 +73,7 @@ class Checkpoints:
         derived = {name: entry.settings for name, entry in self.entries.items() if name not in self.models}
         derived["precision"] = accelerator.mixed_precision
         # As they are read back: tuples become lists.
-        self.invariants = json.loads(json.dumps({"fixed": resume_invariants, "derived": derived}))
+        self.invariants = json.loads(json.dumps({"fixed": invariants, "derived": derived}))
         self.saved_step = None
         self.writing: Future | None = None
         self.copies: Files = {}  # the next checkpoint reuses their memory

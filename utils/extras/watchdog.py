@@ -71,11 +71,7 @@ class Watchdog(threading.Thread):
         self.received, self.received_at = [], 0.0  # signals that end the run
 
     def watch(self, timeout_s: float) -> None:
-        """Exchange host names and start watching; does nothing with one process. Collective.
-
-        Args:
-            timeout_s: the timeout of collectives.
-        """
+        """Exchange host names and start watching; does nothing with one process. Collective."""
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return
         self.end()  # that of an earlier run

@@ -21,14 +21,11 @@ AVERAGE_BUFFERS = "for BatchNorm, use BatchNorms from utils/parallel/batch_norm.
 
 
 def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
-    """Compare the parameters and buffers of all models, except sharded ones. Collective.
+    """Compare the parameters and buffers of models from `prepare`, except sharded ones. Collective.
 
     What is compared is the sum of their bits as integers, because a floating-point sum depends on the order of
     additions, which differs between devices. Without virtual processes, buffers that DDP broadcasts may differ: the
     next forward pass begins with those of rank 0, which are saved. Others would stay different until a resume.
-
-    Args:
-        models: by name, as `prepare` returned them.
 
     Raises:
         SystemExit: on every rank, naming the first parameter or buffer that differs.
