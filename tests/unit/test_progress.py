@@ -45,6 +45,7 @@ def test_a_bar_on_a_terminal_counts_steps_and_is_gone_at_the_end(monkeypatch, tm
         pass
     assert shown.bar.n == 7
     shown.say_done(10, {}, tmp_path)
+    assert shown.bar.disable  # otherwise tqdm's thread may draw it again
     assert "7/10" not in sys.stderr.getvalue().rpartition("\r")[2]
 
 
