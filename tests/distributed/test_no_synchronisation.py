@@ -47,7 +47,7 @@ def _small_models(monkeypatch):
 
 
 @pytest.mark.usefixtures("_small_models")
-@pytest.mark.parametrize(("run", "budget"), zip(RUNS, BUDGETS, strict=True), ids=RUNS)
+@pytest.mark.parametrize(("run", "budget"), list(zip(RUNS, BUDGETS, strict=True)), ids=RUNS)
 def test_no_step_waits_on_one_process(gpus, tiny_mnist, tmp_path, run, budget):
     script, *flags = run.split()
     flags = [*lying_gpu.with_data(script, flags, tiny_mnist), "--output_dir", tmp_path / "run"]
