@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import run_many
@@ -236,6 +237,19 @@ def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
             gradients.collect()
     with pytest.raises(RuntimeError, match="one backward pass per micro-batch"):
         gradients.collect()
+
+
+def test_a_bucket_of_ddp_that_comes_twice_in_a_micro_batch_is_refused(monkeypatch):
+    accelerator, weight, flat = OneRank(0, 1, 2), nn.Parameter(torch.zeros(2)), torch.ones(2)
+    gradients = vp.GradientSum(nn.ParameterList([weight]), vp.TreeSum(accelerator))
+    gradients.step_of_bucket = {}
+    monkeypatch.setattr(gradients.tree, "start", lambda values, result: result)
+    entries = {"index": 0, "buffer": flat, "parameters": [weight], "gradients": [flat]}
+    bucket = SimpleNamespace(**{name: lambda entry=entry: entry for name, entry in entries.items()})
+    for accelerator.step in (1, 2):
+        assert gradients._sum_bucket(None, bucket) is flat
+    with pytest.raises(RuntimeError, match="one backward pass per micro-batch"):
+        gradients._sum_bucket(None, bucket)
 
 
 SMALL_RESNET = ROOT / "tests" / "programs" / "small_resnet"
