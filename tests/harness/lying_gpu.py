@@ -109,6 +109,11 @@ def with_data(script: str, flags: list, images: Path) -> list:
     return flags
 
 
+def is_own(file: str) -> bool:
+    """Whether a file is the project's: not the environment's, which may lie in its folder, and not this one."""
+    return file.startswith(str(ROOT)) and not file.startswith(sys.prefix) and file != __file__
+
+
 class Events(Counter):
     """How often what happened where: (phase, kind, what, line of the project)."""
 
@@ -116,7 +121,7 @@ class Events(Counter):
 
     def add(self, kind: str, what: str) -> None:
         frame = sys._getframe(1)
-        while frame and (not frame.f_code.co_filename.startswith(str(ROOT)) or frame.f_code.co_filename == __file__):
+        while frame and not is_own(frame.f_code.co_filename):
             frame = frame.f_back
         line = f"{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno}" if frame else "?"
         self[self.phase, kind, what, line] += 1
