@@ -34,7 +34,7 @@ STAND_INS = {"single_gpu": "cpu", "dp": "cpu", "ddp": "cpu_ddp"}
 TIMEOUT_S = 20  # of a run with a fault, which has this long again, and 40 s to start, to end
 AT_STEP = 20  # the last rank has its fault there
 SCALE = 2.0**32  # fp16: with this one, the first steps overflow
-NOTHING = 10**6  # steps
+NEVER = 10**6  # steps
 
 
 def loop(run):
@@ -138,17 +138,8 @@ def test_a_fault_ends_the_run_with_a_sentence(
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "8")  # seconds that the launcher waits, instead of 30
     if variables:
         monkeypatch.setenv(*variables.split("="))
-    flags = [
-        fault,
-        "mnist_mlp",
-        "--dataset",
-        small_mnist,
-        *FLAGS,
-        "--max_steps",
-        NOTHING,
-        "--checkpoint_every",
-        NOTHING,
-    ]
+    flags = [fault, "mnist_mlp", "--dataset", small_mnist, *FLAGS]
+    flags += ["--max_steps", NEVER, "--checkpoint_every", NEVER]
     flags += ["--timeout_s", TIMEOUT_S, "--output_dir", "run", "--log_every", AT_STEP]
     process = launcher.start("ddp", *flags, script=Path(__file__).with_suffix(""), stderr=subprocess.STDOUT)
     text, late = "", threading.Timer(120, launcher.end)
@@ -293,16 +284,8 @@ def test_memory_of_a_resume_and_of_sharding_is_reported(launcher, gpus, texts, r
     """Of a model with 10^8 parameters on GPUs, with short sequences."""
     small = request.config.option.stand_ins
     flags = ["--script", "transformer", "--dataset", texts, "--context", 32, "--num_tokens", 2, "--batch_size", gpus]
-    flags += [
-        "--vocabulary",
-        290,
-        "--dim",
-        64 if small else 1024,
-        "--layers",
-        2 if small else 8,
-        "--heads",
-        2 if small else 16,
-    ]
+    dim, layers, heads = (64, 2, 2) if small else (1024, 8, 16)
+    flags += ["--vocabulary", 290, "--dim", dim, "--layers", layers, "--heads", heads]
     flags += ["--max_steps", 4, "--log_every", 1, "--checkpoint_every", 2, "--keep_checkpoints", 0]
     figures = []
     for config in ("ddp",) if small else ("ddp", "fsdp"):
