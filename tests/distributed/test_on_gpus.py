@@ -6,6 +6,7 @@ This file is also the script of the runs with a fault: `test_on_gpus.py FAULT SC
 """
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -20,10 +21,13 @@ import pytest
 import run_many
 import run_reader
 import torch
+from accelerate import Accelerator
 from conftest import ROOT, free_port
 from same_numbers import TOLERANCE, differences
+from torch import nn
+from torch.nn import functional as F
 
-from utils.checkpoint import read_checkpoint
+from utils.checkpoint import Checkpoints, read_checkpoint
 from utils.run import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu]
@@ -35,6 +39,8 @@ TIMEOUT_S = 20  # of a run with a fault, which has this long again, and 40 s to 
 AT_STEP = 20  # the last rank has its fault there
 SCALE = 2.0**32  # fp16: with this one, the first steps overflow
 NEVER = 10**6  # steps
+TEXT = ["--vocabulary", 290, "--context", 64, "--dim", 64, "--layers", 2, "--heads", 2]
+MASKS = {}  # by device, how many numbers nn.Dropout left out, call by call
 
 
 def loop(run):
@@ -52,6 +58,13 @@ def one_collective_more(run):
 
 def run_out_of_memory(run):
     torch.empty(2**50, device=run.accelerator.device)
+
+
+def dropout_that_counts(layer, x):
+    mask = F.dropout(torch.ones_like(x), layer.p, layer.training)
+    if layer.training:
+        MASKS.setdefault(str(x.device), []).append(int((mask == 0).sum()))
+    return x * mask
 
 
 FAULTS = {
@@ -80,6 +93,8 @@ def main():
     with pytest.MonkeyPatch.context() as patch:
         if fault == "overflow":
             patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=SCALE))
+        elif fault == "counted masks":
+            patch.setattr(nn.Dropout, "forward", dropout_that_counts)
         elif fault == "little memory":
             if torch.cuda.is_available():
                 torch.cuda.set_per_process_memory_fraction(2**29 / torch.cuda.get_device_properties(0).total_memory)
@@ -94,6 +109,8 @@ def main():
 
             patch.setattr(Run, "log_train", log_train_or_fail)
         run_many.load(script, run_many.path_of(script)).main()
+    if MASKS:
+        Path(sys.argv[sys.argv.index("--output_dir") + 1], "masks.json").write_text(json.dumps(MASKS))
 
 
 @pytest.fixture
@@ -249,8 +266,8 @@ def test_fp16_skips_steps_that_overflow_and_resumes_with_the_scale(launcher, sma
 
 def test_equal_runs_have_the_same_bits_if_deterministic(launcher, gpus, tiny_mnist, texts, record_property):
     """On one process and on several; without --deterministic the count is reported, and not judged."""
-    text = ["--script", "transformer", "--dataset", texts, "--vocabulary", 290, "--context", 64, "--dim", 64]
-    text += ["--layers", 2, "--heads", 2, "--dropout", 0.1, "--max_steps", 6, "--batch_size", 4 * max(gpus, 2)]
+    text = ["--script", "transformer", "--dataset", texts, *TEXT, "--dropout", 0.1, "--max_steps", 6]
+    text += ["--batch_size", 4 * max(gpus, 2)]
     images = ["--script", "resnet50", "--dataset", tiny_mnist, "--max_steps", 3, "--num_workers", 0]
     images += ["--batch_size", 4 * max(gpus, 2)]
     pairs = {"transformer": text, "resnet50": images}
@@ -268,6 +285,20 @@ def test_equal_runs_have_the_same_bits_if_deterministic(launcher, gpus, tiny_mni
                 wrong += [one] if flag and bits[0] != bits[1] else []
     record_property("figure", ", ".join(figures))
     assert not wrong
+
+
+def test_each_replica_has_its_own_masks_and_a_resumed_run_the_same(launcher, gpus, texts, record_property):
+    """Of nn.Dropout in nn.DataParallel's replicas; steps 3 and 4 are resumed, in the middle of an epoch."""
+    script, flags = ["--script", Path(__file__)], ["counted masks", "transformer", "--dataset", texts, *TEXT]
+    flags += ["--dropout", 0.5, "--batch_size", 4 * gpus, "--max_steps", 4, "--num_tokens", 2]
+    whole = [*script, *flags, "--checkpoint_every", 2, "--output_dir", "whole"]
+    resumed = [*script, "--back_to", "whole", 2, "resumed", *flags, "--resume", "--output_dir", "resumed"]
+    launcher("dp", *run_many.words("mlp", whole, resumed), script=run_many.FILE)
+    masks, again = (json.loads((launcher.folder / name / "masks.json").read_text()) for name in ("whole", "resumed"))
+    different = len(set(map(tuple, masks.values())))
+    record_property("figure", f"{different} different masks of {len(masks)}: {str(again)[:100]}")
+    assert different == len(masks) == (gpus if torch.cuda.is_available() else 1)
+    assert again == {device: counts[len(counts) // 2 :] for device, counts in masks.items()}
 
 
 def test_auto_finds_what_fits_and_less_than_the_batch(launcher, small_mnist, record_property):
@@ -295,6 +326,28 @@ def test_memory_of_a_resume_and_of_sharding_is_reported(launcher, gpus, texts, r
         whole, again = (run_reader.summary(launcher.folder / name) for name in (config, f"{config}_resumed"))
         gib = f"{whole['peak_memory_gib']:.2f} GiB, resumed {again['peak_memory_gib']:.2f}"
         figures.append(f"{config} {gib}, a save holds training up for {whole['checkpoint_time_s'] / 2:.2f} s")
+    record_property("figure", "; ".join(figures))
+
+
+def test_a_save_into_pinned_and_into_pageable_memory_is_timed(tmp_path, record_property, monkeypatch):
+    """How long training waits for two saves of 100 MB: the first allocates the memory, the second uses it again."""
+    accelerator, figures, empty = Accelerator(), [], torch.empty
+    model = nn.Linear(3000, 3000, device=accelerator.device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model.weight.sum().backward()
+    optimizer.step()
+    for memory in ("pinned", "pageable"):
+        if memory == "pageable":
+            monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+        saver, waited = Checkpoints(accelerator, tmp_path / memory, {"model": model, "optimizer": optimizer}, {}), [0]
+        for step in (1, 2):
+            saver.save(step, {}, {})
+            waited.append(saver.save_time_s)
+            saver.wait()  # for the disk
+        seconds = ", ".join(f"{after - before:.3f}" for before, after in itertools.pairwise(waited))
+        figures.append(f"{memory}: {seconds} s")
+        is_pinned = saver.copies["model.safetensors"]["weight"].is_pinned()
+        assert is_pinned == (memory == "pinned" and torch.cuda.is_available())
     record_property("figure", "; ".join(figures))
 
 

@@ -9,6 +9,7 @@ test of it starts. This file is also the script of the runs with a smaller ResNe
 """
 
 import itertools
+import os
 import re
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ from run_reader import lines
 from same_numbers import TOLERANCE, differences, largest_difference
 from small_resnets import use_4_blocks, use_narrow
 
-from utils.console import plural
+from utils.console import plural, printable
 
 # 2 x 21 steps, the last of each epoch with 3 images: on 4 GPUs or more, some have none of them.
 # FSDP shards a layer on its own from 100,000 parameters on: the first one has 125,440.
@@ -43,8 +44,8 @@ BF16_TOLERANCE = 2**-7
 # In float64. A deep network makes rounding larger, most of all with BatchNorm.
 SPLIT_TOLERANCE, BATCH_NORM_TOLERANCE = 1e-10, 1e-6
 TIMEOUT_S = 600
-# Of transformer.py: small, and for a figure of its speed (that of GPT-2).
-TEXT = ["--vocabulary", 290, "--context", 64, "--dim", 64, "--layers", 2, "--heads", 2, "--num_tokens", 8]
+# Of transformer.py: small, yet FSDP shards its blocks on their own, and for a figure of its speed (that of GPT-2).
+TEXT = ["--vocabulary", 290, "--context", 64, "--dim", 128, "--layers", 2, "--heads", 2, "--num_tokens", 8]
 GPT2 = {"vocabulary": 1024, "context": 1024, "dim": 768, "layers": 12, "heads": 12}
 
 
@@ -128,9 +129,9 @@ PLAIN = {"precisions": ("no",)}
 
 
 def main():
-    """A script with a smaller ResNet-50: `resnet50 float64 FLAGS` or `model_split float64 FLAGS`.
+    """A script with a smaller ResNet-50, or transformer.py, in which all ranks but the first draw an EOS at once.
 
-    The type is the default one of tensors.
+    The words: `resnet50 float64 FLAGS`, with any script and the default type of tensors.
     """
     script, dtype = sys.argv[1:3]
     del sys.argv[1:3]
@@ -139,8 +140,10 @@ def main():
         with pytest.MonkeyPatch.context() as patch:
             if script == "resnet50":
                 use_4_blocks(patch.setattr)
-            else:
+            elif script == "model_split":
                 use_narrow(patch.setattr)
+            elif os.environ.get("RANK", "0") != "0":
+                patch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([0]))
             run_many.load(script, ROOT / "scripts" / f"{script}.py").main()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -167,7 +170,8 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
     text = ["--dataset", texts, *TEXT, "--batch_size", 4 * max(gpus, 2), "--max_steps", 6, "--log_every", 1]
     cells = ["--dataset", mnist, "--batch_size", 250, "--num_epochs", 1, "--log_every", 1, "--variable_length"]
     cells += ["--gradient_accumulation_steps", 5 if topology.config in ("cpu", "single_gpu", "dp") else 1]
-    transformer, accumulation = ["--script", "transformer", *text], ["--script", "gradient_accumulation", *cells]
+    transformer = [*small, "transformer", "float32", *text]
+    accumulation = ["--script", "gradient_accumulation", *cells]
     runs |= {"transformer": transformer, "gradient_accumulation": accumulation}
     if topology.stands_in():
         return runs
@@ -189,10 +193,11 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
         dropout = [*transformer, "--dropout", 0.1, *virtual]
         runs |= {"virtual": [*script, *mlp, *virtual], "virtual_transformer": dropout}
         runs["virtual_again"] = dropout
+        # Gradients of 3 MB, in two buckets: DDP sends the first one while the backward pass goes on.
+        runs["profiled"] = [*transformer, "--layers", 4, "--max_steps", 15, "--profile", 5]
     if is_reference:
         runs |= resumed_runs(topology, mlp, [*mlp, *virtual], script)
         runs["recomputed"] = [*transformer, "--checkpoint_activations"]
-        runs["profiled"] = [*script, *mlp, "--profile", 5]
         runs["auto"] = [*accumulation[:-2], "--micro_batch_size", "auto"]
     if is_reference and topology.gpus:  # a compiler takes a minute for it on a CPU
         runs["compiled"] = [*transformer, "--compile"]
@@ -415,13 +420,29 @@ def test_workers_read_what_one_process_reads(topology, launches, at_most):
     at_most({"loss": of_losses(run, other)}, {"loss": 1e-3 if topology.gpus else 0})
 
 
-@on("cpu", "single_gpu", **PLAIN)
-def test_a_profile_has_the_kernels_of_the_device(topology, launches, record_property):
+@on(**PLAIN)
+def test_a_prompt_is_continued_as_by_the_processes_of_the_run(topology, launches, capsys, record_property):
+    """Twice the same, on the CPU, from what the run has left. All its ranks end, though they draw different tokens."""
+    folder = launches.run(topology, "transformer")
+    for _ in range(2):
+        assert run_many.run("transformer", ["--output_dir", folder, "--prompt", "", *TEXT[-2:]]) is None
+    sample = printable(run_reader.summary(folder)["test_sample"])
+    record_property("figure", repr(sample))
+    assert capsys.readouterr().out == f"{sample}\n" * 2
+
+
+@on("cpu", "cpu_ddp", "single_gpu", "ddp", **PLAIN)
+def test_a_profile_has_the_kernels_of_the_device_and_their_overlap(topology, launches, record_property):
+    """Several processes communicate, and a part of that during the backward pass."""
     table = (launches.run(topology, "profiled") / "profile" / "table.txt").read_text()
     found = re.search(rf"Self {'CUDA' if topology.gpus else 'CPU'} time total: ([\d.]+)(\w+)", table)
     assert found, table[-1000:]
-    record_property("figure", f"{found[1]} {found[2]}")
+    sent, overlapped = (float(re.search(rf"{name} +([\d.]+)", table)[1]) for name in ("communication", "overlapped"))
+    record_property("figure", f"{found[1]} {found[2]}, communication {sent} ms per step, overlapped {overlapped} ms")
     assert float(found[1]) > 0
+    if topology.processes() > 1:
+        assert sent > 0
+        assert overlapped > 0
 
 
 @on(precisions=("bf16",))
