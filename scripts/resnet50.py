@@ -338,7 +338,7 @@ def main():
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if ema is not None:
-        shard(ema.module, accelerator)  # with fsdp.yaml, like the model in `prepare`
+        shard(accelerator, ema.module)  # with fsdp.yaml, like the model in `prepare`
         checkpoint["model_ema"] = ema
     # DDP would copy rank 0's running statistics to all ranks. Instead they are averaged over the ranks, once per step.
     model.forward_sync_buffers = False

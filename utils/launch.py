@@ -14,10 +14,12 @@ from pathlib import Path
 import accelerate.optimizer
 import psutil
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
@@ -50,6 +52,12 @@ class TrainingAccelerator(Accelerator):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.around_backward = []
+        if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            plugin = FullyShardedDataParallelPlugin()  # Accelerate would use DDP
+            if self.mixed_precision != "no":
+                plugin.set_mixed_precision(self.mixed_precision)
+            self.state.fsdp_plugin = plugin
+            self.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
     def backward(self, loss, **kwargs):
         with contextlib.ExitStack() as stack:
@@ -69,6 +77,21 @@ class TrainingAccelerator(Accelerator):
 
             model = data_parallel(model, self)
         return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def _prepare_fsdp2(self, *args):
+        """Shard any model, also on CPUs; Accelerate's policies refuse or leave whole what they do not know."""
+        from .parallel.fsdp import shard
+
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        for model in [arg for arg in args if isinstance(arg, torch.nn.Module)]:
+            shard(self, model, optimizers)
+            self._models.append(model)
+        for first_pass in (True, False):
+            args = [
+                arg if isinstance(arg, torch.nn.Module) else self._prepare_one(arg, first_pass=first_pass)
+                for arg in args
+            ]
+        return args
 
 
 def make_accelerator(

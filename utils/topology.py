@@ -96,8 +96,8 @@ def check_config(accelerator: Accelerator, options, config) -> None:
         )
     if accelerator.device.type == "cpu" and not wants_cpu():
         stop(f"{name} asks for a GPU, but none is visible: use cpu.yaml or cpu_ddp.yaml")
-    if kind == DistributedType.FSDP and runs != DistributedType.FSDP:
-        stop(f"{name} asks for FSDP, but {runs.value} is running: Accelerate shards models only on GPUs")
+    if kind == DistributedType.FSDP and runs != DistributedType.FSDP and accelerator.num_processes > 1:
+        stop(f"{name} asks for FSDP, but {runs.value} is running: use make_accelerator of utils/launch.py")
 
 
 def same_on_all(facts: dict) -> dict:

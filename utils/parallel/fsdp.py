@@ -1,9 +1,12 @@
-"""FSDP2 (fsdp.yaml): making and averaging models with sharded parameters; checkpoint/state.py saves them."""
+"""FSDP2 (fsdp.yaml, cpu_fsdp.yaml): making and averaging models whose parameters are sharded over the processes."""
+
+from collections import Counter
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, fsdp2_prepare_model
+from accelerate.utils import DistributedType
 from torch import nn
+from torch.optim import Optimizer
 
 
 def memory_format(accelerator: Accelerator) -> torch.memory_format:
@@ -21,17 +24,58 @@ def supports_fused_step(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type != DistributedType.FSDP
 
 
-def shard(model: nn.Module, accelerator: Accelerator) -> None:
-    """Under FSDP, shard a model that has no optimizer: a moving average.
+def units(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """The modules that are gathered and freed on their own: entries of lists, such as blocks, and embeddings.
 
-    A sharded model cannot be copied. Create the AveragedModel of the unsharded model, and call `shard(average.module,
-    accelerator)` after `prepare`.
+    Inner ones come first. Left out, and so gathered with what contains them: modules of up to `min_num_params`
+    parameters, those with a parameter that others use too (tied weights), and containers without a `forward`.
     """
-    if accelerator.distributed_type == DistributedType.FSDP:
-        fsdp2_prepare_model(accelerator, model)
-        # Also the outermost module: it would otherwise stay unsharded after a test, and the next step of the average
-        # would update a copy that is thrown away.
-        model.set_reshard_after_forward(True)
+    owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
+    entries = {entry for parent in lists for entry in parent.children()}
+    found = []
+    for module in reversed(list(model.modules())):
+        own = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
+        is_large = sum(p.numel() for p in own) > min_num_params
+        is_called = type(module).forward is not nn.Module.forward
+        is_unit = is_large and is_called and (module in entries or type(module) is nn.Embedding)
+        if is_unit and all(owners[p] == count for p, count in own.items()):
+            found.append(module)
+    return found
+
+
+def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer] = ()) -> None:
+    """Shard a model in place with torch's fully_shard, and have `optimizers` train its shards. Collective.
+
+    The config file says what is gathered on its own (fsdp_min_num_params), in which precision (mixed_precision), what
+    is freed after the forward pass, and whether shards are kept on the CPU. Without FSDP, nothing happens.
+
+    A sharded model cannot be copied. Create an AveragedModel of the unsharded model, and call `shard(accelerator,
+    average.module)` after `prepare`.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    if isinstance(model, FSDPModule):
+        return
+    plugin = accelerator.state.fsdp_plugin
+    options = {
+        "mesh": init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "offload_policy": plugin.cpu_offload,
+    }
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group in groups:  # without the whole parameters, which would stay in memory
+        group["params"] = [names[id(parameter)] for parameter in group["params"]]
+    for module in [*units(model, plugin.min_num_params or 0), model]:
+        fully_shard(module, **options)
+    shards = dict(model.named_parameters())
+    for group in groups:
+        group["params"] = [shards[name] for name in group["params"]]
 
 
 @torch.no_grad()
