@@ -95,7 +95,7 @@ def check_config(accelerator: Accelerator, options, config) -> None:
             f"{plural(accelerator.num_processes, 'process')}: use one of the files in accelerate_configs"
         )
     if accelerator.device.type == "cpu" and not wants_cpu():
-        stop(f"{name} asks for a GPU, but none is visible: use cpu.yaml or cpu_ddp.yaml")
+        stop(f"{name} asks for a GPU, but none is visible: use cpu.yaml, cpu_ddp.yaml or cpu_fsdp.yaml")
     if kind == DistributedType.FSDP and runs != DistributedType.FSDP and accelerator.num_processes > 1:
         stop(f"{name} asks for FSDP, but {runs.value} is running: use make_accelerator of utils/launch.py")
 

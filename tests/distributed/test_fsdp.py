@@ -1,10 +1,9 @@
-"""Sharded models, by Accelerate's FSDP2 and fsdp.yaml, on 2 processes of the CPU.
+"""Sharded models, by cpu_fsdp.yaml, on 2 processes.
 
-This file is also the script that its tests launch: fsdp_on_cpu.py, but with the small ResNet in
+This file is also the script that its tests launch: run_many.py, but with the small ResNet in
 float64 of small_resnets.py.
 """
 
-import fsdp_on_cpu
 import pytest
 import run_many
 import run_reader
@@ -22,11 +21,10 @@ from utils.checkpoint.state import OptimizerState
 from utils.parallel.fsdp import update_average
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
-# 5 steps, the last one of 3 images. fc1 is sharded on its own (over 100,000 parameters), into
-# parts of 97 and 96 rows, and fc2 with the rest.
+# 5 steps, the last one of 3 images. fc1 is sharded into parts of 97 and 96 rows.
 MLP = ["--dtype", "float64", "--hidden", 193, "--dropout", 0.1, "--batch_size", 250]
 MLP += ["--num_epochs", 1, *CHECKPOINTS]
-# All parameters are sharded together. Most steps are clipped, and the last one has 3 images for
+# Most steps are clipped, and the last one has 3 images for
 # the 4 micro-batches of 2 processes.
 CLIPPED = ["--float64", "--variable_length", "--max_grad_norm", 0.2]
 CLIPPED += ["--batch_size", 250, "--num_epochs", 1, *CHECKPOINTS]
@@ -49,7 +47,7 @@ def main():
         return run(script, flags)
 
     run_many.run = run_small
-    fsdp_on_cpu.main()
+    run_many.main()
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +86,11 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
         ["--script", "resnet50", *resnet, "--output_dir", "resnet"],
         resumed("resnet_one", 2, "resnet_one_to_sharded", *resnet),
     )
-    options = {**fsdp_on_cpu.LAUNCH, "script": ROOT / "tests" / "distributed" / "test_fsdp"}
-    shared_launcher("fsdp", *words, timeout=400, **options)
+    script = ROOT / "tests" / "distributed" / "test_fsdp"
+    shared_launcher("cpu_fsdp", *words, timeout=400, script=script)
     ddp, sharded = resumed("sharded", 2, "ddp", *mlp), resumed("ddp", 4, "sharded_last", *mlp)
     shared_launcher("cpu_ddp", *run_many.words("mlp", ddp), script=run_many.FILE)
-    shared_launcher("fsdp", *run_many.words("mlp", sharded), **options)
+    shared_launcher("cpu_fsdp", *run_many.words("mlp", sharded), script=script)
     return folder
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import fsdp_on_cpu
 import pytest
 import run_many
 import run_reader
@@ -33,7 +32,6 @@ from small_resnets import use_4_blocks, use_narrow
 from utils.console import plural, printable
 
 # 2 x 21 steps, the last of each epoch with 3 images: on 4 GPUs or more, some have none of them.
-# FSDP shards a layer on its own from 100,000 parameters on: the first one has 125,440.
 FLAGS = ["--num_epochs", 2, "--batch_size", 50, "--lr", 1e-3, "--hidden", 160, "--dropout", 0.1]
 FLAGS += ["--log_every", 1, "--checkpoint_every", 30, "--keep_checkpoints", 0]
 STEPS, CUT = 42, 30  # of a run; the one after which it is cut back: in the middle of an epoch
@@ -58,12 +56,7 @@ class Topology(NamedTuple):
 
     @property
     def name(self) -> str:
-        where = " on the CPU" if self.stands_in() else ""
-        return self.config + where + ("" if self.precision == "no" else f", {self.precision}")
-
-    def stands_in(self) -> bool:
-        """Whether fsdp_on_cpu.py shards on the CPU, in place of GPUs."""
-        return self.config == "fsdp" and not self.gpus
+        return self.config + ("" if self.precision == "no" else f", {self.precision}")
 
     def unfit(self, gpus: int | None = None) -> str | None:
         """Why this machine cannot run it, or not with so many GPUs as a check needs; or None."""
@@ -77,7 +70,7 @@ class Topology(NamedTuple):
 
     def processes(self) -> int:
         """Not what the config says, but what it is meant to say."""
-        if self.stands_in() or self.config == "cpu_ddp":
+        if self.config in ("cpu_ddp", "cpu_fsdp"):
             return 2
         return torch.cuda.device_count() if self.config in ("ddp", "fsdp") else 1
 
@@ -87,7 +80,7 @@ class Topology(NamedTuple):
     def distributed_type(self) -> str:
         if self.config == "dp" and self.devices() > 1:
             return "DATA_PARALLEL"
-        known = {"cpu_ddp": "MULTI_CPU", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
+        known = {"cpu_ddp": "MULTI_CPU", "cpu_fsdp": "FSDP", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
         return known.get(self.config, "NO")
 
     def reference(self) -> "Topology":
@@ -104,19 +97,17 @@ TOPOLOGIES = [
     Topology("cpu_ddp"),
     Topology("dp", 1),
     Topology("ddp", 1),
-    Topology("fsdp"),
+    Topology("cpu_fsdp"),
     Topology("fsdp", 1),
 ]
-TOPOLOGIES += [each._replace(precision="bf16") for each in TOPOLOGIES if each.config != "cpu" and not each.stands_in()]
+TOPOLOGIES += [each._replace(precision="bf16") for each in TOPOLOGIES if each.config not in ("cpu", "cpu_fsdp")]
 
 
-def on(*configs, precisions=("no", "bf16"), stand_ins=True):
+def on(*configs, precisions=("no", "bf16")):
     """Parametrize a test with the topologies of these configs; without configs, with all."""
     marked = []
     for each in TOPOLOGIES:
         if (configs and each.config not in configs) or each.precision not in precisions:
-            continue
-        if each.stands_in() and not stand_ins:
             continue
         marks = [pytest.mark.slow, *([pytest.mark.gpu] if each.gpus else [])]
         name = each.name.replace(", ", "-").replace(" ", "_")
@@ -124,7 +115,7 @@ def on(*configs, precisions=("no", "bf16"), stand_ins=True):
     return pytest.mark.parametrize("topology", marked, indirect=True)
 
 
-SEVERAL = ("cpu_ddp", "dp", "ddp", "fsdp")
+SEVERAL = ("cpu_ddp", "cpu_fsdp", "dp", "ddp", "fsdp")
 PLAIN = {"precisions": ("no",)}
 
 
@@ -173,8 +164,6 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
     transformer = [*small, "transformer", "float32", *text]
     accumulation = ["--script", "gradient_accumulation", *cells]
     runs |= {"transformer": transformer, "gradient_accumulation": accumulation}
-    if topology.stands_in():
-        return runs
     runs |= speed_runs(topology, small, texts)
     if not plain:
         return runs
@@ -283,16 +272,13 @@ class Launches:
 
     def launch_once(self, topology: Topology, folder: Path, planned: dict[str, list]) -> str:
         runs = [[*flags, "--timeout_s", 120, "--output_dir", name] for name, flags in planned.items()]
-        stand_in = {"script": run_many.FILE, "launch_flags": []}
-        if topology.stands_in():
-            stand_in = fsdp_on_cpu.LAUNCH
         own, self.launcher.folder = self.launcher.folder, folder
         try:
             done = self.launcher(
                 topology.config,
                 *run_many.words("mlp", *runs),
-                script=stand_in["script"],
-                launch_flags=["--mixed_precision", topology.precision, *stand_in["launch_flags"]],
+                script=run_many.FILE,
+                launch_flags=["--mixed_precision", topology.precision],
                 timeout=TIMEOUT_S,
                 check=False,
             )
@@ -413,7 +399,7 @@ def test_a_flag_changes_no_numbers(topology, name, flag, launches, at_most):
     at_most({"loss": of_losses(plain, launches.run(topology, name))}, {"loss": TOLERANCE["float32"]})
 
 
-@on(stand_ins=False, **PLAIN)
+@on(**PLAIN)
 def test_workers_read_what_one_process_reads(topology, launches, at_most):
     """Their batches lie in pinned memory on GPUs, whose convolutions do not have the same bits twice."""
     run, other = (launches.run(topology, name) for name in ("resnet50", "workers"))
@@ -576,7 +562,7 @@ def flops_of_a_sample(script: str, folder: Path, parameters: int) -> float:
     return 6 * parameters * (49 if script == "gradient_accumulation" else 1)  # 49 cells of an image share them
 
 
-@on(stand_ins=False)
+@on()
 def test_speed_is_reported(topology, launches, record_property):
     rows, wide = [], topology.precision == "bf16"
     for script in ("mnist_mlp", "gradient_accumulation", "resnet50", "transformer"):
@@ -613,8 +599,8 @@ def test_each_config_is_here_and_its_gpu_parameters_are_marked(request):
 @pytest.mark.parametrize(("gpus", "split"), [(0, {"cpu_ddp"}), (1, {"cpu_ddp"}), (8, {"cpu_ddp", "dp", "ddp"})])
 def test_what_runs_on_a_machine(monkeypatch, gpus, split):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    fit = {"cpu", "cpu_ddp"} | ({"single_gpu", "dp", "ddp", "fsdp"} if gpus else set())
-    plain = [each for each in TOPOLOGIES if each.precision == "no" and not each.stands_in()]
+    fit = {"cpu", "cpu_ddp", "cpu_fsdp"} | ({"single_gpu", "dp", "ddp", "fsdp"} if gpus else set())
+    plain = [each for each in TOPOLOGIES if each.precision == "no"]
     here = [each for each in plain if each.unfit() is None]
     assert {each.config for each in here} == fit
     runs = {each.config: planned_runs(each, Path("mnist"), Path("tiny"), Path("texts")) for each in here}
@@ -630,10 +616,11 @@ def test_what_runs_on_a_machine(monkeypatch, gpus, split):
         run_many.load(chosen, run_many.path_of(chosen)).parse_args()
     is_split = {name for name in fit if "split_1f1b" in runs[name]}
     assert is_split == split | (fit & {"cpu", "single_gpu"})
-    assert {"cpu_ddp_float64", "cpu_ddp_virtual", "fsdp on the CPU_float64"} <= set(runs["cpu"])
+    assert {"cpu_ddp_float64", "cpu_ddp_virtual", "cpu_fsdp_float64"} <= set(runs["cpu"])
     if gpus:
         processes = {each.config: each.processes() for each in here}
-        assert processes == {"cpu": 1, "cpu_ddp": 2, "single_gpu": 1, "dp": 1, "ddp": gpus, "fsdp": gpus}
+        on_cpus = {"cpu": 1, "cpu_ddp": 2, "cpu_fsdp": 2}
+        assert processes == {**on_cpus, "single_gpu": 1, "dp": 1, "ddp": gpus, "fsdp": gpus}
 
 
 @pytest.mark.parametrize(

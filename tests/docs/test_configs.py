@@ -19,7 +19,8 @@ from conftest import ROOT, free_port
 from utils import topology
 
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-NAMES = {"cpu", "cpu_ddp", "single_gpu", "dp", "ddp", "multi_node", "fsdp"}
+ON_CPUS = {"cpu", "cpu_ddp", "cpu_fsdp"}
+NAMES = {*ON_CPUS, "single_gpu", "dp", "ddp", "multi_node", "fsdp"}
 
 
 def test_all_topologies_are_there_and_explained():
@@ -134,15 +135,16 @@ def test_a_process_sees_the_first_gpu_alone_or_all_of_them(name, visible, monkey
     assert launched_environment(name).get("CUDA_VISIBLE_DEVICES") == visible
 
 
-def test_fsdp_frees_gathered_parameters_and_shards_large_modules_each_on_its_own(monkeypatch):
-    for variable, value in launched_environment("fsdp").items():
+@pytest.mark.parametrize(("name", "large"), [("fsdp", 100_000), ("cpu_fsdp", 10_000)])
+def test_fsdp_frees_gathered_parameters_and_shards_large_modules_each_on_its_own(monkeypatch, name, large):
+    for variable, value in launched_environment(name).items():
         monkeypatch.setenv(variable, value)
     plugin = FullyShardedDataParallelPlugin()
-    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.min_num_params) == (2, True, 100_000)
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.min_num_params) == (2, True, large)
     assert plugin.cpu_ram_efficient_loading is False
 
 
-@pytest.mark.parametrize("name", ["cpu", "cpu_ddp"])
+@pytest.mark.parametrize("name", sorted(ON_CPUS))
 def test_cpu_configs_want_the_cpu_also_beside_gpus(name, monkeypatch):
     config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
     hidden = "" if config.gpu_ids is None else config.gpu_ids  # the launcher exports it
@@ -171,7 +173,7 @@ def test_an_own_script_must_ask_for_the_cpu_as_the_header_says(launcher, monkeyp
     assert launcher("cpu_ddp", script=script).stdout.split() == ["2", "2"]
 
 
-@pytest.mark.parametrize("name", sorted(NAMES - {"cpu", "cpu_ddp"}))
+@pytest.mark.parametrize("name", sorted(NAMES - ON_CPUS))
 def test_gpu_configs_do_not_want_the_cpu(name, monkeypatch):
     config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -7,7 +7,7 @@ these tests.
 Each run leaves what a launch of its own would leave, bit by bit. Before one that begins with
 `--back_to a 20 b` the folder `a` is copied to `b`, as a kill between step 20 and the next
 checkpoint would have left it. One that begins with `--script path.py` is a run of another script,
-and so are those after it.
+and so are those after it. With a config that asks for FSDP, models must be sharded.
 """
 
 import gc
@@ -107,7 +107,28 @@ def back_to(run: Path, step: int, copied: Path) -> Path:
     return copied
 
 
+def check_shards() -> None:
+    """Have `prepare` fail where a process holds more than its part of a model, so that no test passes with DDP."""
+    from accelerate import Accelerator
+    from torch import nn
+
+    prepare = Accelerator.prepare
+
+    def prepare_and_check(self, *args, **options):
+        prepared = prepare(self, *args, **options)
+        for model in prepared if isinstance(prepared, tuple) else (prepared,):
+            if isinstance(model, nn.Module) and self.num_processes > 1:
+                held = sum(parameter.to_local().numel() for parameter in model.parameters())
+                part = sum(parameter.numel() for parameter in model.parameters()) / self.num_processes
+                assert 0.6 * part < held < 1.4 * part, (held, part)
+        return prepared
+
+    Accelerator.prepare = prepare_and_check
+
+
 def main():
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        check_shards()
     script, *runs = sys.argv[1:]
     for flags in map(shlex.split, runs):
         if flags[0] == "--script":

@@ -3,7 +3,6 @@
 import math
 import os
 
-import fsdp_on_cpu
 import pytest
 import run_many
 import run_reader
@@ -408,13 +407,13 @@ def test_two_processes_have_the_numbers_of_one_also_with_dropout(train, launcher
 
 @pytest.mark.slow
 def test_two_sharded_processes_have_the_numbers_of_one(shared_launcher, texts, home):
-    """The embedding is sharded on its own, and used twice: for tokens and for logits."""
+    """The embedding is used twice: for tokens and for logits."""
     flags = ["--dataset", texts, *FLAGS, "--float64", "--dim", 512, "--layers", 1, "--max_steps", 4, "--lr", 1e-3]
     folder = shared_launcher.folder
     assert run_many.run("transformer", [*flags, "--output_dir", folder / "whole"]) is None
     checkpointed = ["--checkpoint_activations", "--gradient_accumulation_steps", 2, "--output_dir", "sharded_twice"]
     words = run_many.words("transformer", [*flags, "--output_dir", "sharded"], [*flags, *checkpointed])
-    shared_launcher("fsdp", *words, timeout=300, **fsdp_on_cpu.LAUNCH)
+    shared_launcher("cpu_fsdp", *words, timeout=300, script=run_many.FILE)
     for run in ("sharded", "sharded_twice"):
         assert run_reader.launches(folder / run)[0]["distributed_type"] == "FSDP"
         assert losses(folder / run) == pytest.approx(losses(folder / "whole"), rel=1e-10)

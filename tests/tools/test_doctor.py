@@ -110,10 +110,10 @@ def test_without_the_packages_it_says_so(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("gpus", "device", "names"),
     [
-        (0, "cpu", ["cpu", "cpu_ddp"]),
-        (1, "mps", ["single_gpu", "cpu", "cpu_ddp"]),
-        (1, "cuda", ["single_gpu", "multi_node", "cpu", "cpu_ddp"]),
-        (2, "cuda", ["ddp", "dp", "fsdp", "single_gpu", "multi_node", "cpu", "cpu_ddp"]),
+        (0, "cpu", ["cpu", "cpu_ddp", "cpu_fsdp"]),
+        (1, "mps", ["single_gpu", "cpu", "cpu_ddp", "cpu_fsdp"]),
+        (1, "cuda", ["single_gpu", "multi_node", "cpu", "cpu_ddp", "cpu_fsdp"]),
+        (2, "cuda", ["ddp", "dp", "fsdp", "single_gpu", "multi_node", "cpu", "cpu_ddp", "cpu_fsdp"]),
     ],
 )
 def test_configs_that_fit(machine, capsys, gpus, device, names):
@@ -134,7 +134,7 @@ def test_commands_are_accepted_by_the_launcher(machine, gpus):
         assert (ROOT / options.training_script).is_file()
         flags = options.training_script_args
         values = dict(zip(flags[::2], flags[1::2], strict=True))
-        processes = {"multi_node": 2 * gpus, "cpu_ddp": 2, "single_gpu": 1, "cpu": 1}
+        processes = {"multi_node": 2 * gpus, "cpu_ddp": 2, "cpu_fsdp": 2, "single_gpu": 1, "cpu": 1}
         assert int(values.get("--batch_size", 256)) % processes.get(name, gpus) == 0
         if name == "multi_node":
             assert (options.num_processes, options.num_machines) == (2 * gpus, 2)

@@ -38,7 +38,12 @@ def asked(monkeypatch):
             "asks for 4 processes with distributed_type MULTI_CPU, but the run has 1 process:",
         ),
         ({}, {}, {}, "asks for a GPU, but none is visible"),
-        ({"distributed_type": "FSDP", "gpu_ids": "-1,-1"}, {}, {"kind": "MULTI_CPU"}, "asks for FSDP"),
+        (
+            {"distributed_type": "FSDP", "gpu_ids": "-1,-1", "num_processes": 2},
+            {"WORLD_SIZE": "2"},
+            {"processes": 2, "kind": "MULTI_CPU"},
+            "asks for FSDP, but MULTI_CPU is running",
+        ),
         ({"num_processes": 8}, {"WORLD_SIZE": "4"}, {"processes": 4, "device": "cuda"}, "asks for 8 processes"),
         ({"use_cpu": True}, {}, {"precision": "fp16"}, "precision fp16 needs a GPU: "),
         (
@@ -70,6 +75,12 @@ def test_the_topology_that_was_asked_for_runs(asked, monkeypatch):
     topology.check_topology(fake_accelerator(4, device="cuda", kind="FSDP", precision="fp16"))
     asked(cluster(distributed_type="MULTI_GPU", num_processes="gpu"))
     topology.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
+    asked(cluster(distributed_type="FSDP", num_processes=4))
+    topology.check_topology(fake_accelerator(4, kind="FSDP"))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    asked(cluster(distributed_type="FSDP"))
+    topology.check_topology(fake_accelerator())  # one process has nothing to shard
 
 
 @pytest.mark.slow
@@ -114,7 +125,7 @@ def test_a_gpu_config_without_a_gpu_names_the_way_out(launcher):
     if torch.accelerator.is_available():
         pytest.skip("there is a GPU here")
     done = launcher("single_gpu", check=False)
-    assert "asks for a GPU, but none is visible: use cpu.yaml or cpu_ddp.yaml" in done.stderr
+    assert "asks for a GPU, but none is visible: use cpu.yaml, cpu_ddp.yaml or cpu_fsdp.yaml" in done.stderr
 
 
 def test_what_differs_between_processes_is_named(monkeypatch, capsys):

@@ -172,6 +172,7 @@ def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
         (cuda, "multi_node", "two machines like this one, each with its own --machine_rank", many, many_batch),
         (True, "cpu", "a first run without a GPU" if count else "torch sees no GPU", "", ""),
         (True, "cpu_ddp", "DistributedDataParallel without a GPU, to learn or test", "", ""),
+        (True, "cpu_fsdp", "sharding without a GPU, to learn or test", "", ""),
     ]
     launch = "accelerate launch --config_file accelerate_configs"
     return [
