@@ -19,7 +19,8 @@ from utils.extras.banner import cpu_name, git_commit
 COLUMNS = dict.fromkeys(("config", "check", "figure", "tolerance", "seconds", "outcome"), "{}")
 SPEED_COLUMNS = {"config": "{}", "processes": "{}", "devices": "{}", "script": "{}", "per second": "{:,.0f}"}
 SPEED_COLUMNS |= {"of": "{}", "TFLOP/s per device": "{:.3g}", "of its peak": "{:.1%}", "memory, GiB": "{:.2f}"}
-# Dense TFLOP/s in bf16, TF32 and float32 by torch's name of a GPU: NVIDIA's data sheets.
+# TFLOP/s in bf16, TF32 and float32 by torch's name of a GPU: NVIDIA's data sheets and white papers, without sparsity,
+# with sums in float32. A GeForce above its boost clock does more.
 PEAKS = {
     "NVIDIA B200": (2250, 1100, 75),
     "NVIDIA H100 80GB HBM3|NVIDIA H200": (989, 495, 67),
