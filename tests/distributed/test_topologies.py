@@ -552,8 +552,11 @@ def samples_per_s(folder: Path) -> float:
 
 
 def flops_of_a_sample(script: str, folder: Path, parameters: int) -> float:
-    """Of forward and backward: 6 for each weight and product with it; attention as in the appendix of
-    https://arxiv.org/abs/2204.02311, not halved for what is masked; ResNet-50 at 224 x 224 has 4.09e9 products."""
+    """Of forward and backward: 6 for each weight and product with it; ResNet-50 at 224 x 224 has 4.09e9 products.
+
+    Attention counts in full, also what the causal mask leaves out, as in nanoGPT and PaLM's MFU, appendix B of
+    https://arxiv.org/abs/2204.02311: a GPU that skips it shows a larger share of its peak than it does.
+    """
     if script == "resnet50":
         return 6 * 4.09e9 * (run_reader.record(folder)["arguments"]["image_size"] / 224) ** 2
     if script == "transformer":
