@@ -1,11 +1,13 @@
 """ResNet-50s that train in seconds. `setattr` is pytest's, to undo it, or Python's."""
 
+from functools import partial
+
 import torch
 import torchvision
 from torch import nn
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from scripts import resnet50
+from scripts import model_split, resnet50
 
 
 def use_4_blocks(setattr) -> None:
@@ -50,3 +52,10 @@ class NarrowResNet(ResNet):
 
 def use_narrow(setattr) -> None:
     setattr(torchvision.models, "resnet50", NarrowResNet)
+
+
+def use_quick(setattr) -> None:
+    """Narrow, without the picture, and with blocks that are measured once."""
+    use_narrow(setattr)
+    draw_nothing(setattr)
+    setattr(model_split, "measure_blocks", partial(model_split.measure_blocks, rounds=1))
