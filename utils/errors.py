@@ -1,10 +1,11 @@
 """A one-line message instead of a traceback, for errors that a user can do something about."""
 
 import sys
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from .console import is_local_main, show, show_error
+from .console import is_local_main, own_line, show, show_error
 
 
 def explain_errors() -> list[tuple[Callable, Callable]]:
@@ -30,3 +31,17 @@ def explain_errors() -> list[tuple[Callable, Callable]]:
     hook.other_hook = getattr(sys.excepthook, "other_hook", sys.excepthook)
     sys.excepthook = hook
     return explanations
+
+
+def is_used_outside(error: BaseException) -> bool:
+    """Whether a weight that FSDP has sharded was used while it was not gathered."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def used_outside(error: BaseException, trace: TracebackType | None) -> str:
+    """The advice for such an error."""
+    line = own_line(reversed([*traceback.walk_tb(trace)]))
+    return (
+        f"a weight is used outside of the forward of its module, at {line}: FSDP gathers it only while that module is "
+        "called, so call the module, or raise fsdp_min_num_params of the config file above the module's parameters"
+    )

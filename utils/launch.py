@@ -27,7 +27,7 @@ from accelerate.utils import (
 )
 
 from .console import stop
-from .errors import explain_errors
+from .errors import explain_errors, is_used_outside, used_outside
 from .extras import out_of_memory
 from .extras.banner import code_digest
 from .extras.watchdog import Watchdog, end_process_group, is_lost_peer
@@ -60,6 +60,8 @@ class TrainingAccelerator(Accelerator):
             self.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
     def backward(self, loss, **kwargs):
+        if self.is_fsdp2 and kwargs.get("inputs") is not None:
+            stop("accelerator.backward(inputs=...) gives sharded models no gradients: omit it, and use zero_grad")
         with contextlib.ExitStack() as stack:
             for around in reversed(self.around_backward):
                 stack.enter_context(around())
@@ -78,20 +80,28 @@ class TrainingAccelerator(Accelerator):
             model = data_parallel(model, self)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
-    def _prepare_fsdp2(self, *args):
-        """Shard any model, also on CPUs; Accelerate's policies refuse or leave whole what they do not know."""
-        from .parallel.fsdp import shard
+    def prepare(self, *args, device_placement=None):
+        """As in Accelerate, which under FSDP takes only one model, and leaves whole or refuses some kinds.
+
+        Raises:
+            SystemExit: if an optimizer trains what FSDP has not sharded.
+        """
+        if not self.is_fsdp2:
+            return super().prepare(*args, device_placement=device_placement)
+        from .parallel.fsdp import check_sharded, shard
 
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         for model in [arg for arg in args if isinstance(arg, torch.nn.Module)]:
             shard(self, model, optimizers)
+            model._is_accelerate_prepared = True
             self._models.append(model)
-        for first_pass in (True, False):
+        check_sharded(optimizers)
+        for first_pass in (True, False):  # schedulers second
             args = [
                 arg if isinstance(arg, torch.nn.Module) else self._prepare_one(arg, first_pass=first_pass)
                 for arg in args
             ]
-        return args
+        return tuple(args) if len(args) > 1 else args[0]
 
 
 def make_accelerator(
@@ -205,6 +215,7 @@ def attach_to_process(args: argparse.Namespace) -> Watchdog | None:
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
     explanations = explain_errors()
     explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))
+    explanations.append((is_used_outside, used_outside))
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         return None
     watchdog = Watchdog(args)

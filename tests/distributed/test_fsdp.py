@@ -4,13 +4,15 @@ This file is also the script that its tests launch: run_many.py, but with the sm
 float64 of small_resnets.py.
 """
 
+import json
+
 import pytest
 import run_many
 import run_reader
 import small_resnets
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from conftest import ROOT
 from fakes import fake_accelerator
 from torch import nn
@@ -18,7 +20,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.checkpoint import read_checkpoint
 from utils.checkpoint.state import OptimizerState
-from utils.parallel.fsdp import update_average
+from utils.errors import is_used_outside, used_outside
+from utils.launch import TrainingAccelerator
+from utils.parallel.fsdp import units, update_average
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
 # 5 steps, the last one of 3 images. fc1 is sharded into parts of 97 and 96 rows.
@@ -194,6 +198,86 @@ def test_the_moving_average_is_that_of_torch():
         theirs.module[1].num_batches_tracked.copy_(model[1].num_batches_tracked)  # an average of counts means nothing
         for name, tensor in theirs.module.state_dict().items():
             assert torch.equal(ours.module.state_dict()[name], tensor)
+
+
+OTHERS = {"llama": "transformers", "gpt2": "transformers", "lora": "peft", "vit": "timm"}
+MODELS = [pytest.param(name, marks=pytest.mark.others(library)) for name, library in OTHERS.items()]
+
+
+@pytest.fixture(scope="module")
+def differences(request, shared_launcher):
+    """What sharded_models.py writes, of the models that chosen tests ask for."""
+    tests = [item for item in request.session.items if item.path == request.path and "model" in item.fixturenames]
+    names = dict.fromkeys(test.callspec.params["model"] for test in tests if not test.get_closest_marker("skip"))
+    program = ROOT / "tests" / "programs" / "sharded_models"
+    few = ["--fsdp_min_num_params", 100]
+    shared_launcher("cpu_fsdp", *names, script=program, launch_flags=few, timeout=300)
+    return json.loads((shared_launcher.folder / "differences.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "encoder", "resnet18", *MODELS])
+def test_any_model_is_sharded_and_has_the_numbers_of_a_whole_one(differences, model):
+    largest, gathered_alone = differences[model]
+    assert largest <= 1e-12
+    assert len(gathered_alone) > 2  # the model and its blocks
+
+
+@pytest.fixture
+def one_process_shards():
+    """A TrainingAccelerator that shards over one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    accelerator = TrainingAccelerator(cpu=True)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, min_num_params=10)
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    yield accelerator
+    torch.distributed.destroy_process_group()
+
+
+class Plain(nn.Module):
+    """Two blocks in a list, a tied head, an embedding whose weight is used elsewhere, and a small layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(5, 4), nn.Embedding(3, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.small, self.head = nn.ModuleList([nn.Linear(4, 1)]), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.words(ids) + self.places.weight)
+
+
+def test_blocks_and_embeddings_are_gathered_on_their_own():
+    model = Plain()
+    assert units(model, 10) == [*reversed(model.blocks), model.places]
+    assert units(model, 20) == []
+
+
+def test_a_weight_that_is_used_outside_of_its_module_is_explained(one_process_shards):
+    model = one_process_shards.prepare(Plain())
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.tensor([[0, 1, 2]]))
+    assert is_used_outside(raised.value)
+    assert "tests/distributed/test_fsdp.py:" in used_outside(raised.value, raised.tb)
+
+
+def test_what_sharding_would_not_train_is_refused(one_process_shards, capsys):
+    """In an optimizer: weights of a model outside of `prepare`; in a model: one without dimensions."""
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+    one_process_shards.prepare(models[0], optimizers[0])
+    assert [*models[0].parameters()] == optimizers[0].param_groups[0]["params"]
+    with pytest.raises(SystemExit):
+        one_process_shards.prepare(optimizers[1])
+    assert "an optimizer trains a parameter that FSDP has not sharded" in capsys.readouterr().err
+    models[1].temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(SystemExit):
+        one_process_shards.prepare(models[1], optimizers[1])
+    assert "of shape (), and temperature is one" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        one_process_shards.backward(models[0](torch.ones(3)).sum(), inputs=[*models[0].parameters()])
+    assert "accelerator.backward(inputs=...)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

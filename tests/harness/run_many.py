@@ -109,10 +109,11 @@ def back_to(run: Path, step: int, copied: Path) -> Path:
 
 def check_shards() -> None:
     """Have `prepare` fail where a process holds more than its part of a model, so that no test passes with DDP."""
-    from accelerate import Accelerator
     from torch import nn
 
-    prepare = Accelerator.prepare
+    from utils.launch import TrainingAccelerator
+
+    prepare = TrainingAccelerator.prepare
 
     def prepare_and_check(self, *args, **options):
         prepared = prepare(self, *args, **options)
@@ -123,7 +124,7 @@ def check_shards() -> None:
                 assert 0.6 * part < held < 1.4 * part, (held, part)
         return prepared
 
-    Accelerator.prepare = prepare_and_check
+    TrainingAccelerator.prepare = prepare_and_check
 
 
 def main():

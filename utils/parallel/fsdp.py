@@ -8,6 +8,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
+from ..console import stop
+
 
 def memory_format(accelerator: Accelerator) -> torch.memory_format:
     """The memory format for the weights of an image model: channels_last, except under FSDP.
@@ -52,6 +54,9 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
 
     A sharded model cannot be copied. Create an AveragedModel of the unsharded model, and call `shard(accelerator,
     average.module)` after `prepare`.
+
+    Raises:
+        SystemExit: if the model has a parameter without dimensions, which has no rows to share.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
@@ -60,6 +65,9 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
 
     if isinstance(model, FSDPModule):
         return
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    if scalars:
+        stop(f"FSDP cannot shard a parameter of shape (), and {', '.join(scalars)} is one: give it shape (1,)")
     plugin = accelerator.state.fsdp_plugin
     options = {
         "mesh": init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
@@ -67,15 +75,26 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "offload_policy": plugin.cpu_offload,
     }
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     for group in groups:  # without the whole parameters, which would stay in memory
-        group["params"] = [names[id(parameter)] for parameter in group["params"]]
+        group[:] = [names.get(parameter, parameter) for parameter in group]
+    names.clear()
     for module in [*units(model, plugin.min_num_params or 0), model]:
         fully_shard(module, **options)
     shards = dict(model.named_parameters())
     for group in groups:
-        group["params"] = [shards[name] for name in group["params"]]
+        group[:] = [shards.get(parameter, parameter) for parameter in group]
+
+
+def check_sharded(optimizers: list[Optimizer]) -> None:
+    """Stop if an optimizer trains what no model in the same `prepare` owns: nobody would average its gradients."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if not all(hasattr(parameter, "to_local") for parameter in parameters):
+        stop(
+            "an optimizer trains a parameter that FSDP has not sharded: give accelerator.prepare a model and its "
+            "optimizers in one call, and register each parameter in a model"
+        )
 
 
 @torch.no_grad()
