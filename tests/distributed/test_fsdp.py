@@ -262,6 +262,27 @@ def test_a_weight_that_is_used_outside_of_its_module_is_explained(one_process_sh
     assert "tests/distributed/test_fsdp.py:" in used_outside(raised.value, raised.tb)
 
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.BatchNorm1d(6)])
+
+    def forward(self, x, seen):
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x.dtype)
+        return x
+
+
+def test_bf16_leaves_batch_norm_losses_and_lists_alone(one_process_shards):
+    one_process_shards.state.fsdp_plugin.set_mixed_precision("bf16")
+    model, seen = one_process_shards.prepare(Normed()), []
+    out = model(torch.rand(3, 6), seen)
+    out.square().sum().backward()
+    assert seen == [torch.bfloat16] * 2
+    assert out.dtype == model.layers[1].weight.grad.dtype == torch.float32
+
+
 def test_what_sharding_would_not_train_is_refused(one_process_shards, capsys):
     """In an optimizer: weights of a model outside of `prepare`; in a model: one without dimensions."""
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]

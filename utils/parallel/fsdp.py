@@ -1,5 +1,6 @@
 """FSDP2 (fsdp.yaml, cpu_fsdp.yaml): making and averaging models whose parameters are sharded over the processes."""
 
+import dataclasses
 from collections import Counter
 
 import torch
@@ -72,7 +73,6 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
     options = {
         "mesh": init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
         "reshard_after_forward": plugin.reshard_after_forward,
-        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "offload_policy": plugin.cpu_offload,
     }
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -80,8 +80,19 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
     for group in groups:  # without the whole parameters, which would stay in memory
         group[:] = [names.get(parameter, parameter) for parameter in group]
     names.clear()
-    for module in [*units(model, plugin.min_num_params or 0), model]:
-        fully_shard(module, **options)
+    alone = units(model, plugin.min_num_params or 0)
+    policy = policy_of_model = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    if policy.param_dtype:
+        # Autocast, as with DDP: fully_shard would cast arguments only, and copy lists of them, such as caches.
+        model.forward = torch.autocast(accelerator.device.type, policy.param_dtype)(model.forward)
+        policy = dataclasses.replace(policy, cast_forward_inputs=False)
+        policy_of_model = dataclasses.replace(policy, output_dtype=torch.float32)  # for the loss
+        for module in [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]:
+            fully_shard(module, **options)  # float32, like its statistics
+        alone = [module for module in alone if not isinstance(module, FSDPModule)]
+    for module in alone:
+        fully_shard(module, mp_policy=policy, **options)
+    fully_shard(model, mp_policy=policy_of_model, **options)
     shards = dict(model.named_parameters())
     for group in groups:
         group[:] = [shards.get(parameter, parameter) for parameter in group]
