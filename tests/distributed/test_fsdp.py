@@ -35,6 +35,8 @@ CLIPPED += ["--batch_size", 250, "--num_epochs", 1, *CHECKPOINTS]
 # The third step ends an epoch: the average takes a step after a test.
 RESNET = ["--image_size", 16, "--batch_size", 16, "--max_steps", 4, "--max_test_samples", 4]
 RESNET += ["--ema_decay", 0.9, "--warmup_epochs", 0, "--num_workers", 0, *CHECKPOINTS]
+TRANSFORMER = ["--vocabulary", 290, "--context", 64, "--dim", 64, "--layers", 2, "--heads", 2, "--dropout", 0.1]
+TRANSFORMER += ["--num_tokens", 8, "--batch_size", 8, "--max_steps", 3, *CHECKPOINTS]
 
 
 def use_small_resnet(setattr):
@@ -55,11 +57,12 @@ def main():
 
 
 @pytest.fixture(scope="module")
-def runs(shared_launcher, small_mnist, tiny_mnist):
+def runs(shared_launcher, small_mnist, tiny_mnist, texts):
     """The folder with the runs of one process, of two that shard, and of those that change."""
     folder = shared_launcher.folder
     mlp, clipped = (["--dataset", small_mnist, *flags] for flags in (MLP, CLIPPED))
     resnet = ["--dataset", tiny_mnist, *RESNET]
+    transformer = ["--dataset", texts, *TRANSFORMER]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run_many.run("mlp", [*mlp, "--output_dir", "one"]) is None
@@ -88,7 +91,10 @@ def runs(shared_launcher, small_mnist, tiny_mnist):
         ["--script", "gradient_accumulation", *clipped, *two_parts, "--output_dir", "clipped"],
         resumed("clipped", 2, "clipped_again", *clipped, *two_parts),
         ["--script", "resnet50", *resnet, "--output_dir", "resnet"],
+        resumed("resnet", 2, "resnet_again", *resnet),
         resumed("resnet_one", 2, "resnet_one_to_sharded", *resnet),
+        ["--script", "transformer", *transformer, "--output_dir", "transformer"],
+        resumed("transformer", 2, "transformer_again", *transformer),
     )
     script = ROOT / "tests" / "distributed" / "test_fsdp"
     shared_launcher("cpu_fsdp", *words, timeout=400, script=script)
@@ -138,7 +144,7 @@ def test_two_sharded_processes_have_the_numbers_of_one(runs, one, sharded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["sharded", "clipped"])
+@pytest.mark.parametrize("run", ["sharded", "clipped", "resnet", "transformer"])
 def test_a_sharded_run_resumes_bit_by_bit(runs, run):
     again = runs / f"{run}_again"
     assert_launches(again, SHARDED, SHARDED)
