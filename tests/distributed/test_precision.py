@@ -14,7 +14,6 @@ from run_reader import losses, weights
 from torch import nn
 
 from scripts import resnet50
-from utils.checkpoint import read_checkpoint
 
 FLAGS = ["--batch_size", 250, "--hidden", 32, "--num_epochs", 2, "--dropout", 0.1]
 FLAGS += ["--log_every", 1, "--checkpoint_every", 2, "--keep_checkpoints", 0]
@@ -73,7 +72,7 @@ def test_a_compiled_model_has_the_numbers_and_names_of_an_eager_one(launcher, sm
     launcher(str(config), *words, script=count_all_reduces.FILE)
     assert_close(folder / "eager", folder / "compiled")
     assert_close(folder / "tree", folder / "compiled_tree")
-    _, tensors = read_checkpoint(folder / "compiled" / "checkpoints" / "step_00000004")
+    _, tensors = run_reader.checkpoint(folder / "compiled" / "checkpoints" / "step_00000004")
     names = {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
     assert set(tensors["model.safetensors"]) == names
     moments = {name.rpartition("/")[0] for name in tensors["optimizer.safetensors"]}

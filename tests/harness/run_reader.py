@@ -7,6 +7,8 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from utils.checkpoint import read_checkpoint
+
 TIMINGS = {"samples_per_s", "data_wait_pct"}  # of a line, and not the same twice
 
 
@@ -43,6 +45,12 @@ def final_models(run: Path) -> dict[str, str]:
     models = {file.stem: sha256(file) for file in run.glob("*.safetensors")}
     assert models, run
     return models
+
+
+def checkpoint(path: Path) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
+    """The manifest of a checkpoint, and its tensors by file and name, whole."""
+    manifest, files = read_checkpoint(path)
+    return manifest, {file: {n: stored.whole() for n, stored in tensors.items()} for file, tensors in files.items()}
 
 
 def last_checkpoint(run: Path) -> Path:

@@ -8,7 +8,6 @@ import pickle
 import shutil
 import threading
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import run_reader
@@ -21,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from utils import checkpoint
 from utils.checkpoint import Checkpoints, read_checkpoint, save_model
 from utils.checkpoint import folder as disk
-from utils.checkpoint.folder import PROCESSES, newest_first, write_manifest
-from utils.checkpoint.state import OptimizerState, name_parameters
+from utils.checkpoint.folder import PROCESSES, Stored, newest_first, write_manifest
+from utils.checkpoint.state import OptimizerState, name_parameters, own_files
 
 
 @pytest.fixture
@@ -257,7 +256,7 @@ def test_names_are_those_of_the_bare_model(tmp_path, accelerator, name):
     for folder, state, other in (("to", wrapped, built(1)), ("from", bare, built(1, WRAPPERS[name]))):
         (tmp_path / folder).mkdir()
         checkpoints(accelerator, tmp_path / folder, state).save(2, {}, {})
-        _, tensors = read_checkpoint(tmp_path / folder / "checkpoints" / "step_00000002")
+        _, tensors = run_reader.checkpoint(tmp_path / folder / "checkpoints" / "step_00000002")
         assert set(tensors["model.safetensors"]) == set(model.state_dict())
         names = {key.rpartition("/")[0] for key in tensors["optimizer.safetensors"]}
         assert names == {name for name, _ in model.named_parameters()}
@@ -267,21 +266,82 @@ def test_names_are_those_of_the_bare_model(tmp_path, accelerator, name):
             assert torch.equal(tensor, expected)
 
 
-def test_a_sharded_optimizer_gets_scalars_of_its_own(accelerator):
-    """torch takes them as they are; of other tensors it copies this process's shard."""
-    state = build(0, accelerator)
-    names = name_parameters({"model": state["model"]}, {"optimizer": state["optimizer"].optimizer})
-    entry = OptimizerState(accelerator, state["optimizer"].optimizer, names, [state["model"]])
-    train(accelerator, state, 1)
+def test_an_optimizer_gets_memory_of_its_own_with_the_strides_of_its_parameters(accelerator):
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    entry = OptimizerState(optimizer, name_parameters({"model": model}, {"optimizer": optimizer}))
     tensors, saved = entry.save()
-    entry.sharded = mock.MagicMock()
-    entry.load(tensors, saved)
-    given = entry.sharded.set_optimizer_state_dict.call_args.args[2]["state"]
-    addresses = {tensor.data_ptr() for tensor in tensors.values()}
-    assert given.keys() == {name for name, _ in state["model"].named_parameters()}
-    for entries in given.values():
-        assert entries["step"].data_ptr() not in addresses
-        assert entries["exp_avg"].data_ptr() in addresses
+    stored = {name: Stored([(0, tensor.contiguous())]) for name, tensor in tensors.items()}  # as in a file
+    entry.load(stored, saved)
+    addresses = {tensor.tensors[0].data_ptr() for tensor in stored.values()}
+    for parameter, entries in optimizer.state.items():
+        for name, value in entries.items():
+            assert value.data_ptr() not in addresses
+            assert name == "step" or value.stride() == parameter.stride()
+
+
+def test_rows_of_a_tensor_in_parts_are_read_from_the_files_that_have_them():
+    whole = torch.arange(14.0).view(7, 2)
+    stored = Stored([(0, whole[:3]), (3, whole[3:4]), (4, whole[4:]), (7, whole[7:])])
+    assert torch.equal(stored.whole(), whole)
+    for start in range(8):
+        for end in range(start, 8):
+            assert torch.equal(stored.rows(start, end), whole[start:end])
+    assert stored.rows(1, 3).data_ptr() == whole[1:].data_ptr()  # not copied
+    with pytest.raises(ValueError, match=r"begin at the rows \[0, 4\], and end before \[3, 7\]"):
+        Stored([(0, whole[:3]), (4, whole[4:])])
+
+
+def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path):
+    """5 rows over 3 ranks, 1 row, which two ranks have nothing of, and what is not sharded."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    whole = {"weight": torch.randn(5, 3), "row": torch.randn(1, 4).bfloat16(), "mask": torch.rand(6) < 0.5}
+    digests = {}
+    for rank in range(3):
+        torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+        try:
+            mesh, tensors = init_device_mesh("cpu", (3,)), dict(whole)
+            for name in ("weight", "row"):
+                parts = whole[name].chunk(3)
+                local = parts[rank] if rank < len(parts) else whole[name][:0]
+                options = {"shape": whole[name].shape, "stride": whole[name].stride()}
+                tensors[name] = DTensor.from_local(local, mesh, [Shard(0)], **options)
+            files, rows = own_files({"model.safetensors": tensors}, rank)
+            digests |= disk.write_files(tmp_path, files, rows)
+        finally:
+            torch.distributed.destroy_process_group()
+    assert digests.keys() == {"model.safetensors", "model.rank_1.safetensors", "model.rank_2.safetensors"}
+    found = {name: torch.zeros_like(tensor) for name, tensor in whole.items() if name != "mask"}
+    load(found, storage_reader=HuggingFaceStorageReader(tmp_path), no_dist=True)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+    folder = tmp_path / "step_00000007"
+    folder.mkdir()
+    for name in digests:
+        (tmp_path / name).rename(folder / name)
+    write_manifest(folder / "manifest.json", {"format": disk.FORMAT, "step": 7, "sha256": digests})
+    _, read = read_checkpoint(folder)
+    assert read["model.safetensors"].keys() == whole.keys()
+    assert all(torch.equal(stored.whole(), whole[name]) for name, stored in read["model.safetensors"].items())
+
+
+def test_a_file_written_tensor_by_tensor_is_that_of_safetensors(tmp_path):
+    tensors = {
+        "b": torch.randn(3, 2),
+        "mask": torch.rand(5) < 0.5,
+        "a": torch.randn(2).double(),
+        "step": torch.tensor(1.0),
+    }
+    tensors |= {"half": torch.randn(3).bfloat16(), "none": torch.empty(0, 2)}
+    disk.write_tensors(tmp_path / "whole", tensors)
+    header = disk.header_of(tensors)
+    disk.write_one_by_one(tmp_path / "each", header, (tensors[name] for name in header))
+    assert (tmp_path / "each").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def nothing_else(folder):
@@ -391,7 +451,7 @@ def test_two_models_and_two_optimizers_are_one_checkpoint(tmp_path, accelerator)
     saver = checkpoints(accelerator, tmp_path, first)
     train_two(accelerator, first, 4)
     saver.save(4, {}, {})
-    _, tensors = read_checkpoint(tmp_path / "checkpoints" / "step_00000004")
+    _, tensors = run_reader.checkpoint(tmp_path / "checkpoints" / "step_00000004")
     assert set(tensors) == {f"{name}.safetensors" for name in (*first, "processes")}
     second = build_two(1, accelerator)
     assert checkpoints(accelerator, tmp_path, second).load()[0] == 4
@@ -453,7 +513,6 @@ def test_the_main_process_alone_touches_the_disk(tmp_path, accelerator, monkeypa
     monkeypatch.setattr(type(accelerator), "is_main_process", False)
     saver.save(2, {}, {})
     save_model(accelerator, state["model"], tmp_path / "model.safetensors")
-    assert saver.load() == (0, {}, {})  # nobody broadcasts
     for thread in threading.enumerate():
         if thread.name.startswith("checkpoint"):
             thread.join()
@@ -468,10 +527,10 @@ class SlowDisk:
         self.write = disk.write_tensors
         monkeypatch.setattr(disk, "write_tensors", self)
 
-    def __call__(self, path, tensors):
+    def __call__(self, *args):
         self.began.set()
         assert self.end.wait(60)
-        return self.write(path, tensors)
+        return self.write(*args)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, accelerator, monkeypatch):
@@ -946,7 +1005,7 @@ def test_state_of_another_version_that_cannot_be_loaded_is_one_sentence(tmp_path
 def test_another_number_of_processes_takes_all_metrics(tmp_path, accelerator):
     saver = checkpoints(accelerator, tmp_path, {})
     saver.accelerator = fake_accelerator(3)
-    tensors = {"0/indices": torch.tensor([1, 2]), "1/indices": torch.tensor([3])}
+    tensors = {"0/indices": Stored([(0, torch.tensor([1, 2]))]), "1/indices": Stored([(0, torch.tensor([3]))])}
     assert [(name, each.tolist()) for name, each in saver._metrics(tensors, 2).items()] == [("indices", [1, 2, 3])]
     saver.accelerator.process_index = 1
     assert saver._metrics(tensors, 2) == {}

@@ -4,6 +4,7 @@ checkpoints/step_00000938/
     <name>.safetensors      of each model: parameters and buffers by their plain names
                             of each optimizer: its state as <parameter name>/<state name>
                             of any other object: the tensors of its state_dict
+                            of rank 0, if the model is sharded; the others' parts are <name>.rank_1.safetensors, ...
     processes.safetensors   by rank: metrics since the last log line
     manifest.json           written last: step, what must match when resuming, all that is not a tensor,
                             SHA-256 of each file
@@ -11,28 +12,61 @@ checkpoints/step_00000938/
 This file says when a run saves and loads; state.py, what an object is on the disk; folder.py, how files get there.
 """
 
-import contextlib
+import collections
+import functools
+import itertools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import broadcast_object_list, gather_object, send_to_device
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import nn
 
-from ..console import stop
-from .folder import PROCESSES, Files, Tensors, copy_to_cpu, read_checkpoint, read_newest, write_checkpoint, write_model
-from .state import ModelState, ObjectState, OptimizerState, differences, layout, name_parameters, plain_name
+from ..atomic_files import write_atomically
+from ..console import show, show_error, stop
+from .folder import (
+    PROCESSES,
+    RANK,
+    Board,
+    Files,
+    Problem,
+    Rows,
+    Stored,
+    StoredFiles,
+    Tensors,
+    copy_to_cpu,
+    header_of,
+    list_checkpoints,
+    read_checkpoint,
+    set_aside,
+    write_checkpoint,
+    write_model,
+    write_one_by_one,
+    write_part,
+)
+from .state import (
+    ModelState,
+    ObjectState,
+    OptimizerState,
+    differences,
+    is_sharded,
+    layout,
+    name_parameters,
+    own_files,
+    plain_name,
+)
 
 
 class Checkpoints:
-    """The checkpoints of one run. The main process alone writes, and decides which one is loaded.
+    """The checkpoints of one run. The main process writes them; of a sharded model, each process its own rows.
 
     Args:
         state: by name, whatever has a state_dict, as `prepare` returned it.
@@ -45,15 +79,19 @@ class Checkpoints:
         SystemExit: if something in `state` cannot be saved.
     """
 
+    numbers = itertools.count()  # of all saves of this process: a name on all ranks
+
     def __init__(
         self, accelerator: Accelerator, folder: Path, state: dict, invariants: dict, keep: int = 2, model_parts=None
     ):
         self.accelerator, self.folder, self.keep, self.model_parts = accelerator, Path(folder), keep, model_parts
+        self.is_sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.num_processes > 1
         self.models, self.optimizers, objects = {}, {}, {}
         if accelerator.scaler is not None:
             state = {**state, "scaler": accelerator.scaler}
         for name, instance in state.items():  # without the wrappers of `prepare`
-            if not re.fullmatch(r"[\w.-]*\w", name) or f"{name}.safetensors" == PROCESSES:
+            file = f"{name}.safetensors"
+            if not re.fullmatch(r"[\w.-]*\w", name) or file == PROCESSES or re.search(RANK, file):
                 stop(f"{name!r} in the checkpoint is not a valid file name: use another, such as model")
             if isinstance(instance, nn.Module):
                 self.models[name] = accelerator.unwrap_model(instance, keep_torch_compile=False)
@@ -66,9 +104,8 @@ class Checkpoints:
         names = name_parameters(self.models, self.optimizers)
         # Models first: after a test, FSDP has some whole parameters, which no optimizer knows. Asking for the state of
         # a model shards them again.
-        self.entries = {name: ModelState(accelerator, model) for name, model in self.models.items()}
-        for name, optimizer in self.optimizers.items():
-            self.entries[name] = OptimizerState(accelerator, optimizer, names, self.models.values())
+        self.entries = {name: ModelState(model) for name, model in self.models.items()}
+        self.entries |= {name: OptimizerState(optimizer, names) for name, optimizer in self.optimizers.items()}
         self.entries |= {name: ObjectState(name, instance) for name, instance in objects.items()}
         derived = {name: entry.settings for name, entry in self.entries.items() if name not in self.models}
         derived["precision"] = accelerator.mixed_precision
@@ -77,6 +114,7 @@ class Checkpoints:
         self.saved_step = None
         self.writing: Future | None = None
         self.copies: Files = {}  # the next checkpoint reuses their memory
+        self.rows: Rows = {}
         self.save_time_s = 0.0  # how long training waited
 
     def save(self, step: int, metrics: Tensors, extra: dict, sync: Callable[[], None] | None = None) -> None:
@@ -105,35 +143,62 @@ class Checkpoints:
             entries, copies = {"tensors": tensors, "state": state}, {"tensors": self.copies}
             tensors, state = self.model_parts.join(self.accelerator, entries, copies).values()
         by_rank = gather_object([metrics])
-        if self.accelerator.is_main_process:
+        is_main, manifest = self.accelerator.is_main_process, None
+        if is_main:
             tensors[PROCESSES] = {f"{rank}/{name}": t for rank, own in enumerate(by_rank) for name, t in own.items()}
-            self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in tensors.items()}
             manifest = {
-                "step": step,
                 **self.invariants,
                 "num_processes": self.accelerator.num_processes,
                 "torch": torch.__version__,
                 "state": {name: saved for name, saved in state.items() if name not in self.models},
                 "extra": extra,
             }
-            writer = ThreadPoolExecutor(1, "checkpoint")  # the interpreter waits for it at its end
-            self.writing = writer.submit(self._write, manifest, sync)
-            writer.shutdown(wait=False)  # the thread ends when it has written
+        if is_main or self.is_sharded:
+            files, self.rows = own_files(tensors, self.accelerator.process_index)
+            self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
+            board = Board(f"checkpoint/{next(self.numbers)}") if self.is_sharded else None
+            self.writing = Future()
+            # Not a daemon: the interpreter waits for it at its end.
+            arguments = self.writing, step, manifest, board, sync
+            threading.Thread(target=self._write, args=arguments, name="checkpoint").start()
         self.save_time_s += time.perf_counter() - began
 
-    def _write(self, manifest: dict, sync: Callable[[], None] | None) -> None:
+    def _write(self, writing: Future, step: int, manifest: dict | None, board: Board | None, sync) -> None:
         """Runs in the thread."""
+        rank = self.accelerator.process_index
+        path = self.folder / f"step_{step:08d}"
+        try:
+            self._check_finite(step)
+            if rank == 0:
+                if sync is not None:
+                    sync()
+                others = range(1, self.accelerator.num_processes if self.is_sharded else 1)
+                write_checkpoint(path, {"step": step, **manifest}, self.copies, self.rows, self.keep, board, others)
+            else:
+                write_part(path, self.copies, self.rows, board, rank)
+            writing.set_result(None)
+        except BaseException as error:
+            problem = str(error)
+            if isinstance(error, OSError):
+                problem = f"{path} cannot be written ({error.strerror})"
+                problem += ": --resume goes on from the checkpoint before it, if any"
+            if board is not None:
+                board.tell(rank, problem)
+            if rank == 0 and isinstance(error, (OSError, Problem)):
+                show_error(problem)
+                error = SystemExit(2)
+            writing.set_exception(error)
+
+    def _check_finite(self, step: int) -> None:
         for model_name, model in self.models.items():
             buffers = {plain_name(name) for name, _ in model.named_buffers()}  # a mask may have infinite values
-            for name, tensor in self.copies[f"{model_name}.safetensors"].items():
-                if name not in buffers and not tensor.isfinite().all():
-                    stop(
-                        f"{model_name}.{name} is not finite after step {manifest['step']}, which is not saved: "
-                        "train with a smaller learning rate, or clip the gradients"
-                    )
-        if sync is not None:
-            sync()
-        write_checkpoint(self.folder, manifest, self.copies, self.keep)
+            for file, tensors in self.copies.items():
+                for name, tensor in tensors.items() if re.sub(RANK, "", file) == f"{model_name}.safetensors" else ():
+                    if name not in buffers and not tensor.isfinite().all():
+                        raise Problem(
+                            f"{model_name}.{name} is not finite after step {step}, which is not saved: "
+                            "train with a smaller learning rate, or clip the gradients"
+                        )
 
     def failed(self) -> bool:
         """Whether this process could not write the last checkpoint; the others do not know yet."""
@@ -153,17 +218,10 @@ class Checkpoints:
         Raises:
             SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit.
         """
-        files: Files = {}
-        newest = on_main(self.accelerator, lambda: read_newest(self.folder, files))
+        newest = self._read_newest()
         if newest is None:
             return 0, {}, {}
-        path, manifest = newest
-        if not self.accelerator.is_main_process:
-            with contextlib.suppress(OSError, ValueError):
-                found, tensors = read_checkpoint(self.folder / path.name)
-                files = tensors if found == manifest else {}
-        if not all(gather_object([bool(files)])):  # a machine without this folder, or with a different one
-            files = send_files(self.accelerator, files)
+        path, manifest, files = newest
         self._check_fits(manifest, files)
         for name, entry in self.entries.items():
             try:
@@ -174,17 +232,51 @@ class Checkpoints:
         self.saved_step = manifest["step"]
         return manifest["step"], manifest["extra"], self._metrics(files[PROCESSES], manifest["num_processes"])
 
-    def _metrics(self, tensors: Tensors, num_processes: int) -> Tensors:
+    def _read_newest(self) -> tuple[Path, dict, StoredFiles] | None:
+        """The path, manifest and tensors of the newest whole checkpoint; None if there is none at all. Collective.
+
+        Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*. All processes read
+        the files of a sharded model, and each compares a part of them with their SHA-256.
+        """
+        accelerator = self.accelerator
+        paths = on_main(accelerator, lambda: list_checkpoints(self.folder))
+        share = slice(accelerator.process_index, None, accelerator.num_processes) if self.is_sharded else slice(None)
+        for number, path in enumerate(paths):
+            manifest, files, damage = {}, {}, None
+            try:
+                manifest, files = read_checkpoint(self.folder / path.name, share)
+            except (OSError, ValueError) as error:
+                damage = error
+            found = gather_object([(manifest, damage)])
+            damage = next((damage for _, damage in found[: None if self.is_sharded else 1] if damage), None)
+            if isinstance(damage, OSError):
+                stop(f"{damage.filename or path}: {damage.strerror or damage}")
+            if damage is not None:
+                if accelerator.is_main_process:
+                    show(f"warning: {path} is skipped: {damage}", "yellow")
+                continue
+            on_main(accelerator, functools.partial(set_aside, paths[:number]))
+            is_same = [other == found[0][0] for other, _ in found]
+            if not all(is_same):  # a machine without this folder, or with a different one
+                files = send_files(accelerator, files, is_same[accelerator.process_index])
+            return path, found[0][0], files
+        if paths:
+            stop(
+                f"none of the {len(paths)} checkpoints in {self.folder} is whole: start anew with another --output_dir"
+            )
+        return None
+
+    def _metrics(self, tensors: dict[str, Stored], num_processes: int) -> Tensors:
         """The metrics this rank saved; with a different process count, rank 0 takes them all."""
         rank, same = self.accelerator.process_index, num_processes == self.accelerator.num_processes
         metrics = {}
         for key, tensor in tensors.items():
             saved_rank, _, name = key.partition("/")
             if rank == (int(saved_rank) if same else 0):
-                metrics.setdefault(name, []).append(tensor)
+                metrics.setdefault(name, []).append(tensor.whole())
         return {name: torch.cat(parts) for name, parts in metrics.items()}
 
-    def _check_fits(self, manifest: dict, tensors: Files) -> None:
+    def _check_fits(self, manifest: dict, tensors: StoredFiles) -> None:
         """Stop at the first kind of difference: the later ones follow from it."""
         files = {file.removesuffix(".safetensors") for file in tensors if file != PROCESSES}
         names = files | manifest["state"].keys()
@@ -208,27 +300,47 @@ class Checkpoints:
 
 
 def save_model(accelerator: Accelerator, model: nn.Module, path: Path, model_parts=None) -> None:
-    """Write a model from `prepare` by plain names: loads with strict=True into the bare nn.Module. Collective."""
+    """Write a model from `prepare` by plain names: loads with strict=True into the bare nn.Module. Collective.
+
+    Sharded tensors are gathered one by one.
+    """
     model = accelerator.unwrap_model(model, keep_torch_compile=False)
-    tensors, _ = ModelState(accelerator, model).save()
+    tensors, _ = ModelState(model).save()
     copies = {}
     if model_parts is not None:
         tensors = model_parts.join(accelerator, tensors, copies)
-    on_main(accelerator, lambda: write_model(path, tensors, copies))
+    if not any(map(is_sharded, tensors.values())):
+        return on_main(accelerator, lambda: write_model(path, tensors, copies))
+    header = header_of(tensors)
+    ordered = [tensors[name] for name in header]
+    gathered = (tensor.full_tensor() if is_sharded(tensor) else tensor for tensor in ordered)  # collective
+
+    def write():
+        try:
+            write_atomically(path, lambda part: write_one_by_one(part, header, gathered))
+        finally:
+            collections.deque(gathered, maxlen=0)
+
+    if not accelerator.is_main_process:
+        collections.deque(gathered, maxlen=0)
+    on_main(accelerator, write)
 
 
-def send_files(accelerator: Accelerator, files: Files) -> Files:
-    """The main process's `files` for processes that have none, one tensor at a time over the device. Collective."""
-    (received,) = broadcast_object_list([send_to_device(files, "meta")])
+def send_files(accelerator: Accelerator, files: StoredFiles, has_files: bool) -> StoredFiles:
+    """The main process's `files` for processes that have not the same, one tensor at a time. Collective."""
+    shapes = {}
+    for file, tensors in files.items():
+        shapes[file] = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    (received,) = broadcast_object_list([shapes])
     for file, tensors in received.items():
         for name, shape in tensors.items():
             tensor = torch.empty_like(shape, device=accelerator.device)
             if accelerator.is_main_process:
-                tensor.copy_(files[file][name])
+                tensor.copy_(files[file][name].whole())
             torch.distributed.broadcast(tensor.flatten().view(torch.uint8), 0)  # backends lack some dtypes
-            if not files:
-                tensors[name] = tensor.cpu()
-    return files or received
+            if not has_files:
+                tensors[name] = Stored([(0, tensor.cpu())])
+    return files if has_files else received
 
 
 def on_main(accelerator: Accelerator, work: Callable):

@@ -1,23 +1,63 @@
 """The folder of a run's checkpoints: write one so that it is whole or not there, and read one that is whole."""
 
+import bisect
 import errno
 import hashlib
 import json
 import re
 import shutil
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from torch import distributed
 
 from ..atomic_files import fsync, write_atomically
-from ..console import show, stop
 
 FORMAT = 2
 PROCESSES = "processes.safetensors"
+RANK = r"\.rank_\d+(?=\.safetensors$)"  # in the name of a file of a rank other than 0
+
+# In a file's header: the first row of each tensor, as torch.distributed.checkpoint's HuggingFaceStorageReader reads it.
+ROWS = "DCP_SHARDING_INFO"
 
 Tensors = dict[str, torch.Tensor]
 Files = dict[str, Tensors]
+Rows = dict[str, dict[str, int]]  # by file and tensor: the first row
+
+
+class Stored:
+    """A tensor of a checkpoint, mapped from one file; or if it was sharded, its rows from the files of several ranks.
+
+    Args:
+        parts: pairs of the first row, by which they are sorted, and a tensor.
+    """
+
+    def __init__(self, parts: list[tuple[int, torch.Tensor]]):
+        self.starts, self.tensors = [first for first, _ in parts], [tensor for _, tensor in parts]
+        self.dtype, shape = self.tensors[0].dtype, self.tensors[0].shape
+        if self.starts != [0]:
+            ends = [first + len(tensor) for first, tensor in parts]
+            if self.starts != [0, *ends[:-1]]:
+                raise ValueError(f"its parts begin at the rows {self.starts}, and end before {ends}")
+            shape = torch.Size((ends[-1], *shape[1:]))
+        self.shape = shape
+
+    def whole(self) -> torch.Tensor:
+        return self.tensors[0] if len(self.tensors) == 1 else torch.cat(self.tensors)
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """The rows from `start` on, before `end`; only these are read."""
+        first = bisect.bisect(self.starts, start) - 1
+        parts = zip(self.starts[first:], self.tensors[first:], strict=True)
+        found = [tensor[max(start - begin, 0) : end - begin] for begin, tensor in parts if begin < max(end, start + 1)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+StoredFiles = dict[str, dict[str, Stored]]
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -26,42 +66,106 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
-def write_checkpoint(folder: Path, manifest: dict, files: Files, keep: int) -> None:
+class Problem(Exception):
+    """Why a checkpoint cannot be written: a sentence."""
+
+
+class Board:
+    """What the ranks' threads tell each other about one checkpoint, through the process group's store."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.store = distributed.distributed_c10d._get_default_store()  # no public API
+
+    def tell(self, rank: int, problem: str | None, digests: dict[str, str] | None = None) -> None:
+        self.store.set(f"{self.name}/{rank}", json.dumps([problem, digests]))
+
+    def hear(self, rank: int) -> dict[str, str]:
+        """Wait for what `rank` tells. Raises: Problem: the one it has, or that the run has ended."""
+        key = f"{self.name}/{rank}"
+        while not self.store.check([key]):
+            if not threading.main_thread().is_alive():
+                raise Problem("the run ended before each rank had written its part of the checkpoint")
+            time.sleep(0.01)
+        problem, digests = json.loads(self.store.get(key))
+        if problem:
+            raise Problem(problem)
+        return digests
+
+
+def write_checkpoint(
+    path: Path, manifest: dict, files: Files, rows: Rows, keep: int, board: Board | None, ranks: Iterable[int]
+) -> None:
     """Write a checkpoint of files as from `copy_to_cpu`; then remove all but the newest `keep` (0: none).
 
-    The manifest goes last, and the folder gets its name when all in it is on the disk.
+    The manifest goes last, when the other `ranks` have told that their files are on the disk too, and the folder gets
+    its name when all in it is on the disk.
 
-    Raises: SystemExit, if it cannot be written.
+    Raises: OSError, Problem.
     """
-    final = folder / f"step_{manifest['step']:08d}"
-    part = folder / f".part_{final.name}"
+    folder, part = path.parent, part_of(path)
     try:
         # Not its parents: a run whose folder was moved must not go on in half of a new one.
         folder.mkdir(exist_ok=True)
         fsync(folder.parent)
         part.mkdir()
-        digests = {name: write_tensors(part / name, tensors) for name, tensors in files.items()}
+        if board is not None:
+            board.tell(0, None)
+        digests = write_files(part, files, rows)
+        for rank in ranks:
+            digests |= board.hear(rank)
         write_manifest(part / "manifest.json", {"format": FORMAT, **manifest, "sha256": digests})
         fsync(part)
-        part.rename(final)
+        part.rename(path)
         fsync(folder)
-    except OSError as error:
+    except (OSError, Problem):
         shutil.rmtree(part, ignore_errors=True)
-        stop(f"{final} cannot be written ({error.strerror}): --resume goes on from the checkpoint before it, if any")
-    for path in newest_first(folder)[keep:] if keep else []:
+        raise
+    for old in newest_first(folder)[keep:] if keep else []:
         # First its name, so that a kill in the middle leaves no half of a checkpoint.
-        shutil.rmtree(path.rename(folder / f".part_{path.name}"), ignore_errors=True)
+        shutil.rmtree(old.rename(part_of(old)), ignore_errors=True)
 
 
-def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Write a file of safetensors to the disk, without a copy in memory. Returns its SHA-256 in hex."""
+def write_part(path: Path, files: Files, rows: Rows, board: Board, rank: int) -> None:
+    """Write this rank's files of the checkpoint `path`, and tell rank 0 their SHA-256. Raises: OSError, Problem."""
+    board.hear(0)
+    if not part_of(path).is_dir():
+        raise Problem(f"{path.parent} is not the folder of rank 0: all machines of a sharded run need the same")
+    board.tell(rank, None, write_files(part_of(path), files, rows))
+
+
+def part_of(path: Path) -> Path:
+    """The name of a checkpoint that is not yet whole, or no longer."""
+    return path.with_name(f".part_{path.name}")
+
+
+def write_files(folder: Path, files: Files, rows: Rows) -> dict[str, str]:
+    return {name: write_tensors(folder / name, tensors, rows.get(name)) for name, tensors in files.items()}
+
+
+def write_tensors(path: Path, tensors: Tensors, rows: dict[str, int] | None = None) -> str:
+    """Write a file of safetensors to the disk, without a copy in memory. Returns its SHA-256 in hex.
+
+    Args:
+        rows: where the rows of each tensor begin in a tensor that several files share.
+    """
+    metadata = None
+    if rows is not None:
+        offsets = {
+            name: {"saved_offsets": ([rows[name]] + [0] * (t.ndim - 1))[: t.ndim]} for name, t in tensors.items()
+        }
+        metadata = {"DCP_VERSION": "1.0", ROWS: json.dumps(offsets)}
     try:
-        safetensors.torch.save_file(tensors, path)
+        safetensors.torch.save_file(tensors, path, metadata)
     except safetensors.SafetensorError as error:
         raise OSError(errno.EIO, str(error).rpartition("I/O error: ")[2], str(path)) from error
     # Readable by those who may read the folder: safetensors makes it for its owner alone.
     path.chmod(path.parent.stat().st_mode & 0o666)
     fsync(path)
+    return digest_of(path)
+
+
+def digest_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -69,6 +173,26 @@ def write_tensors(path: Path, tensors: Tensors) -> str:
 def write_model(path: Path, tensors: Tensors, copies: Tensors) -> None:
     """Write a file of safetensors that is whole or not there; `copies` as in `copy_to_cpu`."""
     write_atomically(path, lambda part: write_tensors(part, copy_to_cpu(tensors, copies)))
+
+
+def header_of(tensors: Tensors) -> dict[str, dict]:
+    """The header, by name and in the order that safetensors gives it, of a file with these tensors."""
+    empty = safetensors.torch.save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()})
+    header, end = json.loads(empty[8:]), 0
+    for name, entry in header.items():
+        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        entry |= {"shape": tensors[name].shape, "data_offsets": [begin, end]}
+    return header
+
+
+def write_one_by_one(path: Path, header: dict[str, dict], tensors: Iterable[torch.Tensor]) -> None:
+    """The same file as by `write_tensors`, of more than fits into memory; `tensors` are in the order of the header."""
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(path, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors:
+            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
 def write_manifest(path: Path, manifest: dict) -> None:
@@ -98,16 +222,19 @@ def copy_to_cpu(tensors: Tensors, copies: Tensors) -> Tensors:
     return result
 
 
-def read_checkpoint(path: Path) -> tuple[dict, Files]:
-    """The manifest and the tensors of a checkpoint, each file compared with its SHA-256.
+def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, StoredFiles]:
+    """The manifest and the tensors of a checkpoint by file and name; those of several ranks' files are joined.
 
     The tensors are mapped, not read: whatever outlives this checkpoint must copy them.
+
+    Args:
+        share: which of its files, in the order of their names, to compare with their SHA-256.
 
     Raises:
         ValueError: naming the file that is missing or damaged.
         OSError: if a file cannot be read for another reason, such as missing rights: it may be whole.
     """
-    name, files = "manifest.json", {}
+    name, parts = "manifest.json", {}
     try:
         manifest = json.loads((path / name).read_bytes())
         if not isinstance(manifest, dict) or manifest.pop("checksum", None) != checksum(manifest):
@@ -116,11 +243,20 @@ def read_checkpoint(path: Path) -> tuple[dict, Files]:
             raise ValueError(f"its format is {manifest['format']}, and this version of the code reads {FORMAT}")
         if path.name != f"step_{manifest['step']:08d}":  # a copy: the run could not write the steps in between
             raise ValueError(f"it belongs to step {manifest['step']}")
-        for name, digest in manifest["sha256"].items():
-            with open(path / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise ValueError("its SHA-256 is not the one in manifest.json")
-            files[name] = safetensors.torch.load_file(path / name)
+        digests = sorted(manifest["sha256"].items())
+        for name, digest in digests[share]:
+            if digest_of(path / name) != digest:
+                raise ValueError("its SHA-256 is not the one in manifest.json")
+        for name, _ in digests:
+            with safetensors.safe_open(path / name, "pt") as file:
+                offsets = json.loads((file.metadata() or {}).get(ROWS, "{}"))
+            found = parts.setdefault(re.sub(RANK, "", name), {})
+            for key, tensor in safetensors.torch.load_file(path / name).items():
+                row = offsets[key]["saved_offsets"][:1] if offsets else []
+                found.setdefault(key, []).append((sum(row), tensor))
+        files = {}
+        for name, found in parts.items():
+            files[name] = {key: Stored(sorted(rows, key=lambda pair: pair[0])) for key, rows in found.items()}
     except Exception as error:  # of any type: the JSON may have any form
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise
@@ -128,26 +264,16 @@ def read_checkpoint(path: Path) -> tuple[dict, Files]:
     return manifest, files
 
 
-def read_newest(folder: Path, files: Files) -> tuple[Path, dict] | None:
-    """The path and manifest of the newest whole checkpoint, whose tensors go to `files`; None if there is none at all.
-
-    Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*.
-    """
-    for part in folder.glob(".part_*"):  # what a kill in the middle of a save left
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first; what a kill in the middle of a save left is removed."""
+    for part in folder.glob(".part_*"):
         shutil.rmtree(part, ignore_errors=True)
-    paths = newest_first(folder)
-    for number, path in enumerate(paths):
-        try:
-            manifest, tensors = read_checkpoint(path)
-        except ValueError as error:
-            show(f"warning: {path} is skipped: {error}", "yellow")
-            continue
-        for damaged in paths[:number]:  # the run will need its name again
-            aside = folder / f"damaged_{damaged.name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            damaged.rename(aside)
-        files.update(tensors)
-        return path, manifest
-    if paths:
-        stop(f"none of the {len(paths)} checkpoints in {folder} is whole: start anew with another --output_dir")
-    return None
+    return newest_first(folder)
+
+
+def set_aside(paths: list[Path]) -> None:
+    """Rename damaged checkpoints to damaged_step_*: the run will need their names again."""
+    for path in paths:
+        aside = path.with_name(f"damaged_{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)

@@ -1,20 +1,19 @@
 """Models, optimizers and any other object as named tensors and JSON: nothing that is read back is executed.
 
-`save` returns both, complete on the main process (None: no tensors, or no JSON); `load` takes them, on any number of
-processes, sharded or not. `settings` and `layout` must be equal when resuming. All are collective.
+`save` returns both (None: no tensors, or no JSON), with sharded tensors as they are, DTensors; `load` takes the
+`Stored` tensors of any number of processes, sharded or not. `settings` and `layout` must be equal when resuming.
 """
 
+import os
 from collections import Counter
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..console import stop
-from .folder import Tensors
+from .folder import Files, Rows, Stored, Tensors
 
 # Implementation switches, not hyperparameters: a resumed run may change them.
 IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
@@ -25,8 +24,8 @@ PROGRESS = {"_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_ste
 class ModelState:
     """An unwrapped model: parameters and buffers by their plain names."""
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module):
-        self.model, self.sharded = model, sharding(accelerator)
+    def __init__(self, model: nn.Module):
+        self.model = model
         for name, value in model.state_dict().items():
             if not isinstance(value, torch.Tensor):
                 stop(f"{name} of a model cannot be saved: it is a {type(value).__name__}, not a tensor like a buffer")
@@ -35,30 +34,25 @@ class ModelState:
         return layout(self.model.state_dict())
 
     def save(self) -> tuple[Tensors, None]:
-        if self.sharded:
-            return self.sharded.get_model_state_dict(self.model, options=whole_tensors(self.sharded)), None
         return {plain_name(name): tensor for name, tensor in self.model.state_dict().items()}, None
 
-    def load(self, tensors: Tensors, _) -> None:
-        if self.sharded:
-            self.sharded.set_model_state_dict(self.model, tensors, options=whole_tensors(self.sharded))
-        else:
-            self.model.load_state_dict({name: tensors[plain_name(name)] for name in self.model.state_dict()})
+    def load(self, stored: dict[str, Stored], _) -> None:
+        state = {}
+        for name, tensor in self.model.state_dict().items():
+            saved = stored[plain_name(name)]
+            state[name] = read_like(tensor, saved) if is_sharded(tensor) else saved.whole()
+        self.model.load_state_dict(state)
 
 
 class OptimizerState:
-    """An optimizer of one of `models`: its tensors as <parameter name>/<state name>, with `names` by id.
+    """An optimizer: its tensors as <parameter name>/<state name>, with `names` by id.
 
     The JSON has "groups": the hyperparameters, "numbers": what is not a tensor, such as LBFGS's lists, and
     "parameters": the group of each.
-
-    torch's get_optimizer_state_dict, which FSDP needs, fails for LBFGS: it makes a step without a closure.
     """
 
-    def __init__(self, accelerator: Accelerator, optimizer: Optimizer, names: dict[int, str], models: list[nn.Module]):
-        self.optimizer, self.names, self.sharded = optimizer, names, sharding(accelerator)
-        trained = set(map(id, parameters_of(optimizer)))
-        self.model = next((model for model in models if trained & set(map(id, model.parameters()))), None)
+    def __init__(self, optimizer: Optimizer, names: dict[int, str]):
+        self.optimizer, self.names = optimizer, names
         groups = plain_values(optimizer.param_groups, leave_out=IMPLEMENTATION)
         self.settings = {"class": type(optimizer).__name__, "groups": groups}
 
@@ -67,15 +61,10 @@ class OptimizerState:
         return {self.names[id(p)]: f"group {number}" for number, group in groups for p in group["params"]}
 
     def save(self) -> tuple[Tensors, dict]:
-        if self.sharded:
-            options = whole_tensors(self.sharded)
-            state = self.sharded.get_optimizer_state_dict(self.model, self.optimizer, options=options).get("state", {})
-        else:
-            state = {self.names[id(parameter)]: entries for parameter, entries in self.optimizer.state.items()}
         tensors, numbers = {}, {}
-        for parameter, entries in state.items():
+        for parameter, entries in self.optimizer.state.items():
             for name, value in entries.items():
-                key = f"{parameter}/{name}"
+                key = f"{self.names[id(parameter)]}/{name}"
                 numbers[key] = take_out_tensors(value, tensors, key)
         return tensors, {
             "groups": plain_values(self.optimizer.param_groups, leave_out={"params"}),
@@ -83,33 +72,31 @@ class OptimizerState:
             "parameters": self.layout(),
         }
 
-    def load(self, tensors: Tensors, saved: dict) -> None:
+    def load(self, stored: dict[str, Stored], saved: dict) -> None:
         for group, hyperparameters in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             for key, value in hyperparameters.items():
                 if isinstance(group.get(key), torch.Tensor):
                     group[key] = torch.full_like(group[key], value)
                 elif key not in IMPLEMENTATION and value is not None:  # None: not JSON, so the run's own stays
                     group[key] = tuple(value) if isinstance(value, list) else value
-        state = {}
-        for key, value in {**tensors, **saved["numbers"]}.items():
-            parameter, _, name = key.rpartition("/")
-            state.setdefault(parameter, {})[name] = put_back_tensors(value, tensors)
-        if self.sharded and state:  # not SGD without momentum
-            # Without options: with them, only rank 0 would get the names of the parameters.
-            groups = self.sharded.get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
-            whole, options = {"state": state, "param_groups": groups}, whole_tensors(self.sharded)
-            self.sharded.set_optimizer_state_dict(self.model, self.optimizer, whole, options=options)
-        if self.sharded:
-            return
-        positions = enumerate(parameters_of(self.optimizer))  # by which torch knows the parameters
-        by_position = {i: state[self.names[id(p)]] for i, p in positions if self.names[id(p)] in state}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": by_position})
-        # With the strides of the parameter, as before the save: a fused step reads the memory of both side by side.
-        for parameter, entries in self.optimizer.state.items():
-            for name, value in entries.items():
-                if isinstance(value, torch.Tensor):
-                    like = parameter if value.shape == parameter.shape else value
-                    entries[name] = torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+        positions = {self.names[id(p)]: i for i, p in enumerate(parameters_of(self.optimizer))}  # as torch knows them
+        parameters, state = parameters_of(self.optimizer), {}
+        for key, value in {**stored, **saved["numbers"]}.items():
+            name, _, entry = key.rpartition("/")
+            if name in positions:  # a pipeline's process has some of the parameters
+                parameter = parameters[positions[name]]
+                state.setdefault(positions[name], {})[entry] = load_entry(parameter, value, stored)
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+
+
+def load_entry(parameter: torch.Tensor, value, stored: dict[str, Stored]):
+    """An entry of an optimizer's state: a tensor, or JSON as from `take_out_tensors`."""
+    if not isinstance(value, Stored):
+        return put_back_tensors(value, stored)
+    if value.shape != parameter.shape:
+        return value.whole().clone()
+    # With the strides of the parameter, as before the save: a fused step reads the memory of both side by side.
+    return read_like(parameter, value)
 
 
 class ObjectState:
@@ -127,8 +114,8 @@ class ObjectState:
         saved = take_out_tensors(self.instance.state_dict(), tensors, self.name)
         return tensors or None, saved
 
-    def load(self, tensors: Tensors, saved) -> None:
-        state = put_back_tensors(saved, tensors)
+    def load(self, stored: dict[str, Stored], saved) -> None:
+        state = put_back_tensors(saved, stored)
         # A schedule of a different version of torch: missing entries would keep their first values.
         if isinstance(self.instance, LRScheduler) and state.keys() != self.instance.state_dict().keys():
             raise ValueError(f"it has {', '.join(state)}")
@@ -153,19 +140,17 @@ def take_out_tensors(state, tensors: Tensors, path: str):
     stop(f"{path} cannot be saved: it is a {what}, which is neither a tensor nor JSON")
 
 
-def put_back_tensors(state, tensors: Tensors):
+def put_back_tensors(state, stored: dict[str, Stored]):
     """The inverse of `take_out_tensors`, with copies of the tensors; tuples come back as lists."""
-    if isinstance(state, torch.Tensor):  # a scalar becomes the optimizer's own; all else is copied by who takes it
-        return state if state.dim() else state.clone()
     if not isinstance(state, dict):
         return state
     if "tensor" in state:
-        return tensors[state["tensor"]].clone()
+        return stored[state["tensor"]].whole().clone()
     if "list" in state:
-        return [put_back_tensors(value, tensors) for value in state["list"]]
+        return [put_back_tensors(value, stored) for value in state["list"]]
     entries = {}
     for key, value in state["dict"].items():
-        entries[int(key) if key in state["int_keys"] else key] = put_back_tensors(value, tensors)
+        entries[int(key) if key in state["int_keys"] else key] = put_back_tensors(value, stored)
     return Counter(entries) if state["counter"] else entries
 
 
@@ -180,17 +165,39 @@ def plain_values(state, leave_out: set[str]):
     return state if isinstance(state, (bool, int, float, str)) else None
 
 
-def sharding(accelerator: Accelerator):
-    """torch's functions for the states of sharded models, which take a second to import; None: nothing is sharded."""
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return None
-    from torch.distributed.checkpoint import state_dict
-
-    return state_dict
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, without importing the class: that takes half a second."""
+    return hasattr(tensor, "to_local")
 
 
-def whole_tensors(sharded):
-    return sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
+def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This process's part of a tensor that is sharded by rows, and its first row; of any other tensor, all."""
+    if not is_sharded(tensor):
+        return tensor, 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), offset[0]
+
+
+def own_files(files: Files, rank: int) -> tuple[Files, Rows]:
+    """What a process writes of tensors by file: its rows of the sharded ones; rank 0 also the others, whole."""
+    own, rows = {}, {}
+    for file, tensors in files.items():
+        name = f".rank_{rank}".join(os.path.splitext(file)) if rank else file
+        parts = {n: own_rows(t) for n, t in tensors.items() if rank == 0 or is_sharded(t)}
+        own[name] = {n: local for n, (local, _) in parts.items()}
+        if any(map(is_sharded, tensors.values())):
+            rows[name] = {n: first for n, (_, first) in parts.items()}
+    return {name: tensors for name, tensors in own.items() if tensors or rank == 0}, rows
+
+
+def read_like(tensor: torch.Tensor, stored: Stored) -> torch.Tensor:
+    """The stored values with the strides and on the device of `tensor`; if it is sharded, this process's rows."""
+    result = torch.empty_like(tensor, dtype=stored.dtype, requires_grad=False)
+    local, first = own_rows(result)
+    local.copy_(stored.rows(first, first + len(local)) if local.ndim else stored.whole())
+    return result
 
 
 def plain_name(name: str) -> str:
