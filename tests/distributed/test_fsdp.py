@@ -14,12 +14,9 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from conftest import ROOT
-from fakes import fake_accelerator
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from utils.checkpoint import read_checkpoint
-from utils.checkpoint.state import OptimizerState
 from utils.errors import is_used_outside, used_outside
 from utils.launch import TrainingAccelerator
 from utils.parallel.fsdp import units, update_average
@@ -112,7 +109,7 @@ def assert_same(expected, run, step=None):
         for name in before.keys() - {"split"}:
             assert now[name] == pytest.approx(before[name], rel=1e-9)
     step = f"checkpoints/step_{run_reader.lines(expected)[-1]['step']:08d}"
-    (_, before), (_, now) = read_checkpoint(expected / step), read_checkpoint(run / step)
+    (_, before), (_, now) = run_reader.checkpoint(expected / step), run_reader.checkpoint(run / step)
     del before["processes.safetensors"], now["processes.safetensors"]
     assert before.keys() == now.keys()
     for file, tensors in before.items():
@@ -176,19 +173,12 @@ def test_sgd_steps_on_shards(runs, small_mnist, tmp_path):
 def test_a_checkpoint_after_a_test_is_complete(runs):
     """Without a backward pass after it, parts of the model are still whole on each process."""
     (checkpoint,) = (runs / "early" / "checkpoints").iterdir()
-    _, tensors = read_checkpoint(checkpoint)
+    _, tensors = run_reader.checkpoint(checkpoint)
     names = {name.rpartition("/")[0] for name in tensors["optimizer.safetensors"]}
     assert names == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
     final = run_reader.weights(runs / "early")
     for name, tensor in tensors["model.safetensors"].items():
         assert torch.equal(tensor, final[name])
-
-
-def test_an_optimizer_belongs_to_the_model_that_it_trains():
-    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters())
-        assert OptimizerState(fake_accelerator(), optimizer, {}, models).model is model
 
 
 def test_the_moving_average_is_that_of_torch():

@@ -158,10 +158,10 @@ def fail_from(step, monkeypatch):
     """No file of a checkpoint of `step` or later can be written; `failed` waits for the writer."""
     write, failed = disk.write_tensors, Checkpoints.failed
 
-    def write_or_fail(path, tensors):
+    def write_or_fail(path, *tensors):
         if int(path.parent.name.removeprefix(".part_step_")) >= step:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
-        return write(path, tensors)
+        return write(path, *tensors)
 
     def failed_at_once(checkpoints):
         if checkpoints.writing is not None:
@@ -210,9 +210,9 @@ def test_a_stop_is_told_when_its_checkpoint_is_on_the_disk(train, tmp_path, monk
 
     write, leave, found = disk.write_tensors, StopSignal.leave, []
 
-    def write_slowly(path, tensors):
+    def write_slowly(*args):
         time.sleep(0.3)
-        return write(path, tensors)
+        return write(*args)
 
     def look_and_leave(stop_signal, step):
         found.extend((tmp_path / "run" / "checkpoints").glob("step_*"))

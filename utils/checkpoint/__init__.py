@@ -86,6 +86,7 @@ class Checkpoints:
     ):
         self.accelerator, self.folder, self.keep, self.model_parts = accelerator, Path(folder), keep, model_parts
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.num_processes > 1
+        self.timeout_s = accelerator.init_handler.timeout.total_seconds() if accelerator.init_handler else 600
         self.models, self.optimizers, objects = {}, {}, {}
         if accelerator.scaler is not None:
             state = {**state, "scaler": accelerator.scaler}
@@ -156,7 +157,7 @@ class Checkpoints:
         if is_main or self.is_sharded:
             files, self.rows = own_files(tensors, self.accelerator.process_index)
             self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
-            board = Board(f"checkpoint/{next(self.numbers)}") if self.is_sharded else None
+            board = Board(f"checkpoint/{next(self.numbers)}", self.timeout_s) if self.is_sharded else None
             self.writing = Future()
             # Not a daemon: the interpreter waits for it at its end.
             arguments = self.writing, step, manifest, board, sync

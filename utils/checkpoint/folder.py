@@ -73,8 +73,8 @@ class Problem(Exception):
 class Board:
     """What the ranks' threads tell each other about one checkpoint, through the process group's store."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, timeout_s: float):
+        self.name, self.timeout_s = name, timeout_s
         self.store = distributed.distributed_c10d._get_default_store()  # no public API
 
     def tell(self, rank: int, problem: str | None, digests: dict[str, str] | None = None) -> None:
@@ -82,10 +82,10 @@ class Board:
 
     def hear(self, rank: int) -> dict[str, str]:
         """Wait for what `rank` tells. Raises: Problem: the one it has, or that the run has ended."""
-        key = f"{self.name}/{rank}"
+        key, began = f"{self.name}/{rank}", time.monotonic()
         while not self.store.check([key]):
-            if not threading.main_thread().is_alive():
-                raise Problem("the run ended before each rank had written its part of the checkpoint")
+            if not threading.main_thread().is_alive() or time.monotonic() - began > self.timeout_s:
+                raise Problem(f"rank {rank} has not written its part of the checkpoint")
             time.sleep(0.01)
         problem, digests = json.loads(self.store.get(key))
         if problem:
@@ -154,7 +154,7 @@ def write_tensors(path: Path, tensors: Tensors, rows: dict[str, int] | None = No
         offsets = {
             name: {"saved_offsets": ([rows[name]] + [0] * (t.ndim - 1))[: t.ndim]} for name, t in tensors.items()
         }
-        metadata = {"DCP_VERSION": "1.0", ROWS: json.dumps(offsets)}
+        metadata = {ROWS: json.dumps(offsets, sort_keys=True)}
     try:
         safetensors.torch.save_file(tensors, path, metadata)
     except safetensors.SafetensorError as error:

@@ -1,0 +1,136 @@
+"""A sharded run that is killed at any moment: some ranks have written their part of a checkpoint, and others not."""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from unittest import mock
+
+import pytest
+import run_reader
+from hosts import free_port
+
+from tests.programs import mlp
+
+KILLS = int(os.environ.get("KILLS", 5))
+ENVIRONMENT = {
+    "MASTER_ADDR": "127.0.0.1",
+    "CUDA_VISIBLE_DEVICES": "-1,-1",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+    "FSDP_MIN_NUM_PARAMS": "1000",
+}
+# 40 steps; fc1 has 16 rows, which 3 ranks share unevenly, and fc2 10.
+FLAGS = ["--batch_size", 300, "--num_epochs", 10, "--hidden", 16, "--dropout", 0.1]
+FLAGS += ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 3]
+
+
+def train(flags):
+    """The main of programs/mlp.py; returns the exit code. An end by an error does not wait for the other ranks."""
+    sys.argv = ["mlp.py", *map(str, flags)]
+    try:
+        with mock.patch("utils.run.plot_curves"):
+            mlp.main()
+    except SystemExit as stopped:
+        return stopped.code
+    except RuntimeError as error:
+        print(error)
+        return 1
+    return 0
+
+
+def start(world, folder, flags):
+    """The ranks of a run, each in a child of this process; what they print goes to `folder`/log. Returns their ids."""
+    port, children = free_port(), []
+    for rank in range(world):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        try:
+            os.environ.update(ENVIRONMENT, MASTER_PORT=str(port))
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+            log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            os._exit(train(flags))
+        finally:
+            os._exit(99)
+    return children
+
+
+def is_writing(run):
+    try:
+        return any((run / "checkpoints").glob(".part_*/*"))
+    except FileNotFoundError:  # renamed while we looked
+        return False
+
+
+def ended(children, seconds):
+    """Wait for processes; those that do not end are killed. Returns their exit codes, and whether all have ended."""
+    codes, until = {}, time.monotonic() + seconds
+    while len(codes) < len(children) and time.monotonic() < until:
+        for child in set(children) - codes.keys():
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    for child in set(children) - codes.keys():
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return codes, len(codes) == len(children)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_kills_of_random_ranks_change_nothing(world, tmp_path, small_mnist, home):
+    rng, run, log = random.Random(world), tmp_path / "run", tmp_path / "log"
+    flags = ["--dataset", small_mnist, *FLAGS]
+    codes, _ = ended(start(world, tmp_path, [*flags, "--output_dir", tmp_path / "whole"]), 120)
+    assert set(codes.values()) == {0}, log.read_text()[-3000:]
+    kills = unfinished = 0
+    while True:
+        starts = log.read_text().count("\noutput ")
+        children = start(world, tmp_path, [*flags, "--output_dir", run, "--resume"])
+        until = time.monotonic() + 120
+        while log.read_text().count("\noutput ") == starts and time.monotonic() < until:
+            time.sleep(0.01)
+        if kills < KILLS:
+            wait, in_write, began = rng.uniform(0, 0.3), kills % 4 > 0, time.monotonic()
+            while time.monotonic() - began < (10 if in_write else wait) and not (in_write and is_writing(run)):
+                time.sleep(0.001)
+            victim = rng.choice(children)
+            os.kill(victim, signal.SIGKILL)
+            for child in set(children) - {victim}:  # as torchrun does
+                os.kill(child, signal.SIGTERM)
+            codes, all_ended = ended(children, 60)
+            assert all_ended, log.read_text()[-3000:]  # the others must not wait for it
+            if codes[victim] == -signal.SIGKILL:
+                kills += 1
+                unfinished += is_writing(run)
+        else:
+            codes, _ = ended(children, 120)
+            assert set(codes.values()) == {0}, log.read_text()[-3000:]
+        if kills == KILLS and set(codes.values()) == {0}:
+            break
+        if set(codes.values()) == {0}:  # it ended before the kill: take its end away, and half of its checkpoints
+            for name in ("summary.json", "model.safetensors"):
+                (run / name).unlink()
+            steps = sorted((run / "checkpoints").glob("step_*"))
+            for path in steps[len(steps) // 2 :]:
+                shutil.rmtree(path)
+    print(f"{kills} kills, {unfinished} of them in the middle of a checkpoint")
+    assert unfinished >= KILLS // 5
+    whole = tmp_path / "whole"
+    assert run_reader.final_models(run) == run_reader.final_models(whole)
+    last = [run_reader.last_checkpoint(each) for each in (run, whole)]
+    files = [{file.name: run_reader.sha256(file) for file in each.glob("*.safetensors")} for each in last]
+    assert files[0] == files[1]
+    assert len(files[0]) == 1 + 2 * world
+    assert run_reader.lines(run) == run_reader.lines(whole)
+    assert not list((run / "checkpoints").glob(".part_*"))
