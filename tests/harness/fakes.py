@@ -18,6 +18,7 @@ def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no
         "mixed_precision": precision,
         "gradient_accumulation_steps": 1,
         "virtual_processes": 0,
+        "init_handler": None,
         "project_dir": "run",
         "print": print,
         "reduce": lambda tensor, kind: tensor / {"sum": 1, "mean": processes}[kind],
