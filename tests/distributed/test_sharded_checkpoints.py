@@ -1,5 +1,6 @@
-"""A sharded run that is killed at any moment: some ranks have written their part of a checkpoint, and others not."""
+"""A sharded run that is killed, or cannot write: some ranks have written their part of a checkpoint, and others not."""
 
+import errno
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import run_reader
 from hosts import free_port
 
 from tests.programs import mlp
+from utils.checkpoint import folder as disk
 
 KILLS = int(os.environ.get("KILLS", 5))
 ENVIRONMENT = {
@@ -134,3 +136,57 @@ def test_kills_of_random_ranks_change_nothing(world, tmp_path, small_mnist, home
     assert len(files[0]) == 1 + 2 * world
     assert run_reader.lines(run) == run_reader.lines(whole)
     assert not list((run / "checkpoints").glob(".part_*"))
+
+
+def no_space(monkeypatch):
+    write = disk.write_tensors
+
+    def write_or_fail(path, *args):
+        if path.name == "model.rank_1.safetensors" and path.parent.name.endswith("3"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *args)
+
+    monkeypatch.setattr(disk, "write_tensors", write_or_fail)
+
+
+def other_folder(monkeypatch):
+    """Rank 1 is on a machine without rank 0's folder."""
+    part = disk.part_of
+    monkeypatch.setattr(disk, "part_of", lambda path: part(path.parent / os.environ["RANK"].strip("0") / path.name))
+
+
+def damaged_part(folder):
+    """Of the newest checkpoint; each rank looks at some of the files."""
+    newest = max((folder / "checkpoints").glob("step_*"))
+    file = newest / "optimizer.rank_1.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "sentence"),
+    [
+        (no_space, 2, "step_00000003 cannot be written (No space left on device): --resume goes on from the"),
+        (other_folder, None, "is not the folder of rank 0: all machines of a sharded run need the same"),
+    ],
+)
+def test_a_rank_that_cannot_write_ends_the_run_with_a_sentence(fault, step, sentence, tmp_path, small_mnist, home):
+    flags = ["--dataset", small_mnist, *FLAGS, "--output_dir", tmp_path / "run"]
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        codes, _ = ended(start(2, tmp_path, flags), 60)
+    log = (tmp_path / "log").read_text()
+    assert list(codes.values()) == [2, 2], log[-3000:]
+    assert log.count("error: ") == 1, log[-3000:]
+    assert sentence in log
+    found = [run_reader.checkpoint(path)[0]["step"] for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    assert max(found, default=None) == step
+    if step is None:
+        return
+    damaged_part(tmp_path / "run")
+    codes, _ = ended(start(2, tmp_path, [*flags, "--resume"]), 60)
+    log = (tmp_path / "log").read_text()
+    assert list(codes.values()) == [0, 0], log[-3000:]
+    assert "step_00000002 is skipped: optimizer.rank_1.safetensors: its SHA-256 is not the one" in log
+    assert (tmp_path / "run" / "checkpoints" / "damaged_step_00000002").is_dir()
