@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 from benchmarks import common
-from scripts.transformer import Blocks, Transformer
+from scripts.transformer import Transformer
 from utils.extras.peak_memory import own_peak_memory_gib
 
 STEPS = 3
@@ -138,7 +138,7 @@ def worker(args) -> None:
     targets = tokens.roll(-1, 1)
     measured = {}
     if way == "activation checkpointing":
-        model.blocks.checkpoint_activations = True
+        model.checkpoint_activations = True
     elif way == "DDP":
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     elif way == "FSDP":
@@ -150,7 +150,7 @@ def worker(args) -> None:
         fully_shard(model, mesh=mesh)
     elif way == "pipeline":
         half = size.layers // 2
-        model.blocks = Blocks(list(model.blocks)[half * rank : half * (rank + 1)])
+        model.blocks = model.blocks[half * rank : half * (rank + 1)]
         if rank == 0:
             model.norm = torch.nn.Identity()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -125,20 +125,6 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.silu(gate) * up))
 
 
-class Blocks(nn.ModuleList):
-    """A ModuleList with a `forward`, so that FSDP can shard it."""
-
-    checkpoint_activations = False
-
-    def forward(self, x, rotation, mask, kv_cache=None):
-        for number, block in enumerate(self):
-            if self.checkpoint_activations and self.training:
-                x = torch.utils.checkpoint.checkpoint(block, x, rotation, mask, use_reentrant=False)
-            else:
-                x = block(x, rotation, mask, kv_cache[number] if kv_cache else None)
-        return x
-
-
 class TiedEmbedding(nn.Embedding):
     """Input embedding and output projection with one weight. Both use `forward`, in which FSDP gathers the weight."""
 
@@ -151,8 +137,9 @@ class Transformer(nn.Module):
         """eos: the token before and after each document. Attention crosses it, unless separate_documents is set."""
         super().__init__()
         self.rotary_pairs, self.eos, self.separate_documents = dim // heads // 2, eos, False
+        self.checkpoint_activations = False
         self.embed = TiedEmbedding(vocabulary, dim)
-        self.blocks = Blocks(Block(dim, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, eps=1e-6)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -172,7 +159,12 @@ class Transformer(nn.Module):
         # Attention depends only on differences of positions, so these need not restart with each document.
         positions = torch.arange(start, start + tokens.shape[1], device=x.device)
         angles = positions[:, None] * 10000 ** (-torch.arange(self.rotary_pairs, device=x.device) / self.rotary_pairs)
-        x = self.blocks(x, (angles.cos(), angles.sin()), mask, kv_cache)
+        rotation = angles.cos(), angles.sin()
+        for number, block in enumerate(self.blocks):
+            if self.checkpoint_activations and self.training:
+                x = torch.utils.checkpoint.checkpoint(block, x, rotation, mask, use_reentrant=False)
+            else:
+                x = block(x, rotation, mask, kv_cache[number] if kv_cache else None)
         logits = self.embed(self.norm(x))
         if targets is None:
             return logits
@@ -254,7 +246,7 @@ def main():
     vocabulary, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
     model = Transformer(vocabulary, args.dim, args.layers, args.heads, args.dropout, eos=eos)
     model.separate_documents = args.separate_documents
-    model.blocks.checkpoint_activations = args.checkpoint_activations
+    model.checkpoint_activations = args.checkpoint_activations
     if args.pretrained and not run.folder.has_checkpoint:
         load_pretrained(model, args.pretrained)
     if args.compile:
