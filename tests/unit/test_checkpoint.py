@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import run_reader
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from fakes import fake_accelerator
@@ -330,7 +331,7 @@ def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path):
     assert all(torch.equal(stored.whole(), whole[name]) for name, stored in read["model.safetensors"].items())
 
 
-def test_a_file_written_tensor_by_tensor_is_that_of_safetensors(tmp_path):
+def test_a_file_is_the_one_that_safetensors_writes(tmp_path):
     tensors = {
         "b": torch.randn(3, 2),
         "mask": torch.rand(5) < 0.5,
@@ -338,10 +339,10 @@ def test_a_file_written_tensor_by_tensor_is_that_of_safetensors(tmp_path):
         "step": torch.tensor(1.0),
     }
     tensors |= {"half": torch.randn(3).bfloat16(), "none": torch.empty(0, 2)}
-    disk.write_tensors(tmp_path / "whole", tensors)
-    header = disk.header_of(tensors)
-    disk.write_one_by_one(tmp_path / "each", header, (tensors[name] for name in header))
-    assert (tmp_path / "each").read_bytes() == (tmp_path / "whole").read_bytes()
+    digests = disk.write_files(tmp_path, {"ours": tensors}, {})
+    safetensors.torch.save_file(tensors, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert digests == {"ours": run_reader.sha256(tmp_path / "ours")}
 
 
 def nothing_else(folder):

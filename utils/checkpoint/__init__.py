@@ -48,9 +48,8 @@ from .folder import (
     read_checkpoint,
     set_aside,
     write_checkpoint,
-    write_model,
-    write_one_by_one,
     write_part,
+    write_tensors,
 )
 from .state import (
     ModelState,
@@ -191,15 +190,17 @@ class Checkpoints:
             writing.set_exception(error)
 
     def _check_finite(self, step: int) -> None:
-        for model_name, model in self.models.items():
-            buffers = {plain_name(name) for name, _ in model.named_buffers()}  # a mask may have infinite values
-            for file, tensors in self.copies.items():
-                for name, tensor in tensors.items() if re.sub(RANK, "", file) == f"{model_name}.safetensors" else ():
-                    if name not in buffers and not tensor.isfinite().all():
-                        raise Problem(
-                            f"{model_name}.{name} is not finite after step {step}, which is not saved: "
-                            "train with a smaller learning rate, or clip the gradients"
-                        )
+        for file, tensors in self.copies.items():
+            owner = re.sub(RANK, "", file).removesuffix(".safetensors")
+            if owner not in self.models:
+                continue
+            buffers = {plain_name(name) for name, _ in self.models[owner].named_buffers()}  # masks may be infinite
+            for name, tensor in tensors.items():
+                if name not in buffers and not tensor.isfinite().all():
+                    raise Problem(
+                        f"{owner}.{name} is not finite after step {step}, which is not saved: "
+                        "train with a smaller learning rate, or clip the gradients"
+                    )
 
     def failed(self) -> bool:
         """Whether this process could not write the last checkpoint; the others do not know yet."""
@@ -303,27 +304,24 @@ class Checkpoints:
 def save_model(accelerator: Accelerator, model: nn.Module, path: Path, model_parts=None) -> None:
     """Write a model from `prepare` by plain names: loads with strict=True into the bare nn.Module. Collective.
 
-    Sharded tensors are gathered one by one.
+    A sharded model is gathered one tensor after the other.
     """
     model = accelerator.unwrap_model(model, keep_torch_compile=False)
     tensors, _ = ModelState(model).save()
-    copies = {}
     if model_parts is not None:
-        tensors = model_parts.join(accelerator, tensors, copies)
-    if not any(map(is_sharded, tensors.values())):
-        return on_main(accelerator, lambda: write_model(path, tensors, copies))
+        tensors = model_parts.join(accelerator, tensors, {})
     header = header_of(tensors)
-    ordered = [tensors[name] for name in header]
-    gathered = (tensor.full_tensor() if is_sharded(tensor) else tensor for tensor in ordered)  # collective
+    parts = (tensors[name] for name in header)
+    whole = (part.full_tensor() if is_sharded(part) else part for part in parts)  # collective
 
     def write():
         try:
-            write_atomically(path, lambda part: write_one_by_one(part, header, gathered))
+            write_atomically(path, lambda part: write_tensors(part, header, whole))
         finally:
-            collections.deque(gathered, maxlen=0)
+            collections.deque(whole, maxlen=0)
 
     if not accelerator.is_main_process:
-        collections.deque(gathered, maxlen=0)
+        collections.deque(whole, maxlen=0)
     on_main(accelerator, write)
 
 

@@ -3,6 +3,7 @@
 import bisect
 import errno
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -11,11 +12,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import distributed
 
-from ..atomic_files import fsync, write_atomically
+from ..atomic_files import fsync
 
 FORMAT = 2
 PROCESSES = "processes.safetensors"
@@ -140,59 +142,59 @@ def part_of(path: Path) -> Path:
 
 
 def write_files(folder: Path, files: Files, rows: Rows) -> dict[str, str]:
-    return {name: write_tensors(folder / name, tensors, rows.get(name)) for name, tensors in files.items()}
+    """Write files as from `copy_to_cpu`; returns their SHA-256 by name."""
+    digests = {}
+    for name, tensors in files.items():
+        header = header_of(tensors, rows.get(name))
+        ordered = (tensors[key] for key in header if key in tensors)
+        digests[name] = write_tensors(folder / name, header, ordered)
+    return digests
 
 
-def write_tensors(path: Path, tensors: Tensors, rows: dict[str, int] | None = None) -> str:
-    """Write a file of safetensors to the disk, without a copy in memory. Returns its SHA-256 in hex.
+def header_of(tensors: Tensors, rows: dict[str, int] | None = None) -> dict[str, dict]:
+    """The header of a file of safetensors: what is in it, by name, in the order in which it is there.
 
     Args:
         rows: where the rows of each tensor begin in a tensor that several files share.
     """
-    metadata = None
-    if rows is not None:
-        offsets = {
-            name: {"saved_offsets": ([rows[name]] + [0] * (t.ndim - 1))[: t.ndim]} for name, t in tensors.items()
-        }
-        metadata = {ROWS: json.dumps(offsets, sort_keys=True)}
-    try:
-        safetensors.torch.save_file(tensors, path, metadata)
-    except safetensors.SafetensorError as error:
-        raise OSError(errno.EIO, str(error).rpartition("I/O error: ")[2], str(path)) from error
-    # Readable by those who may read the folder: safetensors makes it for its owner alone.
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    fsync(path)
-    return digest_of(path)
-
-
-def digest_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_model(path: Path, tensors: Tensors, copies: Tensors) -> None:
-    """Write a file of safetensors that is whole or not there; `copies` as in `copy_to_cpu`."""
-    write_atomically(path, lambda part: write_tensors(part, copy_to_cpu(tensors, copies)))
-
-
-def header_of(tensors: Tensors) -> dict[str, dict]:
-    """The header, by name and in the order that safetensors gives it, of a file with these tensors."""
     empty = safetensors.torch.save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()})
     header, end = json.loads(empty[8:]), 0
     for name, entry in header.items():
         begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
         entry |= {"shape": tensors[name].shape, "data_offsets": [begin, end]}
-    return header
+    if rows is None:
+        return header
+    offsets = {}
+    for name, entry in header.items():
+        dimensions = len(entry["shape"])
+        offsets[name] = {"saved_offsets": [rows[name], *[0] * (dimensions - 1)] if dimensions else []}
+    return {"__metadata__": {ROWS: json.dumps(offsets)}, **header}
 
 
-def write_one_by_one(path: Path, header: dict[str, dict], tensors: Iterable[torch.Tensor]) -> None:
-    """The same file as by `write_tensors`, of more than fits into memory; `tensors` are in the order of the header."""
-    encoded = json.dumps(header, separators=(",", ":")).encode()
+def write_tensors(path: Path, header: dict[str, dict], tensors: Iterable[torch.Tensor]) -> str:
+    """Write a file of safetensors to the disk. Returns its SHA-256 in hex.
+
+    safetensors itself would need all tensors in memory, and a second pass over the file for its SHA-256.
+
+    Args:
+        tensors: in the order of the header; one after the other is needed.
+    """
+    digest, encoded = hashlib.sha256(), json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with open(path, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors:
-            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    try:
+        with open(path, "wb") as file:
+            for part in itertools.chain([len(encoded).to_bytes(8, "little"), encoded], map(bytes_of, tensors)):
+                file.write(part)
+                digest.update(part)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    fsync(path)
+    return digest.hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def write_manifest(path: Path, manifest: dict) -> None:
@@ -245,8 +247,9 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Store
             raise ValueError(f"it belongs to step {manifest['step']}")
         digests = sorted(manifest["sha256"].items())
         for name, digest in digests[share]:
-            if digest_of(path / name) != digest:
-                raise ValueError("its SHA-256 is not the one in manifest.json")
+            with open(path / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    raise ValueError("its SHA-256 is not the one in manifest.json")
         for name, _ in digests:
             with safetensors.safe_open(path / name, "pt") as file:
                 offsets = json.loads((file.metadata() or {}).get(ROWS, "{}"))
