@@ -100,7 +100,7 @@ TOPOLOGIES = [
     Topology("cpu_fsdp"),
     Topology("fsdp", 1),
 ]
-TOPOLOGIES += [each._replace(precision="bf16") for each in TOPOLOGIES if each.config != "cpu"]
+TOPOLOGIES += [each._replace(precision="bf16") for each in TOPOLOGIES if each.config not in ("cpu", "cpu_fsdp")]
 
 
 def on(*configs, precisions=("no", "bf16")):
