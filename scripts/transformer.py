@@ -33,6 +33,7 @@ from utils.datasets.text import EOS, PackedText, count_targets, learn_tokenizer,
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, positive_int
 from utils.loader import GlobalLoader
+from utils.parallel import fsdp
 from utils.run import Run
 
 TEST_BATCH_SIZE = 64
@@ -141,10 +142,16 @@ class Transformer(nn.Module):
         self.embed = TiedEmbedding(vocabulary, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, eps=1e-6)
+        self.layers = layers
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                is_residual = name.endswith(("out.weight", "down.weight"))  # 2 * layers outputs are added to x
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_residual else 0.02)
+            self.initialize(name, parameter)
+
+    def initialize(self, name: str, parameter: torch.Tensor) -> None:
+        """Draw the first numbers of a parameter."""
+        if parameter.ndim == 1:
+            return nn.init.ones_(parameter)
+        is_residual = name.endswith(("out.weight", "down.weight"))  # 2 * layers outputs are added to x
+        nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.layers) if is_residual else 0.02)
 
     def forward(self, tokens, targets=None, kv_cache=None):
         """Logits (N, T, vocabulary) of tokens (N, T); with targets (N, T), the mean loss of each sequence, (N,).
@@ -244,7 +251,8 @@ def main():
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator, loss_weights=count_targets)
 
     vocabulary, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
-    model = Transformer(vocabulary, args.dim, args.layers, args.heads, args.dropout, eos=eos)
+    sizes = vocabulary, args.dim, args.layers, args.heads, args.dropout
+    model = fsdp.build(accelerator, lambda: Transformer(*sizes, eos=eos), args.seed)
     model.separate_documents = args.separate_documents
     model.checkpoint_activations = args.checkpoint_activations
     if args.pretrained and not run.folder.has_checkpoint:

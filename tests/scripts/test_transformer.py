@@ -8,6 +8,7 @@ import run_many
 import run_reader
 import torch
 import virtual_gpus
+from fakes import fake_accelerator
 from run_reader import lines, losses
 from same_numbers import largest_difference
 from torch.distributed.fsdp import FSDPModule
@@ -17,6 +18,7 @@ from scripts.transformer import Transformer, generate
 from tests.docs.pages import blocks, guide
 from utils.console import printable
 from utils.datasets.text import learn_tokenizer, load_text, load_tokenizer
+from utils.parallel import fsdp
 from utils.sampler import GlobalSampler
 
 EOS = 0  # of a learned tokenizer
@@ -56,8 +58,7 @@ def make_double(seed, **options):
     """The model of a run with --float64: drawn in this type, its weights are not those of a float32 model."""
     torch.set_default_dtype(torch.float64)
     try:
-        torch.manual_seed(seed)
-        return Transformer(**options)
+        return fsdp.build(fake_accelerator(), lambda: Transformer(**options), seed)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -1,20 +1,44 @@
 """Start from pretrained weights (--pretrained)."""
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
 
+from ..checkpoint.state import is_sharded, own_rows
 from ..console import stop
 
 
+def load_rows(model: nn.Module, source: str) -> None:
+    """Read from a .safetensors file the rows of a sharded model that this process has."""
+    shapes = {}
+    with safetensors.safe_open(source, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            shapes[name] = torch.Size(file.get_slice(name).get_shape())
+    state = model.state_dict()
+    different = [
+        name
+        for name in sorted(shapes.keys() | state.keys())
+        if name not in shapes or name not in state or shapes[name] != state[name].shape
+    ]
+    if different:
+        raise ValueError(f"names or shapes differ: {', '.join(different)}")
+    for name, tensor in state.items():
+        local, first = own_rows(tensor)
+        # Opened for each tensor: what was read of an open file stays in memory.
+        local.copy_(safetensors.safe_open(source, "pt").get_slice(name)[first : first + len(local)])
+
+
 def load_pretrained(model: nn.Module, source: str, head: str | None = None) -> None:
-    """Load weights from a file or a URL into a model that is not yet prepared.
+    """Load weights from a file or a URL into a model that is not yet prepared; into a sharded one, from .safetensors.
 
     Args:
         source: a .safetensors file, a file written by torch.save, or an https URL of one. No code in it is executed.
         head: a last layer that keeps its weights if the file has a different number of classes; None: all must fit.
     """
     try:
+        if any(map(is_sharded, model.parameters())):
+            return load_rows(model, source)
         if source.startswith("https://"):
             state = torch.hub.load_state_dict_from_url(source, map_location="cpu", weights_only=True, check_hash=True)
         elif source.endswith(".safetensors"):

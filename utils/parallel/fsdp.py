@@ -1,7 +1,9 @@
 """FSDP2 (fsdp.yaml, cpu_fsdp.yaml): making and averaging models whose parameters are sharded over the processes."""
 
 import dataclasses
+import zlib
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -9,7 +11,9 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
+from ..checkpoint.state import own_rows
 from ..console import stop
+from ..randomness import combine, generators_restored, seed_generators
 
 
 def memory_format(accelerator: Accelerator) -> torch.memory_format:
@@ -96,6 +100,36 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
     shards = dict(model.named_parameters())
     for group in groups:
         group[:] = [shards.get(parameter, parameter) for parameter in group]
+
+
+def build(accelerator: Accelerator, make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Make a model of which, under FSDP, no process ever holds more than its shards and one parameter. Collective.
+
+    The numbers of a parameter depend on the seed and its name, so they are the same on any number of processes.
+
+    Args:
+        make_model: returns a model without buffers, with a method `initialize(name, parameter)`, which draws the
+            numbers of a parameter. Under FSDP its constructor runs on the meta device: nothing has numbers yet.
+
+    Raises:
+        SystemExit: if the model has buffers: nobody would know their numbers.
+    """
+    is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    with torch.device("meta" if is_fsdp else "cpu"):
+        model = make_model()
+    if buffers := [name for name, _ in model.named_buffers()]:
+        stop(f"fsdp.build cannot make a model with buffers, such as {buffers[0]}: make it without fsdp.build")
+    if is_fsdp:
+        shard(accelerator, model)
+        model.to_empty(device=accelerator.device)
+    with torch.no_grad(), generators_restored():
+        for name, parameter in model.named_parameters():
+            seed_generators(combine(seed, zlib.crc32(name.encode())))
+            local, first = own_rows(parameter)
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            model.initialize(name, whole)
+            local.copy_(whole[first : first + len(local)])
+    return model
 
 
 def check_sharded(optimizers: list[Optimizer]) -> None:
