@@ -81,6 +81,9 @@ class ArgumentParser(argparse.ArgumentParser):
             run.add_argument(
                 "--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes; 0: off"
             )
+            run.add_argument(
+                "--whole_gradients", action="store_true", help="FSDP: reduce once per step: faster, more memory"
+            )
 
     def print_help(self, file=None):
         if is_local_main():

@@ -42,12 +42,14 @@ class TrainingAccelerator(Accelerator):
     Attributes:
         virtual_processes: the value of --virtual_processes; 0: off.
         split_batch: each process gets a part of the batch; False if the processes share the model.
+        whole_gradients: the value of --whole_gradients.
         around_backward: functions that return a context manager, entered around every backward pass, the last one
             outermost. A hook is undone by removing its entry, in any order.
     """
 
     virtual_processes = 0
     split_batch = True
+    whole_gradients = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -79,6 +81,24 @@ class TrainingAccelerator(Accelerator):
 
             model = data_parallel(model, self)
         return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def no_sync(self, model):
+        """As in Accelerate, but FSDP, which would keep whole gradients, reduces them after each micro-batch."""
+        if self.is_fsdp2 and not self.whole_gradients:
+            return contextlib.nullcontext()
+        return super().no_sync(model)
+
+    def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+        """As in Accelerate; with virtual processes, the 2-norm is added up in an order that no sharding changes."""
+        if not self.virtual_processes or norm_type != 2:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        from .parallel.virtual_processes import total_norm
+
+        self.unscale_gradients()
+        parameters = list(parameters)
+        norm = total_norm(self, parameters)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def prepare(self, *args, device_placement=None):
         """As in Accelerate, which under FSDP takes only one model, and leaves whole or refuses some kinds.
@@ -154,6 +174,7 @@ def make_accelerator(
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})
     accelerator.split_batch = split_batch
+    accelerator.whole_gradients = settings.whole_gradients
     share_batch(accelerator, settings.virtual_processes, getattr(args, "batch_size", None))
     set_cpu_threads(cpu_threads or (1 if settings.virtual_processes else None))
     set_seed(settings.seed)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset, TensorDataset
 
 from .console import stop
@@ -154,6 +155,7 @@ class GlobalLoader:
             drop_last=drop_last,
             repeats=repeats,
             virtual_processes=virtual_processes(accelerator),
+            strided=accelerator.distributed_type == DistributedType.FSDP,
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {length} items of the training set: use a smaller one")

@@ -172,7 +172,7 @@ class Run:
         if virtual_processes(accelerator):
             from .parallel.virtual_processes import sum_gradients_by_tree
 
-            sum_gradients_by_tree(accelerator, models)
+            sum_gradients_by_tree(accelerator, models, self.checkpoints.optimizers.values())
         if args.profile:
             from .extras.profiling import WARM_UP, Profiler
 

@@ -15,8 +15,13 @@ def virtual_processes(accelerator: Accelerator) -> int:
     return getattr(accelerator, "virtual_processes", 0)  # a plain Accelerator lacks it
 
 
-def logical_ranks(rank: int, world_size: int, number: int) -> range:
-    """The logical ranks (virtual processes), out of `number`, that process `rank` computes."""
+def logical_ranks(rank: int, world_size: int, number: int, strided: bool = False) -> range:
+    """The logical ranks (virtual processes), out of `number`, that process `rank` computes.
+
+    They are consecutive, or with `strided` every world_size-th one.
+    """
+    if strided:
+        return range(rank, number, world_size)
     return range(rank * number // world_size, (rank + 1) * number // world_size)
 
 
@@ -51,6 +56,7 @@ class GlobalSampler:
             Source: repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
         virtual_processes: number of micro-batches per step, instead of accumulation x world_size; each process
             computes consecutive ones, and some compute one more than others. 0: off.
+        strided: with virtual processes too, each process computes every world_size-th micro-batch, as FSDP needs.
     """
 
     def __init__(
@@ -65,13 +71,12 @@ class GlobalSampler:
         drop_last: bool = False,
         repeats: int = 1,
         virtual_processes: int = 0,
+        strided: bool = False,
     ):
         self.length, self.batch_size, self.seed = length, batch_size, seed
         self.drop_last, self.repeats, self.virtual_processes = drop_last, repeats, virtual_processes
         self.num_slots = virtual_processes or accumulation * world_size
-        self.slots = range(rank, self.num_slots, world_size)
-        if virtual_processes:
-            self.slots = logical_ranks(rank, world_size, virtual_processes)
+        self.slots = logical_ranks(rank, world_size, self.num_slots, strided or not virtual_processes)
         self.accumulation = len(self.slots)
 
     def __len__(self) -> int:

@@ -300,7 +300,6 @@ def test_what_sharding_would_not_train_is_refused(one_process_shards, capsys):
 @pytest.mark.parametrize(
     ("script", "flags", "sentence"),
     [
-        ("mlp", ["--virtual_processes", 2], "--virtual_processes works with DDP, not with FSDP"),
         (
             "gradient_accumulation",
             ["--micro_batch_size", "auto"],

@@ -2,15 +2,19 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
 import run_many
 import run_reader
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType
 from conftest import ROOT
 from torch import nn
 
@@ -63,9 +67,10 @@ def test_a_power_of_two_of_processes_sends_one_sum_each():
 
 
 class OneRank:
-    """What GradientSum and TreeSum use of an Accelerator, on one of several threads."""
+    """What GradientSum, TreeSum and ShardSum use of an Accelerator, on one of several threads."""
 
-    def __init__(self, rank, world_size, number):
+    def __init__(self, rank, world_size, number, kind="NO"):
+        self.distributed_type = DistributedType(kind)
         self.process_index, self.num_processes = rank, world_size
         self.virtual_processes = number
         self.gradient_accumulation_steps = len(vp.own_logical_ranks(self))
@@ -80,9 +85,10 @@ class OneRank:
 def tree_threads(threads, monkeypatch):
     """`threads` with the collectives that TreeSum uses."""
 
-    def all_to_all_single(output, sent, output_split_sizes, input_split_sizes, group):
-        parts = [split[threads.here.rank] for split in threads.exchange(sent.split(input_split_sizes))]
-        assert [len(part) for part in parts] == output_split_sizes
+    def all_to_all_single(output, sent, output_split_sizes=None, input_split_sizes=None, group=None):
+        sizes = input_split_sizes or len(sent) // len(threads.rounds)
+        parts = [split[threads.here.rank] for split in threads.exchange(sent.split(sizes))]
+        assert output_split_sizes in (None, [len(part) for part in parts])
         output.copy_(torch.cat(parts))
 
     def all_gather_into_tensor(output, mine, group):
@@ -94,14 +100,18 @@ def tree_threads(threads, monkeypatch):
     return threads
 
 
+def random_leaves(number, size):
+    leaves = torch.randn(number, size, generator=torch.Generator().manual_seed(0))
+    return leaves * 10.0 ** (torch.arange(number) % 5)[:, None]
+
+
+@pytest.mark.parametrize("kind", ["NO", "FSDP"])
 @pytest.mark.parametrize(("number", "size"), [(8, 1000), (7, 13), (12, 1)])
-def test_sums_are_the_same_bits_on_any_number_of_processes(tree_threads, number, size):
-    generator = torch.Generator().manual_seed(0)
-    leaves = torch.randn(number, size, generator=generator)
-    leaves *= 10.0 ** (torch.arange(number) % 5)[:, None]
+def test_sums_are_the_same_bits_on_any_number_of_processes(tree_threads, number, size, kind):
+    leaves = random_leaves(number, size)
 
     def total(rank, world_size):
-        tree = vp.TreeSum(OneRank(rank, world_size, number))
+        tree = vp.TreeSum(OneRank(rank, world_size, number, kind))
         nodes = []
         for leaf in tree.logical_ranks:
             tree_push(nodes, Node(leaf, 1, leaves[leaf].clone()), torch.Tensor.add_)
@@ -117,6 +127,99 @@ def test_sums_are_the_same_bits_on_any_number_of_processes(tree_threads, number,
     for world_size in range(2, number + 1):
         for found in tree_threads.run(world_size, lambda rank, w=world_size: total(rank, w)):
             assert torch.equal(found, expected)
+
+
+def tree_sum(leaves):
+    nodes = []
+    for number, leaf in enumerate(leaves):
+        tree_push(nodes, Node(number, 1, leaf.clone()), torch.Tensor.add_)
+    return tree_total(nodes, torch.Tensor.add_)
+
+
+@pytest.mark.parametrize(("world_size", "number"), [(2, 4), (2, 8), (2, 14), (3, 6), (3, 12), (4, 12), (5, 20)])
+def test_shards_are_added_in_the_order_of_the_tree_and_stay_shards(tree_threads, world_size, number):
+    size = 7  # of a shard
+    leaves = random_leaves(number, world_size * size)
+    leaves[:, ::3] = -0.0
+
+    def run(rank):
+        accelerator = OneRank(rank, world_size, number, "FSDP")
+        shard_sum, result = vp.ShardSum(accelerator), []
+        for step in range(4):
+            for leaf in range(rank, number, world_size):
+                accelerator.step += 1
+                if step == 1 and accelerator.sync_gradients:
+                    continue  # an unfinished step, which must not count in the next one
+                if step == 3 and leaf < world_size:
+                    continue  # no gradients: as zeros
+                output = torch.full((size,), math.nan)
+                shard_sum(output, leaves[leaf].clone(), None, None)
+                held = sum(node.value.untyped_storage().nbytes() for node in shard_sum.nodes)
+                assert held <= (math.log2(number) + 1) * output.nbytes
+            result.append(output)
+        with pytest.raises(RuntimeError, match="one backward pass per micro-batch"):
+            shard_sum(output, leaves[0], None, None)
+        return torch.stack(result)
+
+    parts = tree_threads.run(world_size, run)
+    late = leaves.clone()
+    late[:world_size] = 0
+    for step, expected in ((0, leaves), (2, leaves), (3, late)):
+        found = torch.cat([part[step] for part in parts])
+        assert found.numpy().tobytes() == tree_sum(expected).numpy().tobytes()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_norm_for_clipping_has_the_same_bits_however_rows_are_sharded(threads, world_size):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7, 37), (5,), (2, 3, 4), (1, 64), (64, 1), ()]
+    gradients = [torch.randn(shape, generator=generator) * 10.0**-k for k, shape in enumerate(shapes)]
+    plain = [SimpleNamespace(grad=gradient.clone()) for gradient in gradients] + [SimpleNamespace(grad=None)]
+    expected = vp.total_norm(OneRank(0, 1, 4), plain)
+    torch.testing.assert_close(expected, nn.utils.get_total_norm(gradients), rtol=1e-6, atol=0)
+    assert all(torch.equal(each.grad, gradient) for each, gradient in zip(plain, gradients, strict=False))
+
+    def norm(rank):
+        accelerator = OneRank(rank, world_size, 4, "FSDP")
+        accelerator.reduce = lambda tensor, _: sum(threads.exchange(tensor))
+        sharded = []
+        for gradient in gradients[:-1]:  # FSDP does not shard a scalar
+            parts = [
+                *gradient.chunk(world_size),
+                *[gradient[:0]] * world_size,
+            ]  # of 1 row, the others have none
+            shard = SimpleNamespace(shape=gradient.shape, ndim=gradient.ndim, to_local=lambda part=parts[rank]: part)
+            sharded.append(SimpleNamespace(grad=shard))
+        return vp.total_norm(accelerator, sharded)
+
+    expected = vp.total_norm(OneRank(0, 1, 4), plain[: len(gradients) - 1])
+    for found in threads.run(world_size, norm):
+        assert torch.equal(found, expected)
+
+
+def test_columns_are_added_in_the_same_order_for_any_strides():
+    terms = torch.randn(16, 513, generator=torch.Generator().manual_seed(0))
+    other_strides = terms.T.contiguous().T
+    assert torch.equal(vp.add_columns(other_strides), vp.add_columns(terms))
+
+
+def test_a_step_rounds_alike_wherever_a_tensor_is_cut():
+    """Not so a fused step on a CPU, in which the last entries of a tensor differ by rounding."""
+    generator = torch.Generator().manual_seed(0)
+    weights, gradients = torch.randn(35, generator=generator), torch.randn(20, 35, generator=generator)
+
+    def train(cuts):
+        parts = [nn.Parameter(part.clone()) for part in weights.tensor_split(cuts)]
+        optimizer = torch.optim.AdamW(parts, 1e-2, fused=True)
+        vp.unfuse(optimizer)
+        for gradient in gradients:
+            for part, part_gradient in zip(parts, gradient.tensor_split(cuts), strict=True):
+                part.grad = part_gradient
+            optimizer.step()
+        state = [optimizer.state[part] for part in parts]
+        return [torch.cat([each[name] for each in state]) for name in ("exp_avg", "exp_avg_sq")] + [torch.cat(parts)]
+
+    assert all(torch.equal(*pair) for pair in zip(train([]), train([11, 13, 30]), strict=True))
 
 
 def test_gradients_of_a_bare_model_are_added_in_the_tree_also_where_some_are_missing():
@@ -310,13 +413,13 @@ def runs(shared_launcher, small_mnist):
 
 
 def bits(folder) -> dict:
-    """SHA-256 of models and of the last checkpoint's optimizers; the logged numbers."""
-    files = [*folder.glob("*.safetensors"), *run_reader.last_checkpoint(folder).glob("*.safetensors")]
-    found = {
-        str(file.relative_to(folder)): run_reader.sha256(file)
-        for file in files
-        if file.name != "processes.safetensors"  # the metrics of each process
-    }
+    """SHA-256 of the final models and of all tensors of the last checkpoint; the logged numbers."""
+    found = run_reader.final_models(folder)
+    step = run_reader.last_checkpoint(folder)
+    for file, tensors in run_reader.checkpoint(step)[1].items():  # whole, also of shards
+        if file != "processes.safetensors":  # the metrics of each process
+            data = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            found[f"checkpoints/{step.name}/{file}"] = hashlib.sha256(safetensors.torch.save(data)).hexdigest()
     return found | {f"{line['split']} {line['step']}": line for line in run_reader.lines(folder)}
 
 
@@ -353,3 +456,62 @@ def test_a_resume_on_another_kind_of_machine_warns(runs, tmp_path, capsys):
     assert run_many.run("mlp", flags) is None
     said = capsys.readouterr()
     assert "warning: this run was started on Another CPU with 1 thread, torch " in said.out + said.err
+
+
+SHARDED = {
+    # Tied embeddings; most steps are clipped, and the last one has fewer samples than virtual processes.
+    "transformer": [
+        *("--virtual_processes", 12, "--vocabulary", 300, "--context", 8, "--layers", 2, "--dim", 32),
+        *("--batch_size", 57, "--max_steps", 6, "--max_grad_norm", 0.3, "--num_tokens", 2),
+    ],
+    # The last of 3 steps an epoch has 4 samples.
+    "sometimes": ["--virtual_processes", 12, "--idle", -1, "--batch_size", 28],
+}
+CHAIN = [("cpu_fsdp", 2), ("cpu_ddp", 3), ("cpu_fsdp", 4), ("cpu_fsdp", 3), ("cpu_fsdp", 1)]
+
+
+@pytest.fixture(scope="module")
+def sharded(shared_launcher, texts):
+    """For each program: on one process; on several; and "chain", which each goes on with for a step."""
+    top = shared_launcher.folder / "sharded"
+    flags = {name: [*flags, *COMMON] for name, flags in SHARDED.items()}
+    flags["transformer"] += ["--dataset", texts]
+    for name in SHARDED:
+        assert run_many.run(name, [*flags[name], "--output_dir", top / name / "one"]) is None
+        run_many.reset_accelerate()
+    before = "one"
+    for step, (config, processes) in enumerate(CHAIN, 1):
+        words, after = [], f"chain_{step}"
+        for name in SHARDED:
+            script, folder = ["--script", run_many.path_of(name)], top / name
+            words.append([*script, *flags[name], "--output_dir", folder / f"{config}_{processes}"])
+            back = ["--back_to", folder / before, step, folder / after]
+            words.append([*back, *flags[name], "--resume", "--output_dir", folder / after])
+        launch = {"script": run_many.FILE, "launch_flags": ["--num_processes", processes], "timeout": 300}
+        shared_launcher(config, *run_many.words("transformer", *words), **launch)
+        before = after
+    return top
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("other", [*(f"{config}_{processes}" for config, processes in CHAIN), "chain_5"])
+def test_shards_have_the_bits_of_one_process(sharded, name, other):
+    expected, found = bits(sharded / name / "one"), bits(sharded / name / other)
+    assert any(file.startswith("checkpoints") and "optim" in file for file in expected)
+    assert found == expected
+    kinds = [(each["distributed_type"], each["num_processes"]) for each in run_reader.launches(sharded / name / other)]
+    assert len(kinds) == (6 if other == "chain_5" else 1)
+    assert kinds[-1][0] == ("MULTI_CPU" if "ddp" in other else "FSDP")
+
+
+def test_shards_need_as_many_micro_batches_on_each_process(capsys):
+    accelerator = OneRank(0, 3, 3, "FSDP")
+    accelerator.whole_gradients, accelerator.gradient_accumulation_steps = False, 1
+    with pytest.raises(SystemExit):
+        vp.use_virtual_processes(accelerator, 8)
+    assert "--virtual_processes 8 is not divisible by the 3 processes" in capsys.readouterr().err
+    accelerator.whole_gradients = True
+    with pytest.raises(SystemExit):
+        vp.use_virtual_processes(accelerator, 9)
+    assert "leave --whole_gradients out" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Parameters that get a gradient in some micro-batches only, sparse and complex ones, and a model that is idle in some.
+"""Parameters that get a gradient in some micro-batches only or never, sparse and complex ones, and a model that is idle
+in some micro-batches.
 
 Which micro-batch it is decides, so that runs with --virtual_processes must have the same bits on any number of
 processes.
@@ -18,7 +19,6 @@ from utils.loader import GlobalLoader
 from utils.run import Run
 
 WORDS = 11
-IDLE = 2  # the micro-batch in which the second model does nothing: never the last one of a process
 
 
 def parse_args():
@@ -26,6 +26,12 @@ def parse_args():
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
     add("--sparse", action="store_true", help="an embedding with sparse gradients")
     add("--complex", action="store_true", help="a complex parameter")
+    add(
+        "--idle",
+        type=int,
+        default=2,
+        help="micro-batch without the second model, not a process's last; -1: no such model",
+    )
     add("--batch_size", type=int, default=24)
     add = parser.add_argument_group("length and memory").add_argument
     add("--gradient_accumulation_steps", type=int, default=1)
@@ -42,6 +48,7 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 2)
         self.rare = nn.Linear(8, 2)
         self.unmoved = nn.ParameterList([torch.ones(2) for _ in range(3)])
+        self.unused = nn.Linear(32, 32)
         self.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64)) if is_complex else None
 
     def forward(self, words, is_odd):
@@ -63,24 +70,33 @@ def main():
     words = torch.randint(WORDS, (60, 5), generator=torch.Generator().manual_seed(0))
     loader = GlobalLoader(TensorDataset(words, words.sum(1) % 2), args.batch_size, accelerator, seed=args.seed)
 
-    state = {"model": Net(args.sparse, args.complex), "idle": nn.Linear(5, 2)}
-    for name in ("model", "idle"):
-        state[f"{name}_optimizer"] = torch.optim.SGD(state[name].parameters(), 0.1, momentum=0.9)
-    state = dict(zip(state, accelerator.prepare(*state.values()), strict=True))
+    state = {"model": Net(args.sparse, args.complex)}
+    if args.idle >= 0:
+        state["idle"] = nn.Linear(5, 2)
+    models = [*state]
+    for name in models:
+        # A step without a gradient would change the weights that are not used.
+        groups = [{"params": state[name].parameters()}]
+        if name == "model":
+            unused = [*state[name].unused.parameters()]
+            rest = [parameter for parameter in state[name].parameters() if not any(parameter is p for p in unused)]
+            groups = [{"params": rest}, {"params": unused, "weight_decay": 0.1}]
+        optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9)
+        state[name], state[f"{name}_optimizer"] = accelerator.prepare(state[name], optimizer)
     run.start(loader, None, 6, checkpoint=state)
 
     for epoch in run.epochs():
         for batch in run.batches(loader, epoch):
             words, labels = batch.data
-            with accelerator.accumulate(state["model"], state["idle"]):
+            with accelerator.accumulate(*(state[name] for name in models)):
                 logits, zero = state["model"](words, batch.slot % 2 == 1)
-                if batch.slot != IDLE:
+                if "idle" in state and batch.slot != args.idle:
                     logits = logits + state["idle"](words / WORDS)
                 losses = nn.functional.cross_entropy(logits, labels, reduction="none") + zero
                 accelerator.backward(batch.mean_loss(losses))
-                for optimizer in (state["model_optimizer"], state["idle_optimizer"]):
-                    optimizer.step()
-                    optimizer.zero_grad()
+                for name in models:
+                    state[f"{name}_optimizer"].step()
+                    state[f"{name}_optimizer"].zero_grad()
             run.log_train(batch, loss=losses)
     run.finish()
 

@@ -295,6 +295,19 @@ def test_virtual_processes_set_the_threads_and_the_micro_batches():
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_fsdp_reduces_the_gradients_of_each_micro_batch_or_once_per_step(monkeypatch, whole):
+    flags = run_flags(gradient_accumulation_steps=3, batch_size=8, whole_gradients=whole)
+    accelerator, reduces = make_accelerator(flags), []
+    monkeypatch.setattr(type(accelerator), "is_fsdp2", True)
+    model = SimpleNamespace(set_requires_gradient_sync=reduces.append)
+    for _ in range(3):
+        with accelerator.accumulate(model):
+            reduces.append("backward")
+    skipped = [False, "backward", True]
+    assert reduces == [*skipped, *skipped, "backward"] if whole else ["backward"] * 3
+
+
 CORES = [({}, "max 100000", 8), ({}, None, 8), ({0, 1, 2}, "max 100000", 3), ({}, "250000 100000", 2), ({}, "5 10", 0)]
 
 

@@ -85,6 +85,14 @@ def test_virtual_processes_get_the_same_parts_on_any_number_of_processes(process
             assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3, 6])
+def test_virtual_processes_take_turns_under_fsdp(processes):
+    for rank in range(processes):
+        accelerator = fake_accelerator(processes, rank, kind="FSDP", virtual_processes=6)
+        batches = GlobalLoader(Noisy(50), 16, accelerator, seed=5).epoch()
+        assert [batch.slot for batch in batches] == list(range(rank, 6, processes)) * 4
+
+
 def indices(batches):
     return torch.cat([batch.counted(batch.indices) for batch in batches]).tolist()
 

@@ -11,13 +11,17 @@ sum each, 3 processes two. Then each process receives one slice of all sums (all
 slice and sends the result to all (all-gather). If P divides V and both are powers of two, this is the traffic of a ring
 all-reduce; otherwise a process sends up to 2 log2(V) sums.
 
+Under FSDP, each process computes every P-th micro-batch, and receives its slice of each one's gradients, which is as
+much traffic as the reduce-scatter of FSDP. The sums of the tree stay sharded.
+
 Source: EasyScale, M. Li et al., SC 2023, https://arxiv.org/abs/2208.14228, which trains with a fixed number of logical
 workers; the tree makes it irrelevant which process computes them.
 """
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,7 +31,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..console import plural, stop
 from ..sampler import logical_ranks, virtual_processes
@@ -49,14 +55,33 @@ def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
             f"--virtual_processes {number} is less than the {world_size} processes of this run: "
             f"some would have nothing to do; start {number} or fewer"
         )
-    if accelerator.distributed_type == DistributedType.FSDP or data_parallel_gpus(accelerator) > 1:
-        stop("--virtual_processes works with DDP, not with FSDP or DataParallel: use ddp.yaml")
+    if data_parallel_gpus(accelerator) > 1:
+        stop("--virtual_processes works with DDP and FSDP, not with DataParallel: use ddp.yaml")
+    if accelerator.distributed_type == DistributedType.FSDP:
+        check_fsdp(accelerator, number)
     accelerator.virtual_processes = number
     accelerator.gradient_accumulation_steps = len(own_logical_ranks(accelerator))
 
 
-def own_logical_ranks(accelerator: Accelerator) -> range:
-    return logical_ranks(accelerator.process_index, accelerator.num_processes, virtual_processes(accelerator))
+def check_fsdp(accelerator: Accelerator, number: int) -> None:
+    """Stop if FSDP cannot make `number` virtual processes; in mixed precision, have it add in float32."""
+    if number % accelerator.num_processes:
+        stop(
+            f"--virtual_processes {number} is not divisible by the {accelerator.num_processes} processes of this run, "
+            "and FSDP needs as many micro-batches on each: choose a multiple, or start fewer processes"
+        )
+    if accelerator.whole_gradients:
+        stop("--virtual_processes reduces the gradients of each micro-batch: leave --whole_gradients out")
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.mixed_precision_policy:
+        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+
+
+def own_logical_ranks(accelerator: Accelerator, rank: int | None = None) -> range:
+    """The logical ranks of process `rank`; None: this one."""
+    rank = accelerator.process_index if rank is None else rank
+    strided = accelerator.distributed_type == DistributedType.FSDP
+    return logical_ranks(rank, accelerator.num_processes, virtual_processes(accelerator), strided)
 
 
 def current_logical_rank(accelerator: Accelerator) -> int:
@@ -79,7 +104,7 @@ def tree_push(nodes: list[Node], node: Node, add: Callable) -> None:
     add(left, right) returns the sum, and may change either in place.
     """
     # A node with an odd number is added to the one on its left, if this process has that one.
-    while nodes and nodes[-1].size == node.size and node.start // node.size % 2 == 1:
+    while nodes and nodes[-1][:2] == (node.start - node.size, node.size) and node.start // node.size % 2 == 1:
         left = nodes.pop()
         node = Node(left.start, 2 * left.size, add(left.value, node.value))
     nodes.append(node)
@@ -114,10 +139,7 @@ class TreeSum:
         self.buffers = {}
         if self.world_size == 1:
             return
-        number = virtual_processes(accelerator)
-        self.nodes_of_ranks = [
-            partial_sums(logical_ranks(rank, self.world_size, number)) for rank in range(self.world_size)
-        ]
+        self.nodes_of_ranks = [partial_sums(own_logical_ranks(accelerator, rank)) for rank in range(self.world_size)]
         handler = accelerator.init_handler
         self.group = dist.new_group(timeout=handler.timeout if handler else None)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tree_sum")
@@ -174,8 +196,9 @@ class TreeSum:
         )
         nodes = []
         expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
-        for node, value in zip(expected, received.split(size), strict=True):
-            tree_push(nodes, node._replace(value=value), torch.Tensor.add_)
+        leaves = [node._replace(value=part) for node, part in zip(expected, received.split(size), strict=True)]
+        for node in sorted(leaves, key=lambda node: node.start):
+            tree_push(nodes, node, torch.Tensor.add_)
         total = tree_total(nodes, torch.Tensor.add_)
         if is_even:
             dist.all_gather_into_tensor(result, total, group=self.group)
@@ -204,8 +227,6 @@ class GradientSum:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._begin_step()
         self.collected_at = None  # accelerator.step
-        if is_compiled_module(model):  # by dynamo_config, which compiles the DDP module
-            model = model._orig_mod
         is_wrapped = isinstance(model, DistributedDataParallel)
         # torchrun with one process: DDP does not reduce, and Accelerate has no no_sync.
         self.in_buckets = is_wrapped and tree.world_size == 1
@@ -295,6 +316,91 @@ class GradientSum:
         return self.tree.start([*values, buffer], buffer)
 
 
+class ShardSum:
+    """FSDP's reduce-scatter of one module's gradients, in the order of the tree.
+
+    Each process receives one slice of the gradients of all: the next leaves. Sums stay sharded between micro-batches:
+    up to log2(V) + 1 slices.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator, self.called_at = accelerator, None
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.nodes, self.next_leaf = [], 0
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
+        """Add this micro-batch; in the last one of a step, write this process's slice of the sum to `output_tensor`."""
+        accelerator = self.accelerator
+        if self.called_at == accelerator.step:
+            refuse_second_backward()
+        self.called_at = accelerator.step
+        first = current_logical_rank(accelerator) - accelerator.process_index
+        if first < self.next_leaf:  # the last step had no backward pass in its last micro-batch
+            self._begin_step()
+        for skipped in range(self.next_leaf, first):
+            tree_push(self.nodes, Node(skipped, 1, torch.zeros_like(output_tensor)), torch.Tensor.add_)
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        for leaf, value in enumerate(received.split(len(output_tensor)), first):
+            tree_push(self.nodes, Node(leaf, 1, value), torch.Tensor.add_)
+        self.next_leaf = first + accelerator.num_processes
+        if accelerator.sync_gradients:
+            output_tensor.copy_(tree_total(self.nodes, torch.Tensor.add_))
+            self._begin_step()
+        else:  # sums that begin here lie in `received`, which would stay in memory whole
+            self.nodes = [n if n.start < first else n._replace(value=n.value.clone()) for n in self.nodes]
+
+
+class ShardedGradientSum:
+    """As GradientSum, for a model sharded over several processes."""
+
+    def __init__(self, model: nn.Module, tree: TreeSum):
+        self.accelerator, self.collected_at = tree.accelerator, None
+        self.sums, self.parameters, self.used = [], [], set()
+        model.set_reduce_scatter_unused_params(True)  # as zeros: each process sends as much
+        for module in [module for module in model.modules() if isinstance(module, FSDPModule)]:
+            self.sums.append(ShardSum(self.accelerator))
+            module.set_custom_reduce_scatter(self.sums[-1])
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                self.parameters += [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+        self.unhooked = list(self.parameters)
+
+    def prepare(self) -> None:
+        """Call it before each backward pass."""
+        for parameter in [p for p in self.unhooked if hasattr(p, "_unsharded_param")]:  # made in the first forward pass
+            parameter.unsharded_param.register_post_accumulate_grad_hook(lambda _, p=parameter: self.used.add(p))
+            self.unhooked.remove(parameter)
+
+    def collect(self) -> None:
+        """Call it after each backward pass."""
+        accelerator = self.accelerator
+        if not accelerator.sync_gradients:  # the sum is in `sums`
+            for parameter in self.parameters:
+                parameter.sharded_param.grad = None
+        elif self.collected_at != accelerator.step and accelerator.step in [s.called_at for s in self.sums]:
+            self.collected_at = accelerator.step
+            self._forget_unused()
+            self.used.clear()
+
+    def _forget_unused(self) -> None:
+        """Remove the gradients, zeros, of parameters that no process used in this step: AdamW must skip them."""
+        unused = [number for number, parameter in enumerate(self.parameters) if parameter not in self.used]
+        counts = torch.zeros(len(self.parameters), device=self.accelerator.device)
+        for number in unused:
+            counts[number] = 1
+        counts = self.accelerator.reduce(counts, "sum")
+        for number in unused:  # no waiting for the GPU if there are none
+            if counts[number] == self.accelerator.num_processes:
+                self.parameters[number].sharded_param.grad = None
+
+
 def views_of(bucket: dist.GradBucket, buffer: torch.Tensor) -> dict:
     """{parameter: view into `buffer`}, which has the layout of the bucket's own buffer.
 
@@ -340,12 +446,21 @@ def refuse_second_backward():
     )
 
 
-def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> TreeSum:
+def sum_gradients_by_tree(
+    accelerator: Accelerator, models: list[nn.Module], optimizers: Iterable[Optimizer] = ()
+) -> TreeSum:
     """Make `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective."""
     check_dense(models)
+    for optimizer in optimizers:
+        unfuse(optimizer)
     before = bits_of_buffers(models)
     tree = TreeSum(accelerator)
-    sums = [GradientSum(model, tree) for model in models if any(p.requires_grad for p in model.parameters())]
+    sums = []
+    for model in models:
+        model = model._orig_mod if is_compiled_module(model) else model  # by dynamo_config
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            is_sharded = tree.world_size > 1 and isinstance(model, FSDPModule)
+            sums.append((ShardedGradientSum if is_sharded else GradientSum)(model, tree))
     accumulation = accelerator.gradient_accumulation_steps
 
     @contextlib.contextmanager
@@ -367,6 +482,14 @@ def sum_gradients_by_tree(accelerator: Accelerator, models: list[nn.Module]) -> 
 
     accelerator.around_backward.append(collect_gradients)
     return tree
+
+
+def unfuse(optimizer: Optimizer) -> None:
+    """Take torch's default step: on CPUs, a fused one rounds the last entries of a tensor, so of a shard, apart."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            group["fused"] = None
+            optimizer._step_supports_amp_scaling = False  # the scaler of float16 unscales the gradients instead
 
 
 def check_dense(models: list[nn.Module]) -> None:
@@ -418,3 +541,38 @@ def exact_sums(accelerator: Accelerator, columns: list[tuple[torch.Tensor, torch
         for terms in (values * weights, weights):
             sums.append(math.fsum(terms) if np.isfinite(terms).all() else math.nan)
     return sums
+
+
+def total_norm(accelerator: Accelerator, parameters: list[nn.Parameter]) -> torch.Tensor:
+    """The 2-norm of all gradients, the same bits whether and over how many processes they are sharded. Collective.
+
+    Shards are whole rows: their sums of squares are added up over the columns first, then over all rows.
+    """
+    sums = [torch.zeros(1, device=accelerator.device)]  # if there are no gradients
+    is_sharded = False
+    for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
+        rows = gradient.shape[0] if gradient.ndim else 1
+        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        squares = own.abs().to(torch.promote_types(own.abs().dtype, torch.float32)).square()
+        sums.append(squares.new_zeros(rows))
+        start = 0
+        if own is not gradient:  # cut as torch.chunk does
+            is_sharded, start = True, accelerator.process_index * math.ceil(rows / accelerator.num_processes)
+        own_rows = own.shape[0] if own.ndim else 1
+        sums[-1][start : start + own_rows] = add_columns(squares.reshape(own_rows, math.prod(gradient.shape[1:])))
+    sums = torch.cat(sums)
+    if is_sharded:  # zeros and one number each, so the order does not matter
+        sums = accelerator.reduce(sums, "sum")
+    return add_columns(sums[None]).sqrt()[0]
+
+
+def add_columns(terms: torch.Tensor) -> torch.Tensor:
+    """The sum of each row of `terms` (rows, columns), which it overwrites: (rows,).
+
+    Halves are added elementwise: in torch.sum, strides decide the order of additions, and on GPUs the shape.
+    """
+    while terms.shape[1] > 1:
+        half = math.ceil(terms.shape[1] / 2)
+        terms[:, : terms.shape[1] - half] += terms[:, half:]
+        terms = terms[:, :half]
+    return terms[:, 0]

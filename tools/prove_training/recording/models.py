@@ -228,7 +228,7 @@ def install_optimizers(models: Models) -> None:
     optimizer.register_optimizer_step_pre_hook(models.before_step)
     optimizer.register_optimizer_step_post_hook(models.after_step)
 
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
+    for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
 
         @wrap(nn.utils, name)
         def clip(original, *args, **kwargs):
