@@ -142,7 +142,7 @@ def test_virtual_processes_are_refused_where_one_process_has_several_gpus(monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(SystemExit):
         use_virtual_processes(fake_accelerator(device="cuda"), 4)
-    assert "--virtual_processes works with DDP, not with FSDP or DataParallel" in capsys.readouterr().err
+    assert "--virtual_processes works with DDP and FSDP, not with DataParallel" in capsys.readouterr().err
 
 
 def test_prepare_wraps_each_model_once(gpus, model):

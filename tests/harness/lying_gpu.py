@@ -107,7 +107,7 @@ class Labels(TorchFunctionMode):
         source = device_of(args[0]) if is_tensor else CPU
         if is_tensor and source == target:
             return result
-        if name in MOVES and CPU in (source, target) and not kwargs.get("non_blocking"):
+        if name in MOVES and source != target and CPU in (source, target) and not kwargs.get("non_blocking"):
             self.events.add(SYNC if target == CPU else COPY, name)
         if is_tensor:
             with _disable_current_modes():

@@ -451,7 +451,7 @@ def sum_gradients_by_tree(
 ) -> TreeSum:
     """Make `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective."""
     check_dense(models)
-    for optimizer in optimizers:
+    for optimizer in optimizers if accelerator.device.type == "cpu" else ():
         unfuse(optimizer)
     before = bits_of_buffers(models)
     tree = TreeSum(accelerator)
@@ -489,7 +489,6 @@ def unfuse(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("fused"):
             group["fused"] = None
-            optimizer._step_supports_amp_scaling = False  # the scaler of float16 unscales the gradients instead
 
 
 def check_dense(models: list[nn.Module]) -> None:
