@@ -60,10 +60,10 @@ class Recorder:
                 super().__init__(*args, **options)
                 self.register_comm_hook(None, recorder.all_reduce)
 
-        def record_and_clip(accelerator, parameters, max_norm):
+        def record_and_clip(accelerator, parameters, *norms):
             self.parameters = list(parameters)
             self.gradients.append(flat(parameter.grad for parameter in self.parameters))
-            return clip(accelerator, self.parameters, max_norm)
+            return clip(accelerator, self.parameters, *norms)
 
         self.patches = contextlib.ExitStack()
         self.patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", CountingDDP))
