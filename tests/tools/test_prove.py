@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import ROOT
 from prove_training import command, mistakes, proof, resuming
-from prove_training.recording import Recording, same_work
+from prove_training.recording import Recording, same_work, where
 from prove_training.recording.models import take_over
 from prove_training.stages import Comparison, Finding, several, single
 from prove_training.stages.evaluations import differing
@@ -454,6 +454,20 @@ def test_a_schedule_that_is_too_fast_is_told_by_its_factor():
     assert "2 times too fast" in finding.what
 
 
+def test_two_loaders_that_a_library_makes_in_one_line_have_different_names():
+    def make():
+        return where.Where("/of/the/script").place()
+
+    def for_training():
+        return make()
+
+    def for_testing():
+        return make()
+
+    names = [function() for function in (for_training, for_testing) for _ in range(2)]
+    assert names[0] == names[1] != names[2] == names[3]
+
+
 def test_samples_that_are_missing_or_come_twice_are_counted():
     (reference,), ranks = made_up(), made_up(2)
     ranks[1]["steps"][3]["micro_batches"][0]["samples"][0]["digests"] = ["0", "1", "2"]
@@ -482,6 +496,13 @@ def test_accumulation_weighs_each_micro_batch_alike():
         ("loss 2.3286, 17/23", "loss 2.3286, 18/23", True),
         ("{'f1': 0.8135593220338984}", "{'f1': 0.8135593220338982}", False),
         ("accuracy: 74.00", "something else: 75.00", False),
+        ("Acc@1:74 loss:0.52", "Acc@1:75 loss:0.52", True),
+        ("1:53", "1:54", False),
+        (
+            "2026-11-24 10:59:09,917 f1 0.5, eta 1 day, 0:00:01",
+            "2026-11-24 11:00:10,004 f1 0.5, eta 1 day, 0:00:02",
+            False,
+        ),
     ],
 )
 def test_numbers_after_an_evaluation_may_differ_in_their_last_digit(one, other, differs):

@@ -43,10 +43,9 @@ def install(recording) -> None:
 
 
 def saved(recording) -> None:
-    """A checkpoint is written: end, in a run that will be resumed."""
+    """A checkpoint, or a part of it, is written: a run that will be resumed ends when it trains on."""
     if recording.plan["stop_after_save"] and recording.steps:
         recording.facts["has_saved"] = True
-        recording.end()
 
 
 def described(content) -> dict:

@@ -29,6 +29,8 @@ class Models:
         recording = self.recording
         if not torch.is_grad_enabled():
             return recording.evaluations.begin()
+        if recording.facts["has_saved"]:
+            recording.end()
         if id(model) not in self.models:
             self.models[id(model)] = model
             for name, parameter in model.named_parameters():

@@ -35,11 +35,13 @@ class Where:
         return f"{os.path.relpath(own[-1].filename, self.root)}:{own[-1].lineno}" if own else ""
 
     def place(self) -> str:
-        """A name for this call. Two calls in one line, or of a function that makes a loader, have different names."""
-        frame = sys._getframe(1)
+        """A name for this call. Two calls in one line, or through two functions of a library, have different names."""
+        frame, names = sys._getframe(1), []
         while frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", PACKAGE):
             frame = frame.f_back
-        names = [f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"]
+        while frame is not None and not self.is_own(frame.f_code.co_filename):
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
         return " < ".join(names + list(itertools.islice(self._frames(), 3)))
 
     def _frames(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ from ..text import plural
 from . import Comparison, Finding, trained_on
 
 RESULTS = 1e-4  # tolerance of a result that Run has logged
+CLOCK = re.compile(r"(?<![\w.@:])\d+:[0-5]\d(?::[0-5]\d)?(?:[.,]\d{3,})?(?![\w.:])")  # 12:31:08,512 or 0:01
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])")
 
 
@@ -108,11 +109,12 @@ def _repeated(suspect: Suspect) -> int:
 
 
 def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Numbers that differ by more than their last digit, in lines with the same words.
+    """Numbers but of clocks that differ by more than their last digit, in lines with the same words.
 
     Yields: the words before the number, the number in `wanted`, and the number in `found`.
     """
     left = collections.defaultdict(list)
+    wanted, found = ([CLOCK.sub("", line) for line in lines] for lines in (wanted, found))
     for line in found:
         left[NUMBER.sub("#", line)].append(line)
     for line in wanted:
