@@ -75,7 +75,7 @@ class Runs:
         root = self.source if self.is_mounted else changes / "0"
         defaults = {"is_resumed": None, "stop_after_save": False, "own_batch_size": False, "without_gpu": False}
         plan = defaults | {"shorter": [], "clock": 1, "orders": None, "weights": None} | plan
-        plan |= {"processes": processes, "folder": str(root), "output": str(output), "timeout_s": self.timeout_s}
+        plan |= {"processes": processes, "folder": str(root), "output": str(output)}
         pid = sandbox.forked(self._supervise, plan, changes, [*self.flags, *flags])
         try:
             is_over = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
@@ -92,6 +92,7 @@ class Runs:
     def _supervise(self, plan: dict, changes: Path, flags: list[str]) -> int:
         """Start the ranks, wait for them, and end all processes they leave behind. Returns 1 if time ran out."""
         ranks = {}
+        plan["time_is_over"], self.alarm = os.pipe()  # its other end is closed when time is over
         try:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
             sandbox.adopt()
@@ -126,6 +127,7 @@ class Runs:
     def _rank(self, plan: dict, rank: int, variables: dict, flags: list[str]) -> None:
         """Run the script in this process, which ends."""
         os.setsid()
+        os.close(self.alarm)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log = os.open(Path(plan["output"], f"log_{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -139,18 +141,21 @@ class Runs:
 
     def _wait(self, ranks: dict[int, int], output: Path) -> bool:
         """Wait for all processes. Returns whether time ran out."""
-        ends, left = time.monotonic() + self.timeout_s, set(ranks)
+        clock, left, limits = sandbox.Clock(ranks), set(ranks), [self.timeout_s]
         while left:
             for pid in list(left):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     left.remove(pid)
                     if not (output / f"record_{ranks[pid]}.pt").exists() or status:
-                        ends = min(ends, time.monotonic() + GRACE_S)
-            if left and time.monotonic() > ends:
-                return True
+                        limits.append(clock.read() + GRACE_S)
+            if left and clock.read() > min(limits):
+                if self.alarm is None:
+                    return True
+                os.close(self.alarm)
+                self.alarm, limits = None, [clock.read() + GRACE_S]
             time.sleep(0.01)
-        return False
+        return self.alarm is None
 
     def _outcome(self, output: Path, processes: int, changes: Path, is_over: bool) -> Outcome:
         import torch
