@@ -296,17 +296,25 @@ def test_a_list_or_tensor_is_cut_too(data):
     assert list(same_work.cut(data, 10)) == list(range(10))
 
 
-def test_the_parts_of_a_division_by_hand_are_parts_of_the_same_items():
-    parts = [same_work.cut(Subset(Items(100), range(rank, 100, 3)), 10) for rank in range(3)]
-    assert sorted(index for part in parts for index in part.indices) == list(range(10))
-    split = same_work.cut(Subset(Items(100), [90, 3, 50, 7]), 3)
-    assert split.indices == [90, 3, 50]
+def made_recording(tmp_path, **plan) -> Recording:
+    defaults = {"own_batch_size": False, "folder": "", "output": tmp_path, "limit": 12, "known": {}}
+    return Recording(defaults | plan, 0)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_part_made_by_hand_is_cut_to_its_share_and_its_batch_too(processes, tmp_path):
+    known = {"lengths": {100, 40}, "sizes": {16}}
+    batches = made_recording(tmp_path, processes=processes, known=known).batches
+    parts = [batches.cut(Subset(Items(100), range(rank, 100, processes))) for rank in range(processes)]
+    assert sorted(index for part in parts for index in part.indices) == list(range(12))
+    assert len(batches.cut(Items(40))) == len(batches.cut(Items(100))) == 12
+    assert batches.batch_size(16 // processes) == batches.batch_size(16) == 12 // processes
 
 
 @pytest.mark.parametrize(("given", "total"), [(64, 12), (12, 12), (8, 6), (1, 6)])
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_the_batch_of_all_processes_is_the_same_on_each_number_of_them(given, total, processes, tmp_path):
-    recording = Recording({"processes": processes, "own_batch_size": False, "folder": "", "output": tmp_path}, 0)
+    recording = made_recording(tmp_path, processes=processes)
     assert recording.batches.batch_size(given) * processes == total
     recording.batches.splits_batches = True
     assert recording.batches.batch_size(given) == total
@@ -339,7 +347,8 @@ def made_up(processes: int = 1, steps: int = 4) -> list[dict]:
             "run": "",
             "virtual_processes": 0,
         }
-        record["facts"]["loaders"]["loader"] |= {"shuffles": True, "is_iterable": False}
+        record["facts"]["loaders"]["loader"] |= {"shuffles": True, "is_iterable": False, "items": 24, "is_part": False}
+        record["facts"]["whole"] = {("loader", 0)}
         record["final"] = {"weight": sampled(torch.ones(3))}
         record["initial"] = {"weight": sampled(torch.ones(3))}
         record["steps"] = [made_up_step(number, rank, processes) for number in range(steps)]
@@ -474,6 +483,47 @@ def test_samples_that_are_missing_or_come_twice_are_counted():
     (finding,) = found(reference, ranks)
     assert finding.kind == "samples"
     assert "3 of 24 samples" in finding.what
+
+
+def digests_of(rank: dict, step: int) -> dict:
+    return rank["steps"][step]["micro_batches"][0]["samples"][0]
+
+
+def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
+    (reference,), ranks = made_up(), made_up(2)
+    for rank in ranks:
+        rank["facts"]["loaders"]["loader"]["is_part"] = True
+        for step in range(4):
+            digests_of(rank, step)["digests"] = [f"{rank['rank']} {step} {number}" for number in range(3)]
+    both = Comparison(reference, ranks)
+    assert list(several.findings(both)) == []
+    assert "own part" in both.not_compared["samples"]
+    assert "samples" not in both.compared
+    for step in range(4):
+        digests_of(ranks[1], step)["digests"] = digests_of(ranks[0], 3 - step)["digests"]
+    (finding,) = found(reference, ranks)
+    assert "12 of 24 samples of an epoch count twice" in finding.what
+
+
+def test_an_epoch_that_the_script_ends_early_may_have_fewer_samples():
+    (reference,), ranks = made_up(), made_up(2)
+    for rank in ranks:
+        del rank["steps"][2:]
+    assert "12 of 24 samples" in found(reference, ranks)[0].what
+    for rank in ranks:
+        rank["facts"]["whole"] = set()
+    assert found(reference, ranks) == []
+
+
+def test_other_samples_may_be_left_out_of_the_last_batch():
+    """As by a RandomSampler on one process, and a DistributedSampler on two."""
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record["facts"]["loaders"]["loader"] |= {"drop_last": True, "items": 26}
+    digests_of(ranks[1], 2)["digests"] = ["24", "25", "13"]
+    assert found(reference, ranks) == []
+    digests_of(ranks[1], 1)["digests"] = ["other 1", "other 2", "other 3"]
+    assert [finding.kind for finding in found(reference, ranks)] == ["items"]
 
 
 def test_accumulation_weighs_each_micro_batch_alike():

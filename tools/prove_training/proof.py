@@ -147,6 +147,12 @@ class Proof:
         self.report.line("1 process", f"{plural(len(reference['steps']), 'step')}, the reference")
         self.report.add("", single.findings(reference))
         repeat = {"orders": reference.pop("orders"), "weights": reference["weights"]}
+        loaders = reference["facts"]["loaders"].values()
+        repeat["known"] = {
+            "lengths": {each["length"] for each in loaders},
+            "sizes": {each["given"] for each in loaders},
+        }
+        repeat["known"] = {kind: found - {None} for kind, found in repeat["known"].items()}
         for processes in self.args.processes:
             if not self._compare(processes, reference, repeat):
                 break

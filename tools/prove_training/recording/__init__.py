@@ -22,6 +22,7 @@ from time import monotonic, process_time, sleep  # not the clocks that a script 
 
 import torch
 
+from ..text import CannotTell
 from . import data, evaluations, files, global_loader, models, processes, same_work, where
 
 SECONDS_TO_END = 3.0  # what the script may take after its last epoch
@@ -40,7 +41,7 @@ class Recording:
         self.where = where.Where(plan["folder"])
         self.facts = {"is_complete": False, "refuses": False, "is_exact": False, "run": "", "is_finished": False}
         self.facts |= {"virtual_processes": 0, "flags": [], "has_saved": False, "loaders": {}, "switched_off": set()}
-        self.facts |= {"optimizers": [], "schedules": 0, "ddp": [], "around_ddp": []}
+        self.facts |= {"optimizers": [], "schedules": 0, "ddp": [], "around_ddp": [], "whole": set()}
         self.steps, self.saves = [], []
         self.record = {"rank": rank, "facts": self.facts, "steps": self.steps, "saves": self.saves, "evaluations": []}
         self.record |= {"initial": {}, "weights": [], "orders": {}}
@@ -125,5 +126,7 @@ def main(plan: dict, rank: int, script: str, flags: list[str]) -> None:
         error = f"{place}: " * bool(place) + f"{type(raised).__name__}: {words[0][:300]}"
         # The script itself raised it, on purpose.
         is_meant = isinstance(raised, (AssertionError, ValueError, RuntimeError))
-        recording.facts["refuses"] = is_meant and bool(frames) and recording.where.is_own(frames[-1].filename)
+        recording.facts["refuses"] = isinstance(raised, CannotTell) or (
+            is_meant and bool(frames) and recording.where.is_own(frames[-1].filename)
+        )
     recording.end(None if recording.is_ending else error)

@@ -11,6 +11,7 @@ from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, dataloader
 
 from ..tensors import digest
+from ..text import CannotTell
 from .same_work import TAG, cut, generator_states, micro_batch
 from .where import wrap
 
@@ -28,7 +29,7 @@ class Batches:
     def __init__(self, recording):
         self.recording, self.plan, self.loaders = recording, recording.plan, recording.facts["loaders"]
         self.splits_batches = False  # Accelerate's split_batches: the script's batch size is over all processes
-        self.lengths, self.orders = {}, recording.record["orders"]
+        self.cuts, self.orders = {}, recording.record["orders"]  # data that were cut, and their lengths before
         self.fresh, self.used = [], []
         self.train_passes = collections.Counter()
         self.is_reading_inside = False  # GlobalLoader reads with its own DataLoader
@@ -38,18 +39,27 @@ class Batches:
         return given if self.plan["own_batch_size"] else micro_batch(given)
 
     def batch_size(self, given: int) -> int:
-        """The batch size of a DataLoader for which the script says `given`."""
-        total = self.step_size(given)
+        """The batch size of a DataLoader for which the script says `given`, which may be divided by the processes."""
+        total = self.step_size(self.whole(given, "sizes") or given)
         if self.splits_batches:
             return total
         if total % self.plan["processes"]:
-            raise ValueError(f"batches of {total} cannot be divided by {self.plan['processes']} processes")
+            raise CannotTell(f"batches of {total} cannot be divided by {self.plan['processes']} processes")
         return total // self.plan["processes"]
 
+    def whole(self, number: int, kind: str) -> int | None:
+        """The number of the reference of which `number` is the share of this process, by hand; None if it is not."""
+        shares = {each: each // self.plan["processes"] for each in self.plan["known"].get(kind, [])}
+        found = [each for each, share in shares.items() if share - 1 <= number <= share + 1]
+        return None if number in shares or not found else found[0]
+
     def cut(self, data):
-        before = len(data) if hasattr(data, "__len__") else None
-        data = cut(data, self.plan["limit"])
-        self.lengths.setdefault(id(data), before)
+        if not hasattr(data, "__len__"):
+            return data
+        before = self.cuts[id(data)][1] if id(data) in self.cuts else len(data)
+        is_part = self.whole(before, "lengths") is not None
+        data = cut(data, self.plan["limit"] // (self.plan["processes"] if is_part else 1))
+        self.cuts[id(data)] = data, before, is_part
         return data
 
     def order(self, sampler, draw) -> list[int]:
@@ -59,7 +69,8 @@ class Batches:
             return draw()
         orders = self.orders.setdefault(key, [])
         known = (self.plan["orders"] or {}).get(key, [])[len(orders) :]
-        orders.append(known[0] if known and not sampler.prove_generator else draw())
+        is_known = known and len(known[0]) == len(sampler) and not sampler.prove_generator
+        orders.append(known[0] if is_known else draw())
         return orders[-1]
 
     def new_loader(self, loader, **facts) -> None:
@@ -68,6 +79,10 @@ class Batches:
 
     def begin_pass(self, loader) -> dict:
         return {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False}
+
+    def end_pass(self, current: dict) -> None:
+        """The script has read all batches of a pass, and did not stop before."""
+        self.recording.facts["whole"].add((current["key"], current["number"]))
 
     def deliver(self, current: dict, digests: list[str] | None, window: int = 1) -> None:
         """The script gets a batch; batches that it skipped, or used without a gradient, are dropped.
@@ -185,10 +200,13 @@ def install_loaders(batches: Batches) -> None:
             }  # spawned ones have no wrappers
         original(loader, dataset, batch_size, *args, **kwargs)
         sampler, kind = loader.sampler, type(loader.sampler).__name__
+        _, length, is_part = batches.cuts.get(id(loader.dataset), (None, None, False))
         batches.new_loader(
             loader,
             given=given,
-            length=batches.lengths.get(id(loader.dataset)),
+            length=length,
+            items=None if length is None else len(loader.dataset),
+            is_part=is_part,
             sampler=kind,
             drop_last=bool(loader.drop_last),
             shuffles=getattr(sampler, "shuffle", kind == "RandomSampler"),
@@ -224,7 +242,11 @@ def install_iterators(batches: Batches) -> None:
         if batches.is_short(iterator):
             raise StopIteration
         draws = batches.draws()
-        content = original(iterator)
+        try:
+            content = original(iterator)
+        except StopIteration:
+            batches.end_pass(getattr(iterator, "prove_pass", None) or batches.begin_pass(None))
+            raise
         batches.expected_draws = None if draws else generator_states()
         content, digests = batches.opened(content)
         if getattr(iterator, "prove_later", None) is None:
@@ -263,7 +285,10 @@ def install_prepared_loaders(batches: Batches) -> None:
         waiting = loader.base_dataloader.__dict__.setdefault("prove_later", collections.deque())
         waiting.clear()
         batches.expect_draws()
+        current = batches.begin_pass(None)
         for content in original(loader):
             if waiting:
-                batches.deliver(*waiting.popleft())
+                current, digests = waiting.popleft()
+                batches.deliver(current, digests)
             yield content
+        batches.end_pass(current)

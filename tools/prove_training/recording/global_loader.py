@@ -75,6 +75,7 @@ def watch_loader(cls: type, recording) -> None:
                 digests = [digest(item) for item in zip(*batch.data, strict=True)]
             batches.deliver(current, [] if batch.is_stand_in else digests, loader.sampler.accumulation)
             yield batch
+        batches.end_pass(current)
 
 
 def read(batches: Batches, iterator):

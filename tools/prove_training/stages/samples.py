@@ -1,6 +1,8 @@
 """Samples of each epoch: all processes together read those of one process, and each sample once."""
 
 import collections
+import functools
+import operator
 from collections.abc import Iterator
 
 from ..text import plural
@@ -16,7 +18,8 @@ def findings(both: Comparison) -> Iterator[Finding]:
         if number > 0 and not both.facts["is_complete"]:
             continue
         parts = [collections.Counter(rank.get((key, number), [])) for rank in found]
-        for finding in _pass(both, key, collections.Counter(wanted), parts):
+        is_whole = all((key, number) in record["facts"]["whole"] for record in (both.reference, *both.ranks))
+        for finding in _pass(both, key, collections.Counter(wanted), parts, is_whole):
             if finding.what not in said:
                 said.add(finding.what)
                 yield finding
@@ -24,7 +27,7 @@ def findings(both: Comparison) -> Iterator[Finding]:
         both.compared.add("samples")
 
 
-def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[collections.Counter]):
+def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[collections.Counter], is_whole: bool):
     loader = both.facts["loaders"].get(key) or both.reference["facts"]["loaders"].get(key, {})
     line, union = loader.get("line", ""), sum(parts, collections.Counter())
     if not union or not wanted:
@@ -39,13 +42,23 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
         why = "it is an IterableDataset" if loader["given"] else "the batches are not made by DataLoader"
         both.not_compared["samples"] = f"{why} ({line})"
         return
+    if (extra or missing) and (loader.get("is_part") or not is_whole):
+        shared = union - functools.reduce(operator.or_, parts)
+        if shared.total() > largest_step(both.reference):
+            what = f"{shared.total()} of {union.total()} samples of an epoch count twice"
+            yield Finding("samples", "samples", what, None, line)
+        elif missing.total() >= both.processes or extra:
+            why = "each process makes its own part of the data" if is_whole else "an epoch ends before its data"
+            both.not_compared["samples"] = f"{why} ({line})"
+        return
     unknown = [digest for digest in extra if digest not in wanted]
+    dropped = loader["items"] - wanted.total() if loader.get("drop_last") and loader.get("items") else 0
     tested = {each for test in both.reference["evaluations"] for some in test["samples"].values() for each in some}
     batch = largest_step(both.reference)
     if leaked := tested.intersection(unknown):
         what = f"{plural(len(leaked), 'sample')} of the evaluation on rank 0 are trained on by other processes"
         yield Finding("split", "samples", what, None, line)
-    elif unknown and missing:
+    elif len(unknown) > dropped and missing:
         what = f"{plural(len(unknown), 'item')} of {union.total()} are not among those of 1 process"
         yield Finding("items", "samples", what, None, line)
     elif missing and (missing.total() >= batch or not loader.get("drop_last") or both.is_exact):
@@ -54,7 +67,7 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
     elif extra.total() > batch or (extra and both.is_exact):
         what = f"{extra.total()} of {wanted.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)
-    elif extra:
+    elif extra and not unknown:
         who = "DistributedSampler" if loader.get("sampler") == "DistributedSampler" else "Accelerate"
         what = f"in the last step of an epoch {who} repeats {plural(extra.total(), 'sample')}, so that all "
         yield note("samples", what + "processes have as many: drop_last=True leaves it out", None, line)
