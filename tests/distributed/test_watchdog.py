@@ -53,6 +53,15 @@ def test_a_loop_a_stopped_and_a_killed_process_are_named_within_the_time_out(lau
     wait_for(process, f"traceback : {said}")  # the launcher's report
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(launcher, small_mnist):
+    """One that frees a tensor then would abort the process, whose run was a success."""
+    flags = ["--dataset", small_mnist, "--output_dir", "run", "--max_steps", 3]
+    done = launcher("cpu_ddp", *flags, script=ROOT / "tests" / "programs" / "threads_at_exit")
+    assert done.stdout.count("0 threads of gloo") == 2
+
+
 def place(**changes):
     """A rank that stands still in step 3 since it began its collective 5."""
     still = {"at": "train.py:9", "progress": [3, 5], "host": "alpha", "still_s": 70.2, "silent": False}

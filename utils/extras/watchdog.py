@@ -23,6 +23,7 @@ import traceback
 from types import TracebackType
 
 import psutil
+import torch.distributed.nn.functional  # noqa: F401  before a process group exists: its defaults would keep the group
 from accelerate.utils import gather_object
 from torch import distributed
 
@@ -76,7 +77,7 @@ class Watchdog(threading.Thread):
             return
         self.end()  # that of an earlier run
         self.timeout_s, self.patience_s = timeout_s, max(PATIENCE * timeout_s, SHORTEST_S)
-        self.rank, self.group = distributed.get_rank(), distributed.group.WORLD
+        self.rank = distributed.get_rank()
         self.store = distributed.distributed_c10d._get_default_store()  # no public API
         host, launcher = socket.gethostname(), os.getppid()
         self.me = {"host": host, "address": route_address(), "launcher": launcher, "pid": os.getpid()}
@@ -88,8 +89,9 @@ class Watchdog(threading.Thread):
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the signals of a child are its own
-        if self.group.supports_abort_hooks:  # torch's NCCL backend calls them before it aborts the process
-            self.group.register_abort_hook(id(self), self.nccl_aborts)
+        group = distributed.group.WORLD  # not kept: see end_process_group
+        if group.supports_abort_hooks:  # torch's NCCL backend calls them before it aborts the process
+            group.register_abort_hook(id(self), self.nccl_aborts)
         Watchdog.current = self
         self.start()
 
@@ -153,7 +155,7 @@ class Watchdog(threading.Thread):
         """Write the state of this rank to the store."""
         collectives = 0
         with contextlib.suppress(RuntimeError):  # backends that do not count them
-            collectives = self.group._get_sequence_number_for_group()
+            collectives = distributed.group.WORLD._get_sequence_number_for_group()
         was_stopped = now - self.beat_at > self.patience_s / 3
         if self.progress != [self.step, collectives] or was_stopped:
             self.progress, self.since = [self.step, collectives], now
@@ -200,9 +202,11 @@ class Watchdog(threading.Thread):
 
 
 def end_process_group() -> None:
-    """End the process group, after the watchdog, which reads its store."""
-    # The wait for its thread also lets gloo's threads have the GIL, to free the tensors of the last collective: before
-    # Python 3.14, a thread that asks for the GIL while the interpreter ends aborts the process.
+    """End the process group, after the watchdog, which reads its store.
+
+    gloo's threads end with the last reference to the group. One that still had to free the tensors of the last
+    collective while the interpreter ends would abort the process (before Python 3.14).
+    """
     Watchdog.end()
     if distributed.is_initialized():
         distributed.destroy_process_group()
