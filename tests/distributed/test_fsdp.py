@@ -12,7 +12,7 @@ import run_reader
 import small_resnets
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from conftest import ROOT
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -277,6 +277,24 @@ def test_bf16_leaves_batch_norm_losses_and_lists_alone(one_process_shards):
     out.square().sum().backward()
     assert seen == [torch.bfloat16] * 2
     assert out.dtype == model.layers[1].weight.grad.dtype == torch.float32
+
+
+def test_a_dynamo_backend_of_the_config_file_compiles_the_model(one_process_shards):
+    one_process_shards.state.dynamo_plugin.backend = DynamoBackend.EAGER
+    model, compiled = one_process_shards.prepare(nn.Linear(3, 2)), []
+    with torch.no_grad():
+        model(torch.ones(3))
+        model.register_forward_hook(lambda *_: compiled.append(torch.compiler.is_compiling()))
+        model(torch.ones(3))
+    assert compiled == [True]
+
+
+@pytest.mark.parametrize("key", ["cpu_ram_efficient_loading", "activation_checkpointing"])
+def test_keys_of_the_config_file_that_would_do_nothing_are_refused(one_process_shards, capsys, key):
+    setattr(one_process_shards.state.fsdp_plugin, key, True)
+    with pytest.raises(SystemExit):
+        one_process_shards.prepare(nn.Linear(3, 2))
+    assert f"fsdp_{key}: true in the config file is not supported" in capsys.readouterr().err
 
 
 def test_what_sharding_would_not_train_is_refused(one_process_shards, capsys):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
 
@@ -55,13 +55,15 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
     """Shard a model in place with torch's fully_shard, and have `optimizers` train its shards. Collective.
 
     The config file says what is gathered on its own (fsdp_min_num_params), in which precision (mixed_precision), what
-    is freed after the forward pass, and whether shards are kept on the CPU. Without FSDP, nothing happens.
+    is freed after the forward pass, whether shards are kept on the CPU, and what compiles the model (dynamo_config).
+    Without FSDP, nothing happens.
 
     A sharded model cannot be copied. Create an AveragedModel of the unsharded model, and call `shard(accelerator,
     average.module)` after `prepare`.
 
     Raises:
-        SystemExit: if the model has a parameter without dimensions, which has no rows to share.
+        SystemExit: if the config file asks for what this does not do, or the model has a parameter without dimensions,
+            which has no rows to share.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
@@ -73,7 +75,10 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     if scalars:
         stop(f"FSDP cannot shard a parameter of shape (), and {', '.join(scalars)} is one: give it shape (1,)")
-    plugin = accelerator.state.fsdp_plugin
+    plugin, dynamo = accelerator.state.fsdp_plugin, accelerator.state.dynamo_plugin
+    for key in ("cpu_ram_efficient_loading", "activation_checkpointing"):
+        if getattr(plugin, key):
+            stop(f"fsdp_{key}: true in the config file is not supported: set it to false")
     options = {
         "mesh": init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
         "reshard_after_forward": plugin.reshard_after_forward,
@@ -97,6 +102,8 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
     for module in alone:
         fully_shard(module, mp_policy=policy, **options)
     fully_shard(model, mp_policy=policy_of_model, **options)
+    if dynamo.backend != DynamoBackend.NO:
+        model.compile(**dynamo.to_kwargs())
     shards = dict(model.named_parameters())
     for group in groups:
         group[:] = [shards.get(parameter, parameter) for parameter in group]
