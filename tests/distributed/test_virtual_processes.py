@@ -91,12 +91,11 @@ def tree_threads(threads, monkeypatch):
         assert output_split_sizes in (None, [len(part) for part in parts])
         output.copy_(torch.cat(parts))
 
-    def all_gather_into_tensor(output, mine, group):
+    def all_gather_into_tensor(output, mine):
         output.copy_(torch.cat(threads.exchange(mine)))
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather_into_tensor)
-    monkeypatch.setattr(dist, "new_group", lambda timeout: None)
     return threads
 
 
@@ -170,7 +169,7 @@ def test_shards_are_added_in_the_order_of_the_tree_and_stay_shards(tree_threads,
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_norm_for_clipping_has_the_same_bits_however_rows_are_sharded(threads, world_size):
+def test_the_norm_for_clipping_has_the_same_bits_however_rows_are_sharded(threads, world_size, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     shapes = [(7, 37), (5,), (2, 3, 4), (1, 64), (64, 1), ()]
     gradients = [torch.randn(shape, generator=generator) * 10.0**-k for k, shape in enumerate(shapes)]
@@ -179,20 +178,20 @@ def test_the_norm_for_clipping_has_the_same_bits_however_rows_are_sharded(thread
     torch.testing.assert_close(expected, nn.utils.get_total_norm(gradients), rtol=1e-6, atol=0)
     assert all(torch.equal(each.grad, gradient) for each, gradient in zip(plain, gradients, strict=False))
 
+    expected = vp.total_norm(OneRank(0, 1, 4), plain[: len(gradients) - 1])
+    monkeypatch.setattr(vp, "own_rows", lambda gradient: gradient.rows)
+
     def norm(rank):
         accelerator = OneRank(rank, world_size, 4, "FSDP")
         accelerator.reduce = lambda tensor, _: sum(threads.exchange(tensor))
         sharded = []
         for gradient in gradients[:-1]:  # FSDP does not shard a scalar
-            parts = [
-                *gradient.chunk(world_size),
-                *[gradient[:0]] * world_size,
-            ]  # of 1 row, the others have none
-            shard = SimpleNamespace(shape=gradient.shape, ndim=gradient.ndim, to_local=lambda part=parts[rank]: part)
+            parts = [*gradient.chunk(world_size), *[gradient[:0]] * world_size]  # of 1 row, the others have none
+            rows = parts[rank], sum(map(len, parts[:rank]))
+            shard = SimpleNamespace(shape=gradient.shape, ndim=gradient.ndim, rows=rows, to_local=None)
             sharded.append(SimpleNamespace(grad=shard))
         return vp.total_norm(accelerator, sharded)
 
-    expected = vp.total_norm(OneRank(0, 1, 4), plain[: len(gradients) - 1])
     for found in threads.run(world_size, norm):
         assert torch.equal(found, expected)
 
@@ -234,6 +233,7 @@ def test_gradients_of_a_bare_model_are_added_in_the_tree_also_where_some_are_mis
             first.grad = leaf.clone()
             second.grad = leaf.clone() if step % 2 else None
             gradients.collect()
+            gradients.prepare()
             gradients.collect()  # after a backward pass of another model
         assert torch.equal(first.grad, (leaves[0] + leaves[1]) + (leaves[2] + leaves[3]))
         assert torch.equal(second.grad, leaves[1] + leaves[3])
@@ -329,30 +329,20 @@ def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):
         vp.check_dense([nn.EmbeddingBag(3, 2, sparse=True)])
 
 
-def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused():
+@pytest.mark.parametrize("step", [1, 2])
+def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused(step):
+    """Also in the last micro-batch of a step, after which the sum is in the parameters."""
     accelerator = OneRank(0, 1, 2)
     model = nn.Linear(2, 1)
     gradients = vp.GradientSum(model, vp.TreeSum(accelerator))
-    accelerator.step = 1
-    for _ in range(2):
+    for accelerator.step in range(1, step + 1):
+        gradients.prepare()
         model(torch.ones(1, 2)).sum().backward()
-        if _ == 0:
-            gradients.collect()
+        gradients.collect()
+    gradients.prepare()
+    model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="one backward pass per micro-batch"):
         gradients.collect()
-
-
-def test_a_bucket_of_ddp_that_comes_twice_in_a_micro_batch_is_refused(monkeypatch):
-    accelerator, weight, flat = OneRank(0, 1, 2), nn.Parameter(torch.zeros(2)), torch.ones(2)
-    gradients = vp.GradientSum(nn.ParameterList([weight]), vp.TreeSum(accelerator))
-    gradients.step_of_bucket = {}
-    monkeypatch.setattr(gradients.tree, "start", lambda values, result: result)
-    entries = {"index": 0, "buffer": flat, "parameters": [weight], "gradients": [flat]}
-    bucket = SimpleNamespace(**{name: lambda entry=entry: entry for name, entry in entries.items()})
-    for accelerator.step in (1, 2):
-        assert gradients._sum_bucket(None, bucket) is flat
-    with pytest.raises(RuntimeError, match="one backward pass per micro-batch"):
-        gradients._sum_bucket(None, bucket)
 
 
 SMALL_RESNET = ROOT / "tests" / "programs" / "small_resnet"

@@ -22,7 +22,7 @@ def main() -> None:
 
         for model in checkpoint.values():
             model = getattr(model, "_orig_mod", model)  # with a dynamo_config in the config file
-            # Virtual processes have a hook of their own.
+            # Virtual processes do not all-reduce.
             if isinstance(model, DistributedDataParallel) and not run.accelerator.virtual_processes:
                 model.register_comm_hook(None, count)
 

@@ -4,6 +4,7 @@
 `Stored` tensors of any number of processes, sharded or not. `settings` and `layout` must be equal when resuming.
 """
 
+import math
 import os
 from collections import Counter
 
@@ -174,10 +175,9 @@ def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This process's part of a tensor that is sharded by rows, and its first row; of any other tensor, all."""
     if not is_sharded(tensor):
         return tensor, 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), offset[0]
+    mesh = tensor.device_mesh
+    first = mesh.get_local_rank() * math.ceil(len(tensor) / mesh.size())  # cut as torch.chunk does
+    return tensor.to_local(), min(first, len(tensor))
 
 
 def own_files(files: Files, rank: int) -> tuple[Files, Rows]:
@@ -196,7 +196,7 @@ def read_like(tensor: torch.Tensor, stored: Stored) -> torch.Tensor:
     """The stored values with the strides and on the device of `tensor`; if it is sharded, this process's rows."""
     result = torch.empty_like(tensor, dtype=stored.dtype, requires_grad=False)
     local, first = own_rows(result)
-    local.copy_(stored.rows(first, first + len(local)) if local.ndim else stored.whole())
+    local.copy_(stored.rows(first, first + len(local)) if is_sharded(tensor) else stored.whole())
     return result
 
 

@@ -7,9 +7,9 @@ the order of one binary tree, whichever process computed them. For V = 8:
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
 
 Each process computes consecutive micro-batches and makes the sums of the tree that contain only these: 2 processes one
-sum each, 3 processes two. Then each process receives one slice of all sums (all-to-all), completes the tree on its
-slice and sends the result to all (all-gather). If P divides V and both are powers of two, this is the traffic of a ring
-all-reduce; otherwise a process sends up to 2 log2(V) sums.
+sum each, 3 processes two. After the last micro-batch, each process receives one slice of all sums (all-to-all),
+completes the tree on its slice and sends the result to all (all-gather). If P divides V and both are powers of two,
+this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums.
 
 Under FSDP, each process computes every P-th micro-batch, and receives its slice of each one's gradients, which is as
 much traffic as the reduce-scatter of FSDP. The sums of the tree stay sharded.
@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,11 +34,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..checkpoint.state import is_sharded, own_rows
 from ..console import plural, stop
 from ..sampler import logical_ranks, virtual_processes
 from ..topology import data_parallel_gpus
 from .gather_samples import gather_samples
 from .same_weights import AVERAGE_BUFFERS, sum_of_bits
+
+BUCKET = 2**22  # gradients that are exchanged at a time
 
 
 def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
@@ -127,119 +129,57 @@ def partial_sums(logical_ranks: range) -> list[Node]:
 
 
 class TreeSum:
-    """Adds up tensors over all virtual processes, on every real process. Collective.
-
-    It has its own process group and thread, so communication overlaps with the backward pass.
-    """
+    """Adds up tensors over all virtual processes, on every real process. Collective."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.world_size = accelerator.num_processes
         self.logical_ranks = own_logical_ranks(accelerator)
-        self.buffers = {}
-        if self.world_size == 1:
-            return
-        self.nodes_of_ranks = [partial_sums(own_logical_ranks(accelerator, rank)) for rank in range(self.world_size)]
-        handler = accelerator.init_handler
-        self.group = dist.new_group(timeout=handler.timeout if handler else None)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="tree_sum")
-        if accelerator.device.type == "cuda":
-            self.stream = torch.cuda.Stream()
+        ranks = [own_logical_ranks(accelerator, rank) for rank in range(self.world_size)]
+        self.nodes_of_ranks = [partial_sums(logical_ranks) for logical_ranks in ranks]
 
     def total(self, nodes: list[Node]) -> torch.Tensor:
         """The sum over all logical ranks; `nodes` are this process's, flat tensors of one size. Collective."""
         if self.world_size == 1:
             return tree_total(nodes, torch.Tensor.add_)
-        values = [node.value for node in nodes]
-        return self._exchange(values, torch.empty_like(values[0]))
-
-    def start(self, values: list[torch.Tensor], result: torch.Tensor) -> torch.futures.Future:
-        """As `total`, in the background. Returns a Future of `result`, which receives the sum."""
-        if result.is_cuda:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            future = torch.futures.Future(devices=[result.device])
-            with torch.cuda.stream(self.stream):
-                for tensor in [*values, result]:
-                    tensor.record_stream(self.stream)
-                future.set_result(self._exchange(values, result))
-            return future
-        future = torch.futures.Future()
-
-        def work():
-            try:
-                future.set_result(self._exchange(values, result))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.thread.submit(work)
-        return future
-
-    def _exchange(self, values: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
-        size = math.ceil(result.numel() / self.world_size)  # of each slice; the last one is padded
-        is_even = size * self.world_size == result.numel()
-        counts = [len(nodes) for nodes in self.nodes_of_ranks]
-        sent = values[0]
-        if len(values) > 1 or not is_even:
-            # The slices in the order of the ranks that receive them.
-            sent = self._buffer("sent", result, self.world_size * len(values) * size)
-            for index, value in enumerate(values):
-                for rank, part in enumerate(value.split(size)):
-                    start = (rank * len(values) + index) * size
-                    sent[start : start + len(part)] = part
-        received = self._buffer("received", result, sum(counts) * size)
+        length = len(nodes[0].value)
+        size = math.ceil(length / self.world_size)  # of each slice; the last one is padded
+        sent = nodes[0].value.new_zeros(self.world_size, len(nodes), size)
+        for index, node in enumerate(nodes):
+            for rank, part in enumerate(node.value.split(size)):
+                sent[rank, index, : len(part)] = part
+        counts = [len(nodes_of_rank) for nodes_of_rank in self.nodes_of_ranks]
+        received = sent.new_empty(sum(counts) * size)
         dist.all_to_all_single(
             received,
-            sent,
+            sent.flatten(),
             output_split_sizes=[count * size for count in counts],
-            input_split_sizes=[len(values) * size] * self.world_size,
-            group=self.group,
+            input_split_sizes=[len(nodes) * size] * self.world_size,
         )
-        nodes = []
         expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
         leaves = [node._replace(value=part) for node, part in zip(expected, received.split(size), strict=True)]
+        sums = []
         for node in sorted(leaves, key=lambda node: node.start):
-            tree_push(nodes, node, torch.Tensor.add_)
-        total = tree_total(nodes, torch.Tensor.add_)
-        if is_even:
-            dist.all_gather_into_tensor(result, total, group=self.group)
-            return result
-        gathered = self._buffer("gathered", result, self.world_size * size)
-        dist.all_gather_into_tensor(gathered, total, group=self.group)
-        return result.copy_(gathered[: result.numel()])
-
-    def _buffer(self, name: str, like: torch.Tensor, size: int) -> torch.Tensor:
-        """Memory for `size` entries, reused in every step: allocating it takes as long as a copy."""
-        key = (name, like.dtype, size)
-        if key not in self.buffers:
-            self.buffers[key] = like.new_zeros(size)
-        return self.buffers[key]
+            tree_push(sums, node, torch.Tensor.add_)
+        result = sent.new_empty(self.world_size * size)
+        dist.all_gather_into_tensor(result, tree_total(sums, torch.Tensor.add_))
+        return result[:length]
 
 
 class GradientSum:
     """Adds the gradients of one model in the order of the tree.
 
-    After each micro-batch except the last one, the gradients are moved from the parameters to the tree. In the last one
-    the sums are completed: with several processes in DDP's communication hook, bucket by bucket.
+    After each micro-batch, the gradients are moved from the parameters to the tree, and after the last one the sum is
+    moved back. DDP does not all-reduce.
     """
 
     def __init__(self, model: nn.Module, tree: TreeSum):
-        self.tree = tree
+        self.tree, self.accelerator, self.collected_at = tree, tree.accelerator, None
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = False
         self._begin_step()
-        self.collected_at = None  # accelerator.step
-        is_wrapped = isinstance(model, DistributedDataParallel)
-        # torchrun with one process: DDP does not reduce, and Accelerate has no no_sync.
-        self.in_buckets = is_wrapped and tree.world_size == 1
-        self.is_ddp = is_wrapped and tree.world_size > 1
-        self.finds_unused = self.is_ddp and model.find_unused_parameters
-        self.used = set()  # if finds_unused: the parameters that got a gradient in this backward pass
-        if self.is_ddp:
-            self.ddp = model
-            model.register_comm_hook(None, self._sum_bucket)
-            self.step_of_bucket = {}  # accelerator.step in which each bucket was summed last
-        if self.finds_unused:
-            for parameter in self.parameters:
-                parameter.register_post_accumulate_grad_hook(self.used.add)
+        self.prepare()
 
     def _begin_step(self) -> None:
         self.nodes = []  # of {parameter: gradient}; a missing gradient is zero
@@ -247,73 +187,81 @@ class GradientSum:
 
     def prepare(self) -> None:
         """Call it before each backward pass."""
-        if not self.finds_unused or not self.tree.accelerator.sync_gradients:
-            return
-        self.used.clear()
-        # DDP ends the run if a parameter that had a gradient before has none in the last micro-batch. Adding to -0.0
-        # does not change a bit.
-        for parameter in {parameter for node in self.nodes for parameter in node.value}:
-            if parameter.grad is None:
-                parameter.grad = torch.full_like(parameter, -0.0)
+        self.versions = {p: p.grad._version for p in self.parameters if p.grad is not None}
 
     def collect(self) -> None:
-        """Call it after each backward pass."""
-        accelerator = self.tree.accelerator
-        logical_rank = current_logical_rank(accelerator)
-        is_last = accelerator.sync_gradients
-        if is_last and self.is_ddp:
-            if accelerator.step in self.step_of_bucket.values():  # this model's backward pass, not a different one's
-                self._begin_step()
-                # DDP would do this, a broadcast, in its next forward pass, and ranks with more micro-batches would
-                # wait in it while others wait for their part of a different model's sum.
-                self.ddp.reducer._rebuild_buckets()
-            return
+        """Call it after each backward pass. Collective in the last micro-batch of a step."""
         gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
-        again = self.collected_at == accelerator.step
-        if not gradients or (again and is_last):
+        gradients = {p: gradient for p, gradient in gradients.items() if gradient._version != self.versions.get(p)}
+        if not gradients:  # a different model's backward pass
             return
-        if again:
+        if self.collected_at == self.accelerator.step:
             refuse_second_backward()
-        self.collected_at = accelerator.step
-        self._skip_to(logical_rank)
+        self.collected_at = self.accelerator.step
+        logical_rank = current_logical_rank(self.accelerator)
+        for skipped in range(self.next_rank, logical_rank):  # without any gradient
+            tree_push(self.nodes, Node(skipped, 1, {}), add_gradients)
+        self.next_rank = logical_rank + 1
         for parameter in gradients:
             parameter.grad = None
-        if self.in_buckets:  # the next micro-batch overwrites them
-            gradients = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
         tree_push(self.nodes, Node(logical_rank, 1, gradients), add_gradients)
-        self.next_rank = logical_rank + 1
-        if is_last:
-            for parameter, gradient in tree_total(self.nodes, add_gradients).items():
+        if self.accelerator.sync_gradients:
+            for parameter, gradient in self._total().items():
                 parameter.grad = gradient
             self._begin_step()
 
-    def _skip_to(self, logical_rank: int) -> None:
-        """Push empty nodes for micro-batches in which the model got no gradient at all."""
-        for skipped in range(self.next_rank, logical_rank):
-            tree_push(self.nodes, Node(skipped, 1, {}), add_gradients)
-        self.next_rank = logical_rank
+    def _total(self) -> dict[nn.Parameter, torch.Tensor]:
+        if self.tree.world_size == 1:
+            return tree_total(self.nodes, add_gradients)
+        used = {parameter for node in self.nodes for parameter in node.value}
+        unused = unused_everywhere(self.accelerator, self.parameters, used)
+        gradients = {}
+        for bucket in buckets([parameter for parameter in self.parameters if parameter not in unused]):
+            nodes = [node._replace(value=flat(node.value, bucket)) for node in self.nodes]
+            gradients |= views(self.tree.total(nodes), bucket)
+        return gradients
 
-    def _sum_bucket(self, _, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: `bucket` holds the gradients of the last micro-batch."""
-        if self.step_of_bucket.get(bucket.index()) == self.tree.accelerator.step:
-            refuse_second_backward()
-        self.step_of_bucket[bucket.index()] = self.tree.accelerator.step
-        last = self.tree.logical_ranks[-1]
-        self._skip_to(last)
-        buffer = bucket.buffer()
-        gradients = views_of(bucket, buffer)
-        if self.finds_unused:
-            for parameter in gradients.keys() - self.used:
-                gradients[parameter].zero_()
-        nodes = list(self.nodes)
-        tree_push(nodes, Node(last, 1, gradients), add_into_bucket)
-        values = []
-        for node in nodes[:-1]:  # sums that do not include the last micro-batch
-            values.append(torch.zeros_like(buffer))
-            views = {key: view for key, view in views_of(bucket, values[-1]).items() if key in node.value}
-            if views:  # copied, because adding to the zeros would change -0.0
-                torch._foreach_copy_(list(views.values()), [node.value[parameter] for parameter in views])
-        return self.tree.start([*values, buffer], buffer)
+
+def unused_everywhere(accelerator: Accelerator, parameters: list, used: set) -> set:
+    """The `parameters` that no process has used in this step, which AdamW must skip. Collective."""
+    unused = [number for number, parameter in enumerate(parameters) if parameter not in used]
+    counts = torch.zeros(len(parameters), device=accelerator.device)
+    for number in unused:
+        counts[number] = 1
+    counts = accelerator.reduce(counts, "sum")
+    # Without waiting for the GPU if there are none.
+    return {parameters[number] for number in unused if counts[number] == accelerator.num_processes}
+
+
+def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Lists of parameters of one dtype, of about BUCKET entries each."""
+    found = []
+    for parameter in sorted(parameters, key=lambda parameter: str(parameter.dtype)):
+        if not found or found[-1][0].dtype != parameter.dtype or sum(p.numel() for p in found[-1]) >= BUCKET:
+            found.append([])
+        found[-1].append(parameter)
+    return found
+
+
+def flat(gradients: dict, bucket: list[nn.Parameter]) -> torch.Tensor:
+    """The gradients of a bucket in one vector of real numbers; zeros where there is none."""
+    size = sum(parameter.numel() for parameter in bucket) * (2 if bucket[0].is_complex() else 1)
+    values = torch.zeros(size, dtype=bucket[0].dtype.to_real(), device=bucket[0].device)
+    for parameter, view in views(values, bucket).items():
+        if parameter in gradients:
+            view.copy_(gradients[parameter])
+    return values
+
+
+def views(values: torch.Tensor, bucket: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    """The parts of a vector as from `flat`, with the strides of the parameters: fused steps need these."""
+    if bucket[0].is_complex():
+        values = torch.view_as_complex(values.view(-1, 2))
+    parts, start = {}, 0
+    for parameter in bucket:
+        parts[parameter] = values[start:].as_strided(parameter.size(), parameter.stride())
+        start += parameter.numel()
+    return parts
 
 
 class ShardSum:
@@ -386,33 +334,9 @@ class ShardedGradientSum:
                 parameter.sharded_param.grad = None
         elif self.collected_at != accelerator.step and accelerator.step in [s.called_at for s in self.sums]:
             self.collected_at = accelerator.step
-            self._forget_unused()
+            for parameter in unused_everywhere(self.accelerator, self.parameters, self.used):
+                parameter.sharded_param.grad = None  # zeros until now
             self.used.clear()
-
-    def _forget_unused(self) -> None:
-        """Remove the gradients, zeros, of parameters that no process used in this step: AdamW must skip them."""
-        unused = [number for number, parameter in enumerate(self.parameters) if parameter not in self.used]
-        counts = torch.zeros(len(self.parameters), device=self.accelerator.device)
-        for number in unused:
-            counts[number] = 1
-        counts = self.accelerator.reduce(counts, "sum")
-        for number in unused:  # no waiting for the GPU if there are none
-            if counts[number] == self.accelerator.num_processes:
-                self.parameters[number].sharded_param.grad = None
-
-
-def views_of(bucket: dist.GradBucket, buffer: torch.Tensor) -> dict:
-    """{parameter: view into `buffer`}, which has the layout of the bucket's own buffer.
-
-    The views of bucket.gradients() lack the strides of channels_last.
-    """
-    if bucket.parameters()[0].is_complex():  # the buffer holds real and imaginary parts
-        buffer = torch.view_as_complex(buffer.view(-1, 2))
-    views = {}
-    for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        offset = part.storage_offset() - bucket.buffer().storage_offset()
-        views[parameter] = buffer[offset:].as_strided(parameter.size(), parameter.stride())
-    return views
 
 
 def add_gradients(left: dict, right: dict) -> dict:
@@ -424,19 +348,9 @@ def add_gradients(left: dict, right: dict) -> dict:
         if parameter in left:
             left[parameter].add_(gradient)
     for parameter in left.keys() ^ right.keys():
-        # As in DDP's buckets, where the missing gradient is zeros: -0.0 becomes 0.0.
+        # As in `flat`, where the missing gradient is zeros: -0.0 becomes 0.0.
         left[parameter] = (left.get(parameter, right.get(parameter))).add_(0)
     return left
-
-
-def add_into_bucket(left: dict, right: dict) -> dict:
-    """Add the gradients in `left` to `right`, views of a bucket, in place."""
-    common = [parameter for parameter in right if parameter in left]
-    if common:
-        torch._foreach_add_([right[parameter] for parameter in common], [left[parameter] for parameter in common])
-    for parameter in right.keys() - left.keys():
-        right[parameter].add_(0)
-    return right
 
 
 def refuse_second_backward():
@@ -548,19 +462,15 @@ def total_norm(accelerator: Accelerator, parameters: list[nn.Parameter]) -> torc
     Shards are whole rows: their sums of squares are added up over the columns first, then over all rows.
     """
     sums = [torch.zeros(1, device=accelerator.device)]  # if there are no gradients
-    is_sharded = False
-    for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
-        rows = gradient.shape[0] if gradient.ndim else 1
-        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for gradient in gradients:
+        own, first = own_rows(gradient)
         squares = own.abs().to(torch.promote_types(own.abs().dtype, torch.float32)).square()
-        sums.append(squares.new_zeros(rows))
-        start = 0
-        if own is not gradient:  # cut as torch.chunk does
-            is_sharded, start = True, accelerator.process_index * math.ceil(rows / accelerator.num_processes)
-        own_rows = own.shape[0] if own.ndim else 1
-        sums[-1][start : start + own_rows] = add_columns(squares.reshape(own_rows, math.prod(gradient.shape[1:])))
+        squares = squares.reshape(own.shape[0] if own.ndim else 1, math.prod(gradient.shape[1:]))
+        sums.append(squares.new_zeros(gradient.shape[0] if gradient.ndim else 1))
+        sums[-1][first : first + len(squares)] = add_columns(squares)
     sums = torch.cat(sums)
-    if is_sharded:  # zeros and one number each, so the order does not matter
+    if any(map(is_sharded, gradients)):  # zeros and one number each, so the order does not matter
         sums = accelerator.reduce(sums, "sum")
     return add_columns(sums[None]).sqrt()[0]
 
