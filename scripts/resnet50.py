@@ -41,7 +41,7 @@ from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, 
 from utils.loader import GlobalLoader
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.data_parallel import on_each_gpu
-from utils.parallel.fsdp import memory_format, shard, supports_fused_step, update_average
+from utils.parallel.fsdp import shard, supports_fused_step, update_average
 from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
 from utils.topology import data_parallel_gpus
@@ -175,7 +175,7 @@ def start_as_identity(model):
 
 
 def make_model(args, num_classes, accelerator, is_resumed=False):
-    """torchvision's ResNet-50 on the device, in channels_last (but not with fsdp.yaml)."""
+    """torchvision's ResNet-50 on the device, in channels_last (contiguous with fsdp.yaml)."""
     model = torchvision.models.resnet50(num_classes=num_classes)
     if args.zero_init:
         start_as_identity(model)
@@ -183,7 +183,7 @@ def make_model(args, num_classes, accelerator, is_resumed=False):
         load_pretrained(model, args.pretrained, head="fc")
     if args.bn == "sync":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model.to(accelerator.device, memory_format=memory_format(accelerator))
+    return model.to(accelerator.device, memory_format=torch.channels_last)
 
 
 def make_optimizer(args, model, accelerator):

@@ -16,16 +16,6 @@ from ..console import stop
 from ..randomness import combine, generators_restored, seed_generators
 
 
-def memory_format(accelerator: Accelerator) -> torch.memory_format:
-    """The memory format for the weights of an image model: channels_last, except under FSDP.
-
-    FSDP accepts only contiguous parameters; convolutions convert them for channels_last images.
-    """
-    if accelerator.distributed_type == DistributedType.FSDP:
-        return torch.contiguous_format
-    return torch.channels_last
-
-
 def supports_fused_step(accelerator: Accelerator) -> bool:
     """Whether SGD can use fused=True: in torch 2.15 not for sharded parameters, unlike AdamW."""
     return accelerator.distributed_type != DistributedType.FSDP
@@ -84,6 +74,7 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
         "reshard_after_forward": plugin.reshard_after_forward,
         "offload_policy": plugin.cpu_offload,
     }
+    model.to(memory_format=torch.contiguous_format)  # fully_shard takes no other; images may stay channels_last
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     for group in groups:  # without the whole parameters, which would stay in memory
