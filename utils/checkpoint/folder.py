@@ -1,6 +1,5 @@
 """The folder of a run's checkpoints: write one so that it is whole or not there, and read one that is whole."""
 
-import bisect
 import errno
 import hashlib
 import itertools
@@ -53,10 +52,8 @@ class Stored:
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         """The rows from `start` on, before `end`; only these are read."""
-        first = bisect.bisect(self.starts, start) - 1
-        parts = zip(self.starts[first:], self.tensors[first:], strict=True)
-        found = [tensor[max(start - begin, 0) : end - begin] for begin, tensor in parts if begin < max(end, start + 1)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        parts = zip(self.starts, self.tensors, strict=True)
+        return torch.cat([tensor[max(start - first, 0) : max(end - first, 0)] for first, tensor in parts])
 
 
 StoredFiles = dict[str, dict[str, Stored]]

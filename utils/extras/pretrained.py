@@ -16,11 +16,8 @@ def load_rows(model: nn.Module, source: str) -> None:
         for name in file.keys():  # noqa: SIM118
             shapes[name] = torch.Size(file.get_slice(name).get_shape())
     state = model.state_dict()
-    different = [
-        name
-        for name in sorted(shapes.keys() | state.keys())
-        if name not in shapes or name not in state or shapes[name] != state[name].shape
-    ]
+    now = {name: tensor.shape for name, tensor in state.items()}
+    different = sorted(name for name in shapes.keys() | now.keys() if shapes.get(name) != now.get(name))
     if different:
         raise ValueError(f"names or shapes differ: {', '.join(different)}")
     for name, tensor in state.items():
