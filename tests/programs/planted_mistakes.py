@@ -178,7 +178,7 @@ MISTAKES = {
     ),
     "a learning rate of the second group on rank 2": Planted(
         [*TWO_GROUPS, ("    model = Net()", f"    model = Net()\n    factor = 1 + ({RANK_2})")],
-        kind="schedule",
+        kind="schedule_alone",
     ),
     "a gradient of the second group on rank 2": Planted(
         [

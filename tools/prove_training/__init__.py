@@ -20,6 +20,7 @@ Any script that trains with Accelerate or with torch.distributed, unchanged. The
     stages          what the records show, in the order in which things happen
       single          of one process alone
       several         of several: samples, losses, rates, steps, evaluations
+      unfinished      why a run has not ended
     resuming        what the record of a resumed run shows
     mistakes        what to do about each mistake
     picture         who read which sample

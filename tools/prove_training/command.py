@@ -5,7 +5,7 @@ from pathlib import Path
 
 ENDINGS = (".png", ".svg", ".pdf")  # of a picture
 WHAT = "Prove that a script trains the same model on any number of processes, or name the first thing that differs."
-CODES = "Exit codes: 0 proven, 1 something is wrong, 2 the script fails, 3 this cannot tell."
+CODES = "Exit codes: 0 proven, 1 something is wrong, 2 the script fails, 3 not all could be compared."
 
 
 def process_counts(text: str) -> tuple[int, ...]:

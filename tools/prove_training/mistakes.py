@@ -10,13 +10,20 @@ ADVICE = {
     "on, through the wrapped model",
     "all_the_data": "give DataLoader a DistributedSampler, or pass the loader to accelerator.prepare",
     "samples": "the parts of the processes must be disjoint, and together all of the data: use DistributedSampler",
+    "stream": "an IterableDataset must give each process its own part: every world_size-th item from rank on, or "
+    "datasets.distributed.split_dataset_by_node",
     "split": "give random_split a generator with a fixed seed: each process makes a split of its own",
     "items": "the data are made, split or augmented by random numbers that each process draws for itself: seed them",
     "set_epoch": "call sampler.set_epoch(epoch) before each epoch",
     "same_order": "seed the generator of the shuffle once, and not in each epoch",
     "same_batches": "seed each process differently where it draws its own batches, as seed + rank",
+    "same_noise": "seed each process differently before the loop: seed + rank, or set_seed(seed, device_specific=True)",
+    "uneven": "give all processes the same number of batches: DistributedSampler, drop_last, or model.join()",
     "initial_weights": "seed all processes alike before the model is made, or wrap it in DistributedDataParallel",
     "zero_grad": "call optimizer.zero_grad() after each step",
+    "zeroed": "call optimizer.zero_grad() after optimizer.step(), and not between a backward pass and the step",
+    "untrained": "make the optimizer after the model, with the parameters of the model that is called",
+    "first_step": "test (number + 1) % accumulation == 0, or number % accumulation == accumulation - 1",
     "leftover": "make a step of the micro-batches that are left at the end of an epoch, or set the gradients to zero",
     "not_divided": "divide the loss by the number of micro-batches of a step",
     "divided_twice": "accelerator.backward divides by gradient_accumulation_steps already: pass it the loss itself",
@@ -26,15 +33,21 @@ ADVICE = {
     "draws": "random numbers belong to a sample: batch.rand and batch.randn give the same on any number of processes",
     "statistics": "average them: with batch_norms.averaged() of utils/parallel/batch_norm.py, or use SyncBatchNorm",
     "eval_mode": "call model.eval() before the test, and model.train() after it",
+    "train_mode": "call model.train() at the beginning of each epoch, or after each test",
+    "eval_weights": "change the weights that are tested, such as an average, on all processes alike",
     "finish": "call run.finish() at the end of the script, on all processes",
     "token_weights": "divide the sum of the losses by the number of tokens of the whole step, on all processes",
     "factor": "DistributedDataParallel averages over processes: the loss must be the mean over this process's samples",
     "gradient": "something changes the gradient in each micro-batch or process, or the loss depends on how the batch "
     "is cut",
+    "gather": "gather with torch.distributed.nn.functional.all_gather, which has a gradient",
+    "clip_scaled": "call scaler.unscale_(optimizer) before the gradients are clipped",
     "clip_early": "clip once, after the last backward pass of a step: if accelerator.sync_gradients",
     "clipped": "clip all gradients alike, after they are averaged",
     "schedule": "count the schedule in steps of the optimizer: a prepared scheduler of Accelerate steps once for each "
     "process",
+    "schedule_alone": "step the schedule on all processes: not inside `if rank == 0`",
+    "plateau": "average the metric over all processes before scheduler.step(metric)",
     "weights": "the weights are changed by something that only this process has seen",
     "unused": "a parameter is used on some processes only: find_unused_parameters=True, or use it everywhere",
     "eval_repeated": "use accelerator.gather_for_metrics, or leave out the samples that fill the last batch",
@@ -45,10 +58,43 @@ ADVICE = {
     "checkpoint_race": "save on one process: if accelerator.is_main_process, or rank == 0",
     "resume": "restore the optimizer, the schedule, the epoch, and the place in the data",
     "fails": "see what it says",
+    "stops_alone": "decide together when to stop: add the decisions up with all_reduce, or broadcast the one of rank 0",
+    "shapes": "gather tensors of one shape: accelerator.pad_across_processes, or gather_for_metrics, or gather_object",
     "hangs": "each process must make the same collective calls: look for one inside `if rank == 0`",
 }
 
+# The same where the script does not write the loop itself, or does without Accelerate.
+ADVICE_IN = {
+    "Trainer": {
+        "factor": "a model that ignores num_items_in_batch returns a mean, which Trainer multiplies by the number of "
+        "processes: TrainingArguments(average_tokens_across_devices=False)",
+        "same_noise": "call torch.manual_seed(seed + rank) in on_train_begin: TrainingArguments(seed) seeds all alike",
+        "schedule": "leave the schedule to TrainingArguments(lr_scheduler_type, warmup_steps), which count steps",
+        "resume": "trainer.train(resume_from_checkpoint=True), without TrainingArguments(ignore_data_skip=True)",
+    },
+    "Lightning": {
+        "all_the_data": "leave Trainer(use_distributed_sampler=True), or give DataLoader a DistributedSampler",
+        "eval_share": "self.log(name, value, sync_dist=True), or a torchmetrics metric",
+        "unused": 'Trainer(strategy="ddp_find_unused_parameters_true"), or use the parameter everywhere',
+        "plateau": "self.log(name, value, sync_dist=True) for the metric that the schedule monitors",
+        "stops_alone": "self.log(name, value, sync_dist=True) for the metric that EarlyStopping monitors",
+    },
+    "PyTorch": {
+        "all_the_data": "give DataLoader a DistributedSampler",
+        "clip_early": "clip once, after the last backward pass of a step",
+        "schedule": "count the schedule in steps of the optimizer, on any number of processes",
+        "eval_repeated": "give each process its own part: Subset(data, range(rank, len(data), world_size))",
+        "eval_share": "add up sums and counts over all processes (all_reduce) before the division",
+        "shapes": "gather tensors of one shape: pad them, or use all_gather_object",
+    },
+}
 
-def advice(kind: str) -> str:
-    """A sentence, and the section of the page that says more."""
-    return f"{ADVICE[kind]} ({PAGE}#{kind.replace('_', '-')})"
+
+def advice(kind: str, framework: str = "") -> str:
+    """A sentence, and the section of the page that says more.
+
+    Args:
+        framework: "Trainer" of transformers, "Lightning", "PyTorch" for neither of them nor Accelerate, or "".
+    """
+    text = ADVICE_IN.get(framework, {}).get(kind, ADVICE[kind])
+    return f"{text} ({PAGE}#{kind.replace('_', '-')})"

@@ -16,20 +16,22 @@ from .mistakes import advice
 from .recording.same_work import items_of_epoch, micro_batch
 from .runs import Outcome, Runs
 from .stages import Comparison, Finding, evaluations, note, several, single, trained_on
+from .stages.unfinished import because
 from .text import CannotTell, and_join, plural, show
 
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
-CHANGES = (
-    "accelerator = Accelerator(), then model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and "
-    "accelerator.backward(loss) in place of loss.backward()"
-)
+CHANGES = {  # for a script that trains on one process only
+    "": "accelerator = Accelerator(), then model, optimizer, loader = accelerator.prepare(model, optimizer, loader), "
+    "and accelerator.backward(loss) in place of loss.backward()",
+    "Lightning": 'Trainer(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"])), and the same for Fabric',
+}
 
 
 class Report:
     """Prints what is found, and keeps it for --json."""
 
     def __init__(self, args):
-        self.script, self.as_json = args.script, args.json
+        self.script, self.as_json, self.framework = args.script, args.json, ""
         self.findings, self.notes, self.lines = [], [], []
 
     def say(self, text: str, colour: str = "") -> None:
@@ -68,10 +70,10 @@ class Report:
             place = f" ({finding.line})" if finding.line else ""
             self.say(f"note: {finding.stage}: {finding.what}{place}", "yellow")
         for finding in self.findings:
-            self.say(f"what to do: {advice(finding.kind)}")
+            self.say(f"what to do: {advice(finding.kind, self.framework)}")
         self.say(verdict, {PROVEN: "green", CANNOT_TELL: "yellow"}.get(code, "red"))
         if self.as_json:
-            found = [finding._asdict() | {"advice": advice(finding.kind)} for finding in self.findings]
+            found = [each._asdict() | {"advice": advice(each.kind, self.framework)} for each in self.findings]
             notes = [finding._asdict() for finding in self.notes]
             entries = {"code": code, "verdict": verdict, "findings": found, "notes": notes, "lines": self.lines}
             print(json.dumps(entries, indent=2))
@@ -139,7 +141,12 @@ class Proof:
             limit = f"{self.args.timeout_s:g} s{stands} (--timeout_s sets a longer time)"
             raise CannotTell(f"on one process it did not end in {limit}")
         if outcome.error:
-            return FAILS, f"fails: on one process, {outcome.error}"
+            if (found := unfinished("1 process", outcome)).kind != "fails":
+                return self._wrong(self.report.add("1 process", [found]))
+            printed = [record["printed"] for record in outcome.records if record["printed"]]
+            return FAILS, f"fails: on one process, {outcome.error}" + "".join(
+                f"; it printed last: {line}" for line in printed
+            )
         reference = outcome.records[0]
         if reason := single.cannot_judge(reference):
             raise CannotTell(reason)
@@ -163,14 +170,19 @@ class Proof:
             elif self.args.resume_flags is not None:
                 self._resume([], self.args.resume_flags.split())
         if self.report.findings:
-            first = self.report.findings[0]
-            return WRONG, f"wrong: {first.what} ({first.place})"
+            return self._wrong(self.report.findings)
         reasons = [f"{what}: {why}" for what, why in self.not_compared.items()]
         if not self.compared & {"gradients", "averaged gradients"}:
             same = f" (the same: {in_words(self.compared)})" if self.compared else ""
             raise CannotTell(f"{'; '.join(reasons) or 'no gradient could be compared'}{same}")
         self.report.add("", [note("not compared", reason) for reason in reasons])
-        return PROVEN, f"proven: the same {in_words(self.compared)} on {and_join(self.counts)} processes"
+        same = f"the same {in_words(self.compared)} on {and_join(self.counts)} processes"
+        if "gradients" not in self.compared or "steps" in self.not_compared:
+            return CANNOT_TELL, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
+        return PROVEN, f"proven: {same}"
+
+    def _wrong(self, findings: list[Finding]) -> tuple[int, str]:
+        return WRONG, f"wrong: {findings[0].what} ({findings[0].place})"
 
     def _reference(self) -> Outcome:
         outcome = self.runs(1, self.plan)
@@ -189,6 +201,7 @@ class Proof:
 
     def _begin(self, reference: dict) -> None:
         facts = reference["facts"]
+        self.report.framework = facts["framework"] or ("" if "accelerate" in facts else "PyTorch")
         training = trained_on(reference)
         words = f"{self.args.script} on the CPU"
         for loader in [loader for key, loader in facts["loaders"].items() if key in training and loader["given"]][:1]:
@@ -216,12 +229,14 @@ class Proof:
                 raise CannotTell(f"it refuses {name}: {outcome.error}")
             self.report.line(name, f"not compared, it refuses them: {outcome.error}")
             return True
-        if outcome.error or len(outcome.records) < processes:
+        is_stuck = outcome.waits and len(outcome.records[0]["steps"]) < len(reference["steps"])
+        if outcome.error or len(outcome.records) < processes or is_stuck:
             self.report.add(label, [unfinished(name, outcome)])
             return False
         if several.are_plain(outcome.records):
             what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
-            raise CannotTell(f"{what}. To change first: {CHANGES}")
+            change = CHANGES.get(reference["facts"]["framework"], CHANGES[""])
+            raise CannotTell(f"{what}. To change first: {change}")
         self.pictured.append((reference, outcome.records))
         both = Comparison(reference, outcome.records)
         found = self.report.add(label, several.findings(both))
@@ -268,8 +283,7 @@ class Proof:
             if suspect.key in results - noise:
                 return [evaluations.explained(both, suspect)]
             if suspect.key not in noise:
-                what = f"{suspect.words[-40:]} {suspect.number} instead of {suspect.expected}"
-                notes.append(note("output", f"{what}: a number of rank 0 alone"))
+                notes.append(note("output", f"{suspect.says}: a number of rank 0 alone"))
         return notes[:1]
 
     def _resume(self, flags_before: list[str], flags: list[str]) -> None:
@@ -289,13 +303,7 @@ class Proof:
 
 
 def unfinished(name: str, outcome: Outcome) -> Finding:
-    """Why a run on several processes did not finish."""
-    kind, what, line = "fails", outcome.error, ""
-    if outcome.waits:
-        kind, what = "hangs", f"it waits forever, {', '.join(outcome.waits)}"
-    if (uneven := several.uneven_call(outcome.calls)) and (outcome.waits or "onnection" in what):
-        kind, (what, line) = "hangs", uneven
-    return Finding(kind, f"the run on {name}", what, None, line)
+    return because(f"the run on {name}", outcome.records, outcome.error, outcome.waits, outcome.calls)
 
 
 def in_words(compared: set) -> str:

@@ -46,6 +46,8 @@ def compare(whole: dict, resumed: dict, done: int) -> Iterator[Finding]:
         else:
             what = "the next epoch has a different order than without the interruption"
             found.append(note("resume", what, done + 1, first["line"]))
+    elif missing := later_samples(whole, resumed, done):
+        found.append(wrong("samples", f"{plural(missing, 'sample')} of the next epoch are skipped"))
     draws = any(micro["draws"] for each in (first, expected) for micro in each["micro_batches"])
     if not found and not draws and (names := differing("gradients")):
         what = f"{named(names)}: a different gradient from the same weights and samples: something else is not restored"
@@ -79,6 +81,13 @@ def differing_samples(whole: dict, resumed: dict, done: int) -> str:
     skipped = len(rest - set(passes_of(resumed).get((current[0], 0), [])))
     what = f"{plural(skipped, 'sample')} of the epoch are skipped"
     return what if skipped else "different samples than without the interruption"
+
+
+def later_samples(whole: dict, resumed: dict, done: int) -> int:
+    """How many samples the epoch after the first one of the resumed run has too few."""
+    key, number = pass_of(whole["steps"][done]) or ("", 0)
+    wanted, found = passes_of(whole).get((key, number + 1), []), passes_of(resumed).get((key, 1), [])
+    return max(0, len(wanted) - len(found)) if found else 0
 
 
 def pass_of(step: dict) -> tuple[str, int] | None:

@@ -170,7 +170,8 @@ class Runs:
                 if records[-1]["error"]:
                     errors.append(with_message(records[-1]["error"], output / f"log_{rank}.txt"))
                 if records[-1]["waits"]:
-                    waits.append(f"rank {rank} at {records[-1]['waits']}")
+                    place = records[-1]["waits"]
+                    waits.append(f"rank {rank} waits {'in' if ' at ' in place else 'at'} {place}")
         error = None
         if errors:
             error = min(errors, key=lambda text: "onnection" in text)  # the cause, not its consequences

@@ -7,7 +7,7 @@ class Mistake(NamedTuple):
     """A change of a program.
 
     Args:
-        program: a file of this folder.
+        program: a file of this folder or of unusual/.
         edits: old and new text.
         kind: a section of MISTAKES.md, with _ for -; "" where it is a note, and not wrong.
         words: of what `prove` says.
@@ -31,6 +31,45 @@ AVERAGED_BY_HAND = """        loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
+"""
+SAMPLER = "shuffle=False, sampler=DistributedSampler(dataset)"
+SET_EPOCH = ("        self.train_data.sampler.set_epoch(epoch)\n", "")
+ITEMS = """    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return self.data[index]
+"""
+ALL_ITEMS = """    def __iter__(self):
+        return iter(self.data[:96])
+"""
+TWO_HEADS = """class Model(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(20, 1)
+        self.other = torch.nn.Linear(20, 1)
+
+    def forward(self, x):
+        return super().forward(x) + (self.other(x) if len(x) % 5 else 0)
+
+
+def prepare_dataloader"""
+BATCHES = """class Batches:
+    def __init__(self, rank, world_size):
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(rank)).tolist()
+        self.batches = [order[i : i + 8] for i in range(0, 96, 8)][rank::world_size]
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def prepare_dataloader"""
+GATHERED = """    parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, features)
+    parts[dist.get_rank()] = features
+    return torch.cat(parts)
 """
 
 MISTAKES = {
@@ -287,5 +326,157 @@ MISTAKES = {
         [('state["batches_done"]\n', "0\n")],
         *("resume", "were trained on before the checkpoint", f"{HUGGING_FACE}/accelerate/issues/4195"),
         resume_flags="--resume",
+    ),
+    "a stream that is not split": Mistake(
+        "ddp_series",
+        [
+            (ITEMS, ALL_ITEMS),
+            SET_EPOCH,
+            ("DataLoader, Dataset", "DataLoader, IterableDataset as Dataset"),
+            (" | Steps: {len(self.train_data)}", ""),
+            (SAMPLER, "shuffle=False"),
+        ],
+        *("stream", "trains on the same samples", f"{HUGGING_FACE}/datasets/issues/5360"),
+    ),
+    "a batch sampler with another seed on each process": Mistake(
+        "ddp_series",
+        [
+            ("def prepare_dataloader", BATCHES),
+            SET_EPOCH,
+            (
+                "batch_size=batch_size, " + SAMPLER,
+                "batch_sampler=Batches(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))",
+            ),
+        ],
+        *("samples", "samples of an epoch count twice", "https://github.com/openspeech-team/openspeech/issues/149"),
+    ),
+    "other numbers of batches": Mistake(
+        "ddp_series",
+        [
+            SET_EPOCH,
+            (SAMPLER, "shuffle=False"),
+            ("DataLoader(dataset", "DataLoader(list(dataset.data[: 77 - 9 * int(os.environ['RANK'])])"),
+        ],
+        *("uneven", "batches on rank 1, and more on rank 0", f"{PYTORCH}/pytorch/issues/38174"),
+    ),
+    "a parameter that some batches do not use": Mistake(
+        "ddp_series",
+        [("def prepare_dataloader", TWO_HEADS), ("torch.nn.Linear(20, 1)\n    optimizer", "Model()\n    optimizer")],
+        *(
+            "unused",
+            "other.weight and 1 other: no gradient",
+            "https://github.com/Megvii-BaseDetection/YOLOX/issues/885",
+        ),
+    ),
+    "an optimizer with a copy of the model": Mistake(
+        "ddp_series",
+        [("SGD(model.parameters()", "SGD(__import__('copy').deepcopy(model).parameters()")],
+        *(
+            "untrained",
+            "no parameter of the optimizer has a gradient",
+            "https://github.com/skorch-dev/skorch/issues/317",
+        ),
+    ),
+    "zero_grad before the step": Mistake(
+        "ddp_series",
+        [
+            ("        self.optimizer.zero_grad()\n", ""),
+            ("loss.backward()\n", "loss.backward()\n        self.optimizer.zero_grad()\n"),
+        ],
+        *("zeroed", "after 1 of 1 micro-batch", "https://github.com/bytetriper/RAE/issues/67"),
+    ),
+    "zero_grad at the beginning of accumulate": Mistake(
+        "accelerate_accumulation",
+        [
+            ("                optimizer.zero_grad()\n", ""),
+            ("accumulate(model):\n", "accumulate(model):\n                optimizer.zero_grad()\n"),
+        ],
+        *("zeroed", "after 1 of 2 micro-batches", "https://github.com/starVLA/starVLA/issues/395"),
+    ),
+    "a step after the first micro-batch": Mistake(
+        "own_trainer",
+        [("is_last = (number + 1) % self.args", "is_last = number % self.args")],
+        *("first_step", "the first step has 1 micro-batch", "https://github.com/rasbt/LLMs-from-scratch/issues/299"),
+    ),
+    "a schedule on rank 0 alone": Mistake(
+        "own_trainer",
+        [("self.scheduler.step()", "self.rank or self.scheduler.step()")],
+        *("schedule_alone", "0.0095 on rank 0 and of 0.01 on rank 1", "https://github.com/rwth-i6/returnn/issues/1493"),
+    ),
+    "the batches are skipped in each epoch": Mistake(
+        "own_trainer",
+        [("        self.batches_done = 0\n\n", "\n")],
+        *("resume", "of the next epoch are skipped", f"{HUGGING_FACE}/accelerate/issues/1451"),
+        flags=("--save_every", "1"),
+        resume_flags="--resume",
+    ),
+    "more samples per step on more processes": Mistake(
+        "nanogpt",
+        [("    gradient_accumulation_steps //= ddp_world_size\n", "")],
+        *("", "a step has 48 samples on 2 processes and 24 on 1", "https://github.com/Lightning-AI/litgpt/issues/496"),
+    ),
+    "clipped before unscale_": Mistake(
+        "amp_loop",
+        [("            scaler.unscale_(optimizer)\n", "")],
+        *("clip_scaled", "still multiplied by GradScaler", f"{PYTORCH}/examples/issues/1196"),
+    ),
+    "no train() after the test": Mistake(
+        "amp_loop",
+        [("    model.train()\n", "")],
+        *("train_mode", "trains in evaluation mode", f"{PYTORCH}/tutorials/issues/1624"),
+    ),
+    "a plateau of the local loss": Mistake(
+        "amp_loop",
+        [("lr_scheduler.step(loss)", "lr_scheduler.step(loss + rank)")],
+        *("plateau", "ReduceLROnPlateau gets", "https://github.com/lucidrains/DALLE-pytorch/issues/268"),
+    ),
+    "an average on rank 0 alone": Mistake(
+        "amp_loop",
+        [("            model_ema.update", "            dist.get_rank() or model_ema.update")],
+        *("eval_weights", "other weights on rank 1", "https://github.com/lucidrains/ema-pytorch/issues/9"),
+    ),
+    "one process stops early": Mistake(
+        "amp_loop",
+        [("if stopping.should_stop(loss)", "if rank == 0 or stopping.should_stop(loss)")],
+        *(
+            "stops_alone",
+            "rank 0 has ended after 6 steps, and rank 1 waits in the backward pass of amp_loop.py:",
+            "https://github.com/Lightning-AI/pytorch-lightning/issues/379",
+        ),
+    ),
+    "a head that the optimizer does not have": Mistake(
+        "amp_loop",
+        [("    scaler = torch", "    model[2] = nn.Linear(216, 2)\n    scaler = torch")],
+        *("", "2.weight and 1 other: a gradient, and in no optimizer", "https://github.com/zjunlp/HVPNeT/issues/5"),
+    ),
+    "tensors of unequal shapes in gather": Mistake(
+        "accelerate_nlp",
+        [("seen += len(references)", "seen += len(references)\n            accelerator.gather(batch['input_ids'])")],
+        *("shapes", "calls gather with a tensor of 6x", f"{HUGGING_FACE}/accelerate/issues/167"),
+    ),
+    "a test that drops the last batch": Mistake(
+        "accelerate_accumulation",
+        [("DataLoader(test, ", "DataLoader(test, drop_last=True, ")],
+        *("", "drop_last leaves out", "https://github.com/thuml/Autoformer/issues/104"),
+    ),
+    "save_state on the main process": Mistake(
+        "accelerate_cv",
+        [("        accelerator.save_state", "        accelerator.is_main_process and accelerator.save_state")],
+        *("", "rank 0 alone calls save_state", f"{HUGGING_FACE}/accelerate/issues/1171"),
+    ),
+    "the same noise on all processes": Mistake(
+        "unusual/diffusion",
+        [("set_seed(0, device_specific=True)", "set_seed(0)")],
+        *("same_noise", "draws the same numbers", "https://github.com/Robbyant/lingbot-vla-v2/issues/41"),
+    ),
+    "a gather without a gradient": Mistake(
+        "unusual/contrastive",
+        [
+            (
+                "    return torch.cat(all_gather(features))\n",
+                GATHERED,
+            )
+        ],
+        *("gather", "what it gathers has no gradient", "https://github.com/kohjingyu/fromage/issues/33"),
     ),
 }

@@ -44,7 +44,7 @@ class Recording:
         self.facts |= {"optimizers": [], "schedules": 0, "ddp": [], "around_ddp": [], "whole": set()}
         self.steps, self.saves = [], []
         self.record = {"rank": rank, "facts": self.facts, "steps": self.steps, "saves": self.saves, "evaluations": []}
-        self.record |= {"initial": {}, "weights": [], "orders": {}}
+        self.record |= {"initial": {}, "weights": [], "orders": {}, "passes": [], "plateaus": []}
         self.new_step()
         self.is_ending, self.has_ended = False, False
         self.lock, self.torch_save = threading.Lock(), torch.save
@@ -59,7 +59,8 @@ class Recording:
             part.install(self)
 
     def new_step(self) -> None:
-        self.step = {"micro_batches": [], "clips": [], "gradients": {}, "collectives": []}
+        self.step = {"micro_batches": [], "clips": [], "gradients": {}, "collectives": [], "zeroed": []}
+        self.step |= {"drawn": [], "gathers": [], "scaler": []}
 
     def begin_to_end(self) -> None:
         """The script has trained enough; it gets a little time for what comes after its last epoch."""
@@ -77,7 +78,7 @@ class Recording:
     def end_waiting(self) -> None:
         """Time ran out: end, and record where the script stands."""
         frame = sys._current_frames()[threading.main_thread().ident]
-        place = self.where.last_of(traceback.extract_stack(frame))
+        place = self.where.doing(traceback.extract_stack(frame))
         self.end(waits=None if self.is_ending else place or "?")
 
     def end(self, error: str | None = None, waits: str | None = None) -> None:
@@ -87,6 +88,8 @@ class Recording:
                 self.has_ended = True
                 self.evaluations.end()
                 self.record |= {"error": error, "waits": waits, "final": self.models.tensors_of()}
+                self.facts["untrained"] = self.models.untrained()
+                self.record["printed"] = getattr(sys.stdout, "last", "")
                 path = Path(self.plan["output"], f"record_{self.rank}.pt")
                 self.torch_save(self.record, path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
@@ -124,6 +127,8 @@ def main(plan: dict, rank: int, script: str, flags: list[str]) -> None:
         place = recording.where.last_of(frames)
         words = str(raised).strip().splitlines() or [""]
         error = f"{place}: " * bool(place) + f"{type(raised).__name__}: {words[0][:300]}"
+        recording.record["doing"] = recording.where.doing(frames)
+        recording.record["unused"] = recording.models.unused(str(raised))
         # The script itself raised it, on purpose.
         is_meant = isinstance(raised, (AssertionError, ValueError, RuntimeError))
         recording.facts["refuses"] = isinstance(raised, CannotTell) or (

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, dataloader
 
 from ..tensors import digest
 from ..text import CannotTell
-from .same_work import TAG, cut, generator_states, micro_batch
+from .same_work import TAG, Tagged, cut, generator_states, micro_batch
 from .where import wrap
 
 PASSES = 2  # over the training data
@@ -33,6 +33,7 @@ class Batches:
         self.fresh, self.used = [], []
         self.train_passes = collections.Counter()
         self.is_reading_inside = False  # GlobalLoader reads with its own DataLoader
+        self.is_reading = False
         self.expected_draws = generator_states()
 
     def step_size(self, given: int) -> int:
@@ -58,7 +59,8 @@ class Batches:
             return data
         before = self.cuts[id(data)][1] if id(data) in self.cuts else len(data)
         is_part = self.whole(before, "lengths") is not None
-        data = cut(data, self.plan["limit"] // (self.plan["processes"] if is_part else 1))
+        share = range(self.plan["limit"])[self.recording.rank :: self.plan["processes"]]
+        data = cut(data, len(share) if is_part else self.plan["limit"])
         self.cuts[id(data)] = data, before, is_part
         return data
 
@@ -78,7 +80,9 @@ class Batches:
         self.loaders[key] = {"line": self.recording.where.line()} | facts
 
     def begin_pass(self, loader) -> dict:
-        return {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False}
+        names = {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False}
+        self.recording.record["passes"].append(names | {"batches": 0, "random": generator_states()})
+        return self.recording.record["passes"][-1]
 
     def end_pass(self, current: dict) -> None:
         """The script has read all batches of a pass, and did not stop before."""
@@ -90,6 +94,7 @@ class Batches:
         Args:
             window: number of batches that are read before the first is used.
         """
+        current["batches"] += 1
         same = [batch for batch in self.fresh if batch["pass"] is current]
         others = [batch for batch in self.fresh if batch["pass"] is not current]
         kept = others + same[max(0, len(same) - window + 1) :]
@@ -102,6 +107,7 @@ class Batches:
             return content, None
         _, content, digests, is_random = content
         if is_random:
+            self.recording.facts["has_random_items"] = True
             self.recording.facts["switched_off"].add("random augmentation (it is seeded per sample)")
         return content, digests
 
@@ -199,6 +205,8 @@ def install_loaders(batches: Batches) -> None:
                 "multiprocessing_context": "fork",
             }  # spawned ones have no wrappers
         original(loader, dataset, batch_size, *args, **kwargs)
+        if isinstance(loader.dataset, torch_data.IterableDataset) and loader.batch_size is not None:
+            loader.collate_fn = Tagged(loader.collate_fn)
         sampler, kind = loader.sampler, type(loader.sampler).__name__
         _, length, is_part = batches.cuts.get(id(loader.dataset), (None, None, False))
         batches.new_loader(
@@ -241,12 +249,14 @@ def install_iterators(batches: Batches) -> None:
             return original(iterator)
         if batches.is_short(iterator):
             raise StopIteration
-        draws = batches.draws()
+        draws, batches.is_reading = batches.draws(), True
         try:
             content = original(iterator)
         except StopIteration:
             batches.end_pass(getattr(iterator, "prove_pass", None) or batches.begin_pass(None))
             raise
+        finally:
+            batches.is_reading = False
         batches.expected_draws = None if draws else generator_states()
         content, digests = batches.opened(content)
         if getattr(iterator, "prove_later", None) is None:

@@ -17,11 +17,15 @@ class Evaluations:
         self.recording, self.batches = recording, recording.batches
         self.current = None
 
-    def begin(self) -> None:
+    def begin(self, model) -> None:
         """A model is called without gradients."""
         if self.current is None:
             self.current = {"after": len(self.recording.steps), "line": self.recording.where.line(), "samples": {}}
             self.current |= {"collectives": [], "said": [], "draws": False, "result": {}, "in_training": ""}
+            self.current["models"] = {}
+        if id(model) not in self.current["models"]:
+            parameters = [each for each in model.parameters() if not hasattr(each, "full_tensor")]
+            self.current["models"][id(model)] = sum(float(each.double().sum()) for each in parameters)
         for batch in self.batches.fresh:
             if not batch["is_tested"]:
                 samples = self.current["samples"].setdefault(batch["pass"]["key"], [])
@@ -73,6 +77,7 @@ class Listener:
 
     def __init__(self, stream, evaluations: Evaluations):
         self.stream, self.evaluations, self.rest, self.left = stream, evaluations, "", MOST_PRINTED
+        self.last = ""  # line that is not empty
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -82,6 +87,7 @@ class Listener:
         self.rest = self.rest[-MOST_OUTPUT:]
         for line in lines:
             if line.strip():
+                self.last = line.strip()[:200]
                 self.evaluations.said(line)
         if self.left > 0:
             self.left -= len(text)

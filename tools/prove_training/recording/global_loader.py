@@ -11,7 +11,7 @@ import sys
 from ..tensors import digest
 from .data import PASSES, Batches, generator_states
 from .files import saved
-from .same_work import TAG
+from .same_work import Tagged
 from .where import wrap
 
 
@@ -32,17 +32,6 @@ def install(recording) -> None:
     def parse(original, parser, *args, **kwargs):
         recording.facts["flags"] += parser._option_string_actions
         return original(parser, *args, **kwargs)
-
-
-class Tagged:
-    """A collate_fn that also returns the digests of the items."""
-
-    def __init__(self, collate_fn):
-        self.collate_fn = collate_fn
-
-    def __call__(self, items: list):
-        digests = [digest(item) for item in items]
-        return TAG, self.collate_fn(items), digests, False
 
 
 def watch_loader(cls: type, recording) -> None:

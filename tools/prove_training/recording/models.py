@@ -1,12 +1,14 @@
 """Models, optimizers and steps: gradients, weights, learning rates, and the coefficient of each loss."""
 
+import re
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, optimizer
 
-from ..tensors import sampled
+from ..tensors import digest, sampled
 from .where import wrap
 
 MOST_STEPS = 60
@@ -14,6 +16,8 @@ STEPS_WITHOUT_LOADER = 10
 LARGEST_MODEL = 5_000_000  # parameters; weights of larger models are not handed on
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
+DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
+MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # layers for which train() and eval() matter
 
 
 class Models:
@@ -23,12 +27,13 @@ class Models:
         self.recording, self.plan, self.batches = recording, recording.plan, recording.batches
         self.models, self.names, self.optimizers, self.schedules, self.in_ddp = {}, {}, [], [], {}
         self.schedule_calls, self.depth, self.in_loss, self.in_backward = 0, 0, 0, False
+        self.with_gradient = {}  # ids of parameters
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The script itself calls a model, not another model."""
         recording = self.recording
         if not torch.is_grad_enabled():
-            return recording.evaluations.begin()
+            return recording.evaluations.begin(model)
         if recording.facts["has_saved"]:
             recording.end()
         if id(model) not in self.models:
@@ -47,6 +52,30 @@ class Models:
             recording.step["syncs"] = model.require_backward_grad_sync
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
         self.batches.model_called(tensors)
+
+    def modes(self, own: list[nn.Parameter]) -> dict[int, tuple[bool, bool]]:
+        """For each model with some of these parameters: whether it is in training mode, and whether that matters."""
+        ids, found = set(map(id, own)), {}
+        for number, model in enumerate(self.models.values()):
+            if not ids.isdisjoint(map(id, model.parameters())):
+                layers = [
+                    layer for layer in model.modules() if isinstance(layer, MODAL) and getattr(layer, "p", 1.0) > 0
+                ]
+                is_training = any(each.training for each in (getattr(model, "module", model), *layers))
+                found[number] = is_training, bool(layers)
+        return found
+
+    def untrained(self) -> list[str]:
+        """Parameters of called models that have had a gradient at a step, and are in no optimizer."""
+        known = set(map(id, self.parameters()))
+        return [self.names[number] for number in self.with_gradient if number not in known]
+
+    def unused(self, error: str) -> list[str]:
+        """Parameters that have no gradient, by an error of DistributedDataParallel, which gives their numbers."""
+        numbers = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", error)
+        named = [entry for model in self.in_ddp.values() for entry in model.named_parameters()]
+        names = [name for name, parameter in named if parameter.requires_grad]
+        return [names[int(number)] for number in numbers[1].split() if int(number) < len(names)] if numbers else []
 
     def parameters(self) -> list[nn.Parameter]:
         found = [each for optimizer in self.optimizers for each in parameters_of(optimizer)]
@@ -98,7 +127,11 @@ class Models:
             held = [each.grad for each in self.parameters() if each.grad is not None]
             step["holds"] = bool(recording.steps) and any(bool(gradient.any()) for gradient in held)
         micro = {"samples": self.batches.of_backward(), "losses": [], "syncs": step.get("syncs")}
-        step["micro_batches"].append(micro | {"draws": self.batches.draws(), "line": recording.where.line()})
+        passes = [[part["pass"] for part in each["samples"]] for each in (*step["micro_batches"][-1:], micro)]
+        if passes[0] != passes[-1] and step["zeroed"] and step["zeroed"][-1][0] == len(step["micro_batches"]):
+            step["micro_batches"], step["zeroed"] = [], []  # what was left at the end of an epoch is dropped
+        draws = self.batches.draws() or bool(step["drawn"])  # also from a generator of its own
+        step["micro_batches"].append(micro | {"draws": draws, "line": recording.where.line()})
 
     def criterion(self, name: str, loss: torch.Tensor, reduction: str, args: tuple, kwargs: dict) -> None:
         """A loss was computed: record the coefficient of its mean in the gradient."""
@@ -119,9 +152,28 @@ class Models:
 
         loss.register_hook(note)
 
+    def drawn(self, name: str, numbers) -> None:
+        """The script has drawn random numbers, after a batch was read."""
+        read = (
+            []
+            if self.batches.is_reading or self.recording.facts["is_exact"]
+            else self.batches.used + self.batches.fresh
+        )
+        if read and isinstance(numbers, torch.Tensor) and numbers.ndim:
+            rows = [len(batch["digests"] or ()) for batch in read]
+            drawn = {"line": self.recording.where.line(), "name": name, "digest": digest(numbers)}
+            drawn |= {"rows": len(numbers), "is_per_sample": len(numbers) in rows, "in_model": self.depth > 0}
+            self.recording.step["drawn"].append(drawn)
+
+    def before_zero_grad(self) -> None:
+        step = self.recording.step
+        if step["micro_batches"] and any(each.grad is not None for each in self.parameters()):
+            step["zeroed"].append((len(step["micro_batches"]), self.recording.where.line()))
+
     def clip(self) -> None:
         step = self.recording.step
         step["clips"].append((len(step["micro_batches"]), self.recording.where.line()))
+        step["scaler"].append("clip")
         step["gradients"] = self.tensors_of(value=lambda each: each.grad)
 
     def before_step(self, optimizer, *_) -> None:
@@ -131,13 +183,18 @@ class Models:
         if optimizer not in self.optimizers:
             return
         own = parameters_of(optimizer)
+        if not recording.steps:
+            recording.facts["framework"] = recording.where.framework()
+        if len(recording.steps) < 3:
+            called = [parameter for model in self.models.values() for parameter in model.parameters()]
+            self.with_gradient |= {id(parameter): parameter for parameter in called if parameter.grad is not None}
         gradients = self.tensors_of(own, lambda each: each.grad)
         step |= {"line": recording.where.line(), "at_step": gradients, "schedule_calls": self.schedule_calls}
         step["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         step["options"] = [repr({**group, "params": None}) for group in optimizer.param_groups]
         if not step["clips"] or step["clips"][-1][0] < len(step["micro_batches"]):
             step["gradients"] = gradients
-        step |= {"before": self.tensors_of(own), "state_before": self.state_of(optimizer)}
+        step |= {"before": self.tensors_of(own), "state_before": self.state_of(optimizer), "modes": self.modes(own)}
 
     def after_step(self, optimizer, *_) -> None:
         recording = self.recording
@@ -230,6 +287,33 @@ def install_optimizers(models: Models) -> None:
     optimizer.register_optimizer_step_pre_hook(models.before_step)
     optimizer.register_optimizer_step_post_hook(models.after_step)
 
+    for owner in (optimizer.Optimizer, nn.Module):
+
+        @wrap(owner, "zero_grad")
+        def zero_grad(original, *args, **kwargs):
+            models.before_zero_grad()
+            return original(*args, **kwargs)
+
+    @wrap(torch.amp.GradScaler, "__init__")
+    def init_scaler(original, scaler, *args, **kwargs):
+        original(scaler, *args, **kwargs)
+        scaler.prove_enabled = kwargs.get("enabled", args[5] if len(args) > 5 else True)  # without a GPU, it is not
+
+    for name in ("unscale_", "step"):
+
+        @wrap(torch.amp.GradScaler, name)
+        def scaler(original, scaler, *args, name=name, **kwargs):
+            models.recording.step["scaler"] += [name] * bool(scaler.prove_enabled)
+            return original(scaler, *args, **kwargs)
+
+    for name in DRAWS:
+
+        @wrap(torch, name)
+        def draw(original, *args, name=name, **kwargs):
+            numbers = original(*args, **kwargs)
+            models.drawn(name, numbers)
+            return numbers
+
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
 
         @wrap(nn.utils, name)
@@ -242,6 +326,11 @@ def install_optimizers(models: Models) -> None:
         original(schedule, *args, **kwargs)
         models.schedules.append(schedule)
         models.recording.facts["schedules"] += 1
+
+    @wrap(lr_scheduler.ReduceLROnPlateau, "step")
+    def step_of_plateau(original, schedule, metrics, *args, **kwargs):
+        models.recording.record["plateaus"].append((float(metrics), models.recording.where.line()))
+        return original(schedule, metrics, *args, **kwargs)
 
     @wrap(lr_scheduler.LRScheduler, "step")
     def step(original, schedule, *args, **kwargs):

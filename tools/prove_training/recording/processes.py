@@ -26,13 +26,17 @@ class Processes:
         self.calls = open(path, "w", buffering=1)  # noqa: SIM115  until the end
 
     @contextlib.contextmanager
-    def calling(self, name: str = ""):
+    def calling(self, name: str = "", args: tuple = ()):
         """Record a collective call `name`, if any. Calls that a library makes within it are not the script's."""
         recording = self.recording
         if name and not self.depth:
             line = recording.where.line()
             (recording.evaluations.current or recording.step)["collectives"].append((name, line))
-            self.calls.write(f"{len(recording.steps)} {name} {line}\n")
+            tensors = [value for value in args if isinstance(value, torch.Tensor)]
+            shapes = " and ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
+            self.calls.write(f"{len(recording.steps)} {name} {line} {shapes}\n")
+            if "gather" in name and any(tensor.ndim > 1 and tensor.requires_grad for tensor in tensors):
+                recording.step["gathers"] += [line] * torch.is_grad_enabled()
         self.depth += 1
         try:
             yield
@@ -44,7 +48,7 @@ class Processes:
 
             @wrap(owner, name)
             def collective(original, *args, name=name, **kwargs):
-                with self.calling(name):
+                with self.calling(name, (*args, *kwargs.values())):
                     return original(*args, **kwargs)
 
 

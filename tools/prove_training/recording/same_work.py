@@ -102,6 +102,17 @@ def fetch_with_digests(self, index):
     return TAG, self.collate_fn(items if self.auto_collation else items[0]), digests, is_random
 
 
+class Tagged:
+    """A collate_fn that also returns the digests of the items."""
+
+    def __init__(self, collate_fn):
+        self.collate_fn = collate_fn
+
+    def __call__(self, items: list):
+        digests = [digest(item) for item in items]
+        return TAG, self.collate_fn(items), digests, False
+
+
 def install(recording) -> None:
     """Switch off what differs by design between process counts, and record it in the fact `switched_off`."""
     switched_off, statistics = recording.facts["switched_off"], {}  # of BatchNorm, at the beginning

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 PACKAGE = __name__.partition(".")[0]
+FRAMEWORKS = {" transformers.trainer": "Trainer", " lightning.": "Lightning", " pytorch_lightning.": "Lightning"}
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -34,6 +35,16 @@ class Where:
         own = [frame for frame in frames if self.is_own(frame.filename)]
         return f"{os.path.relpath(own[-1].filename, self.root)}:{own[-1].lineno}" if own else ""
 
+    def doing(self, frames) -> str:
+        """What a traceback's last line of the script has called, as "the backward pass at train.py:27"."""
+        frames, name = list(frames), ""
+        while frames and not self.is_own(frames[-1].filename):
+            last = frames.pop()
+            if not last.filename.startswith(OWN_FOLDER) and not last.name.startswith("_") and last.name != "wrapper":
+                name = last.name
+        name = f"the {name} pass" if name in ("forward", "backward") else name
+        return f"{name} at {self.last_of(frames)}" if name else self.last_of(frames)
+
     def place(self) -> str:
         """A name for this call. Two calls in one line, or through two functions of a library, have different names."""
         frame, names = sys._getframe(1), []
@@ -43,6 +54,13 @@ class Where:
             names.append(frame.f_code.co_name)
             frame = frame.f_back
         return " < ".join(names + list(itertools.islice(self._frames(), 3)))
+
+    def framework(self) -> str:
+        """The Trainer that has called this, if any: a key of mistakes.ADVICE_IN."""
+        frame, names = sys._getframe(1), ""
+        while frame is not None:
+            names, frame = f"{names} {frame.f_globals.get('__name__', '')}", frame.f_back
+        return next((word for name, word in FRAMEWORKS.items() if name in names), "")
 
     def _frames(self) -> Iterator[str]:
         """Lines of the script's files, the innermost first, each with its offset in the bytecode: "train.py:64 218"."""

@@ -21,8 +21,8 @@ class Suspect(NamedTuple):
     wanted: dict  # the evaluation of the reference
     ranks: list[dict]  # the same on each rank
     words: str  # before the number, in the line
-    expected: str
-    number: str  # on rank 0
+    expected: str  # the line of the reference
+    line: str  # of rank 0
 
     @property
     def key(self) -> tuple[int, str]:
@@ -30,9 +30,7 @@ class Suspect(NamedTuple):
 
     @property
     def says(self) -> str:
-        words = self.words[-40:]
-        quoted = f'"{words} {self.number}"' if words else self.number
-        return f"it says {quoted} instead of {self.expected}"
+        return f'it says "{self.line.strip()[:200]}", and on 1 process "{self.expected.strip()[:200]}"'
 
 
 def pairs(both: Comparison) -> Iterator[tuple[dict, list[dict]]]:
@@ -89,6 +87,13 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
     """The finding for a result that differs."""
     for found in share(both):
         return found._replace(what=f"{found.what}: {suspect.says}")
+    for rank, test in enumerate(suspect.ranks):
+        if any(
+            one != other
+            for one, other in zip(test["models"].values(), suspect.ranks[0]["models"].values(), strict=False)
+        ):
+            what = f"the tested model has other weights on rank {rank} than on rank 0: {suspect.says}"
+            return Finding("eval_weights", "evaluation", what, None, test["line"])
     calls = [call for rank in suspect.ranks for call in rank["collectives"]]
     line = next((line for name, line in calls if name != "reduce"), suspect.ranks[0]["line"])
     repeated = _repeated(suspect)
@@ -111,7 +116,7 @@ def _repeated(suspect: Suspect) -> int:
 def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, str, str]]:
     """Numbers but of clocks that differ by more than their last digit, in lines with the same words.
 
-    Yields: the words before the number, the number in `wanted`, and the number in `found`.
+    Yields: the words before the number, and its lines in `wanted` and in `found`.
     """
     left = collections.defaultdict(list)
     wanted, found = ([CLOCK.sub("", line) for line in lines] for lines in (wanted, found))
@@ -121,10 +126,10 @@ def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, str, s
         template = NUMBER.sub("#", line)
         if not left[template]:
             continue
-        places = zip(NUMBER.finditer(line), NUMBER.finditer(left[template].pop(0)), strict=True)
-        for match, other in places:
-            if not same_number(match[0], other[0]):
-                yield NUMBER.sub("#", line[: match.start()]).split("#")[-1].strip(), match[0], other[0]
+        other = left[template].pop(0)
+        for match, number in zip(NUMBER.finditer(line), NUMBER.finditer(other), strict=True):
+            if not same_number(match[0], number[0]):
+                yield NUMBER.sub("#", line[: match.start()]).split("#")[-1].strip(), line, other
 
 
 def same_number(one: str, other: str) -> bool:

@@ -18,10 +18,16 @@ def findings(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...
                 what = f"{both.processes} times as high on {both.processes} processes: right only where the batch "
                 yield note("learning rate", what + "of a step grows with them", None, step["line"])
                 continue
-            what = f"group {group} " * bool(group) + f"{rate:.4g} on rank {rank} instead of {expected:.4g}"
+            what = f"group {group}: " * bool(group)
+            if rate != (first := steps[0]["rates"][group]):
+                what += f"a rate of {first:.4g} on rank 0 and of {rate:.4g} on rank {rank}"
+                yield Finding("schedule_alone", "learning rate", what, number, step["line"])
+                return
+            what += f"{rate:.4g} on rank {rank} instead of {expected:.4g}"
             for factor in (both.processes, usual_micro_batches(both.reference), 2, 3, 4):
                 if are_faster(found, known, number, factor):
-                    what += f": the schedule is {factor} times too fast"
+                    part = "warm-up" if known[0] < expected < known[min(number, len(known) - 1)] else "schedule"
+                    what += f": the {part} is {factor} times too fast"
                     break
             yield Finding("schedule", "learning rate", what, number, step["line"])
             return

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator
 
 from ..text import plural
-from . import Comparison, Finding, first_line, largest_step, note, parts_of, passes_of
+from . import Comparison, Finding, first_line, largest_step, note, parts_of, passes_of, samples_of
 
 
 def findings(both: Comparison) -> Iterator[Finding]:
@@ -34,27 +34,29 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
         both.not_compared["samples"] = "they were not read by a DataLoader that prove can follow"
         return
     extra, missing = union - wanted, wanted - union
-    if all(part == parts[0] for part in parts) and parts[0].total() >= 0.9 * wanted.total():
-        what = f"each of the {both.processes} processes trains on all samples: each counts {both.processes} times"
-        yield Finding("all_the_data", "samples", what, 1, line)
+    is_stream = loader.get("is_iterable") and len(parts[0]) > 2
+    if all(part == parts[0] for part in parts) and (is_stream or parts[0].total() >= 0.9 * wanted.total()):
+        what = f"each of the {both.processes} processes trains on the same samples: each counts {both.processes} times"
+        yield Finding("stream" if is_stream else "all_the_data", "samples", what, 1, line)
+        return
+    shared, batch = (union - functools.reduce(operator.or_, parts)).total(), largest_step(both.reference)
+    is_batched = loader and loader["given"] is None and max(wanted.values()) == 1  # by the script, each sample once
+    if shared > batch and not loader.get("is_iterable") and (is_batched or loader.get("is_part") or not is_whole):
+        what = f"{shared} of {union.total()} samples of an epoch count twice"
+        yield Finding("samples", "samples", what, None, line)
         return
     if loader and (loader["is_iterable"] or loader["given"] is None) and (extra or missing):
         why = "it is an IterableDataset" if loader["given"] else "the batches are not made by DataLoader"
         both.not_compared["samples"] = f"{why} ({line})"
         return
     if (extra or missing) and (loader.get("is_part") or not is_whole):
-        shared = union - functools.reduce(operator.or_, parts)
-        if shared.total() > largest_step(both.reference):
-            what = f"{shared.total()} of {union.total()} samples of an epoch count twice"
-            yield Finding("samples", "samples", what, None, line)
-        elif missing.total() >= both.processes or extra:
+        if missing.total() >= both.processes or extra:
             why = "each process makes its own part of the data" if is_whole else "an epoch ends before its data"
             both.not_compared["samples"] = f"{why} ({line})"
         return
     unknown = [digest for digest in extra if digest not in wanted]
     dropped = loader["items"] - wanted.total() if loader.get("drop_last") and loader.get("items") else 0
     tested = {each for test in both.reference["evaluations"] for some in test["samples"].values() for each in some}
-    batch = largest_step(both.reference)
     if leaked := tested.intersection(unknown):
         what = f"{plural(len(leaked), 'sample')} of the evaluation on rank 0 are trained on by other processes"
         yield Finding("split", "samples", what, None, line)
@@ -75,6 +77,11 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
 
 def _own_batches(both: Comparison) -> Iterator[Finding]:
     both.not_compared["samples and gradients with 1 process"] = "the script draws its own batches"
+    counts = [samples_of(both.reference["steps"][0]).total()]
+    counts += [sum(samples_of(rank["steps"][0]).total() for rank in both.ranks)]
+    if counts[1] == counts[0] * both.processes:
+        what = f"a step has {counts[1]} samples on {both.processes} processes and {counts[0]} on 1: right only if "
+        yield note("samples", f"{what}that is meant", 1, first_line(both.ranks[0]["steps"][0]))
     for number, steps in both.steps_of_ranks():
         drawn = [[part["digests"] for part in parts_of(step)] for step in steps]
         for rank, batches in enumerate(drawn[1:], 1):

@@ -1,11 +1,9 @@
 """Compares several processes with one: all stages, in the order in which things happen."""
 
 import collections
-import itertools
 from collections.abc import Iterator
 
-from ..text import plural
-from . import Comparison, Finding, apart, first_line, note, samples, single, steps
+from . import Comparison, Finding, apart, close, first_line, note, samples, single, steps
 
 
 def are_plain(ranks: list[dict]) -> bool:
@@ -22,6 +20,8 @@ def findings(both: Comparison) -> Iterator[Finding]:
     found = list(samples.findings(both))
     yield from found
     yield from _initial_weights(both)
+    yield from _draws(both)
+    yield from _plateaus(both)
     if steps.parts(both) > 1:
         yield from single.micro_batches(both.ranks[0])
     if not any(finding.kind for finding in found):
@@ -35,6 +35,39 @@ def _initial_weights(both: Comparison) -> Iterator[Finding]:
     if differing := apart(both.ranks, "initial"):
         what = f"{differing} begin with different weights"
         yield Finding("initial_weights", "initial weights", what, None, both.ranks[0]["steps"][0]["line"])
+
+
+def _draws(both: Comparison) -> Iterator[Finding]:
+    """The same random numbers for the samples of different processes."""
+    by_line = {}
+    for number, of_ranks in both.steps_of_ranks():
+        for draws in zip(*(step["drawn"] for step in of_ranks), strict=False):
+            is_per_sample = all(draw["is_per_sample"] and draw["rows"] > 1 for draw in draws)
+            if is_per_sample and len({(draw["line"], draw["rows"]) for draw in draws}) == 1:
+                by_line.setdefault(draws[0]["line"], []).append((number, draws))
+    for line, found in by_line.items():
+        if len(found) > 2 and all(len({draw["digest"] for draw in draws}) == 1 for _, draws in found):
+            number, (draw, *_) = found[0]
+            what = f"{draw['name']} draws the same numbers on all processes, for different samples"
+            if draw["in_model"] or len(both.facts["optimizers"]) > 1:
+                yield note("random numbers", f"{what}: seed + rank gives each its own", number, line)
+            else:
+                yield Finding("same_noise", "random numbers", what, number, line)
+            return
+    if both.facts.get("has_random_items"):
+        states = zip(*(rank["passes"] for rank in both.ranks), strict=False)
+        if any(len({each["random"] for each in passes}) == 1 for passes in states if passes[0]["in_training"]):
+            what = "the augmentation draws the same numbers on all processes: seed + rank gives each its own"
+            yield note("random numbers", what)
+
+
+def _plateaus(both: Comparison) -> Iterator[Finding]:
+    for calls in zip(*(rank["plateaus"] for rank in both.ranks), strict=False):
+        for rank, (value, line) in enumerate(calls):
+            if not close(value, calls[0][0], 1e-4):
+                what = f"ReduceLROnPlateau gets {calls[0][0]:.5g} on rank 0 and {value:.5g} on rank {rank}"
+                yield Finding("plateau", "learning rate", what, None, line)
+                return
 
 
 def _reductions(both: Comparison) -> Iterator[Finding]:
@@ -58,6 +91,10 @@ def _saves(both: Comparison) -> Iterator[Finding]:
             what = f"{count} processes write {path} at the same time"
             yield Finding("checkpoint_race", "checkpoint", what, None, line)
             break
+    states = [[save for save in rank["saves"] if save["kind"] == "save_state"] for rank in both.ranks]
+    if states[0] and not all(states):
+        what = "rank 0 alone calls save_state: the random states of the others are not saved, and with FSDP it hangs"
+        yield note("checkpoint", what, None, states[0][0]["line"])
     before = {save["line"]: save["prefix"] for save in both.reference["saves"]}
     for save in both.ranks[0]["saves"]:
         what = f"the names in {save['path']} begin with {save['prefix']!r}"
@@ -67,17 +104,3 @@ def _saves(both: Comparison) -> Iterator[Finding]:
         if save["prefix"] == "_orig_mod.":
             yield note("checkpoint", f"{what}: only a compiled model loads them as they are", None, save["line"])
             break
-
-
-def uneven_call(calls: list[list[str]]) -> tuple[str, str] | None:
-    """The first collective call that rank 0 makes and another rank does not, or the reverse: a message, and the line.
-
-    calls: of each rank, as "6 all_reduce train.py:64", where 6 is the number of steps before the call.
-    """
-    for rank, others in enumerate(calls[1:], 1):
-        for one, other in itertools.zip_longest(calls[0], others):
-            if one != other:
-                caller, call, lacks = (0, one, rank) if one is not None else (rank, other, 0)
-                steps, name, line = call.split(" ", 2)
-                return f"after {plural(int(steps), 'step')} rank {caller} calls {name}, and rank {lacks} does not", line
-    return None

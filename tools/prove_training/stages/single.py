@@ -4,8 +4,9 @@ import collections
 import itertools
 from collections.abc import Iterator
 
+from ..tensors import norm_of
 from ..text import and_join, plural
-from . import Finding, close, first_line, note, parts_of, passes_of, trained_on
+from . import Finding, close, first_line, named, note, parts_of, passes_of, trained_on
 
 
 def cannot_judge(record: dict) -> str | None:
@@ -18,17 +19,20 @@ def cannot_judge(record: dict) -> str | None:
     if "LBFGS" in facts["optimizers"]:
         return "LBFGS computes the loss several times in a step: there is no one gradient to compare"
     if not steps:
-        return "it ended before the first optimizer.step()"
+        printed = record["printed"]
+        return "it ended before the first optimizer.step()" + f'; it printed last: "{printed}"' * bool(printed)
     if not any(step["micro_batches"] for step in steps):
         return "no backward pass came before an optimizer.step()"
     return None
 
 
 def findings(record: dict) -> Iterator[Finding]:
+    yield from _untrained(record)
     yield from _order(record)
     yield from micro_batches(record)
     yield from _saves(record)
     yield from _evaluations(record)
+    yield from _modes(record)
     facts = record["facts"]
     if facts["run"] and facts["is_complete"] and not facts["is_finished"]:
         yield Finding("finish", "files", "run.finish() is not called: no model is saved", None, facts["run"])
@@ -63,8 +67,57 @@ def total_weight(record: dict, step: dict) -> float | None:
     return None if found is None else sum(weight for weight, _, _ in found)
 
 
+def _untrained(record: dict) -> Iterator[Finding]:
+    """Gradients that are lost, or never reach the optimizer."""
+    steps, facts = record["steps"], record["facts"]
+    if len(facts["optimizers"]) == 1:
+        for number, step in enumerate(steps, 1):
+            micro_batches = step["micro_batches"]
+            for done, line in step["zeroed"]:
+                what = f"zero_grad after {done} of {plural(len(micro_batches), 'micro-batch')}: gradients are lost"
+                has_new_samples = all(micro["samples"] for micro in micro_batches)  # else a second look at one batch
+                if done < len(micro_batches) and has_new_samples and facts["loaders"]:
+                    yield Finding("zeroed", "gradient", what, number, line)
+                    return
+                if done == len(micro_batches) and not _has_gradient(step):
+                    yield Finding("zeroed", "gradient", f"{what} before the step", number, line)
+                    return
+    if not any(map(_has_gradient, steps)):
+        what = "no parameter of the optimizer has a gradient: the model that is called has others, and never changes"
+        yield Finding("untrained", "weights", what, 1, steps[0]["line"])
+    elif facts["untrained"]:
+        what = f"{named(facts['untrained'])}: a gradient, and in no optimizer"
+        yield note("weights", what, 1, steps[0]["line"])
+
+
+def _has_gradient(step: dict) -> bool:
+    return any(norm_of(gradient) for gradient in step["at_step"].values())
+
+
+def _modes(record: dict) -> Iterator[Finding]:
+    """A model that stays in evaluation mode after a test."""
+    steps = record["steps"]
+    for test in record["evaluations"]:
+        before, after = steps[: test["after"]], steps[test["after"] :]
+        for model in after[0]["modes"] if before and after else ():
+            known = [step["modes"][model] for step in before if model in step["modes"]]
+            later = [step["modes"][model] for step in after if model in step["modes"]]
+            if known and known[-1][0] and not any(is_training for is_training, _ in later):
+                what = "after the test the model trains in evaluation mode: model.train() is missing"
+                if later[0][1]:
+                    yield Finding("train_mode", "evaluation", what, test["after"] + 1, after[0]["line"])
+                else:
+                    what += ", though it has neither dropout nor BatchNorm"
+                    yield note("evaluation", what, test["after"] + 1, after[0]["line"])
+                return
+
+
 def _evaluations(record: dict) -> Iterator[Finding]:
     trained = trained_on(record)
+    for key, loader in record["facts"]["loaders"].items():
+        is_tested = key not in trained and any(key in test["samples"] for test in record["evaluations"])
+        if is_tested and loader["drop_last"] and (loader["length"] or 0) % (loader["given"] or 1):
+            yield note("evaluation", "drop_last leaves out the last samples of the test data", None, loader["line"])
     for test in record["evaluations"]:
         tested = sum(len(digests) for key, digests in test["samples"].items() if key not in trained)
         if test["in_training"] and tested:
@@ -99,6 +152,12 @@ def _accumulation(record: dict, number: int, step: dict) -> Iterator[Finding]:
     if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
         what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
         yield Finding("leftover", "gradient", what, number, first_line(step))
+    if step["scaler"][:1] == ["clip"] and "step" in step["scaler"]:
+        what = "the gradients are still multiplied by GradScaler when they are clipped"
+        yield Finding("clip_scaled", "clipping", what, number, step["clips"][0][1])
+    if number == 1 and steps_too_early(record):
+        what = f"the first step has 1 micro-batch, and the next one {usual}: a step comes after the first micro-batch "
+        yield Finding("first_step", "gradient", f"{what}instead of the last", number, step["line"])
     for done, line in step["clips"]:
         if done < len(micro):
             what = f"clipped after {done} of {len(micro)} micro-batches"
@@ -114,13 +173,19 @@ def _accumulation(record: dict, number: int, step: dict) -> Iterator[Finding]:
         elif close(total, 1 / usual):
             what = f"{1 / usual:.4g} times what it should be: divided by {usual} micro-batches twice"
             yield Finding("divided_twice", "loss weights", what, number, first_line(step))
-    if len(micro) < usual and close(total, len(micro) / usual):
+    if len(micro) < usual and close(total, len(micro) / usual) and not steps_too_early(record):
         what = f"{total:.4g} times what it should be: {plural(len(micro), 'micro-batch')}, divided by {usual}"
         if "accelerate" in facts:
             what = f"the last step of an epoch is {what}, by Accelerate"
             yield note("loss weights", what, number, first_line(step))
         else:
             yield Finding("last_step", "loss weights", what, number, first_line(step))
+
+
+def steps_too_early(record: dict) -> bool:
+    """Whether the optimizer steps after the first micro-batch of a window: number % accumulation == 0."""
+    counts = [len(step["micro_batches"]) for step in record["steps"][:2]]
+    return len(record["facts"]["optimizers"]) == 1 and counts == [1, usual_micro_batches(record)] and counts[1] > 1
 
 
 def _schedule(record: dict) -> Iterator[Finding]:

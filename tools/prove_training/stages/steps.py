@@ -32,8 +32,11 @@ def findings(both: Comparison) -> Iterator[Finding]:
     found, wanted, steps = {}, both.reference["steps"], both.ranks[0]["steps"]
     for (number, of_ranks), one in zip(both.steps_of_ranks(), wanted, strict=False):
         for finding in _step(both, number, one, of_ranks):
-            found.setdefault(finding.kind or finding.what, finding)
+            if finding.kind != "gradient" or "token_weights" not in found:  # which changes gradients too
+                found.setdefault(finding.kind or finding.what, finding)
     yield from found.values()
+    if "gradients" not in both.compared and not any("gradients" in what for what in both.not_compared):
+        both.not_compared["gradients"] = "no step has the same samples as on 1 process"
     if len(wanted) != len(steps) and not found:
         both.not_compared["steps"] = what = f"{len(steps)} steps instead of {len(wanted)}"
         if both.is_exact:
@@ -72,9 +75,11 @@ def _step(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) 
         return
     found_rates = list(rates.findings(both, number, wanted, steps))
     yield from found_rates
+    if found_rates:
+        return
     if differing := apart(steps, "weights"):
         yield Finding("weights", "weights", f"{differing} have different weights after the step", number, line)
-    elif has_same_samples and not draws and not found and not found_rates:
+    elif has_same_samples and not draws and not found:
         yield from _weights(both, number, wanted, steps[0])
 
 
@@ -113,6 +118,8 @@ def _gradient(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ..
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
         if parts(both) > 1 and (close(first, 1 / parts(both)) or close(first, parts(both))):
             kind = "divided_twice" if first < 1 else "not_divided"
+    if gathers := steps[0]["gathers"]:
+        kind, line, what = "gather", gathers[0], f"{what}, and what it gathers has no gradient"
     if not losses.are_unequal(both, steps):
         yield Finding(kind, "gradient", what, number, line)
     elif samples_of(wanted).total() < largest_step(both.reference) and not both.is_exact:
