@@ -550,6 +550,13 @@ TOGETHER = {  # changes of the records of three processes
         ("", "randn draws the same"),
         lambda ranks: every_step(ranks, drawn=drawn("a", in_model=True)),
     ),
+    "the same augmentation": (
+        ("", "the augmentation draws the same"),
+        lambda ranks: [
+            (rank["facts"].update(draws_items=True), rank["passes"].append({"in_training": True, "random": "a"}))
+            for rank in ranks
+        ],
+    ),
     "another plateau": (
         ("plateau", "gets 0.7 on rank 0 and 0.71 on rank 2"),
         lambda ranks: [rank["plateaus"].append((0.71 if rank is ranks[2] else 0.7, "train.py:9")) for rank in ranks],
@@ -598,6 +605,8 @@ def test_calls_that_agree_are_not_a_mistake():
     for rank in ranks:
         rank["plateaus"].append((0.7 + 1e-6 * rank["rank"], "train.py:9"))
         rank["saves"].append(save_state())
+        rank["facts"]["draws_items"] = True
+        rank["passes"] = [{"in_training": True, "random": rank["rank"]}, {"in_training": False, "random": "a"}]
     assert found(reference, ranks) == []
 
 
@@ -894,7 +903,7 @@ def test_random_items_are_the_same_in_each_process_and_told_as_random():
     fetcher = argparse.Namespace(auto_collation=True, dataset=Random(), collate_fn=list)
     state = torch.get_rng_state()
     tag, items, digests, is_random = same_work.fetch_with_digests(fetcher, [0, 1])
-    assert is_random
+    assert is_random == "torch"
     assert tag == same_work.TAG
     torch.rand(5)
     again = argparse.Namespace(auto_collation=True, dataset=Random(), collate_fn=list)

@@ -13,6 +13,7 @@
 """
 
 import os
+import random
 import runpy
 import sys
 import threading
@@ -20,6 +21,7 @@ import traceback
 from pathlib import Path
 from time import monotonic, process_time, sleep  # not the clocks that a script sees
 
+import numpy as np
 import torch
 
 from ..text import CannotTell
@@ -111,7 +113,8 @@ def main(plan: dict, rank: int, script: str, flags: list[str]) -> None:
     sys.argv = [script, *flags]
     sys.path.insert(0, os.path.dirname(script))
     torch.set_num_threads(1)
-    torch.manual_seed(100 + rank)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):  # a fork has the states of its parent
+        seed(100 + rank)
     recording.install()
     in_thread(lambda: os.read(plan["time_is_over"], 1) or recording.end_waiting())
     error = None

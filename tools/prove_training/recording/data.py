@@ -81,7 +81,7 @@ class Batches:
 
     def begin_pass(self, loader) -> dict:
         names = {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False}
-        self.recording.record["passes"].append(names | {"batches": 0, "random": generator_states()})
+        self.recording.record["passes"].append(names | {"batches": 0, "random": digest(torch.get_rng_state())})
         return self.recording.record["passes"][-1]
 
     def end_pass(self, current: dict) -> None:
@@ -107,7 +107,7 @@ class Batches:
             return content, None
         _, content, digests, is_random = content
         if is_random:
-            self.recording.facts["has_random_items"] = True
+            self.recording.facts["draws_items"] = is_random == "torch" or self.recording.facts.get("draws_items")
             self.recording.facts["switched_off"].add("random augmentation (it is seeded per sample)")
         return content, digests
 

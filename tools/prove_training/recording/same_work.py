@@ -94,10 +94,12 @@ def fetch_with_digests(self, index):
 
     items = [read(item) for item in indices]
     digests = [digest(item) for item in items]
-    is_random = False
+    is_random = ""
     if not hasattr(self, "has_read_twice"):
         self.has_read_twice = True
-        is_random = digest(self.dataset[indices[0]]) != digests[0]
+        state = torch.get_rng_state()
+        if digest(self.dataset[indices[0]]) != digests[0]:
+            is_random = "other" if torch.equal(state, torch.get_rng_state()) else "torch"
         items[0] = read(indices[0])  # an item may have been changed in place
     return TAG, self.collate_fn(items if self.auto_collation else items[0]), digests, is_random
 

@@ -54,7 +54,7 @@ def _draws(both: Comparison) -> Iterator[Finding]:
             else:
                 yield Finding("same_noise", "random numbers", what, number, line)
             return
-    if both.facts.get("has_random_items"):
+    if any(record["facts"].get("draws_items") for record in (both.reference, *both.ranks)):
         states = zip(*(rank["passes"] for rank in both.ranks), strict=False)
         if any(len({each["random"] for each in passes}) == 1 for passes in states if passes[0]["in_training"]):
             what = "the augmentation draws the same numbers on all processes: seed + rank gives each its own"
