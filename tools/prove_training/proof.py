@@ -143,10 +143,8 @@ class Proof:
         if outcome.error:
             if (found := unfinished("1 process", outcome)).kind != "fails":
                 return self._wrong(self.report.add("1 process", [found]))
-            printed = [record["printed"] for record in outcome.records if record["printed"]]
-            return FAILS, f"fails: on one process, {outcome.error}" + "".join(
-                f"; it printed last: {line}" for line in printed
-            )
+            printed = "".join(f'; it printed last: "{record["printed"]}"' for record in outcome.records)
+            return FAILS, f"fails: on one process, {outcome.error}{printed}".removesuffix('; it printed last: ""')
         reference = outcome.records[0]
         if reason := single.cannot_judge(reference):
             raise CannotTell(reason)

@@ -58,9 +58,7 @@ class Models:
         ids, found = set(map(id, own)), {}
         for number, model in enumerate(self.models.values()):
             if not ids.isdisjoint(map(id, model.parameters())):
-                layers = [
-                    layer for layer in model.modules() if isinstance(layer, MODAL) and getattr(layer, "p", 1.0) > 0
-                ]
+                layers = [each for each in model.modules() if isinstance(each, MODAL) and getattr(each, "p", 1) > 0]
                 is_training = any(each.training for each in (getattr(model, "module", model), *layers))
                 found[number] = is_training, bool(layers)
         return found
@@ -154,12 +152,10 @@ class Models:
 
     def drawn(self, name: str, numbers) -> None:
         """The script has drawn random numbers, after a batch was read."""
-        read = (
-            []
-            if self.batches.is_reading or self.recording.facts["is_exact"]
-            else self.batches.used + self.batches.fresh
-        )
-        if read and isinstance(numbers, torch.Tensor) and numbers.ndim:
+        batches = self.batches
+        if batches.is_reading or self.recording.facts["is_exact"] or not isinstance(numbers, torch.Tensor):
+            return
+        if numbers.ndim and (read := batches.used + batches.fresh):
             rows = [len(batch["digests"] or ()) for batch in read]
             drawn = {"line": self.recording.where.line(), "name": name, "digest": digest(numbers)}
             drawn |= {"rows": len(numbers), "is_per_sample": len(numbers) in rows, "in_model": self.depth > 0}

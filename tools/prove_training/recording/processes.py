@@ -35,8 +35,9 @@ class Processes:
             tensors = [value for value in args if isinstance(value, torch.Tensor)]
             shapes = " and ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
             self.calls.write(f"{len(recording.steps)} {name} {line} {shapes}\n")
-            if "gather" in name and any(tensor.ndim > 1 and tensor.requires_grad for tensor in tensors):
-                recording.step["gathers"] += [line] * torch.is_grad_enabled()
+            is_of_loss = torch.is_grad_enabled() and not recording.step["micro_batches"]  # and not for a log
+            if is_of_loss and "gather" in name and any(each.ndim > 1 and each.requires_grad for each in tensors):
+                recording.step["gathers"].append(line)
         self.depth += 1
         try:
             yield

@@ -41,12 +41,8 @@ def _uneven_batches(ranks: list[dict]) -> tuple[str, str, str] | None:
         for key, number in ranks[one]["facts"]["whole"] & passes[other].keys():
             batches = passes[one][key, number]
             if number is not None and batches < passes[other][key, number]:
-                line = ranks[one]["facts"]["loaders"].get(key, {}).get("line", "")
-                return (
-                    "uneven",
-                    f"an epoch has {plural(batches, 'batch')} on rank {one}, and more on rank {other}",
-                    line,
-                )
+                what = f"an epoch has {plural(batches, 'batch')} on rank {one}, and more on rank {other}"
+                return "uneven", what, ranks[one]["facts"]["loaders"].get(key, {}).get("line", "")
     return None
 
 
