@@ -20,6 +20,7 @@ from conftest import ROOT
 from prove_training import command, mistakes, proof, resuming
 from prove_training.recording import Recording, same_work, where
 from prove_training.recording.models import take_over
+from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, evaluations, several, single, unfinished
 from prove_training.stages.evaluations import differing
 from prove_training.tensors import sampled
@@ -679,6 +680,35 @@ def test_it_is_said_why_a_run_does_not_end():
     assert why(ranks) == ("uneven", "an epoch has 4 batches on rank 0, and more on rank 1")
     ranks[1] |= {"unused": ["head"], "error": "train.py:7: RuntimeError: Expected to have finished reduction"}
     assert why(ranks)[0] == "unused"
+
+
+def verdict(ranks: list[dict], waits=()) -> tuple[int, str]:
+    """The verdict on runs with these records, after one with a correct record of one process."""
+    (reference,) = made_up()
+    reference["orders"] = {}
+    for record in (reference, *ranks):
+        record["facts"] |= {"switched_off": set(), "refuses": False, "framework": "", "whole": {("loader", 0)}}
+        record["facts"]["loaders"]["loader"]["length"] = 24
+    args = argparse.Namespace(script=Path("train.py"), json=True, processes=(2,), resume_flags=None, timeout_s=60)
+    outcomes = iter([Outcome([reference], None, Path(), [], [[]]), Outcome(ranks, None, Path(), list(waits), [[], []])])
+    return proof.Proof(args, lambda *_: next(outcomes), proof.Report(args)).verdict()
+
+
+def test_what_was_not_compared_is_not_proven():
+    same = "the same samples, gradients, learning rates and weights on 1 and 2 processes"
+    assert verdict(made_up(2)) == (0, f"proven: {same}")
+    ranks = made_up(2)
+    for rank in ranks:
+        for step in rank["steps"]:
+            step["micro_batches"][0]["draws"] = True
+    code, words = verdict(ranks)
+    assert (code, words[:50]) == (3, "nothing wrong found; not compared: gradients; the ")
+
+
+def test_a_run_that_waits_is_wrong_only_if_steps_are_missing():
+    assert verdict(made_up(2), ["rank 0 waits in gather at train.py:4"])[0] == 0
+    code, words = verdict(made_up(2, steps=3), ["rank 0 waits in gather at train.py:4"])
+    assert (code, "waits forever: rank 0 waits in gather at train.py:4" in words) == (1, True)
 
 
 def test_another_error_is_not_explained_by_what_others_wait_for():
