@@ -640,6 +640,9 @@ def test_an_average_of_one_rank_is_told_as_the_cause_of_a_result():
     (suspect,) = evaluations.suspects(both := Comparison(reference, ranks))
     assert evaluations.explained(both, suspect).kind == "eval_mean"
     assert suspect.says == 'it says "loss 0.6000", and on 1 process "loss 0.5000"'
+    for rank in ranks:
+        rank["evaluations"][0]["models"] = {1: float("nan")}
+    assert evaluations.explained(both, suspect).kind == "eval_mean"
     ranks[1]["evaluations"][0]["models"] = {7: 0.6}
     finding = evaluations.explained(both, suspect)
     assert (finding.kind, "other weights on rank 1" in finding.what) == ("eval_weights", True)

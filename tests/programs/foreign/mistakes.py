@@ -466,7 +466,7 @@ MISTAKES = {
     ),
     "the same noise on all processes": Mistake(
         "unusual/diffusion",
-        [("set_seed(0, device_specific=True)", "set_seed(0)")],
+        [("manual_seed(accelerator.process_index)", "manual_seed(0)")],
         *("same_noise", "draws the same numbers", "https://github.com/Robbyant/lingbot-vla-v2/issues/41"),
     ),
     "a gather without a gradient": Mistake(

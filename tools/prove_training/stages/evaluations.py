@@ -88,10 +88,8 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
     for found in share(both):
         return found._replace(what=f"{found.what}: {suspect.says}")
     for rank, test in enumerate(suspect.ranks):
-        if any(
-            one != other
-            for one, other in zip(test["models"].values(), suspect.ranks[0]["models"].values(), strict=False)
-        ):
+        pairs_of_sums = zip(suspect.ranks[0]["models"].values(), test["models"].values(), strict=False)
+        if any(repr(one) != repr(other) for one, other in pairs_of_sums):  # both may be NaN
             what = f"the tested model has other weights on rank {rank} than on rank 0: {suspect.says}"
             return Finding("eval_weights", "evaluation", what, None, test["line"])
     calls = [call for rank in suspect.ranks for call in rank["collectives"]]
