@@ -32,7 +32,7 @@ from utils.datasets.images_in_memory import load_images
 from utils.extras.out_of_memory import largest_that_fits
 from utils.flags import ArgumentParser, non_negative_float, positive_int
 from utils.loader import GlobalLoader
-from utils.parallel.data_parallel import data_parallel, on_each_gpu
+from utils.parallel.data_parallel import data_parallel
 from utils.run import Run
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
@@ -119,7 +119,6 @@ def count_ink_cells(data):
     return ink_cells(images).sum(1)
 
 
-@on_each_gpu
 def losses_and_predictions(model, images, labels):
     """One loss and one prediction per sample, both (N,).
 

@@ -40,7 +40,6 @@ from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.parallel.batch_norm import BatchNorms
-from utils.parallel.data_parallel import on_each_gpu
 from utils.parallel.fsdp import shard, supports_fused_step, update_average
 from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
@@ -256,7 +255,6 @@ def normalize(images):
     return (images.to(mean.dtype) - mean) / std
 
 
-@on_each_gpu  # dp.yaml: each GPU computes the losses of its samples, so that the first GPU gathers no logits
 def losses_and_predictions(model, images, labels, partners=None, kept=1.0, label_smoothing=0.0):
     """Losses, predictions, and the number of classes with a larger logit than the true one; (N,) each.
 

@@ -23,7 +23,7 @@ The core, in the order in which a script uses it:
 
 parallel/: for a config file, or for a script that needs it.
 
-    data_parallel      nn.DataParallel (dp.yaml), with the loss computed on each GPU
+    data_parallel      nn.DataParallel (dp.yaml)
     fsdp               sharded models (fsdp.yaml, cpu_fsdp.yaml)
     same_weights       checks that processes agree: weights before a checkpoint, results after a test
     virtual_processes  --virtual_processes: the same bits on any number of processes

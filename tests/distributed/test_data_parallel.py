@@ -1,4 +1,4 @@
-"""nn.DataParallel on virtual GPUs: the numbers of one device, with the loss in each replica."""
+"""nn.DataParallel on virtual GPUs: the numbers of one device."""
 
 import copy
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from torch import nn
 from scripts import resnet50
 from utils.launch import TrainingAccelerator
 from utils.parallel.batch_norm import BatchNorms
-from utils.parallel.data_parallel import data_parallel, on_each_gpu
+from utils.parallel.data_parallel import data_parallel
 from utils.parallel.virtual_processes import Node, use_virtual_processes
 from utils.topology import data_parallel_gpus
 
@@ -39,7 +39,7 @@ def gpus(monkeypatch):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    return Net(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def batch(samples):
@@ -48,13 +48,16 @@ def batch(samples):
     return images, torch.randint(3, (samples,), generator=generator)
 
 
-@on_each_gpu
-def losses_and_hits(model, images, labels, smoothing=0.0):
-    """The losses and hits of a batch."""
-    seen.append((len(images), model))
-    logits = model(images)
-    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-    return losses, logits.argmax(1) == labels
+class Net(nn.Sequential):
+    """Records the number of samples of each replica."""
+
+    def forward(self, images):
+        seen.append((len(images), self))
+        return super().forward(images)
+
+
+def losses_of(model, images, labels):
+    return F.cross_entropy(model(images), labels, reduction="none", label_smoothing=0.1)
 
 
 seen = []
@@ -66,43 +69,18 @@ def _nothing_seen():
 
 
 @pytest.mark.parametrize("samples", [1, 3, 4, 10, 11])
-@pytest.mark.parametrize("by_name", [False, True])
-def test_numbers_and_gradients_are_those_of_one_device(gpus, model, samples, by_name):
+def test_numbers_and_gradients_are_those_of_one_device(gpus, model, samples):
     images, labels = batch(samples)
     reference = copy.deepcopy(model)
-    losses, hits = losses_and_hits(reference, images, labels, smoothing=0.1)
+    losses = losses_of(reference, images, labels)
     losses.sum().backward()
     seen.clear()
-    if by_name:
-        found = losses_and_hits(gpus(model), images=images, labels=labels, smoothing=0.1)
-    else:
-        found = losses_and_hits(gpus(model), images, labels, smoothing=0.1)
+    found = losses_of(gpus(model), images, labels)
     assert len({id(replica) for _, replica in seen}) == min(samples, GPUS)
-    torch.testing.assert_close(found[0], losses)
-    assert found[1].dtype == torch.bool
-    assert torch.equal(found[1], hits)
-    found[0].sum().backward()
+    torch.testing.assert_close(found, losses)
+    found.sum().backward()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
-
-
-def test_results_may_be_a_tensor_or_a_dict(gpus, model):
-    images, labels = batch(8)
-    wrapped = gpus(model)
-    logits = on_each_gpu(lambda model, images: model(images))(wrapped, images)
-    torch.testing.assert_close(logits, model(images))
-    found = on_each_gpu(lambda model, batch: {"rows": batch["images"].sum(1)})(
-        wrapped, {"images": images, "labels": labels}
-    )
-    torch.testing.assert_close(found["rows"], images.sum(1))
-
-
-def test_a_model_on_one_device_is_called_as_it_stands(model):
-    assert losses_and_hits.__doc__ == "The losses and hits of a batch."
-    for each in (model, nn.DataParallel(model)):  # on a machine without a GPU
-        losses_and_hits(each, *batch(11))
-    assert [size for size, _ in seen] == [11, 11]
-    assert seen[0][1] is model
 
 
 def test_autocast_reaches_every_replica(gpus, model):
@@ -111,19 +89,14 @@ def test_autocast_reaches_every_replica(gpus, model):
     dtypes = []
     model[2].register_forward_hook(lambda layer, args, logits: dtypes.append(logits.dtype))
     wrapped = accelerator.prepare_model(gpus(model, accelerator))
-    images, labels = batch(8)
-    expected = F.cross_entropy(wrapped.module(images), labels, reduction="none")
+    images, _ = batch(8)
+    expected = wrapped.module(images)
     dtypes.clear()
-    losses, _ = losses_and_hits(wrapped, images, labels)
-    assert dtypes == [torch.bfloat16] * GPUS
-    assert losses.dtype == torch.float32
-    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)
-    reference = accelerator.prepare_model(copy.deepcopy(model))
-    torch.testing.assert_close(losses, losses_and_hits(reference, images, labels)[0])
-    dtypes.clear()
-    logits = wrapped(images)  # without the decorator
+    logits = wrapped(images)
     assert dtypes == [torch.bfloat16] * GPUS
     assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(logits, accelerator.prepare_model(copy.deepcopy(model))(images))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +161,7 @@ def train(small_mnist, tmp_path, monkeypatch, home):
 
     def train(script, name, *flags, gpus=1):
         words = ["--dataset", small_mnist, "--log_every", 1, "--output_dir", tmp_path / name]
-        seen = SimpleNamespace(parts=[], gathered=[])
+        seen = SimpleNamespace(parts=[])
         with monkeypatch.context() as patch:
             if gpus > 1:
                 seen = virtual_gpus.install(patch.setattr, gpus)
@@ -198,12 +171,9 @@ def train(small_mnist, tmp_path, monkeypatch, home):
     return train
 
 
-def assert_loss_inside(seen, gpus, samples):
-    """All GPUs worked, and nothing was gathered but numbers of one a sample."""
+def assert_all_worked(seen, gpus, samples):
     assert {len(parts) for parts in seen.parts} >= {gpus}
     assert sum(map(sum, seen.parts)) == samples
-    assert {len(shape) for shape in seen.gathered} == {1}
-    assert max(shape[0] for shape in seen.gathered) == max(map(sum, seen.parts))
 
 
 MLP = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--float64", "--checkpoint_every", 2]
@@ -211,7 +181,6 @@ MLP = ["--num_epochs", 1, "--batch_size", 250, "--hidden", 16, "--float64", "--c
 
 @pytest.mark.parametrize("script", ["mlp", "mnist_mlp"])
 def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys, script):
-    """With losses in each replica, and with logits that the first GPU gathers."""
     flags = [*MLP, "--dropout", 0.1, "--dtype", "float64"] if script == "mlp" else MLP
     one, _ = train(script, "one", *flags)
     capsys.readouterr()
@@ -220,8 +189,7 @@ def test_an_mlp_on_gpus_is_that_on_one_device(train, capsys, script):
     assert largest_difference(one, four) <= 1e-12
     assert [63, 63, 63, 61] in seen.parts
     assert [1, 1, 1] in seen.parts  # the last step of the epoch has 3 of 1003 images
-    if script == "mlp":
-        assert_loss_inside(seen, GPUS, 1003 + 203)
+    assert_all_worked(seen, GPUS, 1003 + 203)
     (launch,) = run_reader.launches(four)
     assert (launch["distributed_type"], launch["data_parallel_gpus"]) == ("DATA_PARALLEL", GPUS)
 
@@ -232,7 +200,7 @@ def test_gradient_accumulation_on_gpus_is_the_whole_batch_on_one_device(train):
     four, seen = train("gradient_accumulation", "four", *flags, "--gradient_accumulation_steps", 5, gpus=GPUS)
     assert largest_difference(one, four) <= 1e-12
     assert [13, 13, 13, 11] in seen.parts  # 50 images in a micro-batch
-    assert_loss_inside(seen, GPUS, 1003 + 203 + 2)  # 2 of 5 micro-batches of the last step, of 3 images, are stand-ins
+    assert_all_worked(seen, GPUS, 1003 + 203 + 2)  # 2 of 5 micro-batches of the last step, of 3 images, are stand-ins
 
 
 @pytest.mark.slow
@@ -258,7 +226,6 @@ def test_resnet50_on_gpus_is_accumulation_and_batch_norm_keeps_the_first_gpus_st
         torch.set_default_dtype(torch.float32)
     assert largest_difference(one, two) <= 1e-8
     assert [8, 8] in seen.parts
-    assert {len(shape) for shape in seen.gathered} == {1}
 
 
 @pytest.mark.gpu
@@ -266,8 +233,5 @@ def test_resnet50_on_gpus_is_accumulation_and_batch_norm_keeps_the_first_gpus_st
 def test_on_gpus_the_numbers_are_those_of_one_device(model):
     model = model.cuda()
     images, labels = (tensor.cuda() for tensor in batch(11))
-    expected, hits = losses_and_hits(model, images, labels)
-    losses, found_hits = losses_and_hits(nn.DataParallel(model), images, labels)
-    torch.testing.assert_close(losses, expected)
-    assert torch.equal(found_hits, hits)
-    assert losses_and_hits(nn.DataParallel(model), images[:0], labels[:0])[0].shape == (0,)
+    expected = losses_of(model, images, labels)
+    torch.testing.assert_close(losses_of(nn.DataParallel(model), images, labels), expected)

@@ -72,14 +72,13 @@ def install(setattr, count: int) -> SimpleNamespace:
     """Have one process see `count` GPUs until `setattr`, pytest's, is undone.
 
     Returns:
-        What happens: `parts`, the samples of each GPU in each call, and `gathered`, the shape of
-        each tensor that the first GPU gathers.
+        What happens: `parts`, the samples of each GPU in each call.
     """
     # torch.nn.parallel has functions by the names of these modules.
     module = importlib.import_module("torch.nn.parallel.data_parallel")
     replicate = importlib.import_module("torch.nn.parallel.replicate")
     functions = importlib.import_module("torch.nn.parallel._functions")
-    seen = SimpleNamespace(parts=[], gathered=[])
+    seen = SimpleNamespace(parts=[])
 
     def watched_apply(functions, inputs, kwargs, devices):
         sizes = []
@@ -88,11 +87,6 @@ def install(setattr, count: int) -> SimpleNamespace:
             sizes.append(len(tensors[0]) if tensors else 0)
         seen.parts.append(sizes)
         return parallel_apply(functions, inputs, kwargs, devices)
-
-    def watched_gather(device, dim, *tensors):
-        result = gather(device, dim, *tensors)
-        seen.gathered.append(tuple(result.shape))
-        return result
 
     original_init = nn.DataParallel.__init__
 
@@ -107,7 +101,7 @@ def install(setattr, count: int) -> SimpleNamespace:
     setattr(nn.parallel, "parallel_apply", parallel_apply)
     setattr(replicate, "_broadcast_coalesced_reshape", broadcast)
     setattr(functions.Scatter, "apply", scatter)
-    setattr(functions.Gather, "apply", watched_gather)
+    setattr(functions.Gather, "apply", gather)
     setattr(nn.DataParallel, "__init__", init)
     for user in (banner, data_parallel, launch, topology, virtual_processes):
         setattr(user, "data_parallel_gpus", lambda accelerator: count)

@@ -16,7 +16,6 @@ from utils import launch
 from utils.datasets.images_in_memory import load_images
 from utils.flags import ArgumentParser, fraction, non_negative_float, positive_int
 from utils.loader import GlobalLoader
-from utils.parallel.data_parallel import on_each_gpu
 from utils.run import Run
 
 TEST_BATCH_SIZE = 2000
@@ -64,7 +63,6 @@ class MLP(nn.Module):
         return self.fc2(x)
 
 
-@on_each_gpu
 def losses_and_hits(model, images, labels, dropout_noise=None):
     logits = model(images, dropout_noise)
     return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) == labels
