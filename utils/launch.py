@@ -33,7 +33,15 @@ from .extras.banner import code_digest
 from .extras.watchdog import Watchdog, end_process_group, is_lost_peer
 from .flags import with_defaults
 from .processes import check_restarts, follow_launcher, outlive_readers, was_restarted
-from .topology import bind_gloo_to_the_route, check_gpus, check_topology, data_parallel_gpus, same_on_all, wants_cpu
+from .topology import (
+    bind_gloo_to_the_route,
+    check_gpus,
+    check_topology,
+    data_parallel_gpus,
+    same_on_all,
+    share_of_cores,
+    wants_cpu,
+)
 
 
 class TrainingAccelerator(Accelerator):
@@ -269,7 +277,7 @@ def share_batch(accelerator: TrainingAccelerator, virtual_processes: int, batch_
 
 
 def set_cpu_threads(cpu_threads: int | None) -> None:
-    """Set the threads of this process; None: OMP_NUM_THREADS as the user set it, else a share of the usable cores."""
+    """Set the threads of this process; None: OMP_NUM_THREADS as the user set it, else `share_of_cores`."""
     if cpu_threads is None:
         environment = os.environ
         if {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys():  # both launchers set a default
@@ -278,17 +286,5 @@ def set_cpu_threads(cpu_threads: int | None) -> None:
             except (psutil.Error, AttributeError):  # somebody else's process, or in another container
                 environment = {}
         asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-        share = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        cpu_threads = int(asked) if asked.isdecimal() else share
+        cpu_threads = int(asked) if asked.isdecimal() else share_of_cores()
     torch.set_num_threads(max(1, cpu_threads))
-
-
-def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The machine's physical cores, or fewer where the CPU affinity or the quota of a container allows fewer."""
-    cores = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        cores.append(len(os.sched_getaffinity(0)))
-    with contextlib.suppress(OSError, ValueError):  # no container, or no quota: "max 100000"
-        quota, period = map(int, quota_file.read_text().split())
-        cores.append(quota // period)
-    return min(cores)

@@ -1,5 +1,6 @@
 """What the config file asks for, and whether the running processes match it."""
 
+import contextlib
 import functools
 import os
 import shlex
@@ -142,6 +143,17 @@ def bind_gloo_to_the_route() -> None:
     for interface, addresses in psutil.net_if_addrs().items() if address else ():
         if address in [entry.address for entry in addresses]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+def share_of_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """This process's share of the physical cores, or of what CPU affinity or a container's quota allows; at least 1."""
+    cores = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        cores.append(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError):  # no container, or no quota: "max 100000"
+        quota, period = map(int, quota_file.read_text().split())
+        cores.append(quota // period)
+    return max(1, min(cores) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
 
 
 def data_parallel_gpus(accelerator: Accelerator) -> int:

@@ -19,7 +19,7 @@ from utils import launch
 from utils.extras import banner, trackers
 from utils.flags import ArgumentParser
 from utils.launch import make_accelerator
-from utils.topology import resume_command
+from utils.topology import resume_command, share_of_cores
 
 
 def run_flags(**flags):
@@ -308,22 +308,26 @@ def test_fsdp_reduces_the_gradients_of_each_micro_batch_or_once_per_step(monkeyp
     assert reduces == [*skipped, *skipped, "backward"] if whole else ["backward"] * 3
 
 
-CORES = [({}, "max 100000", 8), ({}, None, 8), ({0, 1, 2}, "max 100000", 3), ({}, "250000 100000", 2), ({}, "5 10", 0)]
+CORES = [({}, "max 100000", 8), ({}, None, 8), ({0, 1, 2}, "max 100000", 3), ({}, "250000 100000", 2), ({}, "5 10", 1)]
 
 
 @pytest.mark.parametrize(("affinity", "quota", "expected"), CORES)
-def test_the_usable_cores_are_those_of_the_affinity_and_of_the_quota(monkeypatch, tmp_path, affinity, quota, expected):
+def test_the_processes_share_the_cores_of_the_affinity_and_of_the_quota(
+    monkeypatch, tmp_path, affinity, quota, expected
+):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(launch.psutil, "cpu_count", lambda logical: 8)
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: affinity or set(range(16)), raising=False)
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota + "\n")
-    assert launch.usable_cores(tmp_path / "cpu.max") == expected
+    assert share_of_cores(tmp_path / "cpu.max") == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert share_of_cores(tmp_path / "cpu.max") == max(1, expected // 2)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("3", 3), ("5,2", 5), ("abc", 2), ("0", 1), ("-1", 2), (None, 2)])
 def test_the_threads_are_those_of_the_user_or_a_share_of_the_cores(monkeypatch, asked, expected):
-    monkeypatch.setattr(launch, "usable_cores", lambda: 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(launch, "share_of_cores", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", asked) if asked else monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     launch.set_cpu_threads(None)
     assert torch.get_num_threads() == expected

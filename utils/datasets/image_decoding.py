@@ -1,13 +1,14 @@
 """Decode image files of any format that PIL reads to 8-bit grey or RGB."""
 
 import io
-import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
 from ..console import stop
+from ..topology import share_of_cores
 
 
 def open_upright(cell: dict) -> Image.Image:
@@ -43,55 +44,42 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def to_grey(image: Image.Image) -> Image.Image:
-    return image if image.mode == "L" else to_rgb(image).convert("L")
+def read_image(cell: dict, row: int, use: Callable):
+    """`use(image)` of the image in a cell.
+
+    Raises:
+        ValueError: with the name of the file, if it cannot be decoded.
+    """
+    try:
+        with open_upright(cell) as image:
+            return use(image)
+    except Exception as error:  # PIL's readers have no common base class of errors
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{cell['path'] or 'the image'} (row {row}) cannot be decoded: {reason}") from error
 
 
-def decode_images(contents: list[bytes | None], paths: list[str | None], dataset: str) -> np.ndarray:
-    """Decode image files of one size, with one thread per core.
+def grey_or_rgb(image: Image.Image) -> np.ndarray:
+    """The pixels, uint8 (1, H, W) or (3, H, W)."""
+    if image.mode in ("1", "L") or image.mode.startswith("I"):
+        return np.asarray(to_rgb(image).convert("L"))[None]
+    return np.asarray(to_rgb(image)).transpose(2, 0, 1)
+
+
+def decode_images(cells: list[dict], dataset: str) -> np.ndarray:
+    """Decode images of one size to uint8 (N, C, H, W); C is 1 if all are grey, else 3.
 
     Args:
-        contents: of each file; None: read the file at its path.
         dataset: the value of --dataset, for messages.
-
-    Returns:
-        uint8 (N, C, H, W); C is 1 if all images are grey, else 3.
     """
-
-    def read(row, use):
-        """Return `use(image)` of an open image."""
-        try:
-            with open_upright({"bytes": contents[row], "path": paths[row]}) as image:
-                return use(image)
-        except Exception as error:  # PIL's readers have no common base class of errors
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{name(row)} cannot be decoded: {reason}") from error
-
-    def name(row):
-        return paths[row] or f"the image in row {row}"
-
-    def is_grey(image):  # known from the header, without decoding
-        return image.mode in ("1", "L") or image.mode.startswith("I")
-
-    def decode(row):
-        convert = to_grey if all_grey else to_rgb
-        return read(row, lambda image: np.asarray(convert(image)))
-
-    def decode_into(row):
-        image = decode(row)
-        if image.shape != first.shape:
-            sizes = [f"{shape[1]}x{shape[0]}" for shape in (image.shape, first.shape)]
-            raise ValueError(f"{name(row)} has {sizes[0]} pixels and the first image {sizes[1]}: resize them")
-        pixels[row] = image
-
-    rows = range(len(contents))
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            all_grey = all(pool.map(lambda row: read(row, is_grey), rows))
-            first = decode(0)
-            pixels = np.empty((len(contents), *first.shape), np.uint8)
-            for _ in pool.map(decode_into, rows):  # raises the errors of the threads
-                pass
+        with ThreadPoolExecutor(share_of_cores()) as pool:
+            images = list(pool.map(lambda row: read_image(cells[row], row, grey_or_rgb), range(len(cells))))
     except ValueError as error:
         stop(f"--dataset {dataset}: {error}")
-    return pixels[:, None] if all_grey else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    for row, image in enumerate(images):
+        if image.shape[1:] != images[0].shape[1:]:
+            sizes = [f"{shape[2]}x{shape[1]}" for shape in (image.shape, images[0].shape)]
+            name = cells[row]["path"] or f"the image in row {row}"
+            stop(f"--dataset {dataset}: {name} has {sizes[0]} pixels and the first image {sizes[1]}: resize them")
+    channels = max(len(image) for image in images)
+    return np.stack([np.broadcast_to(image, (channels, *image.shape[1:])) for image in images])

@@ -17,19 +17,17 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import v2 as transforms
 
 from ..items import UnreadableItem
-from .image_decoding import open_upright, to_rgb
+from ..topology import share_of_cores
+from .image_decoding import read_image, to_rgb
 
 MEAN_COLOUR = (124, 116, 104)  # of ImageNet, RGB
 
 
 def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], size: int) -> torch.Tensor:
-    """Crop `box` (left, top, width, height; in pixels) and resize it to (size, size), bilinear with antialiasing.
+    """Crop `box` (left, top, width, height; in pixels) and resize it, bilinear, to RGB, uint8 (size, size, 3).
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crop then still has `size` pixels: this skips a part of the
     inverse transform, and averages pixels as antialiasing would. torch resizes uint8 images twice as fast as PIL.
-
-    Returns:
-        uint8 (size, size, 3), RGB.
     """
     left, top, width, height = box
     whole_width, whole_height = image.size
@@ -77,8 +75,6 @@ class RandomAugment:
         erase: probability of filling a rectangle with the mean colour. Source: https://arxiv.org/abs/1708.04896.
     """
 
-    deterministic = False
-
     def __init__(
         self, size: int, min_area: float = 0.08, flip: float = 0.5, trivial_augment: bool = False, erase: float = 0.0
     ):
@@ -123,19 +119,8 @@ class ImageFiles(Dataset):
             raise UnreadableItem(f"--dataset {self.split.dataset}: {error}; --skip_bad_images skips it") from error
 
     def read(self, index: int) -> torch.Tensor:
-        """The image only.
-
-        Raises:
-            ValueError: with the name of the file, if it cannot be decoded.
-        """
-        cell = self.split.rows[int(index)][self.split.image_column]
-        try:
-            with open_upright(cell) as image:
-                return self.transform(image)
-        except Exception as error:  # PIL's readers have no common base class of errors
-            name = cell["path"] or "the image"
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{name} (row {index}) cannot be decoded: {reason}") from error
+        """The image only. Raises: ValueError, with the name of the file, if it cannot be decoded."""
+        return read_image(self.split.rows[int(index)][self.split.image_column], index, self.transform)
 
     @staticmethod
     def collate(items: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
@@ -165,17 +150,11 @@ class ImageFiles(Dataset):
 
 def default_num_workers(accelerator: Accelerator) -> int:
     """Worker processes for ImageFiles: this process's share of the cores, at most 16; 0 when training on the CPU."""
-    if accelerator.device.type == "cpu":
-        return 0
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, min(16, cores))
+    return 0 if accelerator.device.type == "cpu" else min(16, share_of_cores())
 
 
 def without_bad_images(split, accelerator: Accelerator, num_workers: int | None = None):
-    """Read all images, and skip those that cannot be decoded. Collective.
-
-    Args:
-        num_workers: number of threads. None or 0: one per core.
+    """Read all images, in `num_workers` threads, and skip those that cannot be decoded. Collective.
 
     Returns:
         The split without the bad images, and {row: why it cannot be decoded}.
@@ -190,7 +169,7 @@ def without_bad_images(split, accelerator: Accelerator, num_workers: int | None 
             return str(error)
 
     rows = range(accelerator.process_index, len(dataset), accelerator.num_processes)
-    with ThreadPoolExecutor(num_workers or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(num_workers or share_of_cores()) as pool:
         reasons = list(pool.map(why_bad, rows))
     bad = dict(gather_object([(row, reason) for row, reason in zip(rows, reasons, strict=True) if reason]))
     if not bad:

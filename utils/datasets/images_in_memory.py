@@ -89,12 +89,11 @@ def find_columns(rows, dataset: str) -> Split:
 
 def decode_split(split: Split) -> LabelledImages:
     cells = split.rows.data.column(split.image_column).combine_chunks()
-    files = cells.field("bytes").to_pylist()
-    pixels = decode_pgm(files)
+    pixels = decode_pgm(cells.field("bytes").to_pylist())
     if pixels is None:
         from .image_decoding import decode_images
 
-        pixels = decode_images(files, cells.field("path").to_pylist(), split.dataset)
+        pixels = decode_images(cells.to_pylist(), split.dataset)
     return LabelledImages(torch.from_numpy(pixels), split.labels, split.classes)
 
 
