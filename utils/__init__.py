@@ -17,8 +17,7 @@ The core, in the order in which a script uses it:
     progress           log lines, the progress bar, and timings
     processes          survives a closed output; follows a launcher that is killed, or restarts its processes
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
-    errors             one-line messages instead of tracebacks, for errors that a user can do something about
-    console            prints lines and error messages
+    console            prints lines, and messages instead of tracebacks for errors that a user can do something about
     atomic_files       files that exist whole or not at all
 
 parallel/: for a config file, or for a script that needs it.
@@ -35,9 +34,8 @@ extras/: for a flag, or to display and watch a run.
 
     banner             the topology, versions and commit of a run, for the screen and run.json
     best               the best test results so far, for --save_best and --patience
-    peak_memory        peak memory, for summary.json
     curves             curves.png at the end of a run
-    out_of_memory      advice when memory runs out, and the largest batch that fits
+    memory             peak memory, the largest batch that fits, and advice when memory runs out
     watchdog           reports which rank the others wait for, or which one is lost
     trackers           --log_with: log to tensorboard and other trackers, too
     profiling          --profile: a table and a trace of a few steps

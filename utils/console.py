@@ -1,4 +1,4 @@
-"""Print lines, and end the process with an error message."""
+"""Print lines and error messages; end the process with one."""
 
 import contextlib
 import json
@@ -6,12 +6,13 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 CLEAR_LINE = "\r\033[K"
 LIBRARY = sysconfig.get_path("stdlib")
-LAUNCH = str(Path(__file__).with_name("launch.py"))
+LAUNCH = str(Path(__file__).with_name("launch.py"))  # every backward pass goes through it
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
@@ -63,6 +64,8 @@ def show_error(sentence: str, alone: bool = True) -> None:
 def stop(sentence: str, alone: bool = False) -> None:
     """Print an error message, once per machine, and exit.
 
+    For whatever a user can mend: bad flags, data, files, or processes that do not fit. Docstrings do not repeat it.
+
     Args:
         sentence: what is wrong, the value, what to do.
         alone: this process may be the only one that stops, so it prints on any rank.
@@ -72,16 +75,47 @@ def stop(sentence: str, alone: bool = False) -> None:
 
 
 def own_line(frames: Iterable[tuple]) -> str:
-    """FILE:LINE of the innermost frame outside libraries and launch.py, which every backward pass goes through.
-
-    Args:
-        frames: pairs (frame, line), innermost first, as from traceback.walk_stack.
-    """
+    """FILE:LINE of the innermost of `frames`, as from traceback.walk_stack, outside libraries and launch.py."""
     for frame, line in frames:
         file = frame.f_code.co_filename
         if "-packages" not in file and not file.startswith((LIBRARY, LAUNCH, "<")):
             return f"{os.path.relpath(file)}:{line}"
     return "an unknown line"
+
+
+def explain_errors(*explanations: tuple[Callable, Callable]) -> None:
+    """Have errors that a user can do something about explained in one line; all others keep their traceback.
+
+    Args:
+        explanations: pairs of functions, matches(error) and sentence(error, line of code). The first match is printed
+            by every process with the error, since theirs may differ, and reported to the launcher.
+    """
+
+    def hook(kind, error, trace) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            if is_local_main():
+                show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
+            return
+        for matches, sentence in (*explanations, (is_used_outside, used_outside)):
+            if matches(error):
+                return show_error(sentence(error, own_line(reversed([*traceback.walk_tb(trace)]))))
+        hook.other_hook(kind, error, trace)
+
+    # A second run in the same process replaces the explanations of the first.
+    hook.other_hook = getattr(sys.excepthook, "other_hook", sys.excepthook)
+    sys.excepthook = hook
+
+
+def is_used_outside(error: BaseException) -> bool:
+    """Whether a weight that FSDP has sharded was used while it was not gathered."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def used_outside(error: BaseException, line: str) -> str:
+    return (
+        f"a weight is used outside of the forward of its module, at {line}: FSDP gathers it only while that module is "
+        "called, so call the module, or raise fsdp_min_num_params of the config file above the module's parameters"
+    )
 
 
 def plural(count: int, word: str) -> str:

@@ -26,9 +26,8 @@ from accelerate.utils import (
     set_seed,
 )
 
-from .console import stop
-from .errors import explain_errors, is_used_outside, used_outside
-from .extras import out_of_memory
+from .console import explain_errors, stop
+from .extras import memory
 from .extras.banner import code_digest
 from .extras.watchdog import Watchdog, end_process_group, is_lost_peer
 from .flags import with_defaults
@@ -45,22 +44,15 @@ from .topology import (
 
 
 class TrainingAccelerator(Accelerator):
-    """Accelerate's Accelerator with the attributes of a run.
+    """Accelerate's Accelerator with the attributes of a run."""
 
-    Attributes:
-        virtual_processes: the value of --virtual_processes; 0: off.
-        split_batch: each process gets a part of the batch; False if the processes share the model.
-        whole_gradients: the value of --whole_gradients.
-        around_backward: functions that return a context manager, entered around every backward pass, the last one
-            outermost. A hook is undone by removing its entry, in any order.
-    """
-
-    virtual_processes = 0
-    split_batch = True
-    whole_gradients = False
+    virtual_processes = 0  # the value of --virtual_processes; 0: off
+    split_batch = True  # each process gets a part of the batch; False if the processes share the model
+    whole_gradients = False  # the value of --whole_gradients
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        # Functions that return a context manager, entered around every backward pass, the last one outermost.
         self.around_backward = []
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
             plugin = FullyShardedDataParallelPlugin()  # Accelerate would use DDP
@@ -109,11 +101,7 @@ class TrainingAccelerator(Accelerator):
         return norm
 
     def prepare(self, *args, device_placement=None):
-        """As in Accelerate, which under FSDP takes only one model, and leaves whole or refuses some kinds.
-
-        Raises:
-            SystemExit: if an optimizer trains what FSDP has not sharded.
-        """
+        """As in Accelerate, which under FSDP takes only one model, and leaves whole or refuses some kinds."""
         if not self.is_fsdp2:
             return super().prepare(*args, device_placement=device_placement)
         from .parallel.fsdp import check_sharded, shard
@@ -151,9 +139,6 @@ def make_accelerator(
         log_with: trackers besides --log_with: names, GeneralTracker objects, or a list of them.
         find_unused_parameters: as in DistributedDataParallel, for models in which some parameters get no gradient.
         kwargs_handlers: as in Accelerator. A handler replaces the default one of its class.
-
-    Raises:
-        SystemExit: if the processes do not match the config file and the flags, or differ from each other.
     """
     if "triton" not in sys.modules:  # it would report frozen objects as leaked at exit
         gc.freeze()  # excludes imported objects from garbage collection: each start is 1 s faster
@@ -224,31 +209,26 @@ def create_accelerator(settings: argparse.Namespace, accumulation: int, handlers
             kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
         )
     except (ValueError, RuntimeError) as error:  # unsupported precision, FSDP on a CPU, ...
-        if is_lost_peer(error) or out_of_memory.is_out_of_memory(error):
+        if is_lost_peer(error) or memory.is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())
         stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
 
 
 def attach_to_process(args: argparse.Namespace) -> Watchdog | None:
-    """Set up output, the launcher's death signal and error messages, before the process group exists.
-
-    Returns:
-        The watchdog, to be started once the process group exists; None without a launcher.
-    """
+    """Set up output, the launcher's death signal, error messages and, if there is a launcher, the watchdog."""
     outlive_readers()
     follow_launcher()
     # Accelerate's optimizer searches the disk for an optional package twice per step: 8 % of a step of mnist_mlp.py
     # with batches of 64.
     if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
-    explanations = explain_errors()
-    explanations.append((out_of_memory.is_out_of_memory, out_of_memory.advice))
-    explanations.append((is_used_outside, used_outside))
+    out_of_memory = (memory.is_out_of_memory, memory.advice)
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+        explain_errors(out_of_memory)
         return None
     watchdog = Watchdog(args)
-    explanations.append((is_lost_peer, watchdog.sentence))
+    explain_errors(out_of_memory, (is_lost_peer, watchdog.sentence))
     bind_gloo_to_the_route()
     return watchdog
 

@@ -23,7 +23,7 @@ from .console import plural, show, stop
 from .extras.banner import announce, warn_of_other_numbers
 from .extras.best import Best, is_number, to_python
 from .extras.curves import plot_curves
-from .extras.peak_memory import peak_memory_gib
+from .extras.memory import peak_memory_gib
 from .extras.watchdog import Watchdog, end_process_group
 from .flags import with_defaults
 from .loader import Batch, GlobalLoader, describe_data, name_loaders

@@ -5,6 +5,8 @@ float64 of small_resnets.py.
 """
 
 import json
+import re
+import sys
 
 import pytest
 import run_many
@@ -17,7 +19,7 @@ from conftest import ROOT
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from utils.errors import is_used_outside, used_outside
+from utils.console import explain_errors
 from utils.launch import TrainingAccelerator
 from utils.parallel.fsdp import units, update_average
 
@@ -250,12 +252,15 @@ def test_blocks_and_embeddings_are_gathered_on_their_own():
     assert units(model, 20) == []
 
 
-def test_a_weight_that_is_used_outside_of_its_module_is_explained(one_process_shards):
+def test_a_weight_that_is_used_outside_of_its_module_is_explained(one_process_shards, monkeypatch, capsys):
     model = one_process_shards.prepare(Plain())
     with pytest.raises(RuntimeError) as raised:
         model(torch.tensor([[0, 1, 2]]))
-    assert is_used_outside(raised.value)
-    assert "tests/distributed/test_fsdp.py:" in used_outside(raised.value, raised.tb)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    explain_errors()
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    error = capsys.readouterr().err
+    assert re.match(r"error: a weight is used outside .* at tests/distributed/test_fsdp.py:\d+: FSDP gathers", error)
 
 
 class Normed(nn.Module):

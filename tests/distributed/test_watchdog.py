@@ -14,7 +14,7 @@ from conftest import ROOT
 from torch import distributed
 
 from utils import topology
-from utils.errors import explain_errors
+from utils.console import explain_errors
 from utils.extras import watchdog
 from utils.extras.watchdog import Watchdog, is_lost_peer, sentence_about
 
@@ -110,7 +110,7 @@ def said(monkeypatch, capsys):
 
     def say(error, **changes):
         vars(watchdog).update(changes)
-        explain_errors().append((is_lost_peer, watchdog.sentence))
+        explain_errors((is_lost_peer, watchdog.sentence))
         sys.excepthook(type(error), error, None)
         return re.sub(r"(?<=rank 1 on )\S+", "alpha", capsys.readouterr().err, count=1)
 

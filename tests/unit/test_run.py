@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from utils import launch
-from utils.extras import curves, peak_memory
+from utils.extras import curves, memory
 from utils.extras.best import Best, metric_direction
 from utils.loader import GlobalLoader
 from utils.parallel import same_weights
@@ -664,7 +664,7 @@ def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_pa
     (test,) = lines(tmp_path / "run", "test")
     found = summary(tmp_path / "run")
     assert (found["step"], found["test_loss"], found["best_loss"]) == (4, test["loss"], test["loss"])
-    peak = peak_memory.own_peak_memory_gib(torch.device("cpu"))  # by now
+    peak = memory.own_peak_memory_gib(torch.device("cpu"))  # by now
     assert peak - 0.2 < found["peak_memory_gib"] <= peak + 0.001
     assert f"done: test loss {test['loss']:.4f}, test bias " in capsys.readouterr().out
 

@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
 
 import psutil
 import torch.distributed.nn.functional  # noqa: F401  before a process group exists: its defaults would keep the group
@@ -171,14 +170,15 @@ class Watchdog(threading.Thread):
             return ""
         return f"; to continue: {resume_command(getattr(self.args, 'output_dir', None))}"
 
-    def sentence(self, error: BaseException, trace: TracebackType | None) -> str:
-        """The message for a failed collective: this rank, its line of code, and the ranks that it lost."""
+    def sentence(self, error: BaseException, line: str) -> str:
+        """The message for a failed collective."""
         self.ended.set()  # the main thread ends the process
         # Without gloo's "[source file:line] " before it and its advice after it.
         reason = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].partition(". This is typically")[0]
-        return self.message(reason, own_line(reversed([*traceback.walk_tb(trace)])))
+        return self.message(reason, line)
 
     def message(self, reason: str, line: str | None = None) -> str:
+        """This rank, its line of code, and the ranks that it lost."""
         lost = " or ".join(f"rank {rank} on {self.ranks[rank]['host']}" for rank in self.lost_ranks(reason))
         line = line or own_line(traceback.walk_stack(sys._current_frames().get(self.watched)))
         behind = f"; {self.found}" if self.found and self.progress[0] == self.step else ""

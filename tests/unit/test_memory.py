@@ -12,15 +12,15 @@ from accelerate import Accelerator
 from conftest import ROOT
 from fakes import fake_accelerator
 
-from utils.errors import explain_errors
-from utils.extras import out_of_memory as memory
-from utils.extras import peak_memory
-from utils.extras.out_of_memory import (
+from utils.console import explain_errors
+from utils.extras import memory
+from utils.extras.memory import (
     is_out_of_memory,
     largest_that_fits,
     limit_of_kept_tensors,
+    own_peak_memory_gib,
+    peak_memory_gib,
 )
-from utils.extras.peak_memory import own_peak_memory_gib, peak_memory_gib
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_peak_of_one_process_is_its_own():
 
 
 def test_the_peak_of_several_processes_is_the_largest(monkeypatch):
-    monkeypatch.setattr(peak_memory, "gather_object", lambda mine: [*mine, 1000.0, 0.5])
+    monkeypatch.setattr(memory, "gather_object", lambda mine: [*mine, 1000.0, 0.5])
     assert peak_memory_gib(Accelerator(cpu=True)) == 1000
 
 
@@ -159,7 +159,7 @@ def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, as
     monkeypatch.setattr(memory.socket, "gethostname", lambda: "alpha")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    explain_errors().append((memory.is_out_of_memory, memory.advice))
+    explain_errors((memory.is_out_of_memory, memory.advice))
     sys.excepthook(type(error), error, None)
     said = capsys.readouterr().err
     assert said.startswith(f"error: rank 3 on alpha ran out of memory at an unknown line{asked}: use a smaller model")
@@ -182,7 +182,7 @@ def test_more_weights_than_memory_are_a_sentence(tmp_path):
 def test_another_error_keeps_its_traceback(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *words: seen.append(words))
-    explain_errors().append((memory.is_out_of_memory, memory.advice))
+    explain_errors((memory.is_out_of_memory, memory.advice))
     for error in (RuntimeError("shapes differ"), ValueError()):
         sys.excepthook(type(error), error, None)
     assert [kind for kind, *_ in seen] == [RuntimeError, ValueError]
