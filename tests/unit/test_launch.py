@@ -251,12 +251,15 @@ def test_an_own_tracker_logs_beside_those_of_the_flag(handed_over):
 
 
 def test_a_tracker_that_is_not_there_stops_the_run(monkeypatch, capsys):
-    """Accelerate leaves it out and says so at log level debug only."""
+    """Accelerate leaves one out that is not installed, and says so at log level debug only."""
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [])
-    monkeypatch.setattr(launch, "TrainingAccelerator", None)  # it stops before any work
     for flag, sentence in (
         ("wandb", "error: --log_with wandb needs a package that is not installed: pip install wandb"),
-        ("wandbb", "error: Accelerate has no tracker wandbb: use --log_with with one of aim, "),
+        (
+            "wandbb",
+            "error: Accelerate cannot start with this config file, these flags and this environment: "
+            "Unsupported logging capability: wandbb. Choose between ['all', ",
+        ),
     ):
         with pytest.raises(SystemExit):
             make_accelerator(run_flags(log_with=flag))

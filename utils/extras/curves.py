@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from ..atomic_files import write_atomically
 from ..console import show
 from .best import is_number
@@ -19,6 +21,7 @@ NOT_PLOTTED = ("split", "step", "epoch", "samples_per_s", "data_wait_pct", "samp
 MAX_PANELS = 6
 MAX_COLUMNS = 3
 MARKERS_BELOW = 30  # curves with fewer points show each one
+MAX_NAMED_CLASSES = 30
 
 
 def save_picture(picture: Path, draw: Callable) -> None:
@@ -45,21 +48,18 @@ def plot_curves(metrics_file: Path, picture: Path, title: str = "") -> None:
 def read_curves(metrics_file: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Read metrics.jsonl as {metric: {split: [(step, value), ...]}}, with finite values only.
 
-    A train line is a mean over the steps since the previous one. The last line of an epoch may cover only a few steps,
-    whose noisy mean would look like a cliff, so it is skipped if it covers less than a quarter of the previous line's.
+    The last line of an epoch is left out if it is the mean of less than a quarter of the previous line's steps: so
+    noisy a mean would look like a cliff.
     """
-    curves = {}
-    last_step, last_steps, last_epoch = 0, 0, None
+    curves, last, last_steps = {}, {"step": 0, "epoch": 0}, 0
     for line in map(json.loads, metrics_file.read_text().splitlines()):
-        if line.get("split") not in COLOURS:
-            continue
         if line["split"] == "train":
-            steps = line["step"] - last_step
-            is_short = line["epoch"] == last_epoch and 4 * steps < last_steps
-            last_step, last_steps, last_epoch = line["step"], steps, line["epoch"]
+            steps, is_same_epoch = line["step"] - last["step"], line["epoch"] == last["epoch"]
+            is_short = is_same_epoch and 4 * steps < last_steps
+            last, last_steps = line, steps
             if is_short:
                 continue
-        for name, value in line.items():
+        for name, value in line.items() if line["split"] in COLOURS else ():
             if name not in NOT_PLOTTED and not name.endswith("lr") and is_number(value) and math.isfinite(value):
                 curves.setdefault(name, {}).setdefault(line["split"], []).append((line["step"], value))
     return curves
@@ -86,16 +86,15 @@ def draw_curves(curves: dict[str, dict[str, list[tuple[int, float]]]], title: st
 
 def draw_panel(axes, name: str, splits: dict[str, list[tuple[int, float]]]) -> None:
     """Draw one metric into a panel, with one curve per split."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     kind = name.rpartition("_")[2]  # "ema_loss" is a "loss"
     last = "{:.2%}" if kind == "accuracy" else "{:.4g}"
-    for split, colour in COLOURS.items():
-        if split in splits:
-            steps, values = zip(*splits[split], strict=True)
-            marker = "o" if len(steps) < MARKERS_BELOW else None
-            label = f"{split}, last {last.format(values[-1])}"
-            axes.plot(steps, values, label=label, color=colour, marker=marker, markersize=4)
+    for split, points in splits.items():
+        steps, values = zip(*points, strict=True)
+        marker = "o" if len(steps) < MARKERS_BELOW else None
+        label = f"{split}, last {last.format(values[-1])}"
+        axes.plot(steps, values, label=label, color=COLOURS[split], marker=marker, markersize=4)
     axes.legend()
     axes.set(xlabel="step (optimizer steps)", ylabel=name)
     axes.grid(alpha=0.3)
@@ -104,47 +103,29 @@ def draw_panel(axes, name: str, splits: dict[str, list[tuple[int, float]]]) -> N
     # Over less than a factor of five, a logarithmic axis would have at most one label.
     if kind == "loss" and min(values) > 0 and max(values) >= 5 * min(values):
         axes.set_yscale("log")
-        # Over many decades LogLocator labels every n-th power of ten, but with more `subs` nothing.
-        subs = (1, 2, 5) if max(values) < 1000 * min(values) else (1,)
-        axes.yaxis.set_major_locator(LogLocator(subs=subs))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_locator(NullLocator())
     if kind == "accuracy":
         axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path) -> None:
-    """Plot a confusion matrix of counts [true][predicted], coloured by the fraction of each true class.
-
-    The counts are printed for up to 30 classes.
-    """
-    save_picture(picture, lambda: draw_confusion(confusion, classes, picture.parent.name))
+    """Plot a confusion matrix of counts [true][predicted], coloured by the fraction of each true class."""
+    save_picture(picture, lambda: draw_confusion(np.array(confusion), classes, picture.parent.name))
 
 
-def draw_confusion(confusion: list[list[int]], classes: list[str], run: str):
+def draw_confusion(counts: np.ndarray, classes: list[str], title: str):
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
-    fractions = [[count / max(sum(counts), 1) for count in counts] for counts in confusion]
-    side = min(12, 3 + 0.4 * len(classes))
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    fractions = counts / counts.sum(1, keepdims=True).clip(1)
+    figure = Figure(figsize=(10, 9), layout="constrained")
     axes = figure.subplots()
-    norm = PowerNorm(0.4, 0, 1)  # makes error rates of a few percent visible
-    image = axes.imshow(fractions, cmap="Blues", norm=norm)
-    figure.colorbar(image, label="fraction of the true class", shrink=0.8)
-    correct = sum(counts[label] for label, counts in enumerate(confusion))
-    total = sum(sum(counts) for counts in confusion)
-    title = f"{run}\n{correct} of {total} correct, {correct / max(total, 1):.2%}"
+    image = axes.imshow(fractions, cmap="Blues", norm=PowerNorm(0.4, 0, 1))  # shows error rates of a few percent
+    figure.colorbar(image, label="fraction of the true class")
     axes.set(xlabel="predicted", ylabel="true", title=title)
-    if len(classes) > 30:
-        return figure
-    names = [str(name)[:20] for name in classes]
-    rotation = 90 if max(len(name) for name in names) > 2 else 0
-    axes.set_xticks(range(len(names)), names, rotation=rotation)
-    axes.set_yticks(range(len(names)), names)
-    for row, counts in enumerate(confusion):
-        for column, count in enumerate(counts):
-            if count:
-                colour = "white" if norm(fractions[row][column]) > 0.5 else "black"
-                axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=8)
+    if len(classes) <= MAX_NAMED_CLASSES:
+        axes.set_xticks(range(len(classes)), classes, rotation=90)
+        axes.set_yticks(range(len(classes)), classes)
+        for (row, column), count in np.ndenumerate(counts):
+            colour = "white" if fractions[row, column] > 0.2 else "black"
+            axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=8)
     return figure

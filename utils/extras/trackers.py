@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate.tracking import GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
 
 from ..console import show, stop
@@ -12,31 +12,20 @@ from ..console import show, stop
 def check_trackers(*wanted) -> list:
     """Combine the arguments, each a tracker, a list of trackers or None, into one list.
 
-    Stops at unknown and uninstalled trackers, which Accelerate would silently leave out.
+    Stops at uninstalled trackers, which Accelerate would silently leave out.
     """
     trackers = []
     for value in wanted:
         if value is not None:
             trackers += value if isinstance(value, (list, tuple)) else [value]
-    for tracker in trackers:
-        name = str(tracker)  # also for Accelerate's LoggerType
-        if isinstance(tracker, GeneralTracker) or name == "all":  # all installed ones
-            continue
-        if name not in LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            stop(f"Accelerate has no tracker {name}: use --log_with with one of {known}")
-        is_built_in = name in LoggerType.list()
-        if is_built_in and name not in map(str, get_available_trackers()):
-            stop(f"--log_with {name} needs a package that is not installed: pip install {name}")
+    missing = set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}
+    for name in missing.intersection(map(str, trackers)):
+        stop(f"--log_with {name} needs a package that is not installed: pip install {name}")
     return trackers
 
 
 class Trackers:
-    """The trackers of a run. If one fails, a warning is printed and it gets no more values.
-
-    Args:
-        config: the arguments of the run, for trackers that show them.
-    """
+    """The trackers of a run. If one fails, a warning is printed and it gets no more values."""
 
     def __init__(self, accelerator: Accelerator, config: dict):
         self.accelerator = accelerator
