@@ -18,16 +18,15 @@ class Progress:
         shows: whether this process prints.
 
     Attributes:
-        steps, samples: done in this launch; Run adds the samples.
-        train_s, wait_s: seconds in the training loop, and how many of them were spent waiting for batches.
+        samples: done in this launch.
+        wait_s: seconds spent waiting for batches.
     """
 
     def __init__(self, step: int, total_steps: int, shows: bool):
         self.first_step, self.total_steps, self.shows = step, total_steps, shows
         self.started_at = time.perf_counter()
-        self.steps = self.samples = 0
-        self.train_s = self.wait_s = 0.0
-        self.in_body_since: float | None = None
+        self.samples, self.wait_s = 0, 0.0
+        self.earlier_s, self.loop_began_at = 0.0, None  # seconds in loops that have ended
         self.last_line = (0.0, 0.0, 0)  # train_s, wait_s and samples at the last log line
         self.bar = None
         if shows and sys.stderr.isatty():
@@ -35,30 +34,30 @@ class Progress:
 
             self.bar = tqdm(total=total_steps, initial=step, unit="step", leave=False, dynamic_ncols=True)
 
-    def timed(self, batches: Iterable, batches_per_step: int) -> Iterator:
-        """Yield the batches, timing the loop and updating the bar."""
-        requested_at = time.perf_counter()
-        for number, batch in enumerate(batches, 1):
-            self.in_body_since = received_at = time.perf_counter()
-            self.wait_s += received_at - requested_at
-            self.train_s += received_at - requested_at
-            try:
+    @property
+    def train_s(self) -> float:
+        """Seconds in the training loop."""
+        return self.earlier_s + (time.perf_counter() - self.loop_began_at if self.loop_began_at is not None else 0)
+
+    def timed(self, batches: Iterable) -> Iterator:
+        """Yield the batches, timing the loop."""
+        self.loop_began_at = requested_at = time.perf_counter()
+        try:
+            for batch in batches:
+                self.wait_s += time.perf_counter() - requested_at
                 yield batch
-            finally:  # also after a break
                 requested_at = time.perf_counter()
-                self.train_s += requested_at - received_at
-                self.in_body_since = None
-                if number % batches_per_step == 0:
-                    self.steps += 1
-                    if self.bar is not None:
-                        self.bar.update()
+        finally:  # also after a break
+            self.earlier_s, self.loop_began_at = self.train_s, None
+
+    def step_done(self, samples: int) -> None:
+        self.samples += samples
+        if self.bar is not None:
+            self.bar.update()
 
     def since_last_line(self) -> dict[str, float]:
         """Speed, and the percentage of time spent waiting for data, since the last call."""
-        train_s = self.train_s
-        if self.in_body_since is not None:
-            train_s += time.perf_counter() - self.in_body_since
-        now = (train_s, self.wait_s, self.samples)
+        now = (self.train_s, self.wait_s, self.samples)
         train_s, wait_s, samples = (new - old for new, old in zip(now, self.last_line, strict=True))
         self.last_line = now
         return {
@@ -74,8 +73,8 @@ class Progress:
         columns = [f"{split:<5} epoch {epoch:g}", f"step {step}/{self.total_steps}".ljust(width)]
         hidden = {"samples"} | ({"data_wait_pct"} if metrics.get("data_wait_pct", 10) < 10 else set())
         columns += [metric_text(name, value) for name, value in metrics.items() if name not in hidden]
-        if self.bar is None and split == "train" and self.steps:
-            left_s = (self.total_steps - step) * self.train_s / self.steps
+        if self.bar is None and split == "train" and step > self.first_step:
+            left_s = (self.total_steps - step) * self.train_s / (step - self.first_step)
             columns.append(f"eta {datetime.timedelta(seconds=round(left_s))}")
         show("  ".join(columns))
 

@@ -74,14 +74,7 @@ class MicroBatches(list):
 class Run:
     """One training run in one folder; a process may have several, one after the other. Collective.
 
-        run = Run(accelerator, args)
-        run.start(train_loader, test_loader, total_steps, checkpoint={"model": model, "optimizer": optimizer})
-        for epoch in run.epochs():
-            for batch in run.batches(train_loader, epoch):
-                ...
-                run.log_train(batch, loss=losses)
-            run.log_test(evaluate(...))
-        run.finish()
+    scripts/mnist_mlp.py shows how to use it.
 
     Args:
         args: the parsed flags; missing run flags get their defaults. The flags in `args.resume_invariants` must have
@@ -126,9 +119,6 @@ class Run:
             data: further facts about the data, for run.json and the banner; a "fingerprint" replaces the loaders'.
             resume_invariants: further values that must be the same when resuming, by name.
             model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
-
-        Raises:
-            SystemExit: on every rank, if processes have different data or the checkpoint does not fit.
         """
         if not isinstance(total_steps, int) or total_steps < 1:
             raise ValueError(f"total_steps must be a positive int, got {total_steps!r}")
@@ -142,7 +132,7 @@ class Run:
         accelerator.loaders = tuple(accelerator.loaders)  # a later one would not be compared when resuming
         data = same_on_all(describe_data(loaders, data or {}))
         invariants = invariants_of(args, loaders, data) | {"total_steps": total_steps}
-        invariants |= self.best.resume_invariants() | (resume_invariants or {})
+        invariants |= {"save_best": args.save_best} | (resume_invariants or {})
         folder = self.folder.path / "checkpoints"
         self.checkpoints = Checkpoints(accelerator, folder, checkpoint, invariants, args.keep_checkpoints, model_parts)
         self.step, self.extra, saved_metrics = self.checkpoints.load()
@@ -230,7 +220,7 @@ class Run:
             return
         if self.profiler is not None:
             items = self.profiler.waits(items)
-        for number, item in enumerate(self.progress.timed(items, items_per_step), 1):
+        for number, item in enumerate(self.progress.timed(items), 1):
             if number % items_per_step == 1 or items_per_step == 1:
                 rates = {name: float(o.param_groups[0]["lr"]) for name, o in self.checkpoints.optimizers.items()}
                 names = ["lr"] if len(rates) == 1 else [f"{name}_lr" for name in rates]
@@ -258,8 +248,8 @@ class Run:
     def _step_done(self, epoch: int) -> None:
         """Count a step; then log, save and stop if due. Collective."""
         samples_before = self.step % self.steps_per_epoch * self.batch_size
-        self.progress.samples += min(self.batch_size, self.samples_per_epoch - samples_before)
         self.step += 1
+        self.progress.step_done(min(self.batch_size, self.samples_per_epoch - samples_before))
         if self.profiler is not None:
             self.profiler.step()
         args = self.args
@@ -298,24 +288,22 @@ class Run:
         """
         self.metrics.add(batch, weights=weights, step=self.step, **values)
 
-    def log(self, split: str, epoch: int, *, step: int | None = None, **metrics: float) -> None:
+    def log(self, split: str, epoch: int, **metrics: float) -> None:
         """Write a line of your own to metrics.jsonl, the screen and the trackers.
 
         Args:
             split: the first word of the line.
             epoch: counted from 0.
-            step: steps done; None: `self.step`, which does not include the current step.
         """
         if self.completed:
             return
-        step = self.step if step is None else step
         metrics = {name: to_python(value) for name, value in metrics.items()}
         metrics = {name: value for name, value in metrics.items() if is_number(value)}
         if self.trackers is not None:
-            self.trackers.log({f"{split}/{name}": value for name, value in metrics.items()}, step)
+            self.trackers.log({f"{split}/{name}": value for name, value in metrics.items()}, self.step)
         if self.accelerator.is_main_process:
-            self.folder.write_metrics({"split": split, "step": step, "epoch": epoch + 1, **metrics})
-            self.progress.show_line(split, step, epoch + 1, metrics)
+            self.folder.write_metrics({"split": split, "step": self.step, "epoch": epoch + 1, **metrics})
+            self.progress.show_line(split, self.step, epoch + 1, metrics)
 
     def test_batches(self, loader: GlobalLoader) -> Iterator[Batch]:
         """Yield the batches of a test set; after a signal, stop the run. Collective."""

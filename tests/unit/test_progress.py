@@ -30,7 +30,7 @@ def clock(monkeypatch):
 
 def test_the_time_left_is_that_of_the_steps_to_go(clock, capsys):
     shown = Progress(5, total_steps=10, shows=True)
-    for _ in shown.timed(range(4), 2):
+    for _ in shown.timed(range(4)):
         clock.now += 1
     shown.show_line("train", 7, 1, {"loss": 1.0})
     assert capsys.readouterr().out.endswith("loss 1.0000  eta 0:00:06\n")
@@ -41,8 +41,8 @@ def test_the_time_left_is_that_of_the_steps_to_go(clock, capsys):
 def test_a_bar_on_a_terminal_counts_steps_and_is_gone_at_the_end(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stderr", Terminal())
     shown = Progress(3, total_steps=10, shows=True)
-    for _ in shown.timed(range(8), 2):
-        pass
+    for _ in shown.timed(range(4)):
+        shown.step_done(samples=2)
     assert shown.bar.n == 7
     shown.say_done(10, {}, tmp_path)
     assert shown.bar.disable  # otherwise tqdm's thread may draw it again
@@ -57,9 +57,9 @@ def test_waiting_for_data_and_speed_are_measured_since_the_last_line(clock):
             clock.now += 1 if number < 2 else 3
             yield number
 
-    for number in shown.timed(batches(), 1):
+    for number in shown.timed(batches()):
         clock.now += 1
-        shown.samples += 10
+        shown.step_done(samples=10)
         if number % 2:
             lines = shown.since_last_line()
             expected = {1: (5.0, 50.0), 3: (2.5, 75.0)}[number]

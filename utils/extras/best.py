@@ -19,9 +19,6 @@ class Best:
     Attributes:
         values: [best value, its step] by name.
         tests_since_best: tests since the best value of the monitored metric.
-
-    Raises:
-        SystemExit: if neither `save_best` nor the metric's name says whether lower or higher is better.
     """
 
     def __init__(self, save_best: str | None = None, patience: int = 0):
@@ -31,35 +28,22 @@ class Best:
             stop(f"--save_best {save_best} does not say which value is best: write min:{save_best} or max:{save_best}")
         self.load_state({})
 
-    def resume_invariants(self) -> dict:
-        """The metric by which the saved best model is the best; no prefix means min: for a loss or error, else max:."""
-        usual = metric_direction(self.monitor)[1] or "max"
-        prefix = "" if self.direction == usual else f"{self.direction}:"
-        return {"save_best": self.save_best and prefix + self.monitor}
-
     def add(self, numbers: dict[str, float], step: int) -> bool:
         """Add a test result; returns whether it is the best so far by the monitored metric."""
         if (self.save_best or self.patience) and self.monitor not in numbers:
             known = ", ".join(name for name in numbers if name != "samples") or "none"
             flag = f"--save_best {self.monitor}" if self.save_best else "--patience"
-            stop(
-                f"{flag} needs the metric {self.monitor}, but the test has {known}: name one of these with --save_best"
-            )
+            stop(f"{flag} needs the metric {self.monitor}, but the test has {known}: name one with --save_best")
         better = {name: [value, step] for name, value in numbers.items() if self._is_better(name, value)}
         self.values |= better
         self.tests_since_best = 0 if self.monitor in better else self.tests_since_best + 1
         return self.monitor in better
 
     def _is_better(self, name: str, value: float) -> bool:
-        """Whether a value is the best so far: any number is better than NaN."""
-        direction = self._direction(name)
-        if not direction or math.isnan(value):
-            return False
-        best, _ = self.values.get(name, (math.nan, 0))
-        return math.isnan(best) or (value < best if direction == "min" else value > best)
-
-    def _direction(self, name: str) -> str:
-        return self.direction if name == self.monitor else metric_direction(name)[1]
+        """Whether a value is the best so far; NaN never is."""
+        direction = self.direction if name == self.monitor else metric_direction(name)[1]
+        best, _ = self.values.get(name, (math.inf if direction == "min" else -math.inf, 0))
+        return bool(direction) and (value < best if direction == "min" else value > best)
 
     def is_stuck(self, shows: bool) -> bool:
         """Whether --patience has run out; shows: whether this process prints it."""
@@ -79,7 +63,7 @@ class Best:
 
     def summary(self) -> dict:
         """For summary.json: the best values and, with --save_best, the step of the saved model."""
-        best = {f"best_{name}": value for name, (value, _) in self.values.items() if self._direction(name)}
+        best = {f"best_{name}": value for name, (value, _) in self.values.items()}
         if self.save_best and self.monitor in self.values:
             best["best_step"] = self.values[self.monitor][1]
         return best
