@@ -2,6 +2,7 @@
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 
 def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -10,10 +11,6 @@ def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch
     Raises:
         ValueError: if a tensor requires grad: no gradient would go through.
 
-    For example, with the package evaluate:
-
-        metric.compute(predictions=gather_samples(accelerator, predictions), references=...)
-
     Accelerate's `gather_for_metrics` needs a loader that Accelerate prepared, and drops the last samples of the last
     batch on whichever rank they are.
     """
@@ -21,10 +18,4 @@ def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch
         raise ValueError(
             "gather_samples passes on no gradient, but a tensor requires grad: detach it, or use torch.no_grad()"
         )
-    values = torch.cat(parts)
-    counts = accelerator.gather(torch.tensor([len(values)], device=values.device)).tolist()
-    # Not with `pad_across_processes`, which turns bools into integers, but only on the ranks that it pads.
-    padded = values.new_zeros((max(counts), *values.shape[1:]))
-    padded[: len(values)] = values
-    padded = accelerator.gather(padded)
-    return torch.cat([part[:count] for part, count in zip(padded.chunk(len(counts)), counts, strict=True)])
+    return torch.cat([part.to(accelerator.device) for part in gather_object([torch.cat(parts).cpu()])])
