@@ -105,9 +105,6 @@ class GlobalLoader:
         accumulation: micro-batches per step on each process; None: the accelerator's in training, 1 in testing.
             Ignored with virtual processes.
         drop_last, repeats: see GlobalSampler.
-
-    Raises:
-        SystemExit: if the dataset cannot be used, or after run.start, which takes the facts of all loaders.
     """
 
     def __init__(

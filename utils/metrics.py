@@ -11,8 +11,7 @@ from .randomness import widest_float
 from .sampler import virtual_processes
 
 # What a line of metrics.jsonl has beside the metrics.
-LINE = {"split", "step", "epoch"}
-RESERVED = LINE | {"samples", "lr", "samples_per_s", "data_wait_pct"}
+RESERVED = {"split", "step", "epoch", "samples", "lr", "samples_per_s", "data_wait_pct"}
 COLUMNS = ("value", "weight", "index", "step")
 
 
@@ -84,11 +83,7 @@ class Metrics:
         """The means by name, losses first, and "samples", over all processes; then start again. Collective.
 
         Sums and weights are added up and divided at the end: an average of per-process averages is wrong as soon as
-        one process has fewer samples. A mean over no weight at all is nan.
-
-        Raises:
-            SystemExit: on every rank, if a loss is not finite, with its step and samples, or if some ranks added
-                nothing.
+        one process has fewer samples. A mean over no weight at all is nan. A loss that is not finite stops the run.
         """
         sums = self._sums()
         samples, _ = sums.pop("samples")

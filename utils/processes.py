@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 import psutil
 from accelerate.utils import gather_object
@@ -25,26 +26,22 @@ class LastingOutput:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except OSError as error:
-            self._drop(error)
-            return len(text)
+        return self._try(self.stream.write, text) or len(text)
 
     def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except OSError as error:
-            self._drop(error)
+        self._try(self.stream.flush)
 
-    def _drop(self, error: OSError) -> None:
-        # /dev/null also swallows what is still buffered, and what libraries write to the file descriptor.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.stream.fileno())
-        os.close(null)
-        if self is sys.stdout:
-            reason = error.strerror or error
-            show(f"warning: the run goes on without output: {reason}", "yellow", sys.stderr)
+    def _try(self, call: Callable, *args) -> int | None:
+        try:
+            return call(*args)
+        except OSError as error:
+            # /dev/null also swallows what is still buffered, and what libraries write to the file descriptor.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.stream.fileno())
+            os.close(null)
+            if self is sys.stdout:
+                reason = error.strerror or error
+                show(f"warning: the run goes on without output: {reason}", "yellow", sys.stderr)
 
 
 def outlive_readers() -> None:

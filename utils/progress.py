@@ -16,16 +16,12 @@ class Progress:
     Args:
         step: optimizer steps done before this launch.
         shows: whether this process prints.
-
-    Attributes:
-        samples: done in this launch.
-        wait_s: seconds spent waiting for batches.
     """
 
     def __init__(self, step: int, total_steps: int, shows: bool):
         self.first_step, self.total_steps, self.shows = step, total_steps, shows
         self.started_at = time.perf_counter()
-        self.samples, self.wait_s = 0, 0.0
+        self.samples, self.wait_s = 0, 0.0  # done in this launch; spent waiting for batches
         self.earlier_s, self.loop_began_at = 0.0, None  # seconds in loops that have ended
         self.last_line = (0.0, 0.0, 0)  # train_s, wait_s and samples at the last log line
         self.bar = None

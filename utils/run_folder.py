@@ -23,9 +23,6 @@ class RunFolder:
 
     Attributes:
         has_checkpoint: whether the run continues from a checkpoint, which replaces all initial weights.
-
-    Raises:
-        SystemExit: on every rank, if the folder already holds a run, is in use, or cannot be written to.
     """
 
     def __init__(self, accelerator: Accelerator, path: Path | str, resume: bool | None):

@@ -79,35 +79,27 @@ def check_topology(accelerator: Accelerator) -> None:
         )
     options, config = requested_topology()
     if config is not None:
-        check_config(accelerator, options, config)
+        name, kind, runs = os.path.relpath(options.config_file), config.distributed_type, accelerator.distributed_type
+        requested = options.num_processes or config.num_processes
+        if isinstance(requested, int) and requested != accelerator.num_processes:  # torchrun also accepts "gpu"
+            stop(
+                f"{name} asks for {requested} processes with distributed_type {kind.value}, but the run has "
+                f"{plural(accelerator.num_processes, 'process')}: use one of the files in accelerate_configs"
+            )
+        if accelerator.device.type == "cpu" and not wants_cpu():
+            stop(f"{name} asks for a GPU, but none is visible: use cpu.yaml, cpu_ddp.yaml or cpu_fsdp.yaml")
+        if kind == DistributedType.FSDP and runs != DistributedType.FSDP and accelerator.num_processes > 1:
+            stop(f"{name} asks for FSDP, but {runs.value} is running: use make_accelerator of utils/launch.py")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         stop("FSDP1 is not supported: set fsdp_version to 2 in the config file, as in accelerate_configs/fsdp.yaml")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # would silently use float32
         stop("precision fp16 needs a GPU: set mixed_precision in the config file to bf16 or no")
 
 
-def check_config(accelerator: Accelerator, options, config) -> None:
-    """Stop if the number of processes, the device or FSDP is not as in the config file."""
-    name, kind, runs = os.path.relpath(options.config_file), config.distributed_type, accelerator.distributed_type
-    requested = options.num_processes or config.num_processes
-    if isinstance(requested, int) and requested != accelerator.num_processes:  # torchrun also accepts "gpu"
-        stop(
-            f"{name} asks for {requested} processes with distributed_type {kind.value}, but the run has "
-            f"{plural(accelerator.num_processes, 'process')}: use one of the files in accelerate_configs"
-        )
-    if accelerator.device.type == "cpu" and not wants_cpu():
-        stop(f"{name} asks for a GPU, but none is visible: use cpu.yaml, cpu_ddp.yaml or cpu_fsdp.yaml")
-    if kind == DistributedType.FSDP and runs != DistributedType.FSDP and accelerator.num_processes > 1:
-        stop(f"{name} asks for FSDP, but {runs.value} is running: use make_accelerator of utils/launch.py")
-
-
 def same_on_all(facts: dict) -> dict:
-    """Return `facts` if they are equal on all processes, except for PER_MACHINE_FLAGS. Collective.
+    """Return `facts`; stop if they differ between processes, except for PER_MACHINE_FLAGS. Collective.
 
     With different arguments or data, machines would train one model with two recipes, or wait for each other forever.
-
-    Raises:
-        SystemExit: on all processes, naming the first rank that differs, its host, and the values.
     """
     compared = {name: value for name, value in facts.items() if name not in PER_MACHINE_FLAGS}
     facts_of_ranks = gather_object([(socket.gethostname(), compared)])
@@ -144,6 +136,14 @@ def bind_gloo_to_the_route() -> None:
         if address in [entry.address for entry in addresses]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
+
+def data_parallel_gpus(accelerator: Accelerator) -> int:
+    """Number of GPUs that this process uses through nn.DataParallel (dp.yaml); 1 with any other config."""
+    is_alone = accelerator.device.type == "cuda" and accelerator.distributed_type == DistributedType.NO
+    splits_batch = getattr(accelerator, "split_batch", True)  # a plain Accelerator lacks it
+    return torch.cuda.device_count() if is_alone and splits_batch else 1
+
+
 def share_of_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """This process's share of the physical cores, or of what CPU affinity or a container's quota allows; at least 1."""
     cores = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
@@ -153,14 +153,6 @@ def share_of_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         quota, period = map(int, quota_file.read_text().split())
         cores.append(quota // period)
     return max(1, min(cores) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-
-def data_parallel_gpus(accelerator: Accelerator) -> int:
-    """Number of GPUs that this process uses through nn.DataParallel (dp.yaml); 1 with any other config."""
-    is_alone = accelerator.device.type == "cuda" and accelerator.distributed_type == DistributedType.NO
-    splits_batch = getattr(accelerator, "split_batch", True)  # a plain Accelerator lacks it
-    return torch.cuda.device_count() if is_alone and splits_batch else 1
 
 
 def resume_command(output_dir: str | None) -> str:

@@ -69,13 +69,7 @@ def announce(
     batch_size: int,
     model_parts=None,
 ) -> dict:
-    """Print the banner; returns `describe_topology`, with the notes of `model_parts`. Collective.
-
-    Args:
-        data: names and values for the line "data".
-        batch_size: samples per optimizer step, over all processes.
-        model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
-    """
+    """Print the banner; returns `describe_topology`, with the notes of `model_parts`. Collective."""
     topology = describe_topology(accelerator)
     processes, accumulation = topology["num_processes"], topology["gradient_accumulation_steps"]
     virtual, gpus = topology["virtual_processes"], topology["data_parallel_gpus"]
@@ -107,12 +101,7 @@ def announce(
 
 
 def warn_of_other_numbers(accelerator: Accelerator, folder: Path, topology: dict) -> None:
-    """Warn if a resumed run will differ from one without the interruption, by more than promised.
-
-    Args:
-        folder: the run's folder, whose run.json lists its earlier launches.
-        topology: this launch's, from describe_topology.
-    """
+    """Warn if a resumed run will differ, by more than promised, from its last launch, which run.json describes."""
     launches = read_entry(folder / "run.json", "launches", list) if accelerator.is_main_process else None
     if not launches:  # no readable run.json
         return

@@ -1,6 +1,7 @@
 """Profile a few steps (--profile): how long each part of a step takes, and a trace."""
 
 import atexit
+import collections
 import contextlib
 import functools
 import os
@@ -25,11 +26,6 @@ class Profiler:
     whatever part of the code next waits for it.
 
     Writes profile/trace_rank<r>.json.gz for each process, to open with https://ui.perfetto.dev, and profile/table.txt.
-
-    Args:
-        folder: the run's folder.
-        steps: number of steps to record.
-        models, optimizers: as `prepare` returned them.
     """
 
     def __init__(self, accelerator: Accelerator, folder: Path, steps: int, models: list, optimizers: list):
@@ -127,13 +123,8 @@ class Profiler:
 
 
 def mean_ms(events: list, names: list[str], steps: int) -> dict[str, float]:
-    """Mean milliseconds per step of each part, of communication, and of communication that overlaps computation.
-
-    Args:
-        events: from torch.profiler.profile.
-        names: "step" and the names of its parts.
-    """
-    spans = {name: [] for name in [*names, "communication", "kernel", "gradient"]}
+    """Mean milliseconds per step of each part, of communication, and of communication that overlaps computation."""
+    spans = collections.defaultdict(list)
     for event in events:
         name, on_device = event.name, event.device_type != torch.autograd.DeviceType.CPU
         if on_device and event.is_user_annotation:  # a copy of the CPU's
@@ -144,7 +135,7 @@ def mean_ms(events: list, names: list[str], steps: int) -> dict[str, float]:
             name = "kernel"
         elif name.startswith("autograd::engine::evaluate_function"):
             name = "gradient"
-        spans.setdefault(name, []).append((event.time_range.start, event.time_range.end))
+        spans[name].append((event.time_range.start, event.time_range.end))
     total = {name: covered(spans[name]) for name in names}
     step = total.pop("step")
     total |= {"other": step - sum(total.values()), "step": step}

@@ -21,14 +21,11 @@ AVERAGE_BUFFERS = "for BatchNorm, use BatchNorms from utils/parallel/batch_norm.
 
 
 def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
-    """Compare the parameters and buffers of models from `prepare`, except sharded ones. Collective.
+    """Stop if parameters or buffers of models from `prepare`, except sharded ones, differ. Collective.
 
     What is compared is the sum of their bits as integers, because a floating-point sum depends on the order of
     additions, which differs between devices. Without virtual processes, buffers that DDP broadcasts may differ: the
     next forward pass begins with those of rank 0, which are saved. Others would stay different until a resume.
-
-    Raises:
-        SystemExit: on every rank, naming the first parameter or buffer that differs.
     """
     tensors = {}
     for owner, model in models.items():
@@ -66,10 +63,8 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 def same_result(numbers: dict[str, float]) -> dict[str, float]:
     """Return rank 0's numbers of a test on every rank: all save the same best model, and stop together. Collective.
 
-    The comparison finds results of a process's own samples; the same result on machines of two kinds has rounding.
-
-    Raises:
-        SystemExit: on every rank, naming the first number that differs by more than rounding.
+    Stops at results that differ by more than rounding, which machines of two kinds have: they are of a process's own
+    samples.
     """
     results = gather_object([numbers])
     first = results[0]
