@@ -604,7 +604,7 @@ def test_noise_that_one_of_three_processes_shares_is_not_the_same_on_all(digests
 def test_calls_that_agree_are_not_a_mistake():
     (reference,), ranks = made_up(), made_up(3)
     for rank in ranks:
-        rank["plateaus"].append((0.7 + 1e-6 * rank["rank"], "train.py:9"))
+        rank["plateaus"] += [(value, "train.py:9") for value in (0.7 + 1e-6 * rank["rank"], float("nan"))]
         rank["saves"].append(save_state())
         rank["facts"]["draws_items"] = True
         rank["passes"] = [{"in_training": True, "random": rank["rank"]}, {"in_training": False, "random": "a"}]

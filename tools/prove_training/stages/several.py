@@ -64,7 +64,7 @@ def _draws(both: Comparison) -> Iterator[Finding]:
 def _plateaus(both: Comparison) -> Iterator[Finding]:
     for calls in zip(*(rank["plateaus"] for rank in both.ranks), strict=False):
         for rank, (value, line) in enumerate(calls):
-            if not close(value, calls[0][0], 1e-4):
+            if not close(value, calls[0][0], 1e-4) and value == value:  # it may be NaN
                 what = f"ReduceLROnPlateau gets {calls[0][0]:.5g} on rank 0 and {value:.5g} on rank {rank}"
                 yield Finding("plateau", "learning rate", what, None, line)
                 return
