@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import pandas
 import torch
 import torchvision
 from accelerate.utils import DistributedType
@@ -41,6 +40,7 @@ from utils.parallel.pipeline import (
     OneProcess,
     OverProcesses,
     balance_stages,
+    format_table,
     measure_blocks,
     stage_table,
     sum_over_copies,
@@ -81,6 +81,7 @@ def parse_args():
     pipe.add_argument("--num_microbatches", type=positive_int, default=4, help="micro-batches per pass of the pipeline")
     pipe.add_argument("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="pipeline schedule")
     pipe.add_argument("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of stages 2, 3, ...")
+    pipe.add_argument("--balance", choices=("time", "memory"), default="time", help="what --split auto balances")
     pipe.add_argument("--cpu_threads", type=non_negative_int, default=0, help="threads per process; 0: share of cores")
     pipe.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="pipeline passes per step")
     length = parser.add_argument_group("length")
@@ -239,7 +240,7 @@ def split_model(args, layout, train_data, accelerator, is_resumed):
     with accelerator.autocast():
         costs = measure_blocks({block: Stage(resnet, [block]) for block in BLOCKS}, images)
     if args.split == ["auto"]:
-        blocks = balance_stages(costs, layout.num_virtual_stages)
+        blocks = balance_stages(costs, layout.num_virtual_stages, args.balance, args.schedule, args.num_microbatches)
     else:
         boundaries = [0, *(BLOCKS.index(name) for name in args.split), len(BLOCKS)]
         blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(boundaries)]
@@ -350,7 +351,7 @@ def main():
     run.start(
         train_loader, test_loader, total_steps, checkpoint=checkpoint, resume_invariants=invariants, model_parts=parts
     )
-    accelerator.print(pandas.DataFrame(table).to_string(index=False), flush=True)
+    accelerator.print(format_table(table), flush=True)
 
     loss_fn = make_loss_fn(run.log_train)
     for epoch in run.epochs():

@@ -36,6 +36,7 @@ from utils.parallel.pipeline import (
     BlockCost,
     ModelParts,
     balance_stages,
+    balanced_boundaries,
     measure_blocks,
     sum_over_copies,
 )
@@ -284,11 +285,21 @@ def four_processes(shared_launcher, tiny_mnist):
 
 
 @pytest.mark.slow
-def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path):
-    """Weights, learning rates and the test are those of the unsplit model, with values that are not the defaults."""
+def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
+    """Weights, learning rates and the test are those of the unsplit model, with values that are not the defaults; the
+    stages are balanced by what the flag says."""
+    balanced_by = []
+    balance_stages = model_split.balance_stages
+
+    def record(costs, num_stages, by, *more):
+        balanced_by.append((num_stages, by))
+        return balance_stages(costs, num_stages, by, *more)
+
+    monkeypatch.setattr(model_split, "balance_stages", record)
     flags = ["--seed", 3, "--lr", 1e-3, "--weight_decay", 0.5, "--max_steps", 3]
-    flags += ["--dtype", "float64", "--num_stages", 2, "--max_test_samples", 7]
+    flags += ["--dtype", "float64", "--num_stages", 2, "--balance", "memory", "--max_test_samples", 7]
     assert train(tmp_path / "run", *FLAGS, *flags) is None
+    assert balanced_by == [(2, "memory")]
 
     data, test = load_images(str(tiny_mnist))
     torch.manual_seed(3)
@@ -502,21 +513,32 @@ def test_stages_have_the_names_and_the_numbers_of_torchvision(monkeypatch):
 def test_even_cut_is_the_best_of_all_cuts():
     generator = torch.Generator().manual_seed(0)
     for num_blocks, num_stages in ((1, 1), (5, 5), (7, 3), (9, 4)):
-        times = torch.rand(num_blocks, generator=generator).tolist()
-        costs = {f"{number}": BlockCost(time, 0, None) for number, time in enumerate(times)}
+        values = torch.rand(num_blocks, generator=generator).tolist()
 
-        def slowest(boundaries, times=times):
-            return max(sum(times[first:last]) for first, last in itertools.pairwise(boundaries))
+        def cost(stage, first, last, values=values):
+            return sum(values[first:last]) * (1 + 0.3 * stage)
 
-        stages = balance_stages(costs, num_stages)
-        assert [name for names in stages for name in names] == list(costs)
-        assert (len(stages), all(stages)) == (num_stages, True)
+        def most_expensive(boundaries, cost=cost):
+            stages = enumerate(itertools.pairwise(boundaries))
+            return max(cost(stage, first, last) for stage, (first, last) in stages)
+
+        found = balanced_boundaries(num_blocks, num_stages, cost)
+        assert [found[0], found[-1], len(found)] == [0, num_blocks, num_stages + 1]
         possible = itertools.combinations(range(1, num_blocks), num_stages - 1)
-        best = min(slowest([0, *inner, num_blocks]) for inner in possible)
-        assert slowest([0, *itertools.accumulate(map(len, stages))]) == best
+        best = min(most_expensive([0, *inner, num_blocks]) for inner in possible)
+        assert most_expensive(found) == best
 
 
-def test_measuring_leaves_the_blocks_alone():
+def test_memory_is_balanced_for_the_micro_batches_in_flight():
+    """In 1F1B, the first of two stages keeps activations of two micro-batches, the last of one."""
+    costs = {name: BlockCost(1.0, 100, 0, 0, None) for name in "abcd"}
+    costs["d"] = costs["d"]._replace(time_s=3.0, parameter_bytes=25)
+    assert balance_stages(costs, 2, "time", "1f1b", 4) == [["a", "b", "c"], ["d"]]
+    assert balance_stages(costs, 2, "memory", "1f1b", 4) == [["a"], ["b", "c", "d"]]
+    assert balance_stages(costs, 2, "memory", "gpipe", 4) == [["a", "b"], ["c", "d"]]
+
+
+def test_measuring_sees_what_autograd_keeps_and_leaves_the_blocks_alone():
     Accelerator(cpu=True)
     resnet = make_resnet(10)
     before = copy.deepcopy(resnet.state_dict())
@@ -528,6 +550,20 @@ def test_measuring_leaves_the_blocks_alone():
     assert sum(cost.parameters for cost in costs.values()) == num_parameters
     assert all(cost.time_s > 0 for cost in costs.values())
     assert costs["layer2.3"].output.shape == (4, 32, 4, 4)
+
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in resnet.parameters()}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = Stage(resnet, BLOCKS)(images)
+    kept_bytes = logits.nbytes  # they are kept for the loss
+    for address, tensor in kept.items():
+        if address not in weights:
+            kept_bytes += tensor.untyped_storage().nbytes()
+    assert sum(cost.activation_bytes for cost in costs.values()) == kept_bytes
 
 
 def print_differences(*numbers_of_stages: int):

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pandas
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, recursively_apply, send_to_device
@@ -22,7 +23,9 @@ class BlockCost(NamedTuple):
     """The cost of one block for one micro-batch."""
 
     time_s: float  # forward and backward pass
+    activation_bytes: int  # saved for the backward pass, without the input of the block
     parameters: int
+    parameter_bytes: int
     output: torch.Tensor  # on the meta device, for its shape and dtype
 
 
@@ -88,6 +91,7 @@ def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 
     for name, original in blocks.items():
         block = copy.deepcopy(original).to(x.device).train()
         x = x.detach().requires_grad_(x.is_floating_point())
+        activation_bytes = measure_activations(block, x)
         times = []
         for _ in range(rounds + 1):
             synchronize()
@@ -96,51 +100,111 @@ def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 
             torch.autograd.backward(y, torch.ones_like(y))
             synchronize()
             times.append(time.perf_counter() - start)
+        parameters = list(block.parameters())
         costs[name] = BlockCost(
             time_s=statistics.mean(gather_object([min(times[1:])])),
-            parameters=sum(parameter.numel() for parameter in block.parameters()),
+            activation_bytes=activation_bytes,
+            parameters=sum(p.numel() for p in parameters),
+            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
             output=torch.empty_like(y, device="meta"),
         )
         x = y
     return costs
 
 
-def balance_stages(costs: dict[str, BlockCost], num_stages: int) -> list[list[str]]:
-    """The names of the blocks of each stage, so that the slowest stage is as fast as possible; no stage is empty.
+def measure_activations(block: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that a block saves for its backward pass, including its output but not its input."""
+    # By address, because several operations may save the same tensor.
+    kept = {}
 
-    By dynamic programming: best[last] is the best split of the blocks before `last` into the stages so far, as the time
-    of its slowest stage and its boundaries.
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = block(x)
+    keep(y)  # the next block needs it, or it is sent to the next stage
+    for tensor in (x, *block.parameters()):
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def balanced_boundaries(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
+    """Split `num_blocks` blocks so that the most expensive stage is as cheap as possible; no stage is empty.
+
+    By dynamic programming: best[last] is the best split of the blocks before `last` into the stages so far, as the cost
+    of its most expensive stage and its boundaries.
+
+    Args:
+        cost: cost(stage, first, last) is the cost of blocks first to last - 1 as stage number `stage`.
+
+    Returns:
+        num_stages + 1 boundaries: stage i has blocks boundaries[i] to boundaries[i + 1] - 1.
     """
-    names, times = list(costs), [cost.time_s for cost in costs.values()]
     best = {0: (0.0, [0])}
-    for stages in range(1, num_stages + 1):
+    for stage in range(num_stages):
+        stages_after = num_stages - stage - 1
         longer = {}
-        for last in range(stages, len(names) + 1):
+        for last in range(stage + 1, num_blocks - stages_after + 1):
             longer[last] = min(
-                (max(slowest, sum(times[first:last])), [*boundaries, last])
-                for first, (slowest, boundaries) in best.items()
+                (max(most_expensive, cost(stage, first, last)), [*boundaries, last])
+                for first, (most_expensive, boundaries) in best.items()
                 if first < last
             )
         best = longer
-    _, boundaries = best[len(names)]
+    _, boundaries = best[num_blocks]
+    return boundaries
+
+
+def balance_stages(
+    costs: dict[str, BlockCost], num_stages: int, balance: str, schedule: str, num_microbatches: int
+) -> list[list[str]]:
+    """The names of the blocks of each stage.
+
+    Args:
+        balance: "time", or "memory" (of weights, gradients, optimizer state and activations).
+    """
+    names = list(costs)
+    costs = list(costs.values())
+
+    def time_s(_, first, last):
+        return sum(cost.time_s for cost in costs[first:last])
+
+    def memory_bytes(stage, first, last):
+        # The number of micro-batches between their forward and backward pass in this stage.
+        in_flight = {"naive": 1, "gpipe": num_microbatches, "1f1b": num_stages - stage}
+        in_flight = min(in_flight.get(schedule, num_stages), num_microbatches)
+        # A weight has a gradient and two moments of AdamW.
+        return sum(4 * cost.parameter_bytes + in_flight * cost.activation_bytes for cost in costs[first:last])
+
+    cost = time_s if balance == "time" else memory_bytes
+    boundaries = balanced_boundaries(len(names), num_stages, cost)
     return [names[first:last] for first, last in itertools.pairwise(boundaries)]
 
 
 def stage_table(stages: list[list[str]], costs: dict[str, BlockCost]) -> list[dict]:
-    """One row per stage, for the screen and run.json; the time is of one micro-batch."""
+    """One row per stage, for the screen and run.json. Times and activations are for one micro-batch."""
     total_s = sum(cost.time_s for cost in costs.values())
     rows = []
     for index, names in enumerate(stages):
-        time_s = sum(costs[name].time_s for name in names)
+        stage_costs = [costs[name] for name in names]
+        time_s = sum(cost.time_s for cost in stage_costs)
+        activation_bytes = sum(cost.activation_bytes for cost in stage_costs)
         row = {
             "stage": index,
             "blocks": names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
-            "parameters": sum(costs[name].parameters for name in names),
+            "parameters": sum(cost.parameters for cost in stage_costs),
             "time_ms": round(1000 * time_s, 2),
             "time_share": round(time_s / total_s, 4),
+            "activations_mib": round(activation_bytes / 2**20, 2),
         }
         rows.append(row)
     return rows
+
+
+def format_table(rows: list[dict]) -> str:
+    cells = pandas.DataFrame(rows).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,}")
+    return cells.to_string(index=False)
 
 
 @dataclasses.dataclass
@@ -212,11 +276,18 @@ class OverProcesses:
         micro_batches = zip(inputs, targets, strict=True)
         for size, same_size in itertools.groupby(micro_batches, lambda pair: len(pair[0])):
             same_size = list(same_size)
-            at_once = 1 if self.schedule == "naive" else len(same_size)
-            if self.schedule == "interleaved" and at_once > self.group.size():  # it then needs a multiple of the size
-                at_once -= at_once % self.group.size()
+            at_once = self._micro_batches_at_once(len(same_size))
             for start in range(0, len(same_size), at_once):
                 self._fill_and_drain(size, same_size[start : start + at_once])
+
+    def _micro_batches_at_once(self, count: int) -> int:
+        if self.schedule == "naive":
+            return 1
+        processes = self.group.size()
+        if self.schedule == "interleaved" and count > processes:
+            # It needs a multiple of the number of processes, or fewer micro-batches than processes.
+            return count - count % processes
+        return count
 
     def _fill_and_drain(self, size: int, micro_batches: list[tuple]) -> None:
         training = torch.is_grad_enabled()
