@@ -58,7 +58,14 @@ def prove_it(tmp_path, monkeypatch, capsys):
         folder.mkdir()
         (folder / path.name).write_text(text)
         monkeypatch.chdir(folder)
-        args = {"resume_flags": None, "timeout_s": 60, "json": False, "keep": None, "picture": None} | options
+        args = {
+            "resume_flags": None,
+            "timeout_s": 60,
+            "module": None,
+            "json": False,
+            "keep": None,
+            "picture": None,
+        } | options
         code = proof.prove(argparse.Namespace(script=Path(path.name), flags=list(flags), processes=processes, **args))
         out = capsys.readouterr().out
         assert [entry.name for entry in folder.iterdir()] == [path.name]
@@ -134,6 +141,24 @@ def test_a_mistake_that_somebody_has_made_is_named(prove_it, name):
         assert any(mistake.words in line for line in said.text.splitlines() if line.startswith("note: ")), said.text
 
 
+@pytest.mark.slow
+def test_a_sampler_by_the_number_of_the_process_on_its_machine_is_found(prove_it):
+    by_local_rank = 'DistributedSampler(dataset, rank=int(os.environ["LOCAL_RANK"]))'
+    said = prove_it(FOREIGN / "ddp_series.py", [("DistributedSampler(dataset)", by_local_rank)], processes=(2, 3))
+    assert said.code == 1
+    assert "  2 processes   the same samples" in said.text
+    assert said.verdict.endswith("LOCAL_RANK is 0 on each (samples, ddp_series.py:79)")
+    assert "#local-rank)" in said.advice[0]
+
+
+@pytest.mark.slow
+def test_what_is_for_one_machine_alone_is_a_note(prove_it):
+    edit = ('(backend="gloo")', '(backend="gloo", rank=int(os.environ["LOCAL_RANK"]))')
+    said = prove_it(FOREIGN / "ddp_series.py", [edit], processes=(2, 3))
+    assert said.code == 0, said.text
+    assert "note: process group: a process says that it is rank 0, and is " in said.text
+
+
 @pytest.fixture
 def prove_planted(prove_it, monkeypatch):
     """Prove planted.py after some edits."""
@@ -180,7 +205,10 @@ UNUSUAL = {
     "generated_data": (3, "nothing wrong found; not compared: samples and gradients; the same averaged gradients"),
     "diffusion": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
     "contrastive": (0, "proven: the same samples, gradients"),
-    "forks": (3, "cannot tell: it starts its processes itself (forks.py:25)"),
+    "forks": (3, "cannot tell: it asks for 2 processes, and prove for 1 (forks.py:25)"),
+    "spawns": (0, "proven: the same samples, gradients"),
+    "starts_ranks": (0, "proven: the same samples, gradients"),
+    "notebook": (0, "proven: the same samples, gradients"),
     "missing_file": (2, "fails: on one process, missing_file.py:5: FileNotFoundError"),
     "hangs": (3, "cannot tell: on one process it did not end in 3 s, and stands at hangs.py:10"),
     "prints": (0, "proven: the same samples, gradients"),
@@ -197,9 +225,13 @@ UNUSUAL = {
 @pytest.mark.parametrize("program", UNUSUAL)
 def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(prove_it, program):
     code, words = UNUSUAL[program]
-    said = prove_it(FOREIGN / "unusual" / f"{program}.py", timeout_s=3 if program == "hangs" else 60)
+    flags = ["--gpus={processes}"] if program == "starts_ranks" else []
+    said = prove_it(FOREIGN / "unusual" / f"{program}.py", timeout_s=3 if program == "hangs" else 60, flags=flags)
     assert (said.code, said.verdict[: len(words)]) == (code, words), said.text
-    assert "Traceback" not in said.text
+    if program == "missing_file":
+        assert '|     weights = torch.load("pretrained.pt")' in said.text
+    else:
+        assert "Traceback" not in said.text
 
 
 def test_a_script_that_cannot_be_read_fails(prove_it):
@@ -232,15 +264,21 @@ def test_the_command_prints_json_and_ends_with_the_code(launcher, tmp_path):
 
 @pytest.mark.slow
 def test_it_starts_beside_modules_with_the_names_of_others(tmp_path):
-    """Also where the script has a relative idea of `utils`."""
+    """Also where the script has a relative idea of `utils`, and as a module of a package."""
     for name in ("queue", "mistakes", "text", "prove"):
         (tmp_path / f"{name}.py").write_text("raise ImportError\n")
     (tmp_path / "utils.py").write_text("def lr():\n    return 1e-2\n")
     text = (FOREIGN / "ddp_series.py").read_text()
     text = text.replace("import torch\n", "import torch\nimport utils\n", 1).replace("lr=1e-2", "lr=utils.lr()")
     (tmp_path / "train.py").write_text(text)
-    for words in ([str(ROOT / "tools" / "prove_training")], ["-m", "prove_training"]):
-        command = [sys.executable, *words, "--processes", "2", "train.py"]
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "rates.py").write_text("def lr():\n    return 1e-2\n")
+    text = text.replace("import utils\n", "from . import rates as utils\n")
+    (tmp_path / "package" / "train.py").write_text(text)
+    by_path, by_name = [str(ROOT / "tools" / "prove_training"), "train.py"], ["-m", "prove_training"]
+    for words in (by_path, [*by_name, "-m", "package.train"]):
+        *words, script = words
+        command = [sys.executable, *words[:2], "--processes", "2", *words[2:], script]
         variables = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ Any script that trains with Accelerate or with torch.distributed, unchanged. The
 
     command         the command line
     proof           what is run, and in which order; the report
+    imports         what the script imports, once for all processes
     runs            a run of the script: its processes, where they can harm nothing
     sandbox         what keeps the user's files as they are
     recording       what one process records, and its recorders, each with one job:
@@ -14,7 +15,8 @@ Any script that trains with Accelerate or with torch.distributed, unchanged. The
       data            batches: who reads which samples
       models          models, optimizers and steps
       evaluations     what is said after a test
-      processes       process groups and collective calls
+      processes       collective calls
+      starting        process groups, and scripts that start their processes themselves
       files           what is saved and loaded
       global_loader   scripts that train through GlobalLoader and Run
     stages          what the records show, in the order in which things happen

@@ -1,8 +1,12 @@
 """The command line of prove_training."""
 
 import argparse
+import os
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+APART = "PROVE_IMPORTS_APART"
 ENDINGS = (".png", ".svg", ".pdf")  # of a picture
 WHAT = "Prove that a script trains the same model on any number of processes, or name the first thing that differs."
 CODES = "Exit codes: 0 proven, 1 something is wrong, 2 the script fails, 3 not all could be compared."
@@ -16,6 +20,18 @@ def process_counts(text: str) -> tuple[int, ...]:
     return counts
 
 
+def module_file(name: str) -> Path | None:
+    """The file of a module, which is not imported."""
+    folders = [os.getcwd(), *sys.path]
+    for part in name.split("."):
+        if (spec := PathFinder.find_spec(part, folders)) is None:
+            return None
+        folders = list(spec.submodule_search_locations or [])
+    if folders:
+        spec = PathFinder.find_spec("__main__", folders)
+    return spec and Path(spec.origin)
+
+
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="prove_training", description=WHAT, epilog=CODES, allow_abbrev=False)
     add = parser.add_argument
@@ -25,11 +41,14 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add("--json", action="store_true", help="print the report as JSON")
     add("--picture", type=Path, metavar="FILE", help="draw who read which sample (.png, .svg, .pdf)")
     add("--keep", type=Path, metavar="FOLDER", help="keep what the runs write, and their records")
-    add("script", type=Path)
-    add("flags", nargs=argparse.REMAINDER, help="flags of the script")
+    add("-m", dest="is_module", action="store_true", help="the script is a module: -m package.train")
+    add("script")
+    add("flags", nargs=argparse.REMAINDER, help="flags of the script; {processes} stands for their number")
     args = parser.parse_args(words)
-    if not args.script.is_file():
-        parser.error(f"there is no script {args.script}")
+    args.module = args.script if args.is_module else None
+    args.script = module_file(args.script) if args.is_module else Path(args.script)
+    if not args.script or not args.script.is_file():
+        parser.error(f"there is no {f'module {args.module}' if args.is_module else f'script {args.script}'}")
     text = args.script.read_text(errors="replace")
     for flag in args.flags:
         if flag.partition("=")[0] in parser._option_string_actions and flag.partition("=")[0] not in text:
@@ -43,6 +62,13 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    from .proof import prove  # here and not above: torch takes a second, and --help needs none
+    from . import imports, proof, runs  # here and not above: torch takes a second, and --help needs none
 
-    return prove(args)
+    os.environ.update(runs.SETTINGS)
+    folder = Path.cwd() if args.module else args.script.parent
+    if os.environ.pop(APART, ""):
+        imports.load_common()
+    elif not imports.load(args.script, folder):
+        os.environ[APART] = "yes"  # start again, so that each process imports for itself
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    return proof.prove(args)

@@ -12,6 +12,7 @@ ADVICE = {
     "samples": "the parts of the processes must be disjoint, and together all of the data: use DistributedSampler",
     "stream": "an IterableDataset must give each process its own part: every world_size-th item from rank on, or "
     "datasets.distributed.split_dataset_by_node",
+    "local_rank": "take RANK for what divides the data, and LOCAL_RANK only for the device: dist.get_rank()",
     "split": "give random_split a generator with a fixed seed: each process makes a split of its own",
     "items": "the data are made, split or augmented by random numbers that each process draws for itself: seed them",
     "set_epoch": "call sampler.set_epoch(epoch) before each epoch",

@@ -4,7 +4,6 @@ The script runs for two passes over a few samples on one process, the reference,
 on two and three processes. `recording` makes them the same and records, and `stages` compares.
 """
 
-import contextlib
 import json
 import linecache
 import sys
@@ -19,12 +18,12 @@ from .stages import Comparison, Finding, evaluations, note, several, single, tra
 from .stages.unfinished import because
 from .text import CannotTell, and_join, plural, show
 
+LAST_LINES = 12  # of what a process printed
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
-CHANGES = {  # for a script that trains on one process only
-    "": "accelerator = Accelerator(), then model, optimizer, loader = accelerator.prepare(model, optimizer, loader), "
-    "and accelerator.backward(loss) in place of loss.backward()",
-    "Lightning": 'Trainer(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"])), and the same for Fabric',
-}
+CHANGES = (
+    "accelerator = Accelerator(), then model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and "
+    "accelerator.backward(loss) in place of loss.backward()"
+)
 
 
 class Report:
@@ -57,6 +56,11 @@ class Report:
                     self.line("", f"  {finding.line}  {source}")
         return new
 
+    def log(self, outcome: Outcome) -> None:
+        """Print the end of what a process printed that failed."""
+        for text in outcome.log[-LAST_LINES:]:
+            self.line("", f"| {text}")
+
     def source(self, line: str) -> str:
         """The source text of a line such as "train.py:64"."""
         file, _, number = line.rpartition(":")
@@ -87,10 +91,6 @@ def prove(args) -> int:
         args: of the command line: script, flags, processes, resume_flags, timeout_s, json, keep, picture.
     """
     import torch
-    import torch._dynamo  # which every optimizer imports: once for all processes
-
-    with contextlib.suppress(ImportError):  # a script in plain PyTorch does not need it
-        import accelerate.local_sgd  # noqa: F401  and all that `recording` asks of it, also once
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process with threads must not be forked
@@ -99,7 +99,7 @@ def prove(args) -> int:
             top, scratch = Path(args.keep or folder, "runs"), Path(folder, "t")
             for each in (top, scratch):
                 each.mkdir(parents=True, exist_ok=True)
-            runs, report = Runs(args.script, args.flags, top, scratch, args.timeout_s), Report(args)
+            runs, report = Runs(args.script, args.flags, top, scratch, args.timeout_s, args.module), Report(args)
             proof = Proof(args, runs, report)
             try:
                 code = report.end(*proof.verdict())
@@ -143,6 +143,7 @@ class Proof:
         if outcome.error:
             if (found := unfinished("1 process", outcome)).kind != "fails":
                 return self._wrong(self.report.add("1 process", [found]))
+            self.report.log(outcome)
             printed = "".join(f'; it printed last: "{record["printed"]}"' for record in outcome.records)
             return FAILS, f"fails: on one process, {outcome.error}{printed}".removesuffix('; it printed last: ""')
         reference = outcome.records[0]
@@ -217,7 +218,10 @@ class Proof:
     def _compare(self, processes: int, reference: dict, repeat: dict) -> bool:
         """Compare a run on several processes. Returns whether nothing is wrong."""
         name, more = plural(processes, "process"), self._more_flags(processes, reference)
-        outcome = self.runs(processes, self.plan | repeat, more)
+        outcome, of_machines = self._run(processes, reference, repeat, more)
+        for record in outcome.records:
+            if reason := record["facts"].get("cannot_tell"):
+                raise CannotTell(reason)
         label = name
         if more:
             self.report.line(name, f"with {' '.join(more)}:")
@@ -230,14 +234,14 @@ class Proof:
         is_stuck = outcome.waits and len(outcome.records[0]["steps"]) < len(reference["steps"])
         if outcome.error or len(outcome.records) < processes or is_stuck:
             self.report.add(label, [unfinished(name, outcome)])
+            self.report.log(outcome)
             return False
         if several.are_plain(outcome.records):
             what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
-            change = CHANGES.get(reference["facts"]["framework"], CHANGES[""])
-            raise CannotTell(f"{what}. To change first: {change}")
+            raise CannotTell(f"{what}. To change first: {CHANGES}")
         self.pictured.append((reference, outcome.records))
         both = Comparison(reference, outcome.records)
-        found = self.report.add(label, several.findings(both))
+        found = self.report.add(label, [*several.findings(both), *of_machines])
         if not any(finding.stage == "samples" for finding in found):
             found += self.report.add(label, self._evaluations(both))
         if found:
@@ -249,6 +253,26 @@ class Proof:
         self.compared |= both.compared
         self.not_compared |= both.not_compared
         return True
+
+    def _run(self, processes: int, reference: dict, repeat: dict, more: list[str]) -> tuple[Outcome, list[Finding]]:
+        """Run it on several processes, in the last comparison as if each had a machine of its own, with LOCAL_RANK 0.
+
+        Where that alone makes a difference, the outcome is of one machine, and the difference is a finding.
+        """
+        plan = self.plan | repeat
+        if processes == self.args.processes[0] or "starts" in reference["facts"]:
+            return self.runs(processes, plan, more), []
+        apart = self.runs(processes, plan | {"machines": True}, more)
+        problem = first_problem(reference, processes, apart)
+        if problem is None:
+            return apart, []
+        together = self.runs(processes, plan, more)
+        if first_problem(reference, processes, together) is not None:
+            return together, []
+        what = f"{problem.what}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
+        if problem.stage != "samples":  # it may be for one machine alone, or the machines have different disks
+            return together, [note(problem.stage, what, problem.step, problem.line)]
+        return together, [problem._replace(kind="local_rank", what=what)]
 
     def _more_flags(self, processes: int, reference: dict) -> list[str]:
         """Flags that must not change the numbers of a script with Run; used in the last comparison."""
@@ -298,6 +322,15 @@ class Proof:
         whole = self.runs(1, self.plan | {"is_resumed": False})
         if not self.report.add("resumed", resuming.compare(whole.records[0], second.records[0], done)):
             self.report.line("resumed", f"the same after step {done}")
+
+
+def first_problem(reference: dict, processes: int, outcome: Outcome) -> Finding | None:
+    for record in outcome.records:
+        if reason := record["facts"].get("cannot_tell"):
+            return note("process group", reason)
+    if outcome.error or outcome.waits or len(outcome.records) < processes:
+        return unfinished(plural(processes, "process"), outcome)
+    return next((each for each in several.findings(Comparison(reference, outcome.records)) if each.kind), None)
 
 
 def unfinished(name: str, outcome: Outcome) -> Finding:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from . import recording, sandbox
 
+SETTINGS = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_MIXED_PRECISION": "no"}
+SETTINGS |= {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
 GRACE_S = 4  # for the other processes, once one has failed
 
 
@@ -26,6 +28,7 @@ class Outcome(NamedTuple):
     error: str | None  # of the first rank that failed
     changes: Path  # what the script has written
     waits: list[str]  # where each rank stood when time ran out
+    log: list[str]  # what the rank that failed has printed
     calls: list[list[str]]  # collective calls of each rank: number of steps before it, name, line
 
 
@@ -38,10 +41,11 @@ class Runs:
         top: an empty folder.
         scratch: an empty folder for temporary files; its name must be short, for sockets.
         timeout_s: of each run.
+        module: the name of the script, if it is run as a module.
     """
 
-    def __init__(self, script: Path, flags: list[str], top: Path, scratch: Path, timeout_s: float):
-        self.script, self.flags, self.timeout_s = script.resolve(), flags, max(timeout_s, 2)
+    def __init__(self, script: Path, flags: list[str], top: Path, scratch: Path, timeout_s: float, module=None):
+        self.script, self.flags, self.timeout_s, self.module = script.resolve(), flags, max(timeout_s, 2), module
         self.top, self.scratch, self.cwd = top.resolve(), scratch.resolve(), Path.cwd().resolve()
         # The script may be outside the working directory: then its folder is protected as well.
         inside = self.script.is_relative_to(self.cwd)
@@ -74,6 +78,7 @@ class Runs:
                 sandbox.copy_folder(folder, changes / str(number), may_link=self.can_forbid)
         root = self.source if self.is_mounted else changes / "0"
         defaults = {"is_resumed": None, "stop_after_save": False, "own_batch_size": False, "without_gpu": False}
+        defaults["machines"] = False
         plan = defaults | {"shorter": [], "clock": 1, "known": {}, "orders": None, "weights": None} | plan
         plan |= {"processes": processes, "folder": str(root), "output": str(output)}
         pid = sandbox.forked(self._supervise, plan, changes, [*self.flags, *flags])
@@ -97,10 +102,9 @@ class Runs:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
             sandbox.adopt()
             self._enter(changes)
-            variables = self._variables(plan["processes"])
+            plan["address"] = self._address()
             for rank in range(plan["processes"]):
-                own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks[sandbox.forked(self._rank, plan, rank, own, flags)] = rank
+                ranks[sandbox.forked(self._rank, plan, rank, flags)] = rank
             return int(self._wait(ranks, Path(plan["output"])))
         finally:
             sandbox.end_children(list(ranks))
@@ -116,15 +120,19 @@ class Runs:
         os.environ["TMPDIR"] = str(self.scratch)
         os.chdir(changes / str(self.folders.index(self.cwd)))
 
-    def _variables(self, processes: int) -> dict[str, str]:
+    def _address(self) -> dict[str, str]:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-        variables |= {"LOCAL_WORLD_SIZE": str(processes), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-        variables |= {"ACCELERATE_MIXED_PRECISION": "no", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
-        return variables | {"TORCHELASTIC_RUN_ID": "prove", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
+            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
 
-    def _rank(self, plan: dict, rank: int, variables: dict, flags: list[str]) -> None:
+    def _variables(self, plan: dict, rank: int) -> dict[str, str]:
+        """As torchrun sets them."""
+        on_machine = (rank, plan["processes"], 0) if not plan["machines"] else (0, 1, rank)
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK", "WORLD_SIZE")
+        variables = dict(zip(names, map(str, (*on_machine, rank, plan["processes"])), strict=True))
+        variables |= {"TORCHELASTIC_RUN_ID": "prove", "TORCHELASTIC_RESTART_COUNT": "0"}
+        return SETTINGS | variables | plan["address"]
+
+    def _rank(self, plan: dict, rank: int, flags: list[str]) -> None:
         """Run the script in this process, which ends."""
         os.setsid()
         os.close(self.alarm)
@@ -135,9 +143,12 @@ class Runs:
         os.dup2(log, 2)
         logging.root.handlers.clear()
         logging.root.setLevel(logging.WARNING)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  until the end
-        os.environ.update(variables)
-        recording.main(plan, rank, str(Path(plan["folder"], self.script.relative_to(self.source))), flags)
+        sys.stdin = open(0)  # noqa: SIM115  until the end, as the others
+        sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+        os.environ.update(self._variables(plan, rank))
+        flags = [flag.replace("{processes}", str(plan["processes"])).replace("{rank}", str(rank)) for flag in flags]
+        script = Path(plan["folder"], self.script.relative_to(self.source))
+        recording.main(plan, rank, str(script), self.module, flags)
 
     def _wait(self, ranks: dict[int, int], output: Path) -> bool:
         """Wait for all processes. Returns whether time ran out."""
@@ -160,7 +171,7 @@ class Runs:
     def _outcome(self, output: Path, processes: int, changes: Path, is_over: bool) -> Outcome:
         import torch
 
-        records, errors, waits, calls = [], [], [], []
+        records, missing, errors, waits, calls = [], [], [], [], []
         for rank in range(processes):
             path = output / f"calls_{rank}.txt"
             calls.append(path.read_text().splitlines() if path.exists() else [])
@@ -168,16 +179,20 @@ class Runs:
             if path.exists():
                 records.append(torch.load(path, weights_only=False))
                 if records[-1]["error"]:
-                    errors.append(with_message(records[-1]["error"], output / f"log_{rank}.txt"))
+                    errors.append((with_message(records[-1]["error"], output / f"log_{rank}.txt"), rank))
                 if records[-1]["waits"]:
                     place = records[-1]["waits"]
                     waits.append(f"rank {rank} waits {'in' if ' at ' in place else 'at'} {place}")
+            else:
+                missing.append(rank)
         error = None
         if errors:
-            error = min(errors, key=lambda text: "onnection" in text)  # the cause, not its consequences
+            error, failed = min(errors, key=lambda each: "onnection" in each[0])  # the cause, not its consequences
         elif len(records) < processes and not waits:
+            failed = missing[0]
             error = f"it did not end in {self.timeout_s:g} s" if is_over else "a process ended without a record"
-        return Outcome(records, error, changes, [] if error else waits, calls)
+        log = (output / f"log_{failed}.txt").read_text(errors="replace").splitlines() if error else []
+        return Outcome(records, error, changes, [] if error else waits, log, calls)
 
 
 def with_message(error: str, log: Path) -> str:

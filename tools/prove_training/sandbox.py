@@ -252,16 +252,14 @@ class Clock:
     """
 
     def __init__(self, sessions):
-        self.sessions, self.seconds = sessions, 0.0
-        self.time, self.used = time.monotonic(), 0.0
+        self.sessions, self.seconds, self.time, self.used = sessions, 0.0, time.monotonic(), 0.0
 
     def read(self) -> float:
         passed = time.monotonic() - self.time
         if passed > TICK_S:
-            used, before = self._used(), self.used
-            self.time, self.used = self.time + passed, used
-            is_waiting = used - before < passed / 20
-            self.seconds += passed if is_waiting else min(passed, used - before)
+            before, self.time, self.used = self.used, self.time + passed, self._used()
+            worked = self.used - before
+            self.seconds += passed if worked < passed / 20 else min(passed, worked)
         return self.seconds
 
     def _used(self) -> float:

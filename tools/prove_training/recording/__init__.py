@@ -24,8 +24,9 @@ from time import monotonic, process_time, sleep  # not the clocks that a script 
 import numpy as np
 import torch
 
+from .. import imports
 from ..text import CannotTell
-from . import data, evaluations, files, global_loader, models, processes, same_work, where
+from . import data, evaluations, files, global_loader, models, processes, same_work, starting, where
 
 SECONDS_TO_END = 3.0  # what the script may take after its last epoch
 
@@ -57,8 +58,9 @@ class Recording:
 
     def install(self) -> None:
         """Put all wrappers in place, before the script is imported."""
-        for part in (same_work, data, models, evaluations, processes, files, global_loader):
+        for part in (same_work, data, models, evaluations, processes, starting, files, global_loader):
             part.install(self)
+        imports.replace(where.replacements)
 
     def new_step(self) -> None:
         self.step = {"micro_batches": [], "clips": [], "gradients": {}, "collectives": [], "zeroed": []}
@@ -75,6 +77,11 @@ class Recording:
         begin, ends = process_time(), monotonic() + 10 * SECONDS_TO_END
         while process_time() < begin + SECONDS_TO_END and monotonic() < ends:
             sleep(0.1)
+        self.end()
+
+    def stop(self, reason: str) -> None:
+        """There can be no verdict."""
+        self.facts["cannot_tell"] = reason
         self.end()
 
     def end_waiting(self) -> None:
@@ -96,22 +103,23 @@ class Recording:
                 self.torch_save(self.record, path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
             sys.stdout.flush()
-            os._exit(1 if error else 0)
+            os._exit(1 if error or "cannot_tell" in self.facts else 0)
 
 
 def in_thread(function) -> None:
     threading.Thread(target=function, daemon=True).start()
 
 
-def main(plan: dict, rank: int, script: str, flags: list[str]) -> None:
+def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str]) -> None:
     """Run a script, leave a record, and end this process.
 
     Args:
         script: its path where it runs.
+        module: its name, if it is run as a module.
     """
     recording = Recording(plan, rank)
     sys.argv = [script, *flags]
-    sys.path.insert(0, os.path.dirname(script))
+    sys.path.insert(0, os.getcwd() if module else os.path.dirname(script))
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):  # a fork has the states of its parent
         seed(100 + rank)
@@ -119,13 +127,20 @@ def main(plan: dict, rank: int, script: str, flags: list[str]) -> None:
     in_thread(lambda: os.read(plan["time_is_over"], 1) or recording.end_waiting())
     error = None
     try:
-        runpy.run_path(script, run_name="__main__")
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
         recording.facts["is_complete"] = True
     except SystemExit as stopped:
         if stopped.code not in (None, 0):
             error = f"it ends with {stopped.code}"
     except BaseException as raised:  # every error goes into the record
-        traceback.print_exc()
+        shown = traceback.TracebackException.from_exception(raised)
+        shown.stack[:] = [
+            frame for frame in shown.stack if not frame.filename.startswith((where.OWN_FOLDER, "<frozen"))
+        ]
+        print(*shown.format(), sep="", end="", file=sys.stderr)
         frames = traceback.extract_tb(raised.__traceback__)
         place = recording.where.last_of(frames)
         words = str(raised).strip().splitlines() or [""]

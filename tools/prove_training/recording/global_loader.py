@@ -12,17 +12,21 @@ from ..tensors import digest
 from .data import PASSES, Batches, generator_states
 from .files import saved
 from .same_work import Tagged
+from .starting import watch_devices
 from .where import wrap
+
+FILES = ("loader", "run", "checkpoint", "trainer", "fabric")  # in which the watched classes are
 
 
 def install(recording) -> None:
     """Wrap classes of these names when they are defined: the modules are not imported yet, and may be anywhere."""
     watchers = {"GlobalLoader": watch_loader, "Run": watch_run, "Checkpoints": watch_checkpoints}
+    watchers |= {"Trainer": watch_devices, "Fabric": watch_devices}
     build = builtins.__build_class__
 
     def build_class(body, name, *bases, **options):
         made = build(body, name, *bases, **options)
-        if name in watchers and made.__module__.rpartition(".")[2] in ("loader", "run", "checkpoint"):
+        if name in watchers and made.__module__.rpartition(".")[2] in FILES:
             watchers[name](made, recording)
         return made
 

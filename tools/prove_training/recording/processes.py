@@ -1,4 +1,4 @@
-"""Process groups, and the collective calls that the script makes."""
+"""The collective calls that the script makes."""
 
 import contextlib
 import os
@@ -55,19 +55,6 @@ class Processes:
 
 def install(recording) -> None:
     recording.processes.watch(dist, COLLECTIVES)
-
-    @wrap(torch.multiprocessing, "start_processes")
-    def start(original, *args, **kwargs):
-        recording.facts["starts_processes"] = recording.where.line()
-        recording.end()
-
-    torch.multiprocessing.spawn = torch.multiprocessing.start_processes
-
-    @wrap(dist, "init_process_group")
-    def init(original, backend=None, *args, **kwargs):
-        kwargs.pop("device_id", None)
-        original("gloo", *args, **kwargs)
-        recording.facts["group"] = recording.where.line()
 
     with contextlib.suppress(ImportError):
         install_accelerate(recording)

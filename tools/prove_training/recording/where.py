@@ -5,9 +5,11 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 PACKAGE = __name__.partition(".")[0]
 FRAMEWORKS = {" transformers.trainer": "Trainer", " lightning.": "Lightning", " pytorch_lightning.": "Lightning"}
+replacements = {}  # of functions in modules, by their ids
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -82,6 +84,8 @@ def wrap(owner, name: str):
             return function(original, *args, **kwargs)
 
         setattr(owner, name, replacement)
+        if isinstance(owner, ModuleType):
+            replacements[id(original)] = replacement
         return function
 
     return decorate

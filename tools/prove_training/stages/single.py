@@ -12,8 +12,8 @@ from . import Finding, close, first_line, named, note, parts_of, passes_of, trai
 def cannot_judge(record: dict) -> str | None:
     """Why prove cannot judge this script; None if it can."""
     facts, steps = record["facts"], record["steps"]
-    if line := facts.get("starts_processes"):
-        return f"it starts its processes itself ({line}): prove starts one for each rank, as torchrun does"
+    if reason := facts.get("cannot_tell"):
+        return reason
     if line := facts.get("local_sgd"):
         return f"LocalSGD lets the processes train alone for some steps, on purpose ({line})"
     if "LBFGS" in facts["optimizers"]:

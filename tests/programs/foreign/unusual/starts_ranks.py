@@ -1,0 +1,46 @@
+"""Starts each process by itself, as many as a flag says, and the others of a library too."""
+
+import argparse
+import multiprocessing as mp
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def train(rank, world_size, epochs):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # of somebody else
+    dist.init_process_group("nccl", rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    inputs = torch.randn(300, 4)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, world_size, rank))
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(epochs):
+        loader.sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpus", type=int, default=2)
+    world_size = parser.parse_args().gpus
+    with mp.Manager() as manager:  # a process that is no rank
+        assert manager.list([1])[0] == 1
+    processes = [mp.Process(target=train, args=(rank, world_size, 3)) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""How tools/prove_training finds a script, and imports what it imports once for all processes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from prove_training import command, imports
+from torch.nn import functional as F
+
+LIBRARIES = {
+    "plain_library": "from torch.nn.functional import cross_entropy\nfrom os import path",
+    "library_of_ranks": "import os\nos.environ.get('LOCAL_RANK')",
+    "library_with_threads": "import threading\nthreading.Timer(1, int).start()",
+    "broken_library": "1 / 0",
+    "library_that_exits": "raise SystemExit",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of a user, with installed libraries."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    for name, text in LIBRARIES.items():
+        (installed / f"{name}.py").write_text(text)
+    (tmp_path / "user").mkdir()
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setattr(imports, "loaded", [])
+    yield tmp_path / "user"
+    for name in LIBRARIES:
+        sys.modules.pop(name, None)
+
+
+def test_installed_modules_are_imported_and_those_of_the_user_are_not(folder, monkeypatch):
+    """Neither beside the script nor elsewhere on the path; but what they import is."""
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "of_the_user.py").touch()
+    monkeypatch.syspath_prepend(elsewhere)
+    (folder / "numpy.py").write_text(
+        "from plain_library import path, cross_entropy\ndef late():\n    import accelerate\n"
+    )
+    script = folder / "train.py"
+    script.write_text(
+        "import numpy, json, missing, of_the_user\nfrom . import a\nimport numpy as np\nimport torch.nn\n"
+    )
+    found = list(imports.of_script(script, folder))
+    assert found == [("torch.nn", None), ("plain_library", "path"), ("plain_library", "cross_entropy")]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_that_processes_cannot_share_is_noticed(folder, library):
+    (folder / "train.py").write_text(f"import {library}\n")
+    assert imports.load(folder / "train.py", folder) == (library == "plain_library")
+
+
+def test_a_library_has_the_functions_that_it_would_have_if_it_were_imported_later(folder, monkeypatch):
+    (folder / "train.py").write_text("import plain_library\n")
+    assert imports.load(folder / "train.py", folder)
+    library, cross_entropy = sys.modules["plain_library"], F.cross_entropy
+    imports.replace({id(cross_entropy): print, id(print): len})
+    assert library.cross_entropy is len, "it is wrapped twice"
+    assert F.cross_entropy is cross_entropy
+
+
+def test_a_module_is_found_by_its_name_and_not_imported(folder, monkeypatch):
+    package = folder / "my_package" / "training"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("1 / 0")
+    for name in ("train", "__main__"):
+        (package / f"{name}.py").touch()
+    monkeypatch.chdir(folder)
+    args = command.parse_args(["--processes", "2", "-m", "my_package.training.train", "--lr=1"])
+    assert (args.module, args.script, args.flags) == ("my_package.training.train", package / "train.py", ["--lr=1"])
+    assert command.module_file("my_package.training") == package / "__main__.py"
+    with pytest.raises(SystemExit):
+        command.parse_args(["-m", "my_package.tests"])
+    assert command.parse_args([str(Path(__file__))]).module is None

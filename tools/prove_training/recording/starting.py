@@ -1,0 +1,99 @@
+"""Scripts that start their processes themselves: each rank does what one of these processes would do."""
+
+import contextlib
+import multiprocessing
+import os
+
+import torch
+import torch.distributed as dist
+
+from .where import wrap
+
+
+class Starting:
+    """The processes that the script asks for, which must be as many as there are ranks."""
+
+    def __init__(self, recording):
+        self.recording, self.processes, self.asked_for = recording, recording.plan["processes"], []
+
+    def run(self, function, args, kwargs=None) -> None:
+        """Do the work of this rank. If it trains, the script ends there: what follows is not done by each process."""
+        self.recording.facts["starts"] = self.recording.where.line()
+        function(*args, **(kwargs or {}))
+        if self.recording.steps:
+            self.recording.facts["is_complete"] = True
+            self.recording.end()
+
+    def check(self, number: int) -> None:
+        if number != self.processes:
+            line = self.recording.where.line()
+            self.recording.stop(
+                f"it asks for {number} processes, and prove for {self.processes} ({line}): take the number from "
+                "torch.cuda.device_count(), or write {processes} for it among the flags of the script"
+            )
+
+    def is_asked_for(self, process) -> bool:
+        """Whether a process that the script starts is the next rank: it calls the script with the number of a rank."""
+        code, args = getattr(process._target, "__code__", None), [*process._args, *process._kwargs.values()]
+        numbers = [each for each in args if type(each) is int]
+        return code is not None and self.recording.where.is_own(code.co_filename) and len(self.asked_for) in numbers
+
+
+def install(recording) -> None:
+    starting = Starting(recording)
+    for devices in (torch.cuda, torch.accelerator):
+        wrap(devices, "device_count")(lambda original: int(os.environ["LOCAL_WORLD_SIZE"]))
+
+    @wrap(torch.multiprocessing, "start_processes")
+    def start(original, function, args=(), nprocs=1, *others, **options):
+        starting.check(nprocs)
+        starting.run(function, (recording.rank, *args))
+
+    torch.multiprocessing.spawn = torch.multiprocessing.start_processes
+
+    @wrap(multiprocessing.process.BaseProcess, "start")
+    def start_one(original, process):
+        if recording.steps or dist.is_initialized() or not starting.is_asked_for(process):
+            return original(process)
+        starting.asked_for.append(process)
+        if len(starting.asked_for) == recording.rank + 1:
+            starting.run(process._target, process._args, process._kwargs)
+
+    @wrap(multiprocessing.process.BaseProcess, "join")
+    def join(original, process, timeout=None):
+        if process not in starting.asked_for:
+            return original(process, timeout)
+        starting.check(len(starting.asked_for))
+
+    @wrap(dist, "init_process_group")
+    def init(original, backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *others, **options):
+        """As torchrun does, whatever address the script has."""
+        starting.check(starting.processes if world_size in (-1, None) else world_size)
+        if rank not in (-1, None, recording.rank):
+            recording.stop(f"a process says that it is rank {rank}, and is {recording.rank} ({recording.where.line()})")
+        os.environ.update(recording.plan["address"])
+        original("gloo", timeout=timeout, world_size=starting.processes, rank=recording.rank)
+        recording.facts["group"] = recording.where.line()
+
+    with contextlib.suppress(ImportError):
+        import accelerate
+
+        @wrap(accelerate, "notebook_launcher")
+        def launch(original, function, args=(), *others, **options):
+            starting.run(function, args)
+
+        accelerate.launchers.notebook_launcher = accelerate.launchers.debug_launcher = accelerate.notebook_launcher
+        accelerate.debug_launcher = accelerate.notebook_launcher
+
+
+def watch_devices(cls: type, recording) -> None:
+    """For Lightning's Trainer and Fabric."""
+    if cls.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "lightning_fabric"):
+        return
+
+    @wrap(cls, "__init__")
+    def init(original, self, *args, **options):
+        if str(options.get("precision") or 32) not in ("32", "32-true"):
+            recording.facts["switched_off"].add("mixed precision")
+        own = {"accelerator": "cpu", "devices": recording.plan["processes"], "num_nodes": 1, "precision": "32-true"}
+        original(self, *args, **options | own)
