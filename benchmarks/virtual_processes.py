@@ -2,12 +2,13 @@
 
     python benchmarks/virtual_processes.py
 
-Two processes with one thread each, under accelerate_configs/cpu_ddp.yaml: a script with V virtual processes, and the
-same script with plain DDP and V / 2 accumulation steps, which has the same micro-batches. ResNet-50 takes random images
-of 64 x 64 pixels.
+Two processes with one thread each, under accelerate_configs/cpu_ddp.yaml and cpu_fsdp.yaml: a script with V virtual
+processes, and the same script with plain DDP or FSDP and V / 2 accumulation steps, which has the same micro-batches.
+ResNet-50 takes random images of 64 x 64 pixels.
 """
 
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -37,13 +38,14 @@ def worker(args) -> list:
         "MNIST, batch 512": ("mnist_mlp", "--dataset", args.dataset, "--batch_size", 512, "--num_epochs", 1),
         f"ResNet-50, batch {args.resnet50_batch}": ("resnet50", *synthetic),
     }
+    plain = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "DDP"
     measured = []
     for workload, script in workloads.items():
         for number in args.numbers:
             accumulation = number // 2
             ways = {
-                f"DDP, {accumulation} micro-batches": ("--gradient_accumulation_steps", accumulation),
-                f"V = {number}": ("--virtual_processes", number),
+                f"{plain}, {accumulation} micro-batches": ("--gradient_accumulation_steps", accumulation),
+                f"{plain}, V = {number}": ("--virtual_processes", number),
             }
             ways = {way: functools.partial(step_ms, *script, *flags) for way, flags in ways.items()}
             common.take_turns(ways, 1)  # warm-up
@@ -54,12 +56,12 @@ def worker(args) -> list:
 def measure(args) -> list:
     flags = ["--rounds", args.rounds, "--steps", args.steps, "--dataset", args.dataset]
     flags += ["--numbers", *args.numbers, "--resnet50_batch", args.resnet50_batch]
-    return common.launch_workers("cpu_ddp", __file__, *flags)
+    return [row for config in ("cpu_ddp", "cpu_fsdp") for row in common.launch_workers(config, __file__, *flags)]
 
 
 def report(measured) -> list[str]:
     columns = {"run": "{}", "way": "{}", "median ms per step": "{:.2f}"}
-    columns |= {"min": "{:.2f}", "max": "{:.2f}", "/ DDP": "{:.2f}"}
+    columns |= {"min": "{:.2f}", "max": "{:.2f}", "/ plain": "{:.2f}"}
     rows = []
     for workload, ways in measured:
         medians = common.medians(ways)
