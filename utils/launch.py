@@ -51,6 +51,8 @@ class TrainingAccelerator(Accelerator):
     whole_gradients = False  # the value of --whole_gradients
 
     def __init__(self, *args, **kwargs):
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") != "2":
+            stop("FSDP works with `fsdp_version: 2` in the config file only")
         super().__init__(*args, **kwargs)
         # Functions that return a context manager, entered around every backward pass, the last one outermost.
         self.around_backward = []

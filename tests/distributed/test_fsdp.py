@@ -17,6 +17,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from conftest import ROOT
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.console import explain_errors
@@ -294,12 +295,21 @@ def test_a_dynamo_backend_of_the_config_file_compiles_the_model(one_process_shar
     assert compiled == [True]
 
 
-@pytest.mark.parametrize("key", ["cpu_ram_efficient_loading", "activation_checkpointing"])
-def test_keys_of_the_config_file_that_would_do_nothing_are_refused(one_process_shards, capsys, key):
-    setattr(one_process_shards.state.fsdp_plugin, key, True)
+@pytest.mark.parametrize("key", ["cpu_ram_efficient_loading", "activation_checkpointing", "offload_params"])
+def test_keys_of_the_config_file_that_would_do_nothing_or_fail_are_refused(one_process_shards, capsys, key):
+    attribute, value = ("cpu_offload", CPUOffloadPolicy()) if key == "offload_params" else (key, True)
+    setattr(one_process_shards.state.fsdp_plugin, attribute, value)
     with pytest.raises(SystemExit):
         one_process_shards.prepare(nn.Linear(3, 2))
-    assert f"fsdp_{key}: true in the config file is not supported" in capsys.readouterr().err
+    assert f"fsdp_{key}: true in the config file does not work" in capsys.readouterr().err
+
+
+def test_the_first_version_of_fsdp_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(SystemExit):
+        TrainingAccelerator(cpu=True)
+    assert "`fsdp_version: 2`" in capsys.readouterr().err
 
 
 def test_what_sharding_would_not_train_is_refused(one_process_shards, capsys):

@@ -58,7 +58,7 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
     if accelerator.distributed_type != DistributedType.FSDP:
         return
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if isinstance(model, FSDPModule):
         return
@@ -66,9 +66,10 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
     if scalars:
         stop(f"FSDP cannot shard a parameter of shape (), and {', '.join(scalars)} is one: give it shape (1,)")
     plugin, dynamo = accelerator.state.fsdp_plugin, accelerator.state.dynamo_plugin
-    for key in ("cpu_ram_efficient_loading", "activation_checkpointing"):
-        if getattr(plugin, key):
-            stop(f"fsdp_{key}: true in the config file is not supported: set it to false")
+    is_set = {key: getattr(plugin, key) for key in ("cpu_ram_efficient_loading", "activation_checkpointing")}
+    is_set["offload_params"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy) and accelerator.device.type == "cpu"
+    for key in [key for key, value in is_set.items() if value]:
+        stop(f"fsdp_{key}: true in the config file does not work with this script and device: set it to false")
     options = {
         "mesh": init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
         "reshard_after_forward": plugin.reshard_after_forward,
