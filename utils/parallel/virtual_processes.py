@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, is_compiled_module
+from accelerate.utils import DistributedType, gather_object, is_compiled_module
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +38,6 @@ from ..checkpoint.state import is_sharded, own_rows
 from ..console import plural, stop
 from ..sampler import logical_ranks, virtual_processes
 from ..topology import data_parallel_gpus
-from .gather_samples import gather_samples
 from .same_weights import AVERAGE_BUFFERS, sum_of_bits
 
 BUCKET = 2**22  # gradients that are exchanged at a time
@@ -362,7 +361,7 @@ def refuse_second_backward():
 
 def sum_gradients_by_tree(
     accelerator: Accelerator, models: list[nn.Module], optimizers: Iterable[Optimizer] = ()
-) -> TreeSum:
+) -> None:
     """Make `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective."""
     check_dense(models)
     for optimizer in optimizers if accelerator.device.type == "cpu" else ():
@@ -395,7 +394,6 @@ def sum_gradients_by_tree(
             gradient_sum.collect()
 
     accelerator.around_backward.append(collect_gradients)
-    return tree
 
 
 def unfuse(optimizer: Optimizer) -> None:
@@ -443,14 +441,10 @@ def exact_sums(accelerator: Accelerator, columns: list[tuple[torch.Tensor, torch
     Args:
         columns: pairs of values and weights, (n,) each; as many pairs on every process.
     """
-    rows = []
-    for number, (values, weights) in enumerate(columns):
-        pair = [column.cpu().to(torch.float64) for column in (values, weights)]
-        rows.append(torch.stack([torch.full_like(pair[0], number), *pair], 1).to(accelerator.device))
-    rows = gather_samples(accelerator, rows).cpu().numpy()
+    own = [torch.stack([column.cpu().to(torch.float64) for column in pair]).numpy() for pair in columns]
     sums = []
-    for number in range(len(columns)):
-        _, values, weights = rows[rows[:, 0] == number].T
+    for parts in zip(*gather_object([own]), strict=True):
+        values, weights = np.concatenate(parts, 1)
         for terms in (values * weights, weights):
             sums.append(math.fsum(terms) if np.isfinite(terms).all() else math.nan)
     return sums
