@@ -14,6 +14,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import socket
 import statistics
 import subprocess
@@ -131,8 +132,12 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
     if hasattr(script, "load_images") and not hasattr(script.load_images, "cache_info"):
         script.load_images = functools.cache(script.load_images)  # each run reads the same images, before its loop
     printed = io.StringIO()
+    is_main = os.environ.get("RANK", "0") == "0"
+    # The same on all processes of a launch, as FSDP needs it.
+    folder = Path(tempfile.gettempdir()) / f"benchmark_{os.environ.get('MASTER_PORT', os.getpid())}"
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if is_main:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
         if "--synthetic" in flags:  # no flag of the script
             from benchmarks.synthetic import synthetic_images
 
@@ -150,7 +155,7 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
         if not distributed.is_initialized():
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
-        if not (folder / "summary.json").exists():  # not the main process
+        if not is_main:
             return {}, []
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return json.loads((folder / "summary.json").read_text()), lines
