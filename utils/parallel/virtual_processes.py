@@ -143,10 +143,12 @@ class TreeSum:
             return tree_total(nodes, torch.Tensor.add_)
         length = len(nodes[0].value)
         size = math.ceil(length / self.world_size)  # of each slice; the last one is padded
-        sent = nodes[0].value.new_zeros(self.world_size, len(nodes), size)
-        for index, node in enumerate(nodes):
-            for rank, part in enumerate(node.value.split(size)):
-                sent[rank, index, : len(part)] = part
+        sent = nodes[0].value
+        if len(nodes) > 1 or length != self.world_size * size:  # the slices in the order of the ranks that receive them
+            sent = sent.new_zeros(self.world_size, len(nodes), size)
+            for index, node in enumerate(nodes):
+                for rank, part in enumerate(node.value.split(size)):
+                    sent[rank, index, : len(part)] = part
         counts = [len(nodes_of_rank) for nodes_of_rank in self.nodes_of_ranks]
         received = sent.new_empty(sum(counts) * size)
         dist.all_to_all_single(
@@ -175,6 +177,7 @@ class GradientSum:
     def __init__(self, model: nn.Module, tree: TreeSum):
         self.tree, self.accelerator, self.collected_at = tree, tree.accelerator, None
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.buckets = buckets(self.parameters)
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = False
         self._begin_step()
@@ -213,23 +216,15 @@ class GradientSum:
         if self.tree.world_size == 1:
             return tree_total(self.nodes, add_gradients)
         used = {parameter for node in self.nodes for parameter in node.value}
-        unused = unused_everywhere(self.accelerator, self.parameters, used)
         gradients = {}
-        for bucket in buckets([parameter for parameter in self.parameters if parameter not in unused]):
-            nodes = [node._replace(value=flat(node.value, bucket)) for node in self.nodes]
-            gradients |= views(self.tree.total(nodes), bucket)
+        for bucket in self.buckets:
+            nodes = [node._replace(value=flat(node.value, bucket, self.tree.world_size)) for node in self.nodes]
+            total = self.tree.total(nodes)
+            gradients |= views(total, bucket)
+            for parameter, count in zip(bucket, total[-len(bucket) :], strict=True):
+                if parameter not in used and not count:  # no process has used it: AdamW must skip it
+                    del gradients[parameter]
         return gradients
-
-
-def unused_everywhere(accelerator: Accelerator, parameters: list, used: set) -> set:
-    """The `parameters` that no process has used in this step, which AdamW must skip. Collective."""
-    unused = [number for number, parameter in enumerate(parameters) if parameter not in used]
-    counts = torch.zeros(len(parameters), device=accelerator.device)
-    for number in unused:
-        counts[number] = 1
-    counts = accelerator.reduce(counts, "sum")
-    # Without waiting for the GPU if there are none.
-    return {parameters[number] for number in unused if counts[number] == accelerator.num_processes}
 
 
 def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -242,24 +237,26 @@ def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return found
 
 
-def flat(gradients: dict, bucket: list[nn.Parameter]) -> torch.Tensor:
-    """The gradients of a bucket in one vector of real numbers; zeros where there is none."""
-    size = sum(parameter.numel() for parameter in bucket) * (2 if bucket[0].is_complex() else 1)
-    values = torch.zeros(size, dtype=bucket[0].dtype.to_real(), device=bucket[0].device)
-    for parameter, view in views(values, bucket).items():
+def flat(gradients: dict, bucket: list[nn.Parameter], world_size: int) -> torch.Tensor:
+    """The gradients of a bucket in one real vector; at its end, for each parameter, whether it has one."""
+    size = sum(parameter.numel() for parameter in bucket) * (2 if bucket[0].is_complex() else 1) + len(bucket)
+    padded = math.ceil(size / world_size) * world_size
+    values = torch.zeros(padded, dtype=bucket[0].dtype.to_real(), device=bucket[0].device)
+    for number, (parameter, view) in enumerate(views(values, bucket).items()):
         if parameter in gradients:
+            values[number - len(bucket)] = 1
             view.copy_(gradients[parameter])
     return values
 
 
 def views(values: torch.Tensor, bucket: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-    """The parts of a vector as from `flat`, with the strides of the parameters: fused steps need these."""
-    if bucket[0].is_complex():
-        values = torch.view_as_complex(values.view(-1, 2))
+    """The gradients in a vector as from `flat`, with the strides of the parameters: fused steps need these."""
     parts, start = {}, 0
     for parameter in bucket:
-        parts[parameter] = values[start:].as_strided(parameter.size(), parameter.stride())
-        start += parameter.numel()
+        part = values[start : start + parameter.numel() * (2 if parameter.is_complex() else 1)]
+        start += len(part)
+        part = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
+        parts[parameter] = part.as_strided(parameter.size(), parameter.stride())
     return parts
 
 
@@ -333,9 +330,19 @@ class ShardedGradientSum:
                 parameter.sharded_param.grad = None
         elif self.collected_at != accelerator.step and accelerator.step in [s.called_at for s in self.sums]:
             self.collected_at = accelerator.step
-            for parameter in unused_everywhere(self.accelerator, self.parameters, self.used):
-                parameter.sharded_param.grad = None  # zeros until now
+            self._forget_unused()
             self.used.clear()
+
+    def _forget_unused(self) -> None:
+        """Remove the gradients, zeros, of parameters that no process used in this step: AdamW must skip them."""
+        unused = [number for number, parameter in enumerate(self.parameters) if parameter not in self.used]
+        counts = torch.zeros(len(self.parameters), device=self.accelerator.device)
+        for number in unused:
+            counts[number] = 1
+        counts = self.accelerator.reduce(counts, "sum")
+        for number in unused:  # no waiting for the GPU if there are none
+            if counts[number] == self.accelerator.num_processes:
+                self.parameters[number].sharded_param.grad = None
 
 
 def add_gradients(left: dict, right: dict) -> dict:
