@@ -731,7 +731,9 @@ def verdict(ranks: list[dict], waits=()) -> tuple[int, str]:
         record["facts"] |= {"switched_off": set(), "refuses": False, "framework": "", "whole": {("loader", 0)}}
         record["facts"]["loaders"]["loader"]["length"] = 24
     args = argparse.Namespace(script=Path("train.py"), json=True, processes=(2,), resume_flags=None, timeout_s=60)
-    outcomes = iter([Outcome([reference], None, Path(), [], [[]]), Outcome(ranks, None, Path(), list(waits), [[], []])])
+    outcomes = iter(
+        [Outcome([reference], None, Path(), [], [], [[]]), Outcome(ranks, None, Path(), list(waits), [], [[], []])]
+    )
     return proof.Proof(args, lambda *_: next(outcomes), proof.Report(args)).verdict()
 
 
