@@ -931,6 +931,7 @@ def test_accumulation_weighs_each_micro_batch_alike():
         ("accuracy: 74.00", "something else: 75.00", False),
         ("Acc@1:74 loss:0.52", "Acc@1:75 loss:0.52", True),
         ("1:53", "1:54", False),
+        ("steps_per_second =  9.5", "steps_per_second = 11.5", True),
         (
             "2026-11-24 10:59:09,917 f1 0.5, eta 1 day, 0:00:01",
             "2026-11-24 11:00:10,004 f1 0.5, eta 1 day, 0:00:02",

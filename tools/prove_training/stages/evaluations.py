@@ -117,7 +117,8 @@ def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, str, s
     Yields: the words before the number, and its lines in `wanted` and in `found`.
     """
     left = collections.defaultdict(list)
-    wanted, found = ([CLOCK.sub("", line) for line in lines] for lines in (wanted, found))
+    # Spaces align numbers in a table, and are as many as the number leaves.
+    wanted, found = ([" ".join(CLOCK.sub("", line).split()) for line in lines] for lines in (wanted, found))
     for line in found:
         left[NUMBER.sub("#", line)].append(line)
     for line in wanted:
