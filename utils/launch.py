@@ -52,7 +52,7 @@ class TrainingAccelerator(Accelerator):
 
     def __init__(self, *args, **kwargs):
         if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") != "2":
-            stop("FSDP works with `fsdp_version: 2` in the config file only")
+            stop("FSDP needs `fsdp_version: 2` in the config file, as in accelerate_configs/fsdp.yaml")
         super().__init__(*args, **kwargs)
         # Functions that return a context manager, entered around every backward pass, the last one outermost.
         self.around_backward = []

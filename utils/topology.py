@@ -90,8 +90,6 @@ def check_topology(accelerator: Accelerator) -> None:
             stop(f"{name} asks for a GPU, but none is visible: use cpu.yaml, cpu_ddp.yaml or cpu_fsdp.yaml")
         if kind == DistributedType.FSDP and runs != DistributedType.FSDP and accelerator.num_processes > 1:
             stop(f"{name} asks for FSDP, but {runs.value} is running: use make_accelerator of utils/launch.py")
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        stop("FSDP1 is not supported: set fsdp_version to 2 in the config file, as in accelerate_configs/fsdp.yaml")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # would silently use float32
         stop("precision fp16 needs a GPU: set mixed_precision in the config file to bf16 or no")
 

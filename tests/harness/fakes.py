@@ -6,7 +6,7 @@ import torch
 from accelerate.utils import DistributedType
 
 
-def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no", fsdp_version=2, **more):
+def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no", **more):
     """Its collectives return what this rank has: the others have zeros. more: other attributes, by their names."""
     attributes = {
         "num_processes": processes,
@@ -14,7 +14,7 @@ def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no
         "is_main_process": rank == 0,
         "device": torch.device(device),
         "distributed_type": DistributedType(kind),
-        "is_fsdp2": kind == "FSDP" and fsdp_version == 2,
+        "is_fsdp2": kind == "FSDP",
         "mixed_precision": precision,
         "gradient_accumulation_steps": 1,
         "virtual_processes": 0,

@@ -46,12 +46,6 @@ def asked(monkeypatch):
         ),
         ({"num_processes": 8}, {"WORLD_SIZE": "4"}, {"processes": 4, "device": "cuda"}, "asks for 8 processes"),
         ({"use_cpu": True}, {}, {"precision": "fp16"}, "precision fp16 needs a GPU: "),
-        (
-            {"distributed_type": "FSDP", "num_processes": 2},
-            {"WORLD_SIZE": "2"},
-            {"processes": 2, "device": "cuda", "kind": "FSDP", "fsdp_version": 1},
-            "FSDP1 is not supported: set fsdp_version to 2",
-        ),
     ],
 )
 def test_another_topology_than_asked_for_stops_the_run(asked, monkeypatch, capsys, config, environment, runs, sentence):
@@ -88,7 +82,7 @@ def test_the_topology_that_was_asked_for_runs(asked, monkeypatch):
     ("name", "text"),
     [
         ("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n", "asks for 2 processes"),
-        ("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n", "no available devices found"),
+        ("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n", "FSDP needs `fsdp_version: 2`"),
     ],
 )
 def test_configs_that_accelerate_takes_for_something_else(launcher, name, text):
