@@ -24,7 +24,7 @@ from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, evaluations, several, single, unfinished
 from prove_training.stages.evaluations import differing
 from prove_training.tensors import sampled
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, SubsetRandomSampler, TensorDataset
 
 from tests.programs import planted_mistakes as planted
 from tests.programs.foreign.mistakes import MISTAKES
@@ -217,6 +217,9 @@ UNUSUAL = {
     "written_for_cuda": (0, "proven: the same samples, gradients"),
     "teacher": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "spawned_workers": (0, "proven: the same samples, gradients"),
+    "fully_sharded": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "sharpness": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "accelerator_only": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
     "exits_early": (3, "cannot tell: it ended before the first optimizer.step()"),
 }
 
@@ -344,18 +347,30 @@ def test_a_list_or_tensor_is_cut_too(data):
 
 
 def made_recording(tmp_path, **plan) -> Recording:
-    defaults = {"own_batch_size": False, "folder": "", "output": tmp_path, "limit": 12, "known": {}}
-    return Recording(defaults | plan, 0)
+    defaults = {"own_batch_size": False, "folder": "", "output": tmp_path, "limit": 13, "known": {}}
+    return Recording(defaults | plan, plan.get("rank", 0))
 
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_a_part_made_by_hand_is_cut_to_its_share_and_its_batch_too(processes, tmp_path):
     known = {"lengths": {100, 40}, "sizes": {16}}
-    batches = made_recording(tmp_path, processes=processes, known=known).batches
-    parts = [batches.cut(Subset(Items(100), range(rank, 100, processes))) for rank in range(processes)]
-    assert sorted(index for part in parts for index in part.indices) == list(range(12))
-    assert len(batches.cut(Items(40))) == len(batches.cut(Items(100))) == 12
-    assert batches.batch_size(16 // processes) == batches.batch_size(16) == 12 // processes
+    indices = []
+    for rank in range(processes):
+        batches = made_recording(tmp_path, processes=processes, known=known, rank=rank).batches
+        indices += batches.cut(Subset(Items(100), range(rank, 100, processes))).indices
+        assert len(batches.cut(Items(40))) == len(batches.cut(Items(100))) == 13
+        assert batches.batch_size(16 // processes) == batches.batch_size(16) == 12 // processes
+    assert sorted(indices) == list(range(13))
+
+
+def test_the_indices_of_a_sampler_are_cut_and_not_the_data(tmp_path):
+    """As those of a fold of a cross-validation."""
+    batches = made_recording(tmp_path, processes=1).batches
+    sampler = SubsetRandomSampler(range(50, 100))
+    assert batches.cut_indices(sampler)
+    assert list(sampler.indices) == list(range(50, 63))
+    assert not batches.cut_indices(None)
+    assert not batches.cut_indices(DistributedSampler(Items(50), 2, 0))
 
 
 @pytest.mark.parametrize(("given", "total"), [(64, 12), (12, 12), (8, 6), (1, 6)])
@@ -394,6 +409,7 @@ def made_up(processes: int = 1, steps: int = 4) -> list[dict]:
             "is_exact": False,
             "run": "",
             "virtual_processes": 0,
+            "lengths": set(),
             "untrained": [],
         }
         record["facts"]["loaders"]["loader"] |= {"shuffles": True, "is_iterable": False, "items": 24, "is_part": False}

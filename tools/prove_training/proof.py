@@ -127,6 +127,7 @@ class Proof:
         self.plan = {"limit": items_of_epoch()}
         self.counts = [1]  # process counts that were compared
         self.compared, self.not_compared = set(), {}
+        self.pretends = False  # to a script that asks that there is an accelerator
         self.pictured = []  # the reference and the ranks of each comparison
 
     def verdict(self) -> tuple[int, str]:
@@ -154,11 +155,8 @@ class Proof:
         self.report.add("", single.findings(reference))
         repeat = {"orders": reference.pop("orders"), "weights": reference["weights"]}
         loaders = reference["facts"]["loaders"].values()
-        repeat["known"] = {
-            "lengths": {each["length"] for each in loaders},
-            "sizes": {each["given"] for each in loaders},
-        }
-        repeat["known"] = {kind: found - {None} for kind, found in repeat["known"].items()}
+        sizes = {each["given"] for each in loaders if each["given"]}
+        repeat["known"] = {"lengths": reference["facts"]["lengths"], "sizes": sizes}
         for processes in self.args.processes:
             if not self._compare(processes, reference, repeat):
                 break
@@ -188,6 +186,12 @@ class Proof:
         if outcome.error and any(word in outcome.error for word in ("CUDA", "NVIDIA", "cuda")):
             self.plan["without_gpu"] = True
             outcome = self.runs(1, self.plan)
+        facts = outcome.records[0]["facts"] if outcome.records else {}
+        if not outcome.error and facts.get("asks") and not facts["ddp"] and "accelerate" not in facts:
+            # It may train with others only where there is an accelerator.
+            again = self.runs(1, self.plan | {"without_gpu": True})
+            if not again.error and not again.waits:
+                self.plan["without_gpu"], self.pretends, outcome = True, True, again
         loaders = [loader for record in outcome.records for loader in record["facts"]["loaders"].values()]
         sizes = [loader["given"] for loader in loaders if loader["given"]]
         if outcome.error and sizes:  # a model may be made for one batch size
@@ -231,6 +235,8 @@ class Proof:
                 raise CannotTell(f"it refuses {name}: {outcome.error}")
             self.report.line(name, f"not compared, it refuses them: {outcome.error}")
             return True
+        if outcome.error and self.pretends:
+            raise CannotTell(f"it asks for an accelerator, and with a pretended one {name} fail: {outcome.error}")
         is_stuck = outcome.waits and len(outcome.records[0]["steps"]) < len(reference["steps"])
         if outcome.error or len(outcome.records) < processes or is_stuck:
             self.report.add(label, [unfinished(name, outcome)])
@@ -239,6 +245,8 @@ class Proof:
         if several.are_plain(outcome.records):
             what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
             raise CannotTell(f"{what}. To change first: {CHANGES}")
+        if len({frozenset(record["steps"][0]["before"]) for record in outcome.records if record["steps"]}) > 1:
+            raise CannotTell("each process steps parameters of its own")
         self.pictured.append((reference, outcome.records))
         both = Comparison(reference, outcome.records)
         found = self.report.add(label, [*several.findings(both), *of_machines])

@@ -10,11 +10,19 @@ import torch
 MAX_ENTRIES = 2**14  # of a larger tensor, this many entries are recorded, evenly spaced, and its norm
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its graph; of one that is divided over the processes, all of it. Collective then."""
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as float64 on the CPU, flat: its norm, then at most 2 * MAX_ENTRIES of its entries."""
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    flat = tensor.detach().flatten()
+    flat = whole(tensor).flatten()
     norm = torch.linalg.vector_norm(flat.double()).view(1)
     step = max(1, flat.numel() // MAX_ENTRIES)
     return torch.cat([norm, flat[::step].double()]).cpu()

@@ -45,6 +45,8 @@ class Recording:
         self.facts = {"is_complete": False, "refuses": False, "is_exact": False, "run": "", "is_finished": False}
         self.facts |= {"virtual_processes": 0, "flags": [], "has_saved": False, "loaders": {}, "switched_off": set()}
         self.facts |= {"optimizers": [], "schedules": 0, "ddp": [], "around_ddp": [], "whole": set()}
+        self.facts["asks"] = False  # whether there is an accelerator
+        self.facts["lengths"] = set()  # of data before they are cut
         self.steps, self.saves = [], []
         self.record = {"rank": rank, "facts": self.facts, "steps": self.steps, "saves": self.saves, "evaluations": []}
         self.record |= {"initial": {}, "weights": [], "orders": {}, "passes": [], "plateaus": []}
@@ -96,7 +98,8 @@ class Recording:
             if not self.has_ended:
                 self.has_ended = True
                 self.evaluations.end()
-                self.record |= {"error": error, "waits": waits, "final": self.models.tensors_of()}
+                final = self.models.tensors_of() if self.facts["is_exact"] else {}
+                self.record |= {"error": error, "waits": waits, "final": final}
                 self.facts["untrained"] = self.models.untrained()
                 self.record["printed"] = getattr(sys.stdout, "last", "")
                 path = Path(self.plan["output"], f"record_{self.rank}.pt")

@@ -16,6 +16,7 @@ from .same_work import TAG, Tagged, cut, generator_states, micro_batch
 from .where import wrap
 
 PASSES = 2  # over the training data
+SAMPLERS = (torch_data.RandomSampler, torch_data.SequentialSampler, torch_data.DistributedSampler)
 SHORT = 3  # batches of a shortened evaluation
 
 
@@ -58,11 +59,18 @@ class Batches:
         if not hasattr(data, "__len__"):
             return data
         before = self.cuts[id(data)][1] if id(data) in self.cuts else len(data)
+        self.recording.facts["lengths"].add(before)
         is_part = self.whole(before, "lengths") is not None
         share = range(self.plan["limit"])[self.recording.rank :: self.plan["processes"]]
         data = cut(data, len(share) if is_part else self.plan["limit"])
         self.cuts[id(data)] = data, before, is_part
         return data
+
+    def cut_indices(self, sampler) -> bool:
+        """Whether a sampler has indices of its own, which are cut then in place of the data."""
+        if isinstance(sampler, torch_data.SubsetRandomSampler):
+            sampler.indices = self.cut(list(sampler.indices))
+        return sampler is not None and not isinstance(sampler, SAMPLERS)
 
     def order(self, sampler, draw) -> list[int]:
         """The indices of a pass of a sampler that shuffles; `draw` returns those of the script itself."""
@@ -170,9 +178,9 @@ def install(recording) -> None:
 
 
 def install_samplers(batches: Batches) -> None:
-    for name in ("RandomSampler", "SequentialSampler", "DistributedSampler"):
+    for kind in SAMPLERS:
 
-        @wrap(getattr(torch_data, name), "__init__")
+        @wrap(kind, "__init__")
         def init(original, sampler, *args, **kwargs):
             for word in ("data_source", "dataset"):
                 if word in kwargs:
@@ -195,10 +203,17 @@ def install_loaders(batches: Batches) -> None:
         of_accelerate = sys._getframe(2).f_globals.get("__name__", "").startswith("accelerate.")
         if of_accelerate or batches.is_reading_inside:
             return original(loader, dataset, batch_size, *args, **kwargs)
-        given = batch_size if kwargs.get("batch_sampler") is None and len(args) < 3 else None
-        dataset = batches.cut(dataset)
+        names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
+        own = names.get("batch_sampler")
+        given = batch_size if own is None else None
+        if own is None and not batches.cut_indices(names.get("sampler")):
+            dataset = batches.cut(dataset)
         if given is not None:
             batch_size = batches.batch_size(given)
+        elif isinstance(getattr(own, "batch_size", None), int):
+            own.batch_size = batches.batch_size(own.batch_size)
+        if batches.plan["without_gpu"]:
+            kwargs["pin_memory"] = False
         if kwargs.get("num_workers", 0):
             kwargs |= {
                 "num_workers": 1,

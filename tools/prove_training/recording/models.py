@@ -1,6 +1,7 @@
 """Models, optimizers and steps: gradients, weights, learning rates, and the coefficient of each loss."""
 
 import re
+from collections import ChainMap
 
 import torch
 from torch import nn
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, optimizer
 
-from ..tensors import digest, sampled
+from ..tensors import digest, local, sampled, whole
 from .where import wrap
 
 MOST_STEPS = 60
@@ -28,6 +29,7 @@ class Models:
         self.models, self.names, self.optimizers, self.schedules, self.in_ddp = {}, {}, [], [], {}
         self.schedule_calls, self.depth, self.in_loss, self.in_backward = 0, 0, 0, False
         self.with_gradient = {}  # ids of parameters
+        self.stepping, self.stepped = None, []  # optimizers, which may call others in a step
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The script itself calls a model, not another model."""
@@ -38,6 +40,7 @@ class Models:
             recording.end()
         if id(model) not in self.models:
             self.models[id(model)] = model
+            self._note_shards(model)
             for name, parameter in model.named_parameters():
                 name = name.replace("_orig_mod.", "").removeprefix("module.")
                 self.names.setdefault(id(parameter), name)
@@ -75,6 +78,14 @@ class Models:
         names = [name for name, parameter in named if parameter.requires_grad]
         return [names[int(number)] for number in numbers[1].split() if int(number) < len(names)] if numbers else []
 
+    def _note_shards(self, model: nn.Module) -> None:
+        facts, kinds = self.recording.facts, [type(module).__name__ for module in model.modules()]
+        if "FullyShardedDataParallel" in kinds:
+            facts["flat"] = self.recording.where.line()
+        elif any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+            is_divided = any(kind.startswith("FSDP") for kind in kinds)  # the batch, and not only the layers
+            facts.setdefault("ddp" if is_divided else "layers", []).append(self.recording.where.line())
+
     def parameters(self) -> list[nn.Parameter]:
         found = [each for optimizer in self.optimizers for each in parameters_of(optimizer)]
         return list({id(parameter): parameter for parameter in found}.values())
@@ -105,7 +116,8 @@ class Models:
         is_large = sum(parameter.numel() for parameter in parameters) > LARGEST_MODEL
         if self.plan["is_resumed"] is not None or is_large:
             return
-        states = [optimizer.state.get(parameter, {}) for optimizer in optimizers for parameter in parameters]
+        # An optimizer may call others, which hold the state.
+        states = [ChainMap(*(each.state.get(parameter, {}) for each in self.optimizers)) for parameter in parameters]
         if self.plan["weights"] is None:
             copies = [{name: copied(value) for name, value in state.items()} for state in states]
             self.recording.record["weights"].append(([copied(parameter) for parameter in parameters], copies))
@@ -122,14 +134,19 @@ class Models:
             recording.evaluations.end()
             if len(recording.steps) >= (MOST_STEPS if recording.facts["loaders"] else STEPS_WITHOUT_LOADER):
                 recording.end()
-            held = [each.grad for each in self.parameters() if each.grad is not None]
-            step["holds"] = bool(recording.steps) and any(bool(gradient.any()) for gradient in held)
+            step["holds"] = bool(recording.steps) and self._holds_gradients()
         micro = {"samples": self.batches.of_backward(), "losses": [], "syncs": step.get("syncs")}
+        if step["micro_batches"] and not micro["samples"] and not self._holds_gradients():
+            # A second look at the same samples, after a trial step: its gradient alone counts.
+            micro["samples"], step["zeroed"] = step["micro_batches"].pop()["samples"], []
         passes = [[part["pass"] for part in each["samples"]] for each in (*step["micro_batches"][-1:], micro)]
         if passes[0] != passes[-1] and step["zeroed"] and step["zeroed"][-1][0] == len(step["micro_batches"]):
             step["micro_batches"], step["zeroed"] = [], []  # what was left at the end of an epoch is dropped
         draws = self.batches.draws() or bool(step["drawn"])  # also from a generator of its own
         step["micro_batches"].append(micro | {"draws": draws, "line": recording.where.line()})
+
+    def _holds_gradients(self) -> bool:
+        return any(bool(local(each.grad).any()) for each in self.parameters() if each.grad is not None)
 
     def criterion(self, name: str, loss: torch.Tensor, reduction: str, args: tuple, kwargs: dict) -> None:
         """A loss was computed: record the coefficient of its mean in the gradient."""
@@ -172,15 +189,37 @@ class Models:
         step["scaler"].append("clip")
         step["gradients"] = self.tensors_of(value=lambda each: each.grad)
 
-    def before_step(self, optimizer, *_) -> None:
-        recording, step = self.recording, self.recording.step
+    def before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Record a step. Returns its arguments, with a closure that records the gradients that it computes."""
+        recording = self.recording
         if recording.is_ending:
             recording.end()
-        if optimizer not in self.optimizers:
-            return
-        own = parameters_of(optimizer)
+        if self.stepping is not None:
+            return None
         if not recording.steps:
             recording.facts["framework"] = recording.where.framework()
+        self.stepping, is_called = optimizer, bool(recording.record["initial"])
+        self._note_weights(optimizer)
+        self._note_gradients(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+
+        def closure_of_step():
+            loss = closure()
+            if not is_called:  # now the names of the parameters are known
+                self._note_weights(optimizer)
+            self._note_gradients(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_of_step}
+
+    def _note_weights(self, optimizer) -> None:
+        before = self.tensors_of(parameters_of(optimizer))
+        self.recording.step |= {"before": before, "state_before": self.state_of(optimizer)}
+
+    def _note_gradients(self, optimizer) -> None:
+        recording, step, own = self.recording, self.recording.step, parameters_of(optimizer)
         if len(recording.steps) < 3:
             called = [parameter for model in self.models.values() for parameter in model.parameters()]
             self.with_gradient |= {id(parameter): parameter for parameter in called if parameter.grad is not None}
@@ -190,11 +229,15 @@ class Models:
         step["options"] = [repr({**group, "params": None}) for group in optimizer.param_groups]
         if not step["clips"] or step["clips"][-1][0] < len(step["micro_batches"]):
             step["gradients"] = gradients
-        step |= {"before": self.tensors_of(own), "state_before": self.state_of(optimizer), "modes": self.modes(own)}
+        step["modes"] = self.modes(own)
 
     def after_step(self, optimizer, *_) -> None:
         recording = self.recording
-        if optimizer in self.optimizers:
+        if optimizer is self.stepping:
+            self.stepping = None
+            if optimizer not in self.stepped:
+                self.stepped.append(optimizer)
+                recording.facts["optimizers"].append(type(optimizer).__name__)
             recording.step["weights"] = self.tensors_of(parameters_of(optimizer))
             recording.steps.append(recording.step)
             self.hand_on(len(recording.steps), [optimizer])
@@ -213,17 +256,25 @@ def parameters_of(optimizer) -> list[nn.Parameter]:
 
 
 def copied(value):
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return whole(value).clone() if isinstance(value, torch.Tensor) else value
+
+
+def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if hasattr(tensor, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(value)
 
 
 @torch.no_grad()
 def take_over(parameters: list, states: list[dict], weights: list, known: list[dict]) -> None:
     for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.copy_(weight)
+        put(parameter, weight)
     for state, values in zip(states, known, strict=True):
         for name, value in values.items():
             if name in state and isinstance(value, torch.Tensor):
-                state[name].copy_(value)
+                put(state[name], value)
 
 
 def install(recording) -> None:
@@ -278,7 +329,6 @@ def install_optimizers(models: Models) -> None:
         original(self, *args, **kwargs)
         if self not in models.optimizers:
             models.optimizers.append(self)
-            models.recording.facts["optimizers"].append(type(self).__name__)
 
     optimizer.register_optimizer_step_pre_hook(models.before_step)
     optimizer.register_optimizer_step_post_hook(models.after_step)

@@ -6,7 +6,9 @@ the batch statistics of BatchNorm, mixed precision) is switched off. The script 
 
 import contextlib
 import copyreg
+import os
 import random
+import sys
 import time
 
 import numpy as np
@@ -169,6 +171,14 @@ def install(recording) -> None:
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         run_clock(name, recording.plan["clock"])
     torch.compiler.set_stance("force_eager")
+    for owner in (torch.cuda, torch.accelerator):
+
+        @wrap(owner, "is_available")
+        def is_available(original):
+            if recording.where.is_own(sys._getframe(2).f_code.co_filename):
+                recording.facts["asks"] = True
+            return original()
+
     if recording.plan["without_gpu"]:
         OnCpu().install()
 
@@ -179,11 +189,27 @@ def run_clock(name: str, factor: int) -> None:
     wrap(time, name)(lambda original: begin + factor * (original() - begin))
 
 
+def pretend(owner, name: str, answer) -> None:
+    """Give this answer to all but PyTorch itself."""
+
+    @wrap(owner, name)
+    def ask(original, *args, **kwargs):
+        is_of_torch = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return original(*args, **kwargs) if is_of_torch else answer
+
+
 class OnCpu(TorchFunctionMode):
-    """Keeps on the CPU what a script puts on a GPU, with or without one."""
+    """Keeps on the CPU what a script puts on a GPU, and says that there is one for each process."""
 
     NOTHING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_per_process_memory_fraction")
-    ZERO = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    ZERO = (
+        "is_current_stream_capturing",
+        "current_device",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    )
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -205,4 +231,8 @@ class OnCpu(TorchFunctionMode):
             setattr(torch.cuda, name, lambda *_, **__: None)
         for name in self.ZERO:
             setattr(torch.cuda, name, lambda *_, **__: 0)
+        for owner in (torch.cuda, torch.accelerator):
+            pretend(owner, "is_available", True)
+            pretend(owner, "device_count", int(os.environ["LOCAL_WORLD_SIZE"]))
+        pretend(torch.accelerator, "current_accelerator", torch.device("cuda"))
         self.__enter__()

@@ -16,6 +16,10 @@ def cannot_judge(record: dict) -> str | None:
         return reason
     if line := facts.get("local_sgd"):
         return f"LocalSGD lets the processes train alone for some steps, on purpose ({line})"
+    if line := facts.get("flat"):
+        return f"FullyShardedDataParallel keeps parts of flat parameters ({line}): fully_shard could be compared"
+    if lines := facts.get("layers"):
+        return f"its layers are divided over the processes, and not only its samples ({lines[0]})"
     if "LBFGS" in facts["optimizers"]:
         return "LBFGS computes the loss several times in a step: there is no one gradient to compare"
     if not steps:
