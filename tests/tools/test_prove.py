@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import ROOT
 from prove_training import command, mistakes, proof, resuming
-from prove_training.recording import Recording, same_work, where
+from prove_training.recording import Recording, files, same_work, where
 from prove_training.recording.models import take_over
 from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, evaluations, several, single, unfinished
@@ -361,6 +361,28 @@ def test_a_part_made_by_hand_is_cut_to_its_share_and_its_batch_too(processes, tm
         assert len(batches.cut(Items(40))) == len(batches.cut(Items(100))) == 13
         assert batches.batch_size(16 // processes) == batches.batch_size(16) == 12 // processes
     assert sorted(indices) == list(range(13))
+
+
+def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_path):
+    recording = made_recording(tmp_path, processes=1)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def closure():
+        parameter.grad = torch.full((2,), 3.0)
+
+    args, kwargs = recording.models.before_step(optimizer, (optimizer, closure), {})
+    assert args == (optimizer,)
+    kwargs["closure"]()
+    assert [value[1:].tolist() for value in recording.step["at_step"].values()] == [[3, 3]]
+
+
+def test_a_run_that_will_be_resumed_goes_on_after_the_first_file(tmp_path):
+    recording = made_recording(tmp_path, processes=1, stop_after_save=True)
+    recording.steps.append({})
+    recording.end = lambda: pytest.fail("files that are written after the first one are missing")
+    files.saved(recording)
+    assert recording.facts["has_saved"]
 
 
 def test_the_indices_of_a_sampler_are_cut_and_not_the_data(tmp_path):
