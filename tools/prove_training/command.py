@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 APART = "PROVE_IMPORTS_APART"
@@ -21,15 +20,9 @@ def process_counts(text: str) -> tuple[int, ...]:
 
 
 def module_file(name: str) -> Path | None:
-    """The file of a module, which is not imported."""
-    folders = [os.getcwd(), *sys.path]
-    for part in name.split("."):
-        if (spec := PathFinder.find_spec(part, folders)) is None:
-            return None
-        folders = list(spec.submodule_search_locations or [])
-    if folders:
-        spec = PathFinder.find_spec("__main__", folders)
-    return spec and Path(spec.origin)
+    """The file of a module of the working directory; it is not imported."""
+    place = Path.cwd().joinpath(*name.split("."))
+    return next(filter(Path.is_file, (place.with_suffix(".py"), place / "__main__.py")), None)
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:

@@ -2,12 +2,10 @@
 
 import ast
 import contextlib
-import importlib
 import io
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from unittest import mock
@@ -16,22 +14,14 @@ OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 loaded = []  # names of modules
 
 
-def of_script(script: Path, folder: Path) -> Iterator[tuple[str, str | None]]:
-    """The installed modules, and names in them, that the script and the modules beside it import at their top level."""
-    waiting = [script]
-    for file in waiting:
-        with contextlib.suppress(OSError, ValueError, SyntaxError):
-            for node in ast.parse(file.read_bytes()).body:
-                names = [(each.name, None) for each in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom) and not node.level:
-                    names = [(node.module, each.name) for each in node.names]
-                for name, attribute in names:
-                    place = folder / name.replace(".", "/")
-                    own = [each for each in (place.with_suffix(".py"), place / "__init__.py") if each.is_file()]
-                    waiting += [each for each in own if each not in waiting]
-                    spec = None if own else PathFinder.find_spec(name.partition(".")[0])
-                    if spec and "site-packages" in (spec.origin or ""):  # and not elsewhere on PYTHONPATH
-                        yield name, attribute
+def is_installed(statement: ast.stmt, folder: Path) -> bool:
+    """Whether a statement imports from site-packages, and nothing that is in the script's folder."""
+    names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+    if isinstance(statement, ast.ImportFrom) and not statement.level:
+        names = [statement.module]
+    tops = [name.partition(".")[0] for name in names]
+    specs = [not list(folder.glob(f"{top}*")) and PathFinder.find_spec(top) for top in tops]
+    return bool(specs) and all(spec and "site-packages" in (spec.origin or "") for spec in specs)
 
 
 def load_common() -> None:
@@ -44,26 +34,24 @@ def load_common() -> None:
 def load(script: Path, folder: Path) -> bool:
     """Import it. Returns whether processes may share it: no module asks for its rank, or starts threads."""
     load_common()
-    before, threads = set(sys.modules), threading.active_count()
+    before, threads, nothing = set(sys.modules), threading.active_count(), io.StringIO()
     wanted, getitem = set(), os._Environ.__getitem__
 
     def watched(environment, name):
         wanted.add(name)
         return getitem(environment, name)
 
-    nothing = io.StringIO()
     with (
         mock.patch.object(os._Environ, "__getitem__", watched),
         contextlib.redirect_stdout(nothing),
         contextlib.redirect_stderr(nothing),
     ):
-        for name, attribute in of_script(script, folder):
-            try:
-                module = importlib.import_module(name)
-                if attribute:
-                    getattr(module, attribute, None)  # libraries import some of their modules when asked for
-            except (Exception, SystemExit):
-                return False
+        try:
+            for statement in ast.parse(script.read_bytes()).body:
+                if is_installed(statement, folder):
+                    exec(compile(ast.Module([statement], []), str(script), "exec"), {})
+        except (Exception, SystemExit):
+            return False
     loaded.extend(sys.modules.keys() - before)
     return not wanted & OF_RANKS and threading.active_count() <= threads
 

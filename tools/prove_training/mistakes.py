@@ -43,15 +43,16 @@ ADVICE = {
     "is cut",
     "gather": "gather with torch.distributed.nn.functional.all_gather, which has a gradient",
     "clip_scaled": "call scaler.unscale_(optimizer) before the gradients are clipped",
-    "clip_early": "clip once, after the last backward pass of a step: if accelerator.sync_gradients",
+    "clip_early": "clip once, after the last backward pass of a step (with Accelerate: if accelerator.sync_gradients)",
     "clipped": "clip all gradients alike, after they are averaged",
-    "schedule": "count the schedule in steps of the optimizer: a prepared scheduler of Accelerate steps once for each "
-    "process",
+    "schedule": "count the schedule in steps of the optimizer, on any number of processes (a scheduler that Accelerate "
+    "has prepared steps once for each process)",
     "schedule_alone": "step the schedule on all processes: not inside `if rank == 0`",
     "plateau": "average the metric over all processes before scheduler.step(metric)",
     "weights": "the weights are changed by something that only this process has seen",
     "unused": "a parameter is used on some processes only: find_unused_parameters=True, or use it everywhere",
-    "eval_repeated": "use accelerator.gather_for_metrics, or leave out the samples that fill the last batch",
+    "eval_repeated": "give each process its own part, as Subset(data, range(rank, len(data), world_size)), or use "
+    "accelerator.gather_for_metrics",
     "eval_share": "add up sums and counts over all processes (all_reduce, gather_for_metrics) before the division",
     "eval_mean": "add up sums and counts, and divide once at the end: a mean of means weighs unequal batches alike",
     "checkpoint_prefix": "save accelerator.unwrap_model(model).state_dict(), or model.module.state_dict()",
@@ -64,7 +65,7 @@ ADVICE = {
     "hangs": "each process must make the same collective calls: look for one inside `if rank == 0`",
 }
 
-# The same where the script does not write the loop itself, or does without Accelerate.
+# The same where the script does not write the loop itself.
 ADVICE_IN = {
     "Trainer": {
         "factor": "a model that ignores num_items_in_batch returns a mean, which Trainer multiplies by the number of "
@@ -80,14 +81,6 @@ ADVICE_IN = {
         "plateau": "self.log(name, value, sync_dist=True) for the metric that the schedule monitors",
         "stops_alone": "self.log(name, value, sync_dist=True) for the metric that EarlyStopping monitors",
     },
-    "PyTorch": {
-        "all_the_data": "give DataLoader a DistributedSampler",
-        "clip_early": "clip once, after the last backward pass of a step",
-        "schedule": "count the schedule in steps of the optimizer, on any number of processes",
-        "eval_repeated": "give each process its own part: Subset(data, range(rank, len(data), world_size))",
-        "eval_share": "add up sums and counts over all processes (all_reduce) before the division",
-        "shapes": "gather tensors of one shape: pad them, or use all_gather_object",
-    },
 }
 
 
@@ -95,7 +88,7 @@ def advice(kind: str, framework: str = "") -> str:
     """A sentence, and the section of the page that says more.
 
     Args:
-        framework: "Trainer" of transformers, "Lightning", "PyTorch" for neither of them nor Accelerate, or "".
+        framework: "Trainer" of transformers, "Lightning", or "".
     """
     text = ADVICE_IN.get(framework, {}).get(kind, ADVICE[kind])
     return f"{text} ({PAGE}#{kind.replace('_', '-')})"

@@ -124,7 +124,7 @@ class Proof:
 
     def __init__(self, args, runs: Runs, report: Report):
         self.args, self.runs, self.report = args, runs, report
-        self.plan = {"limit": items_of_epoch()}
+        self.plan, self.repeat = {"limit": items_of_epoch()}, {}  # of all runs; of those that repeat the reference
         self.counts = [1]  # process counts that were compared
         self.compared, self.not_compared = set(), {}
         self.pretends = False  # to a script that asks that there is an accelerator
@@ -136,31 +136,24 @@ class Proof:
         Raises:
             CannotTell: with the reason.
         """
-        outcome = self._reference()
+        outcome = self._first_run()
         if outcome.waits or (outcome.error or "").startswith("it did not end"):
             stands = "".join(f", and stands at {place.partition(' at ')[2]}" for place in outcome.waits)
             limit = f"{self.args.timeout_s:g} s{stands} (--timeout_s sets a longer time)"
             raise CannotTell(f"on one process it did not end in {limit}")
         if outcome.error:
-            if (found := unfinished("1 process", outcome)).kind != "fails":
+            if (found := unfinished(1, outcome)).kind != "fails":
                 return self._wrong(self.report.add("1 process", [found]))
             self.report.log(outcome)
-            printed = "".join(f'; it printed last: "{record["printed"]}"' for record in outcome.records)
-            return FAILS, f"fails: on one process, {outcome.error}{printed}".removesuffix('; it printed last: ""')
-        reference = outcome.records[0]
+            printed = [f'; it printed last: "{record["printed"]}"' for record in outcome.records if record["printed"]]
+            return FAILS, f"fails: on one process, {outcome.error}{''.join(printed)}"
+        self.reference = reference = outcome.records[0]
         if reason := single.cannot_judge(reference):
             raise CannotTell(reason)
-        self._begin(reference)
+        self._begin(reference["facts"])
         self.report.line("1 process", f"{plural(len(reference['steps']), 'step')}, the reference")
         self.report.add("", single.findings(reference))
-        repeat = {"orders": reference.pop("orders"), "weights": reference["weights"]}
-        loaders = reference["facts"]["loaders"].values()
-        sizes = {each["given"] for each in loaders if each["given"]}
-        repeat["known"] = {"lengths": reference["facts"]["lengths"], "sizes": sizes}
-        for processes in self.args.processes:
-            if not self._compare(processes, reference, repeat):
-                break
-        if not self.report.findings:
+        if all(map(self._compare, self.args.processes)) and not self.report.findings:
             if reference["facts"]["run"]:
                 words = ["--output_dir", "resumed_by_prove", "--checkpoint_every", "3"]
                 self._resume(words, [*words, "--resume", *(self.args.resume_flags or "").split()])
@@ -179,9 +172,12 @@ class Proof:
         return PROVEN, f"proven: {same}"
 
     def _wrong(self, findings: list[Finding]) -> tuple[int, str]:
-        return WRONG, f"wrong: {findings[0].what} ({findings[0].place})"
+        verdict = f"wrong: {findings[0].what} ({findings[0].place})"
+        if self.compared and all(finding.stage == "evaluation" for finding in findings):
+            verdict += f"; the training is right: the same {in_words(self.compared)}"
+        return WRONG, verdict
 
-    def _reference(self) -> Outcome:
+    def _first_run(self) -> Outcome:
         outcome = self.runs(1, self.plan)
         if outcome.error and any(word in outcome.error for word in ("CUDA", "NVIDIA", "cuda")):
             self.plan["without_gpu"] = True
@@ -192,8 +188,7 @@ class Proof:
             again = self.runs(1, self.plan | {"without_gpu": True})
             if not again.error and not again.waits:
                 self.plan["without_gpu"], self.pretends, outcome = True, True, again
-        loaders = [loader for record in outcome.records for loader in record["facts"]["loaders"].values()]
-        sizes = [loader["given"] for loader in loaders if loader["given"]]
+        sizes = given_sizes(outcome.records)
         if outcome.error and sizes:  # a model may be made for one batch size
             own = {"own_batch_size": True, "limit": items_of_epoch(max(sizes))}
             again = self.runs(1, self.plan | own)
@@ -202,10 +197,11 @@ class Proof:
                 return again
         return outcome
 
-    def _begin(self, reference: dict) -> None:
-        facts = reference["facts"]
-        self.report.framework = facts["framework"] or ("" if "accelerate" in facts else "PyTorch")
-        training = trained_on(reference)
+    def _begin(self, facts: dict) -> None:
+        self.report.framework = facts["framework"]
+        self.repeat = {"orders": self.reference.pop("orders"), "weights": self.reference["weights"]}
+        self.repeat["known"] = {"lengths": facts["lengths"], "sizes": given_sizes([self.reference])}
+        training = trained_on(self.reference)
         words = f"{self.args.script} on the CPU"
         for loader in [loader for key, loader in facts["loaders"].items() if key in training and loader["given"]][:1]:
             size = loader["given"] if self.plan.get("own_batch_size") else micro_batch(loader["given"])
@@ -216,75 +212,62 @@ class Proof:
         if self.plan.get("without_gpu"):
             self.report.add("", [note("comparison", "what the script puts on a GPU stays on the CPU")])
         if off := facts["switched_off"]:
-            what = f"{and_join(sorted(off))} switched off: they differ by design"
-            self.report.add("", [note("comparison", what)])
+            self.report.add("", [note("comparison", f"{and_join(sorted(off))} switched off: they differ by design")])
 
-    def _compare(self, processes: int, reference: dict, repeat: dict) -> bool:
-        """Compare a run on several processes. Returns whether nothing is wrong."""
-        name, more = plural(processes, "process"), self._more_flags(processes, reference)
-        outcome, of_machines = self._run(processes, reference, repeat, more)
-        for record in outcome.records:
-            if reason := record["facts"].get("cannot_tell"):
-                raise CannotTell(reason)
-        label = name
+    def _compare(self, processes: int) -> bool:
+        """Compare a run on several processes. Returns whether nothing is wrong.
+
+        In the last comparison, each process runs as if it had a machine of its own, with LOCAL_RANK 0. Where that alone
+        makes a difference, it is a finding of the comparison on one machine.
+        """
+        label, is_first = plural(processes, "process"), processes == self.args.processes[0]
+        plan, more = self.plan | self.repeat, self._more_flags(processes)
+        is_apart = not is_first and "starts" not in self.reference["facts"]
+        outcome = self.runs(processes, plan | {"machines": is_apart}, more)
+        both, found = judged(self.reference, processes, outcome)
+        problem = next((each for each in found if each.kind or both is None), None)
+        if is_apart and problem:
+            outcome = self.runs(processes, plan, more)
+            both, found = judged(self.reference, processes, outcome)
+            if not any(each.kind or both is None for each in found):
+                # Other than samples, it may be for one machine alone, or the machines have different disks.
+                kind = "local_rank" if problem.stage == "samples" else ""
+                what = f"{problem.what}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
+                found.append(problem._replace(kind=kind, what=what))
+        if both is None and not found[0].kind:
+            raise CannotTell(found[0].what)
         if more:
-            self.report.line(name, f"with {' '.join(more)}:")
+            self.report.line(label, f"with {' '.join(more)}:")
             label = ""
         if any(record["facts"]["refuses"] for record in outcome.records):
-            if processes == self.args.processes[0]:
-                raise CannotTell(f"it refuses {name}: {outcome.error}")
-            self.report.line(name, f"not compared, it refuses them: {outcome.error}")
+            if is_first:
+                raise CannotTell(f"it refuses {plural(processes, 'process')}: {outcome.error}")
+            self.report.line(label, f"not compared, it refuses them: {outcome.error}")
             return True
         if outcome.error and self.pretends:
+            name = plural(processes, "process")
             raise CannotTell(f"it asks for an accelerator, and with a pretended one {name} fail: {outcome.error}")
-        is_stuck = outcome.waits and len(outcome.records[0]["steps"]) < len(reference["steps"])
-        if outcome.error or len(outcome.records) < processes or is_stuck:
-            self.report.add(label, [unfinished(name, outcome)])
+        if both is None:
+            self.report.add(label, found)
             self.report.log(outcome)
             return False
-        if several.are_plain(outcome.records):
-            what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
-            raise CannotTell(f"{what}. To change first: {CHANGES}")
-        if len({frozenset(record["steps"][0]["before"]) for record in outcome.records if record["steps"]}) > 1:
-            raise CannotTell("each process steps parameters of its own")
-        self.pictured.append((reference, outcome.records))
-        both = Comparison(reference, outcome.records)
-        found = self.report.add(label, [*several.findings(both), *of_machines])
+        self.pictured.append((self.reference, outcome.records))
+        found = self.report.add(label, found)
         if not any(finding.stage == "samples" for finding in found):
             found += self.report.add(label, self._evaluations(both))
-        if found:
+        if found and any(finding.stage != "evaluation" for finding in found):
             return False
-        if evaluations.are_compared(both):
+        if not found and evaluations.are_compared(both):
             both.compared.add("evaluations")
-        self.report.line(label, f"the same {in_words(both.compared) or 'course'}")
+        self.report.line("" if found else label, f"the same {in_words(both.compared) or 'course'}")
         self.counts.append(processes)
         self.compared |= both.compared
         self.not_compared |= both.not_compared
-        return True
+        return not found
 
-    def _run(self, processes: int, reference: dict, repeat: dict, more: list[str]) -> tuple[Outcome, list[Finding]]:
-        """Run it on several processes, in the last comparison as if each had a machine of its own, with LOCAL_RANK 0.
-
-        Where that alone makes a difference, the outcome is of one machine, and the difference is a finding.
-        """
-        plan = self.plan | repeat
-        if processes == self.args.processes[0] or "starts" in reference["facts"]:
-            return self.runs(processes, plan, more), []
-        apart = self.runs(processes, plan | {"machines": True}, more)
-        problem = first_problem(reference, processes, apart)
-        if problem is None:
-            return apart, []
-        together = self.runs(processes, plan, more)
-        if first_problem(reference, processes, together) is not None:
-            return together, []
-        what = f"{problem.what}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
-        if problem.stage != "samples":  # it may be for one machine alone, or the machines have different disks
-            return together, [note(problem.stage, what, problem.step, problem.line)]
-        return together, [problem._replace(kind="local_rank", what=what)]
-
-    def _more_flags(self, processes: int, reference: dict) -> list[str]:
+    def _more_flags(self, processes: int) -> list[str]:
         """Flags that must not change the numbers of a script with Run; used in the last comparison."""
-        facts, more = reference["facts"], ["--num_workers 1"]
+        facts, more = self.reference["facts"], ["--num_workers 1"]
         if not facts["run"] or processes != self.args.processes[-1]:
             return []
         if not facts["virtual_processes"]:  # these set the accumulation
@@ -332,17 +315,36 @@ class Proof:
             self.report.line("resumed", f"the same after step {done}")
 
 
-def first_problem(reference: dict, processes: int, outcome: Outcome) -> Finding | None:
+def given_sizes(records: list[dict]) -> set[int]:
+    """The batch sizes that the script has passed to DataLoader."""
+    loaders = [loader for record in records for loader in record["facts"]["loaders"].values()]
+    return {loader["given"] for loader in loaders if loader["given"]}
+
+
+def judged(reference: dict, processes: int, outcome: Outcome) -> tuple[Comparison | None, list[Finding]]:
+    """What a run on several processes shows; without a comparison where it has not come to its end.
+
+    Raises:
+        CannotTell: where the processes do not train together.
+    """
     for record in outcome.records:
         if reason := record["facts"].get("cannot_tell"):
-            return note("process group", reason)
-    if outcome.error or outcome.waits or len(outcome.records) < processes:
-        return unfinished(plural(processes, "process"), outcome)
-    return next((each for each in several.findings(Comparison(reference, outcome.records)) if each.kind), None)
+            return None, [note("process group", reason)]
+    is_stuck = outcome.waits and len(outcome.records[0]["steps"]) < len(reference["steps"])
+    if outcome.error or len(outcome.records) < processes or is_stuck:
+        return None, [unfinished(processes, outcome)]
+    if several.are_plain(outcome.records):
+        what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
+        raise CannotTell(f"{what}. To change first: {CHANGES}")
+    if len({frozenset(record["steps"][0]["before"]) for record in outcome.records if record["steps"]}) > 1:
+        raise CannotTell("each process steps parameters of its own")
+    both = Comparison(reference, outcome.records)
+    return both, list(several.findings(both))
 
 
-def unfinished(name: str, outcome: Outcome) -> Finding:
-    return because(f"the run on {name}", outcome.records, outcome.error, outcome.waits, outcome.calls)
+def unfinished(processes: int, outcome: Outcome) -> Finding:
+    stage = f"the run on {plural(processes, 'process')}"
+    return because(stage, outcome.records, outcome.error, outcome.waits, outcome.calls)
 
 
 def in_words(compared: set) -> str:

@@ -14,7 +14,6 @@ import signal
 import struct
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from .text import CannotTell
 IS_LINUX = sys.platform == "linux"
 COPIED_BYTES = 500_000_000  # total size of a copy
 COPIED_FILES = 3_000
-TICK_S = 0.5  # of the clock
 NOT_COPIED = {".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
 # From the kernel's headers: sched.h, mount.h, prctl.h, landlock.h.
@@ -244,35 +242,9 @@ def forked(function, *args) -> int:
         os._exit(code)
 
 
-class Clock:
-    """Seconds in which processes work or wait. While others have the processor, it stands still.
-
-    Args:
-        sessions: of the processes.
-    """
-
-    def __init__(self, sessions):
-        self.sessions, self.seconds, self.time, self.used = sessions, 0.0, time.monotonic(), 0.0
-
-    def read(self) -> float:
-        passed = time.monotonic() - self.time
-        if passed > TICK_S:
-            before, self.time, self.used = self.used, self.time + passed, self._used()
-            worked = self.used - before
-            self.seconds += passed if worked < passed / 20 else min(passed, worked)
-        return self.seconds
-
-    def _used(self) -> float:
-        """Processor time of the processes and their children, in seconds; the time of day where it is not known."""
-        if not IS_LINUX:
-            return time.monotonic()
-        ticks = 0
-        for file in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has ended
-                fields = file.read_text().rpartition(")")[2].split()
-                if int(fields[3]) in self.sessions:
-                    ticks += sum(map(int, fields[11:15]))
-        return ticks / os.sysconf("SC_CLK_TCK")
+def slowness() -> float:
+    """By which factor other programs slow this machine down: processes that want to run, per processor."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def adopt() -> None:

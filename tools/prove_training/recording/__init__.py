@@ -19,16 +19,16 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from time import monotonic, process_time, sleep  # not the clocks that a script sees
 
 import numpy as np
 import torch
 
 from .. import imports
+from ..sandbox import slowness
 from ..text import CannotTell
 from . import data, evaluations, files, global_loader, models, processes, same_work, starting, where
 
-SECONDS_TO_END = 3.0  # what the script may take after its last epoch
+SECONDS_TO_END = 4  # what the script may take after its last epoch
 
 
 class Recording:
@@ -72,14 +72,9 @@ class Recording:
         """The script has trained enough; it gets a little time for what comes after its last epoch."""
         self.evaluations.end()
         self.is_ending = self.facts["is_complete"] = True
-        in_thread(self._end_soon)
-
-    def _end_soon(self) -> None:
-        """End after some seconds of work, which take longer on a busy machine."""
-        begin, ends = process_time(), monotonic() + 10 * SECONDS_TO_END
-        while process_time() < begin + SECONDS_TO_END and monotonic() < ends:
-            sleep(0.1)
-        self.end()
+        timer = threading.Timer(SECONDS_TO_END * slowness(), self.end)
+        timer.daemon = True
+        timer.start()
 
     def stop(self, reason: str) -> None:
         """There can be no verdict."""
@@ -89,8 +84,7 @@ class Recording:
     def end_waiting(self) -> None:
         """Time ran out: end, and record where the script stands."""
         frame = sys._current_frames()[threading.main_thread().ident]
-        place = self.where.doing(traceback.extract_stack(frame))
-        self.end(waits=None if self.is_ending else place or "?")
+        self.end(waits=None if self.is_ending else self.where.doing(traceback.extract_stack(frame)))
 
     def end(self, error: str | None = None, waits: str | None = None) -> None:
         """Write the record, and end this process."""
@@ -109,10 +103,6 @@ class Recording:
             os._exit(1 if error or "cannot_tell" in self.facts else 0)
 
 
-def in_thread(function) -> None:
-    threading.Thread(target=function, daemon=True).start()
-
-
 def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str]) -> None:
     """Run a script, leave a record, and end this process.
 
@@ -127,7 +117,8 @@ def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str
     for seed in (torch.manual_seed, random.seed, np.random.seed):  # a fork has the states of its parent
         seed(100 + rank)
     recording.install()
-    in_thread(lambda: os.read(plan["time_is_over"], 1) or recording.end_waiting())
+    waiting = threading.Thread(target=lambda: os.read(plan["time_is_over"], 1) or recording.end_waiting(), daemon=True)
+    waiting.start()
     error = None
     try:
         if module:

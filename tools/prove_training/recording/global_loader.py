@@ -13,7 +13,7 @@ from .data import PASSES, Batches, generator_states
 from .files import saved
 from .same_work import Tagged
 from .starting import watch_devices
-from .where import wrap
+from .where import before, wrap
 
 FILES = ("loader", "run", "checkpoint", "trainer", "fabric")  # in which the watched classes are
 
@@ -32,10 +32,10 @@ def install(recording) -> None:
 
     builtins.__build_class__ = build_class
 
-    @wrap(argparse.ArgumentParser, "parse_known_args")
-    def parse(original, parser, *args, **kwargs):
+    def parse(parser, *args, **kwargs) -> None:
         recording.facts["flags"] += parser._option_string_actions
-        return original(parser, *args, **kwargs)
+
+    before(argparse.ArgumentParser, "parse_known_args", parse)
 
 
 def watch_loader(cls: type, recording) -> None:
@@ -94,15 +94,8 @@ def watch_run(cls: type, recording) -> None:
         recording.facts["virtual_processes"] = getattr(run.accelerator, "virtual_processes", 0)
         original(run, train_loader, test_loader, min(total_steps, PASSES * len(train_loader)), **options)
 
-    @wrap(cls, "log_test")
-    def log_test(original, run, result):
-        recording.evaluations.add_result(result)
-        return original(run, result)
-
-    @wrap(cls, "finish")
-    def finish(original, run):
-        recording.facts["is_finished"] = True
-        return original(run)
+    before(cls, "log_test", lambda _, result: recording.evaluations.add_result(result))
+    before(cls, "finish", lambda _: recording.facts.update(is_finished=True))
 
 
 def watch_checkpoints(cls: type, recording) -> None:

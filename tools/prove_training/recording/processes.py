@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from .where import wrap
+from .where import before, wrap
 
 COLLECTIVES = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "gather_object")
 COLLECTIVES += ("all_gather_into_tensor",)
@@ -84,7 +84,4 @@ def install_accelerate(recording) -> None:
         recording.facts["accelerate"] = recording.where.line()
         recording.batches.splits_batches = bool(self.split_batches)
 
-    @wrap(local_sgd.LocalSGD, "__init__")
-    def init_local_sgd(original, self, *args, **kwargs):
-        recording.facts["local_sgd"] = recording.where.line()
-        original(self, *args, **kwargs)
+    before(local_sgd.LocalSGD, "__init__", lambda *_, **__: recording.facts.update(local_sgd=recording.where.line()))

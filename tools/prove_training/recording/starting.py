@@ -14,7 +14,7 @@ class Starting:
     """The processes that the script asks for, which must be as many as there are ranks."""
 
     def __init__(self, recording):
-        self.recording, self.processes, self.asked_for = recording, recording.plan["processes"], []
+        self.recording, self.processes = recording, recording.plan["processes"]
 
     def run(self, function, args, kwargs=None) -> None:
         """Do the work of this rank. If it trains, the script ends there: what follows is not done by each process."""
@@ -32,12 +32,6 @@ class Starting:
                 "torch.cuda.device_count(), or write {processes} for it among the flags of the script"
             )
 
-    def is_asked_for(self, process) -> bool:
-        """Whether a process that the script starts is the next rank: it calls the script with the number of a rank."""
-        code, args = getattr(process._target, "__code__", None), [*process._args, *process._kwargs.values()]
-        numbers = [each for each in args if type(each) is int]
-        return code is not None and self.recording.where.is_own(code.co_filename) and len(self.asked_for) in numbers
-
 
 def install(recording) -> None:
     starting = Starting(recording)
@@ -53,17 +47,12 @@ def install(recording) -> None:
 
     @wrap(multiprocessing.process.BaseProcess, "start")
     def start_one(original, process):
-        if recording.steps or dist.is_initialized() or not starting.is_asked_for(process):
-            return original(process)
-        starting.asked_for.append(process)
-        if len(starting.asked_for) == recording.rank + 1:
-            starting.run(process._target, process._args, process._kwargs)
-
-    @wrap(multiprocessing.process.BaseProcess, "join")
-    def join(original, process, timeout=None):
-        if process not in starting.asked_for:
-            return original(process, timeout)
-        starting.check(len(starting.asked_for))
+        code, args = getattr(process._target, "__code__", None), [*process._args, *process._kwargs.values()]
+        is_rank = code and recording.where.is_own(code.co_filename) and any(type(each) is int for each in args)
+        if is_rank and not recording.steps and not dist.is_initialized():
+            line = recording.where.line()
+            recording.stop(f"it starts its processes itself ({line}): use torch.multiprocessing.spawn, or torchrun")
+        return original(process)
 
     @wrap(dist, "init_process_group")
     def init(original, backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *others, **options):

@@ -38,14 +38,14 @@ class Where:
         return f"{os.path.relpath(own[-1].filename, self.root)}:{own[-1].lineno}" if own else ""
 
     def doing(self, frames) -> str:
-        """What a traceback's last line of the script has called, as "the backward pass at train.py:27"."""
+        """What a traceback's last line of the script has called, as "in the backward pass at train.py:27"."""
         frames, name = list(frames), ""
         while frames and not self.is_own(frames[-1].filename):
             last = frames.pop()
             if not last.filename.startswith(OWN_FOLDER) and not last.name.startswith("_") and last.name != "wrapper":
                 name = last.name
         name = f"the {name} pass" if name in ("forward", "backward") else name
-        return f"{name} at {self.last_of(frames)}" if name else self.last_of(frames)
+        return f"in {name} " * bool(name) + f"at {self.last_of(frames) or '?'}"
 
     def place(self) -> str:
         """A name for this call. Two calls in one line, or through two functions of a library, have different names."""
@@ -89,3 +89,12 @@ def wrap(owner, name: str):
         return function
 
     return decorate
+
+
+def before(owner, name: str, action) -> None:
+    """Call `action` before each call of `owner.name`, with the same arguments."""
+
+    @wrap(owner, name)
+    def call(original, *args, **kwargs):
+        action(*args, **kwargs)
+        return original(*args, **kwargs)

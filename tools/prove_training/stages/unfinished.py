@@ -53,7 +53,7 @@ def _ended(ranks: list[dict]) -> tuple[str, str, str] | None:
         doing, _, line = (rank["waits"] or rank.get("doing", "")).rpartition(" at ")
         if doing.endswith("pass"):
             what = f"rank {other['rank']} has ended after {plural(len(other['steps']), 'step')}"
-            return "stops_alone", f"{what}, and rank {rank['rank']} waits in {doing} of {line}", line
+            return "stops_alone", f"{what}, and rank {rank['rank']} waits {doing} of {line}", line
     return None
 
 

@@ -1,4 +1,4 @@
-"""Starts its processes itself."""
+"""Starts each process itself."""
 
 import os
 
@@ -22,4 +22,8 @@ def train(rank, world_size):
 
 
 if __name__ == "__main__":
-    mp.spawn(train, args=(2,), nprocs=2)
+    processes = [mp.Process(target=train, args=(rank, 2)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()

@@ -1,11 +1,11 @@
-"""Starts each process by itself, as many as a flag says, and the others of a library too."""
+"""Starts as many processes as a flag says, and one of a library."""
 
 import argparse
-import multiprocessing as mp
 import os
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -35,11 +35,7 @@ def main():
     world_size = parser.parse_args().gpus
     with mp.Manager() as manager:  # a process that is no rank
         assert manager.list([1])[0] == 1
-    processes = [mp.Process(target=train, args=(rank, world_size, 3)) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
+    mp.spawn(train, args=(world_size, 3), nprocs=world_size)
 
 
 if __name__ == "__main__":
