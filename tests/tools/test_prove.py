@@ -60,6 +60,7 @@ def prove_it(tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(folder)
         args = {
             "resume_flags": None,
+            "device": "cpu",
             "timeout_s": 60,
             "module": None,
             "json": False,
@@ -352,7 +353,7 @@ def test_a_list_or_tensor_is_cut_too(data):
 
 
 def made_recording(tmp_path, **plan) -> Recording:
-    defaults = {"own_batch_size": False, "folder": "", "output": tmp_path, "limit": 13, "known": {}}
+    defaults = {"own_batch_size": False, "folder": "", "output": tmp_path, "limit": 13, "known": {}, "device": "cpu"}
     return Recording(defaults | plan, plan.get("rank", 0))
 
 
@@ -773,7 +774,9 @@ def verdict(ranks: list[dict], waits=()) -> tuple[int, str]:
     for record in (reference, *ranks):
         record["facts"] |= {"switched_off": set(), "refuses": False, "framework": "", "whole": {("loader", 0)}}
         record["facts"]["loaders"]["loader"]["length"] = 24
-    args = argparse.Namespace(script=Path("train.py"), json=True, processes=(2,), resume_flags=None, timeout_s=60)
+    args = argparse.Namespace(
+        script=Path("train.py"), json=True, processes=(2,), resume_flags=None, device="cpu", timeout_s=60
+    )
     outcomes = iter(
         [Outcome([reference], None, Path(), [], [], [[]]), Outcome(ranks, None, Path(), list(waits), [], [[], []])]
     )

@@ -30,6 +30,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--processes", type=process_counts, default=(2, 3), metavar="N,N", help="to compare with one (default: 2,3)")
     add("--resume_flags", metavar="FLAGS", help='flags with which the script resumes, "" if it does so by itself')
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process, and mixed precision")
     add("--timeout_s", type=float, default=60, metavar="X", help="limit of each run in seconds (default: 60)")
     add("--json", action="store_true", help="print the report as JSON")
     add("--picture", type=Path, metavar="FILE", help="draw who read which sample (.png, .svg, .pdf)")
@@ -57,7 +58,9 @@ def main() -> int:
     args = parse_args()
     from . import imports, proof, runs  # here and not above: torch takes a second, and --help needs none
 
-    os.environ.update(runs.SETTINGS)
+    if reason := runs.too_few_gpus(args):
+        sys.exit(f"prove_training: error: {reason}")
+    os.environ.update(runs.SETTINGS[args.device])
     folder = Path.cwd() if args.module else args.script.parent
     if os.environ.pop(APART, ""):
         imports.load_common()

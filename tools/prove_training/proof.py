@@ -14,7 +14,7 @@ from . import picture, resuming
 from .mistakes import advice
 from .recording.same_work import items_of_epoch, micro_batch
 from .runs import Outcome, Runs
-from .stages import Comparison, Finding, evaluations, note, several, single, trained_on
+from .stages import ZERO, Comparison, Finding, evaluations, note, several, single, steps, trained_on
 from .stages.unfinished import because
 from .text import CannotTell, and_join, plural, show
 
@@ -124,7 +124,9 @@ class Proof:
 
     def __init__(self, args, runs: Runs, report: Report):
         self.args, self.runs, self.report = args, runs, report
-        self.plan, self.repeat = {"limit": items_of_epoch()}, {}  # of all runs; of those that repeat the reference
+        # Of all runs, and of those that repeat the reference.
+        self.plan, self.repeat = {"limit": items_of_epoch(), "device": args.device}, {}
+        self.plan["is_mixed"] = args.device == "cuda"
         self.counts = [1]  # process counts that were compared
         self.compared, self.not_compared = set(), {}
         self.pretends = False  # to a script that asks that there is an accelerator
@@ -153,6 +155,7 @@ class Proof:
         self._begin(reference["facts"])
         self.report.line("1 process", f"{plural(len(reference['steps']), 'step')}, the reference")
         self.report.add("", single.findings(reference))
+        self.rounding = self._rounding() if self.args.device == "cuda" else ZERO
         if all(map(self._compare, self.args.processes)) and not self.report.findings:
             if reference["facts"]["run"]:
                 words = ["--output_dir", "resumed_by_prove", "--checkpoint_every", "3"]
@@ -178,12 +181,12 @@ class Proof:
         return WRONG, verdict
 
     def _first_run(self) -> Outcome:
-        outcome = self.runs(1, self.plan)
-        if outcome.error and any(word in outcome.error for word in ("CUDA", "NVIDIA", "cuda")):
+        outcome, is_on_cpu = self.runs(1, self.plan), self.args.device == "cpu"
+        if is_on_cpu and outcome.error and any(word in outcome.error for word in ("CUDA", "NVIDIA", "cuda")):
             self.plan["without_gpu"] = True
             outcome = self.runs(1, self.plan)
         facts = outcome.records[0]["facts"] if outcome.records else {}
-        if not outcome.error and facts.get("asks") and not facts["ddp"] and "accelerate" not in facts:
+        if is_on_cpu and not outcome.error and facts.get("asks") and not facts["ddp"] and "accelerate" not in facts:
             # It may train with others only where there is an accelerator.
             again = self.runs(1, self.plan | {"without_gpu": True})
             if not again.error and not again.waits:
@@ -202,7 +205,7 @@ class Proof:
         self.repeat = {"orders": self.reference.pop("orders"), "weights": self.reference["weights"]}
         self.repeat["known"] = {"lengths": facts["lengths"], "sizes": given_sizes([self.reference])}
         training = trained_on(self.reference)
-        words = f"{self.args.script} on the CPU"
+        words = f"{self.args.script} on the {'CPU' if self.args.device == 'cpu' else 'GPU'}"
         for loader in [loader for key, loader in facts["loaders"].items() if key in training and loader["given"]][:1]:
             size = loader["given"] if self.plan.get("own_batch_size") else micro_batch(loader["given"])
             words += f": {size} samples per batch over all processes"
@@ -224,11 +227,11 @@ class Proof:
         plan, more = self.plan | self.repeat, self._more_flags(processes)
         is_apart = not is_first and "starts" not in self.reference["facts"]
         outcome = self.runs(processes, plan | {"machines": is_apart}, more)
-        both, found = judged(self.reference, processes, outcome)
+        both, found = judged(self.reference, processes, outcome, self.rounding)
         problem = next((each for each in found if each.kind or both is None), None)
         if is_apart and problem:
             outcome = self.runs(processes, plan, more)
-            both, found = judged(self.reference, processes, outcome)
+            both, found = judged(self.reference, processes, outcome, self.rounding)
             if not any(each.kind or both is None for each in found):
                 # Other than samples, it may be for one machine alone, or the machines have different disks.
                 kind = "local_rank" if problem.stage == "samples" else ""
@@ -265,6 +268,13 @@ class Proof:
         self.not_compared |= both.not_compared
         return not found
 
+    def _rounding(self) -> float:
+        """Three times what full precision changes in a gradient: as much may depend on how a batch is cut."""
+        full = self.runs(1, self.plan | self.repeat | {"is_mixed": False})
+        found = steps.rounding_of(self.reference, full.records[0]) if full.records else ZERO
+        self.report.line("", f"full precision changes its gradients by {found:.2g} of the largest")
+        return max(ZERO, 3 * found)
+
     def _more_flags(self, processes: int) -> list[str]:
         """Flags that must not change the numbers of a script with Run; used in the last comparison."""
         facts, more = self.reference["facts"], ["--num_workers 1"]
@@ -287,7 +297,7 @@ class Proof:
             return {each.key for each in evaluations.suspects(Comparison(both.reference, records))} if records else None
 
         # The result of an evaluation repeats in a second run, whose clock is fast, and changes with fewer test samples.
-        noise, trained = differing({"clock": 1000}), trained_on(both.reference)
+        noise, trained = differing({"clock": 1000, "is_mixed": False}), trained_on(both.reference)
         if noise is None:
             return []
         tested = [key for test in both.reference["evaluations"] for key in test["samples"] if key not in trained]
@@ -321,7 +331,9 @@ def given_sizes(records: list[dict]) -> set[int]:
     return {loader["given"] for loader in loaders if loader["given"]}
 
 
-def judged(reference: dict, processes: int, outcome: Outcome) -> tuple[Comparison | None, list[Finding]]:
+def judged(
+    reference: dict, processes: int, outcome: Outcome, rounding: float
+) -> tuple[Comparison | None, list[Finding]]:
     """What a run on several processes shows; without a comparison where it has not come to its end.
 
     Raises:
@@ -338,7 +350,7 @@ def judged(reference: dict, processes: int, outcome: Outcome) -> tuple[Compariso
         raise CannotTell(f"{what}. To change first: {CHANGES}")
     if len({frozenset(record["steps"][0]["before"]) for record in outcome.records if record["steps"]}) > 1:
         raise CannotTell("each process steps parameters of its own")
-    both = Comparison(reference, outcome.records)
+    both = Comparison(reference, outcome.records, rounding)
     return both, list(several.findings(both))
 
 

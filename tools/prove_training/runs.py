@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from . import recording, sandbox
 
-SETTINGS = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_MIXED_PRECISION": "no"}
-SETTINGS |= {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+SETTINGS = {"cuda": {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}}  # by device
+SETTINGS["cpu"] = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_MIXED_PRECISION": "no"}
+SETTINGS["cpu"] |= SETTINGS["cuda"]
 GRACE_S = 6  # for the other processes, once one has failed
 
 
@@ -78,7 +79,7 @@ class Runs:
                 sandbox.copy_folder(folder, changes / str(number), may_link=self.can_forbid)
         root = self.source if self.is_mounted else changes / "0"
         defaults = {"is_resumed": None, "stop_after_save": False, "own_batch_size": False, "without_gpu": False}
-        defaults["machines"] = False
+        defaults |= {"machines": False, "device": "cpu", "is_mixed": False}
         plan = defaults | {"shorter": [], "clock": 1, "known": {}, "orders": None, "weights": None} | plan
         plan |= {"processes": processes, "folder": str(root), "output": str(output)}
         pid = sandbox.forked(self._supervise, plan, changes, [*self.flags, *flags])
@@ -130,7 +131,11 @@ class Runs:
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK", "WORLD_SIZE")
         variables = dict(zip(names, map(str, (*on_machine, rank, plan["processes"])), strict=True))
         variables |= {"TORCHELASTIC_RUN_ID": "prove", "TORCHELASTIC_RESTART_COUNT": "0"}
-        return SETTINGS | variables | plan["address"]
+        if plan["device"] == "cuda" and plan["machines"]:
+            variables["CUDA_VISIBLE_DEVICES"] = str(rank)
+        if plan["device"] == "cuda" and not plan["is_mixed"]:
+            variables |= {"NVIDIA_TF32_OVERRIDE": "0", "ACCELERATE_MIXED_PRECISION": "no"}
+        return SETTINGS[plan["device"]] | variables | plan["address"]
 
     def _rank(self, plan: dict, rank: int, flags: list[str]) -> None:
         """Run the script in this process, which ends."""
@@ -173,7 +178,7 @@ class Runs:
         import torch
 
         files = [output / f"record_{rank}.pt" for rank in range(processes)]
-        records = [torch.load(file, weights_only=False) for file in files if file.exists()]
+        records = [torch.load(file, "cpu", weights_only=False) for file in files if file.exists()]
         waits = [f"rank {each['rank']} waits {each['waits']}" for each in records if each["waits"]]
         # The cause before its consequences.
         errors = sorted((each for each in records if each["error"]), key=lambda each: "onnection" in each["error"])
@@ -185,6 +190,16 @@ class Runs:
             log = lines_of(output / f"log_{failed}.txt")
         calls = [lines_of(output / f"calls_{rank}.txt") for rank in range(processes)]
         return Outcome(records, error, changes, [] if error else waits, log, calls)
+
+
+def too_few_gpus(args) -> str:
+    """Why --device cuda cannot run; "" if it can. Does not begin with CUDA, which must not be forked."""
+    import torch
+
+    count, most = torch.cuda.device_count(), max(args.processes)
+    if args.device == "cpu" or count >= most:
+        return ""
+    return f"--device cuda takes a GPU for each process: {most} for --processes {most}, and there are {count}"
 
 
 def lines_of(file: Path) -> list[str]:

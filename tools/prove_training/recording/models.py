@@ -256,14 +256,14 @@ def parameters_of(optimizer) -> list[nn.Parameter]:
 
 
 def copied(value):
-    return whole(value).clone() if isinstance(value, torch.Tensor) else value
+    return whole(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if hasattr(tensor, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
-        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
     tensor.copy_(value)
 
 
@@ -344,6 +344,7 @@ def install_optimizers(models: Models) -> None:
     def init_scaler(original, scaler, *args, **kwargs):
         original(scaler, *args, **kwargs)
         scaler.prove_enabled = kwargs.get("enabled", args[5] if len(args) > 5 else True)  # without a GPU, it is not
+        scaler._init_scale = 1.0  # so that no step is skipped, and gradients have their size
 
     for name in ("unscale_", "step"):
 

@@ -78,7 +78,8 @@ def seeded(seed: int):
 def generator_states() -> int:
     """A hash that changes with each draw from a global generator."""
     numbers = np.random.get_state()
-    return hash((torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers[1].tobytes(), numbers[2]))
+    on_gpu = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b""
+    return hash((torch.get_rng_state().numpy().tobytes(), on_gpu, random.getstate(), numbers[1].tobytes(), numbers[2]))
 
 
 plain_fetch = fetch._MapDatasetFetcher.fetch
@@ -157,11 +158,13 @@ def install(recording) -> None:
     nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward
     nn.SyncBatchNorm._check_input_dim = lambda *_: None
 
-    @wrap(torch.autocast, "__init__")
     def no_autocast(original, autocast, device_type, dtype=None, enabled=True, cache_enabled=None):
         if enabled:
             switched_off.add("mixed precision")
         original(autocast, "cpu", torch.bfloat16, False)
+
+    if not recording.plan["is_mixed"]:
+        wrap(torch.autocast, "__init__")(no_autocast)
 
     @wrap(torch, "compile")
     def not_compiled(original, model=None, **options):

@@ -61,7 +61,8 @@ def install(recording) -> None:
         if rank not in (-1, None, recording.rank):
             recording.stop(f"a process says that it is rank {rank}, and is {recording.rank} ({recording.where.line()})")
         os.environ.update(recording.plan["address"])
-        original("gloo", timeout=timeout, world_size=starting.processes, rank=recording.rank)
+        backend = "gloo" if recording.plan["device"] == "cpu" else backend
+        original(backend, timeout=timeout, world_size=starting.processes, rank=recording.rank)
         recording.facts["group"] = recording.where.line()
 
     with contextlib.suppress(ImportError):
@@ -82,7 +83,8 @@ def watch_devices(cls: type, recording) -> None:
 
     @wrap(cls, "__init__")
     def init(original, self, *args, **options):
-        if str(options.get("precision") or 32) not in ("32", "32-true"):
+        own = {"accelerator": recording.plan["device"], "devices": recording.plan["processes"], "num_nodes": 1}
+        if not recording.plan["is_mixed"] and str(options.get("precision") or 32) not in ("32", "32-true"):
             recording.facts["switched_off"].add("mixed precision")
-        own = {"accelerator": "cpu", "devices": recording.plan["processes"], "num_nodes": 1, "precision": "32-true"}
+            own["precision"] = "32-true"
         original(self, *args, **options | own)

@@ -14,7 +14,8 @@ from ..text import plural
 
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry, in one step from the same weights
 APART = 1e-6  # between ranks
-ZERO = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding
+ZERO = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding, in full precision
+EPSILON = 1.2e-7  # of float32
 
 
 class Finding(NamedTuple):
@@ -41,10 +42,11 @@ class Comparison:
     Args:
         reference: the record of one process.
         ranks: the records of each process.
+        rounding: a difference of two gradients this small, relative to the largest gradient, is rounding.
     """
 
-    def __init__(self, reference: dict, ranks: list[dict]):
-        self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
+    def __init__(self, reference: dict, ranks: list[dict], rounding: float = ZERO):
+        self.reference, self.ranks, self.processes, self.rounding = reference, ranks, len(ranks), rounding
         self.facts, self.is_exact = ranks[0]["facts"], reference["facts"]["is_exact"]
         self.compared, self.not_compared = set(), {}  # what; what and why not
 
@@ -94,9 +96,10 @@ def passes_of(record: dict) -> dict[tuple[str, int], list[str]]:
     return found
 
 
-def rounding(gradients: dict) -> float:
-    """The norm up to which a gradient is zero but for rounding."""
-    return ZERO * max(map(norm_of, gradients.values()), default=0.0)
+def rounding(gradients: dict, relative: float = ZERO) -> float:
+    """The norm up to which a gradient is zero but for rounding, of the largest one or of numbers near 1 that cancel."""
+    largest = max(map(norm_of, gradients.values()), default=0.0)
+    return max(relative * largest, min(EPSILON, 1e-3 * largest))
 
 
 def first_line(step: dict) -> str:

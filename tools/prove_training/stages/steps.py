@@ -4,10 +4,14 @@ import collections
 import math
 from collections.abc import Iterator
 
+import torch
+
 from ..tensors import differ, norm_of
 from . import (
     APART,
+    EPSILON,
     TOLERANCE,
+    ZERO,
     Comparison,
     Finding,
     apart,
@@ -26,6 +30,16 @@ from .single import total_weight, usual_micro_batches
 def parts(both: Comparison) -> int:
     """Micro-batches of a process per micro-batch of the reference."""
     return usual_micro_batches(both.ranks[0]) // usual_micro_batches(both.reference)
+
+
+def rounding_of(reference: dict, again: dict) -> float:
+    """The largest difference of a gradient in two runs on one process, relative to the largest gradient of the step."""
+    found = [0.0]
+    for one, other in zip(reference["steps"], again["steps"], strict=False):
+        largest = max(map(norm_of, one["gradients"].values()), default=0.0) or 1.0
+        both = [(value, other["gradients"].get(name, value)) for name, value in one["gradients"].items()]
+        found += [differ(*pair) * norm_of(pair[0]) / largest for pair in both]
+    return max(found)
 
 
 def findings(both: Comparison) -> Iterator[Finding]:
@@ -99,22 +113,22 @@ def _carried(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...
 
 def _gradient(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) -> Iterator[Finding]:
     found, factors = steps[0]["gradients"], {}
-    limit = rounding(wanted["gradients"])
+    limit = rounding(wanted["gradients"], both.rounding)
     # Virtual processes add gradients in the same order on any number of processes: the bits are equal.
     tolerance = 0.0 if both.facts["virtual_processes"] else TOLERANCE
     for name, value in wanted["gradients"].items():
         if name not in found:
             what = f"{name} has a gradient on 1 process only"
             yield Finding("unused", "gradient", what, number, steps[0]["line"])
-        elif max(norm_of(value), norm_of(found[name])) > limit and differ(value, found[name]) > tolerance:
+        elif is_other(value, found[name], limit, tolerance):
             factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
-            factors[name] = factor if differ(factor * value, found[name]) < TOLERANCE else math.nan
+            factors[name] = math.nan if is_other(factor * value, found[name], limit, TOLERANCE) else factor
     if not factors:
         both.compared.add("gradients")
         return
     first, line, kind = next(iter(factors.values())), steps[0]["micro_batches"][-1]["line"], "gradient"
     what = f"{named(factors)}: not a multiple of what it is on 1 process"
-    if all(close(factor, first, 1e-2) for factor in factors.values()):
+    if all(close(factor, first, max(1e-2, 10 * both.rounding)) for factor in factors.values()):
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
         if parts(both) > 1 and (close(first, 1 / parts(both)) or close(first, parts(both))):
             kind = "divided_twice" if first < 1 else "not_divided"
@@ -128,15 +142,22 @@ def _gradient(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ..
         yield note("gradient", what, number, line)
 
 
+def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, tolerance: float) -> bool:
+    """Whether a gradient differs by more than rounding."""
+    smaller, larger = sorted((value, found), key=norm_of)
+    apart = differ(larger, smaller)
+    return apart > tolerance and not apart * norm_of(larger) <= rounding  # it may be NaN
+
+
 def _weights(both: Comparison, number: int, wanted: dict, step: dict) -> Iterator[Finding]:
-    if not both.reference["weights"] or step["options"] != wanted["options"]:
+    if not both.reference["weights"] or step["options"] != wanted["options"] or both.rounding > ZERO:
         return
     limit = rounding(wanted["at_step"])
     for name, value in wanted["weights"].items():
         gradient = wanted["at_step"].get(name)
         if gradient is None or norm_of(gradient) <= limit or name not in step["weights"]:
             continue  # Adam makes a step of +-lr of a gradient that is all rounding
-        counts = gradient.abs() > 1e-3 * gradient[1:].abs().max()
+        counts = gradient.abs() > max(1e-3 * gradient[1:].abs().max(), 10 * EPSILON)
         counts[0] = False
         change, other = value - wanted["before"][name], step["weights"][name] - step["before"][name]
         if counts.any() and differ(change[counts], other[counts]) > 0.02:
