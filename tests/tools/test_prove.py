@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ROOT
-from prove_training import command, mistakes, proof, resuming
+from prove_training import command, mistakes, proof, resuming, runs
 from prove_training.recording import Recording, files, same_work, where
 from prove_training.recording.models import take_over
 from prove_training.runs import Outcome
@@ -214,6 +214,7 @@ UNUSUAL = {
     "hangs": (3, "cannot tell: on one process it did not end in 3 s, and stands at hangs.py:10"),
     "prints": (0, "proven: the same samples, gradients"),
     "compiled": (0, "proven: the same samples, gradients"),
+    "autocast": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "mixed_precision": (0, "proven: the same samples, gradients"),
     "written_for_cuda": (0, "proven: the same samples, gradients"),
     "teacher": (0, "proven: the same samples, gradients, learning rates and weights on"),
@@ -241,6 +242,42 @@ def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(p
 def test_a_flag_of_the_script_may_be_the_number_of_processes(prove_it):
     said = prove_it(FOREIGN / "unusual" / "starts_ranks.py", flags=["--gpus={processes}"])
     assert said.code == 0, said.text
+
+
+@pytest.fixture(params=["none", pytest.param("two", marks=pytest.mark.gpu)])
+def processes_on_gpus(request, monkeypatch):
+    """Process counts for --device cuda, which without a GPU trains on the CPU, in mixed precision as well."""
+    if request.param == "none":
+        monkeypatch.setitem(runs.SETTINGS["cuda"], "CUDA_VISIBLE_DEVICES", "")
+        return 2, 3
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return 2, min(3, torch.cuda.device_count())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("", "", "proven: the same samples, gradients and learning rates on"),
+        ("scale(loss)", "scale(loss / dist.get_world_size())", "wrong: 0.weight and 3 others: 0.5 times"),
+        ("        scaler.unscale_(optimizer)\n", "", "wrong: the gradients are still multiplied by GradScaler"),
+        ("DistributedDataParallel(model)", "model", "wrong: 2 processes train alone"),
+    ],
+)
+def test_mixed_precision_is_compared_up_to_its_own_rounding(prove_it, processes_on_gpus, old, new, words):
+    program = FOREIGN / "unusual" / "autocast.py"
+    said = prove_it(program, [(old, new)] if old else [], processes=processes_on_gpus, device="cuda")
+    assert "full precision changes its gradients by" in said.text
+    assert said.verdict.startswith(words), said.text
+
+
+def test_too_few_gpus_are_an_error_before_any_work(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = argparse.Namespace(device="cuda", processes=(2, 3))
+    assert runs.too_few_gpus(args) == "--device cuda takes a GPU for each process: 3 for --processes 3, and there are 2"
+    args.processes = (2,)
+    assert runs.too_few_gpus(args) == ""
 
 
 def test_a_script_that_cannot_be_read_fails(prove_it):
