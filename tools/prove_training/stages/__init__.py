@@ -12,7 +12,6 @@ from typing import NamedTuple
 from ..tensors import differ, norm_of
 from ..text import plural
 
-TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry, in one step from the same weights
 APART = 1e-6  # between ranks
 ZERO = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding, in full precision
 EPSILON = 1.2e-7  # of float32

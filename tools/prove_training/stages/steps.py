@@ -1,4 +1,4 @@
-"""Gradients and weights of each step, which starts from the same weights."""
+"""Each step, which starts from the same weights: its losses, gradients, learning rates and weights."""
 
 import collections
 import math
@@ -10,21 +10,21 @@ from ..tensors import differ, norm_of
 from . import (
     APART,
     EPSILON,
-    TOLERANCE,
     ZERO,
     Comparison,
     Finding,
     apart,
     close,
+    first_line,
     largest_step,
-    losses,
     named,
     note,
-    rates,
     rounding,
     samples_of,
 )
-from .single import total_weight, usual_micro_batches
+from .single import total_weight, usual_micro_batches, weights
+
+TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
 
 def parts(both: Comparison) -> int:
@@ -71,8 +71,8 @@ def _step(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) 
         else:
             yield Finding("not_reduced", "gradient", what, number, line)
         return
-    weights = [total_weight(rank, step) for rank, step in zip(both.ranks, steps, strict=True)]
-    if all(weight is not None and close(weight, 1.0) for weight in weights):
+    totals = [total_weight(rank, step) for rank, step in zip(both.ranks, steps, strict=True)]
+    if all(total is not None and close(total, 1.0) for total in totals):
         both.compared.add("averaged gradients")
     samples = samples_of(wanted)
     has_same_samples = facts["loaders"] and samples and samples == sum(map(samples_of, steps), collections.Counter())
@@ -82,12 +82,12 @@ def _step(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) 
         if both.is_exact:
             yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
         both.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
-    found += losses.findings(both, number, steps)
+    found += _losses(both, number, steps)
     yield from found
     if not found and (differing := apart(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
-    found_rates = list(rates.findings(both, number, wanted, steps))
+    found_rates = list(_rates(both, number, wanted, steps))
     yield from found_rates
     if found_rates:
         return
@@ -134,10 +134,10 @@ def _gradient(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ..
             kind = "divided_twice" if first < 1 else "not_divided"
     if gathers := steps[0]["gathers"]:
         kind, line, what = "gather", gathers[0], f"{what}, and what it gathers has no gradient"
-    if not losses.are_unequal(both, steps):
+    if not are_unequal(both, steps):
         yield Finding(kind, "gradient", what, number, line)
     elif samples_of(wanted).total() < largest_step(both.reference) and not both.is_exact:
-        # Else losses.findings reports it.
+        # Else _losses reports it.
         what = f"the last step of an epoch: {what}, a mean of means over unequal parts"
         yield note("gradient", what, number, line)
 
@@ -165,6 +165,103 @@ def _weights(both: Comparison, number: int, wanted: dict, step: dict) -> Iterato
             yield Finding("weights", "weights", what, number, step["line"])
             return
     both.compared.add("weights")
+
+
+def _rates(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) -> Iterator[Finding]:
+    for rank, step in enumerate(steps):
+        for group, (rate, expected) in enumerate(zip(step["rates"], wanted["rates"], strict=False)):
+            found, known = rates_of(both.ranks[rank], group), rates_of(both.reference, group)
+            is_longer = step["schedule_calls"] > wanted["schedule_calls"] and not both.is_exact
+            low, high = allowed(known, number, is_longer)
+            if low <= rate <= high:
+                continue
+            if are_scaled(found, known, both.processes) and not both.is_exact:
+                what = f"{both.processes} times as high on {both.processes} processes: right only where the batch "
+                yield note("learning rate", what + "of a step grows with them", None, step["line"])
+                continue
+            what = f"group {group}: " * bool(group)
+            if rate != (first := steps[0]["rates"][group]):
+                what += f"a rate of {first:.4g} on rank 0 and of {rate:.4g} on rank {rank}"
+                yield Finding("schedule_alone", "learning rate", what, number, step["line"])
+                return
+            what += f"{rate:.4g} on rank {rank} instead of {expected:.4g}"
+            for factor in (both.processes, usual_micro_batches(both.reference), 2, 3, 4):
+                if are_faster(found, known, number, factor):
+                    part = "warm-up" if known[0] < expected < known[min(number, len(known) - 1)] else "schedule"
+                    what += f": the {part} is {factor} times too fast"
+                    break
+            yield Finding("schedule", "learning rate", what, number, step["line"])
+            return
+    if number > 1:
+        both.compared.add("learning rates")
+
+
+def rates_of(record: dict, group: int) -> list[float]:
+    """The learning rate of a group in each step; 0 before the group was added."""
+    return [step["rates"][group] if group < len(step["rates"]) else 0.0 for step in record["steps"]]
+
+
+def allowed(known: list[float], number: int, is_stepped_by_accelerate: bool) -> tuple[float, float]:
+    """The lowest and highest learning rate that a step may have."""
+    expected = known[number - 1]
+    if not is_stepped_by_accelerate:
+        slack = 1e-6 * abs(expected)
+        return expected - slack, expected + slack
+    # Accelerate steps a schedule once per process, which the script made for as many times more batches.
+    around, slack = 1 + number // 6, 0.02 * max(known)
+    slope = known[-1] - known[-2] if len(known) > 1 else 0.0
+    longer = known + [known[-1] + slope * more for more in range(1, around + 1)]
+    near = longer[max(0, number - 1 - around) : number + around]
+    return min(near) - slack, max(near) + slack
+
+
+def are_scaled(found: list[float], known: list[float], processes: int) -> bool:
+    """Whether the learning rate of each step is multiplied by the number of processes."""
+    # A schedule that steps twice as often doubles a warm-up from 0.
+    return bool(known[0]) and all(close(rate, processes * one, 1e-6) for rate, one in zip(found, known, strict=False))
+
+
+def are_faster(found: list[float], known: list[float], number: int, factor: int) -> bool:
+    """Whether the schedule is `factor` times too fast in this step and the next."""
+    places = [at for at in (number - 1, number) if at < len(found) and at * factor < len(known)]
+    return factor > 1 and len(places) == 2 and all(close(found[at], known[at * factor], 0.02) for at in places)
+
+
+def coefficients(both: Comparison, steps: tuple[dict, ...]) -> list[float]:
+    """The coefficient of one loss, for each micro-batch of each process; [] where it is not known."""
+    found = []
+    for rank, step in zip(both.ranks, steps, strict=True):
+        known = weights(rank, step)
+        if known is None:
+            return []
+        for micro, (weight, count, _) in zip(step["micro_batches"], known, strict=True):
+            is_stand_in = any(part["digests"] == [] for part in micro["samples"])
+            found += [weight / count] if count and not is_stand_in else []
+    return found
+
+
+def are_unequal(both: Comparison, steps: tuple[dict, ...]) -> bool:
+    found = coefficients(both, steps)
+    return bool(found) and not close(min(found), max(found))
+
+
+def _losses(both: Comparison, number: int, steps: tuple[dict, ...]) -> Iterator[Finding]:
+    if not are_unequal(both, steps):
+        return
+    found, line = coefficients(both, steps), first_line(steps[0])
+    times = f"{max(found) / min(found):.3g} times"
+    micro_batches = [micro for step in steps for micro in step["micro_batches"]]
+    sizes = {sum(len(part["digests"] or []) for part in micro["samples"]) for micro in micro_batches}
+    if len(sizes - {0}) == 1:
+        what = f"a token of one micro-batch weighs {times} one of another: each has the mean over its own tokens"
+        yield Finding("token_weights", "loss weights", what, number, line)
+        return
+    what = "in the last step of an epoch, a sample of the smaller micro-batch weighs "
+    what += f"{times} one of the larger: a mean of means"
+    if both.is_exact:
+        yield Finding("mean_of_means", "loss weights", what, number, line)
+    else:
+        yield note("loss weights", what, None, line)
 
 
 def statistics(both: Comparison) -> Iterator[Finding]:
