@@ -497,7 +497,7 @@ def made_up_step(number: int, rank: int, processes: int) -> dict:
     step = {"micro_batches": [micro], "clips": [], "collectives": [], "holds": False, "line": "train.py:10"}
     step |= {"gradients": gradient, "at_step": dict(gradient), "rates": [0.1 * 0.8**number], "options": ["lr"]}
     step |= {"schedule_calls": number, "before": {"weight": sampled(torch.ones(3))}}
-    step |= {"modes": {0: (True, True)}, "zeroed": [], "drawn": [], "gathers": [], "scaler": []}
+    step |= {"modes": {0: True}, "zeroed": [], "drawn": [], "gathers": [], "scaler": []}
     step |= {
         "weights": {"weight": sampled(torch.ones(3) - 0.1 * gradient["weight"][1:])},
         "state_before": {},
@@ -593,14 +593,7 @@ ALONE = {  # changes of the record of one process: the kind and words of what is
         ("train_mode", "trains in evaluation mode"),
         lambda one: (
             one["evaluations"].append(evaluation()),
-            [step.update(modes={0: (False, True)}) for step in one["steps"][2:]],
-        ),
-    ),
-    "evaluation mode of a model without dropout": (
-        ("", "though it has neither dropout nor BatchNorm"),
-        lambda one: (
-            one["evaluations"].append(evaluation()),
-            [step.update(modes={0: (False, False)}) for step in one["steps"][2:]],
+            [step.update(modes={0: False}) for step in one["steps"][2:]],
         ),
     ),
     "a clipped gradient that is scaled": (
@@ -660,7 +653,7 @@ def test_what_happens_in_one_step_only_is_not_a_mistake():
     (reference,) = made_up()
     reference["steps"][1]["at_step"] = {}
     reference["evaluations"].append(evaluation())
-    reference["steps"][2]["modes"] = {0: (False, True)}
+    reference["steps"][2]["modes"] = {0: False}
     assert list(single.findings(reference)) == []
 
 

@@ -44,7 +44,7 @@ class Recording:
         self.where = where.Where(plan["folder"])
         self.facts = {"is_complete": False, "refuses": False, "is_exact": False, "run": "", "is_finished": False}
         self.facts |= {"virtual_processes": 0, "flags": [], "has_saved": False, "loaders": {}, "switched_off": set()}
-        self.facts |= {"optimizers": [], "schedules": 0, "ddp": [], "around_ddp": [], "whole": set()}
+        self.facts |= {"optimizers": [], "ddp": [], "around_ddp": [], "whole": set()}
         self.facts["asks"] = False  # whether there is an accelerator
         self.facts["lengths"] = set()  # of data before they are cut
         self.steps, self.saves = [], []
@@ -94,7 +94,7 @@ class Recording:
                 self.evaluations.end()
                 final = self.models.tensors_of() if self.facts["is_exact"] else {}
                 self.record |= {"error": error, "waits": waits, "final": final}
-                self.facts["untrained"] = self.models.untrained()
+                self.facts |= {"untrained": self.models.untrained(), "schedules": len(self.models.schedules)}
                 self.record["printed"] = getattr(sys.stdout, "last", "")
                 path = Path(self.plan["output"], f"record_{self.rank}.pt")
                 self.torch_save(self.record, path.with_suffix(".part"))

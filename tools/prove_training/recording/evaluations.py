@@ -7,7 +7,6 @@ import sys
 from .where import wrap
 
 MOST_OUTPUT = 20_000  # characters of an evaluation
-MOST_PRINTED = 1_000_000  # of the whole run
 
 
 class Evaluations:
@@ -73,10 +72,10 @@ def install(recording) -> None:
 
 
 class Listener:
-    """stdout that records lines printed after an evaluation; only the first megabyte is kept."""
+    """stdout that records lines printed after an evaluation."""
 
     def __init__(self, stream, evaluations: Evaluations):
-        self.stream, self.evaluations, self.rest, self.left = stream, evaluations, "", MOST_PRINTED
+        self.stream, self.evaluations, self.rest = stream, evaluations, ""
         self.last = ""  # line that is not empty
 
     def __getattr__(self, name):
@@ -89,7 +88,4 @@ class Listener:
             if line.strip():
                 self.last = line.strip()[:200]
                 self.evaluations.said(line)
-        if self.left > 0:
-            self.left -= len(text)
-            self.stream.write(text[: self.left])
-        return len(text)
+        return self.stream.write(text)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, optimizer
 
 from ..tensors import digest, local, sampled, whole
-from .where import wrap
+from .where import before, wrap
 
 MOST_STEPS = 60
 STEPS_WITHOUT_LOADER = 10
@@ -56,14 +56,13 @@ class Models:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
         self.batches.model_called(tensors)
 
-    def modes(self, own: list[nn.Parameter]) -> dict[int, tuple[bool, bool]]:
-        """For each model with some of these parameters: whether it is in training mode, and whether that matters."""
+    def modes(self, own: list[nn.Parameter]) -> dict[int, bool]:
+        """For each model with some of these parameters, and layers for which it matters: whether any is training."""
         ids, found = set(map(id, own)), {}
         for number, model in enumerate(self.models.values()):
-            if not ids.isdisjoint(map(id, model.parameters())):
-                layers = [each for each in model.modules() if isinstance(each, MODAL) and getattr(each, "p", 1) > 0]
-                is_training = any(each.training for each in (getattr(model, "module", model), *layers))
-                found[number] = is_training, bool(layers)
+            layers = [each for each in model.modules() if isinstance(each, MODAL) and getattr(each, "p", 1) > 0]
+            if layers and not ids.isdisjoint(map(id, model.parameters())):
+                found[number] = any(each.training for each in (getattr(model, "module", model), *layers))
         return found
 
     def untrained(self) -> list[str]:
@@ -178,12 +177,12 @@ class Models:
             drawn |= {"rows": len(numbers), "is_per_sample": len(numbers) in rows, "in_model": self.depth > 0}
             self.recording.step["drawn"].append(drawn)
 
-    def before_zero_grad(self) -> None:
+    def before_zero_grad(self, *_, **__) -> None:
         step = self.recording.step
         if step["micro_batches"] and any(each.grad is not None for each in self.parameters()):
             step["zeroed"].append((len(step["micro_batches"]), self.recording.where.line()))
 
-    def clip(self) -> None:
+    def clip(self, *_, **__) -> None:
         step = self.recording.step
         step["clips"].append((len(step["micro_batches"]), self.recording.where.line()))
         step["scaler"].append("clip")
@@ -324,21 +323,12 @@ def install(recording) -> None:
 
 
 def install_optimizers(models: Models) -> None:
-    @wrap(optimizer.Optimizer, "__init__")
-    def init(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        if self not in models.optimizers:
-            models.optimizers.append(self)
-
+    before(optimizer.Optimizer, "__init__", lambda self, *_, **__: models.optimizers.append(self))
     optimizer.register_optimizer_step_pre_hook(models.before_step)
     optimizer.register_optimizer_step_post_hook(models.after_step)
 
     for owner in (optimizer.Optimizer, nn.Module):
-
-        @wrap(owner, "zero_grad")
-        def zero_grad(original, *args, **kwargs):
-            models.before_zero_grad()
-            return original(*args, **kwargs)
+        before(owner, "zero_grad", models.before_zero_grad)
 
     @wrap(torch.amp.GradScaler, "__init__")
     def init_scaler(original, scaler, *args, **kwargs):
@@ -362,24 +352,14 @@ def install_optimizers(models: Models) -> None:
             return numbers
 
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
+        before(nn.utils, name, models.clip)
 
-        @wrap(nn.utils, name)
-        def clip(original, *args, **kwargs):
-            models.clip()
-            return original(*args, **kwargs)
-
-    @wrap(lr_scheduler.LRScheduler, "__init__")
-    def init_schedule(original, schedule, *args, **kwargs):
-        original(schedule, *args, **kwargs)
-        models.schedules.append(schedule)
-        models.recording.facts["schedules"] += 1
-
-    @wrap(lr_scheduler.ReduceLROnPlateau, "step")
-    def step_of_plateau(original, schedule, metrics, *args, **kwargs):
+    def step_of_plateau(schedule, metrics, *_, **__) -> None:
         models.recording.record["plateaus"].append((float(metrics), models.recording.where.line()))
-        return original(schedule, metrics, *args, **kwargs)
 
-    @wrap(lr_scheduler.LRScheduler, "step")
-    def step(original, schedule, *args, **kwargs):
+    def step(schedule, *_, **__) -> None:
         models.schedule_calls += not getattr(schedule, "_is_initial", False)
-        return original(schedule, *args, **kwargs)
+
+    before(lr_scheduler.LRScheduler, "__init__", lambda schedule, *_, **__: models.schedules.append(schedule))
+    before(lr_scheduler.ReduceLROnPlateau, "step", step_of_plateau)
+    before(lr_scheduler.LRScheduler, "step", step)

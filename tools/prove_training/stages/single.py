@@ -105,14 +105,9 @@ def _modes(record: dict) -> Iterator[Finding]:
         before, after = steps[: test["after"]], steps[test["after"] :]
         for model in after[0]["modes"] if before and after else ():
             known = [step["modes"][model] for step in before if model in step["modes"]]
-            later = [step["modes"][model] for step in after if model in step["modes"]]
-            if known and known[-1][0] and not any(is_training for is_training, _ in later):
+            if known and known[-1] and not any(step["modes"].get(model) for step in after):
                 what = "after the test the model trains in evaluation mode: model.train() is missing"
-                if later[0][1]:
-                    yield Finding("train_mode", "evaluation", what, test["after"] + 1, after[0]["line"])
-                else:
-                    what += ", though it has neither dropout nor BatchNorm"
-                    yield note("evaluation", what, test["after"] + 1, after[0]["line"])
+                yield Finding("train_mode", "evaluation", what, test["after"] + 1, after[0]["line"])
                 return
 
 
