@@ -27,6 +27,7 @@ class Planted(NamedTuple):
 
     edits: list[tuple[str, str]]
     kind: str
+    flags: tuple[str, ...] = ()
 
 
 MISTAKES = {
@@ -87,7 +88,8 @@ MISTAKES = {
             ('{"model": model,', '{"model": model, "scale": scale,'),
             ("logits = model(points)\n                losses", "logits = scale(model(points))\n                losses"),
         ],
-        kind="not_reduced",
+        kind="zero_grad",
+        flags=("--gradient_accumulation_steps", "2"),
     ),
     "rank 0 counts twice": Planted(
         [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) * (2 - min(accelerator.process_index, 1)))")],
@@ -102,7 +104,8 @@ MISTAKES = {
                 "",
             ),
         ],
-        kind="not_reduced",
+        kind="zero_grad",
+        flags=("--gradient_accumulation_steps", "2"),
     ),
     "weights clamped by what this process saw": Planted(
         [

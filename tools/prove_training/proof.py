@@ -223,14 +223,14 @@ class Proof:
         In the last comparison, each process runs as if it had a machine of its own, with LOCAL_RANK 0. Where that alone
         makes a difference, it is a finding of the comparison on one machine.
         """
-        label, is_first = plural(processes, "process"), processes == self.args.processes[0]
-        plan, more = self.plan | self.repeat, self._more_flags(processes)
+        name, is_first = plural(processes, "process"), processes == self.args.processes[0]
+        plan = self.plan | self.repeat
         is_apart = not is_first and "starts" not in self.reference["facts"]
-        outcome = self.runs(processes, plan | {"machines": is_apart}, more)
+        outcome = self.runs(processes, plan | {"machines": is_apart})
         both, found = judged(self.reference, processes, outcome, self.rounding)
         problem = next((each for each in found if each.kind or both is None), None)
         if is_apart and problem:
-            outcome = self.runs(processes, plan, more)
+            outcome = self.runs(processes, plan)
             both, found = judged(self.reference, processes, outcome, self.rounding)
             if not any(each.kind or both is None for each in found):
                 # Other than samples, it may be for one machine alone, or the machines have different disks.
@@ -239,30 +239,26 @@ class Proof:
                 found.append(problem._replace(kind=kind, what=what))
         if both is None and not found[0].kind:
             raise CannotTell(found[0].what)
-        if more:
-            self.report.line(label, f"with {' '.join(more)}:")
-            label = ""
         if any(record["facts"]["refuses"] for record in outcome.records):
             if is_first:
-                raise CannotTell(f"it refuses {plural(processes, 'process')}: {outcome.error}")
-            self.report.line(label, f"not compared, it refuses them: {outcome.error}")
+                raise CannotTell(f"it refuses {name}: {outcome.error}")
+            self.report.line(name, f"not compared, it refuses them: {outcome.error}")
             return True
         if outcome.error and self.pretends:
-            name = plural(processes, "process")
             raise CannotTell(f"it asks for an accelerator, and with a pretended one {name} fail: {outcome.error}")
         if both is None:
-            self.report.add(label, found)
+            self.report.add(name, found)
             self.report.log(outcome)
             return False
         self.pictured.append((self.reference, outcome.records))
-        found = self.report.add(label, found)
+        found = self.report.add(name, found)
         if not any(finding.stage == "samples" for finding in found):
-            found += self.report.add(label, self._evaluations(both))
+            found += self.report.add(name, self._evaluations(both))
         if found and any(finding.stage != "evaluation" for finding in found):
             return False
         if not found and evaluations.are_compared(both):
             both.compared.add("evaluations")
-        self.report.line("" if found else label, f"the same {in_words(both.compared) or 'course'}")
+        self.report.line("" if found else name, f"the same {in_words(both.compared) or 'course'}")
         self.counts.append(processes)
         self.compared |= both.compared
         self.not_compared |= both.not_compared
@@ -274,15 +270,6 @@ class Proof:
         found = steps.rounding_of(self.reference, full.records[0]) if full.records else ZERO
         self.report.line("", f"full precision changes its gradients by {found:.2g} of the largest")
         return max(ZERO, 3 * found)
-
-    def _more_flags(self, processes: int) -> list[str]:
-        """Flags that must not change the numbers of a script with Run; used in the last comparison."""
-        facts, more = self.reference["facts"], ["--num_workers 1"]
-        if not facts["run"] or processes != self.args.processes[-1]:
-            return []
-        if not facts["virtual_processes"]:  # these set the accumulation
-            more.insert(0, "--gradient_accumulation_steps 2")
-        return [word for flag in more for word in flag.split() if flag.split()[0] in facts["flags"]]
 
     def _evaluations(self, both: Comparison) -> list[Finding]:
         if both.reference["facts"]["run"]:  # its results are known

@@ -4,7 +4,6 @@ They promise more than a DataLoader can: the fact `is_exact`. Batches, their une
 allowance, and Run says by itself what the test results are, when it saves, and how it resumes.
 """
 
-import argparse
 import builtins
 import sys
 
@@ -31,11 +30,6 @@ def install(recording) -> None:
         return made
 
     builtins.__build_class__ = build_class
-
-    def parse(parser, *args, **kwargs) -> None:
-        recording.facts["flags"] += parser._option_string_actions
-
-    before(argparse.ArgumentParser, "parse_known_args", parse)
 
 
 def watch_loader(cls: type, recording) -> None:

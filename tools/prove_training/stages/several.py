@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Iterator
 
-from . import Comparison, Finding, apart, close, first_line, note, samples, single, steps
+from . import Comparison, Finding, apart, close, first_line, note, samples, steps
 
 
 def are_plain(ranks: list[dict]) -> bool:
@@ -22,8 +22,6 @@ def findings(both: Comparison) -> Iterator[Finding]:
     yield from _initial_weights(both)
     yield from _draws(both)
     yield from _plateaus(both)
-    if steps.parts(both) > 1:
-        yield from single.micro_batches(both.ranks[0])
     if not any(finding.kind for finding in found):
         yield from steps.findings(both)
         yield from steps.statistics(both)

@@ -33,19 +33,15 @@ def cannot_judge(record: dict) -> str | None:
 def findings(record: dict) -> Iterator[Finding]:
     yield from _untrained(record)
     yield from _order(record)
-    yield from micro_batches(record)
+    for number, step in enumerate(record["steps"], 1):
+        yield from _accumulation(record, number, step)
+    yield from _schedule(record)
     yield from _saves(record)
     yield from _evaluations(record)
     yield from _modes(record)
     facts = record["facts"]
     if facts["run"] and facts["is_complete"] and not facts["is_finished"]:
         yield Finding("finish", "files", "run.finish() is not called: no model is saved", None, facts["run"])
-
-
-def micro_batches(record: dict) -> Iterator[Finding]:
-    for number, step in enumerate(record["steps"], 1):
-        yield from _accumulation(record, number, step)
-    yield from _schedule(record)
 
 
 def usual_micro_batches(record: dict) -> int:

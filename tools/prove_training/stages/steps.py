@@ -27,11 +27,6 @@ from .single import total_weight, usual_micro_batches, weights
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
 
-def parts(both: Comparison) -> int:
-    """Micro-batches of a process per micro-batch of the reference."""
-    return usual_micro_batches(both.ranks[0]) // usual_micro_batches(both.reference)
-
-
 def rounding_of(reference: dict, again: dict) -> float:
     """The largest difference of a gradient in two runs on one process, relative to the largest gradient of the step."""
     found = [0.0]
@@ -130,8 +125,6 @@ def _gradient(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ..
     what = f"{named(factors)}: not a multiple of what it is on 1 process"
     if all(close(factor, first, max(1e-2, 10 * both.rounding)) for factor in factors.values()):
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
-        if parts(both) > 1 and (close(first, 1 / parts(both)) or close(first, parts(both))):
-            kind = "divided_twice" if first < 1 else "not_divided"
     if gathers := steps[0]["gathers"]:
         kind, line, what = "gather", gathers[0], f"{what}, and what it gathers has no gradient"
     if not are_unequal(both, steps):
