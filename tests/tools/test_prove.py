@@ -420,6 +420,22 @@ def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_p
     assert [value[1:].tolist() for value in recording.step["at_step"].values()] == [[3, 3]]
 
 
+def test_a_loader_that_reads_one_batch_ahead_is_followed(tmp_path):
+    batches, parts = made_recording(tmp_path, processes=1).batches, []
+    current = batches.begin_pass(None)
+    for digest in "abc":
+        batches.deliver(current, [digest])
+        if digest != "a":
+            batches.model_called([])
+            parts += batches.of_backward()
+    batches.end_pass(current)
+    batches.model_called([])
+    parts += batches.of_backward()
+    assert [part["digests"] for part in parts] == [["a"], ["b"], ["c"]]
+    batches.model_called([])
+    assert batches.of_backward() == [], "another backward pass over the last batch"
+
+
 def test_a_run_that_will_be_resumed_goes_on_after_the_first_file(tmp_path):
     recording = made_recording(tmp_path, processes=1, stop_after_save=True)
     recording.steps.append({})

@@ -177,7 +177,7 @@ class Proof:
     def _wrong(self, findings: list[Finding]) -> tuple[int, str]:
         verdict = f"wrong: {findings[0].what} ({findings[0].place})"
         if self.compared and all(finding.stage == "evaluation" for finding in findings):
-            verdict += f"; the training is right: the same {in_words(self.compared)}"
+            verdict += f"; in training, the same {in_words(self.compared)}"
         return WRONG, verdict
 
     def _first_run(self) -> Outcome:

@@ -104,7 +104,7 @@ MISTAKES = {
     "gather in place of gather_for_metrics": Mistake(
         "accelerate_cv",
         [("accelerator.gather_for_metrics(", "accelerator.gather(")],
-        *("eval_repeated", "7 of 77 samples counted twice", f"{HUGGING_FACE}/accelerate/issues/226"),
+        *("eval_repeated", "7 samples counted twice", f"{HUGGING_FACE}/accelerate/issues/226"),
     ),
     "the accuracy of the first process": Mistake(
         "accelerate_nlp",
@@ -284,7 +284,7 @@ MISTAKES = {
                 "DataLoader(dataset2, batch_size=args.batch_size, sampler=DistributedSampler(dataset2, shuffle=False))",
             )
         ],
-        *("eval_repeated", "1 of 77 samples counted twice", f"{PYTORCH}/pytorch/issues/25162"),
+        *("eval_repeated", "1 sample counted twice", f"{PYTORCH}/pytorch/issues/25162"),
     ),
     "a mean of means of batches": Mistake(
         "ddp_mnist",

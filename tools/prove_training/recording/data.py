@@ -35,6 +35,7 @@ class Batches:
         self.train_passes = collections.Counter()
         self.is_reading_inside = False  # GlobalLoader reads with its own DataLoader
         self.is_reading = False
+        self.read_to_end = None  # the last pass, until the next one begins
         self.expected_draws = generator_states()
 
     def step_size(self, given: int) -> int:
@@ -88,13 +89,16 @@ class Batches:
         self.loaders[key] = {"line": self.recording.where.line()} | facts
 
     def begin_pass(self, loader) -> dict:
-        names = {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False}
-        self.recording.record["passes"].append(names | {"batches": 0, "random": digest(torch.get_rng_state())})
-        return self.recording.record["passes"][-1]
+        current = {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False, "batches": 0}
+        current |= {"random": digest(torch.get_rng_state()), "read": [], "used": []}
+        self.recording.record["passes"].append(current)
+        self.read_to_end = None
+        return current
 
     def end_pass(self, current: dict) -> None:
         """The script has read all batches of a pass, and did not stop before."""
         self.recording.facts["whole"].add((current["key"], current["number"]))
+        self.read_to_end = current
 
     def deliver(self, current: dict, digests: list[str] | None, window: int = 1) -> None:
         """The script gets a batch; batches that it skipped, or used without a gradient, are dropped.
@@ -103,6 +107,7 @@ class Batches:
             window: number of batches that are read before the first is used.
         """
         current["batches"] += 1
+        current["read"].append(digests)
         same = [batch for batch in self.fresh if batch["pass"] is current]
         others = [batch for batch in self.fresh if batch["pass"] is not current]
         kept = others + same[max(0, len(same) - window + 1) :]
@@ -127,7 +132,9 @@ class Batches:
 
     def of_backward(self) -> list[dict]:
         """The samples of a backward pass."""
-        samples = []
+        samples, ahead = [], self.read_to_end if not self.used else None
+        if ahead and len(ahead["read"]) == len(ahead["used"]) + 1:  # its loader reads a batch before it gives the last
+            self.used = [{"pass": ahead, "digests": None}]
         for batch in self.used:
             current = batch["pass"]
             if current is not None and not current["in_training"]:
@@ -135,6 +142,11 @@ class Batches:
                 self.train_passes[current["key"]] += 1
             names = {"key": current and current["key"], "pass": current and current["number"]}
             samples.append(names | {"digests": batch["digests"]})
+            if current is not None:
+                current["used"].append(samples[-1])
+        if self.used and ahead:
+            for part, digests in zip(ahead["used"], ahead["read"], strict=True):
+                part["digests"] = digests
         self.used = []
         return samples
 

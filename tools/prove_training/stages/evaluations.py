@@ -96,8 +96,7 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
     line = next((line for name, line in calls if name != "reduce"), suspect.ranks[0]["line"])
     repeated = _repeated(suspect)
     if repeated and "gather_for_metrics" not in dict(calls):
-        total = sum(map(len, suspect.wanted["samples"].values()))
-        what = f"{repeated} of {plural(total, 'sample')} counted twice: {suspect.says}"
+        what = f"{plural(repeated, 'sample')} counted twice: {suspect.says}"
         return Finding("eval_repeated", "evaluation", what, None, line)
     return Finding("eval_mean", "evaluation", f"{suspect.says}, from the same weights and samples", None, line)
 
