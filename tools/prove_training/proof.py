@@ -18,6 +18,7 @@ from .stages import ZERO, Comparison, Finding, evaluations, note, several, singl
 from .stages.unfinished import because
 from .text import CannotTell, and_join, plural, show
 
+MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
 LAST_LINES = 12  # of what a process printed
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
 CHANGES = (
@@ -191,12 +192,17 @@ class Proof:
             again = self.runs(1, self.plan | {"without_gpu": True})
             if not again.error and not again.waits:
                 self.plan["without_gpu"], self.pretends, outcome = True, True, again
-        sizes = given_sizes(outcome.records)
-        if outcome.error and sizes:  # a model may be made for one batch size
-            own = {"own_batch_size": True, "limit": items_of_epoch(max(sizes))}
-            again = self.runs(1, self.plan | own)
+        # A model may be made for one batch size, and a script may count its data.
+        sizes, lengths = (
+            given_sizes(outcome.records),
+            {0}.union(*(record["facts"]["lengths"] for record in outcome.records)),
+        )
+        own = [{"own_batch_size": True, "limit": items_of_epoch(max(sizes))}] if sizes else []
+        own += [{"limit": max(lengths)}] if self.plan["limit"] < max(lengths) <= MOST_ITEMS else []
+        for plan in own if outcome.error else []:
+            again = self.runs(1, self.plan | plan)
             if not again.error:
-                self.plan |= own
+                self.plan |= plan
                 return again
         return outcome
 

@@ -171,6 +171,12 @@ def install(recording) -> None:
         switched_off.add("torch.compile")
         return original(model, backend="eager")
 
+    @wrap(nn.parallel.DistributedDataParallel, "register_comm_hook")
+    def no_hook(original, ddp, state, hook):
+        if not hook.__module__.startswith("torch."):
+            return original(ddp, state, hook)
+        switched_off.add("compression of gradients")
+
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         run_clock(name, recording.plan["clock"])
     torch.compiler.set_stance("force_eager")
