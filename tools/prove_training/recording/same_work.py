@@ -6,7 +6,6 @@ the batch statistics of BatchNorm, mixed precision) is switched off. The script 
 
 import contextlib
 import copyreg
-import os
 import random
 import sys
 import time
@@ -242,6 +241,5 @@ class OnCpu(TorchFunctionMode):
             setattr(torch.cuda, name, lambda *_, **__: 0)
         for owner in (torch.cuda, torch.accelerator):
             pretend(owner, "is_available", True)
-            pretend(owner, "device_count", int(os.environ["LOCAL_WORLD_SIZE"]))
         pretend(torch.accelerator, "current_accelerator", torch.device("cuda"))
         self.__enter__()

@@ -7,6 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from .same_work import pretend
 from .where import wrap
 
 
@@ -36,7 +37,7 @@ class Starting:
 def install(recording) -> None:
     starting = Starting(recording)
     for devices in (torch.cuda, torch.accelerator):
-        wrap(devices, "device_count")(lambda original: int(os.environ["LOCAL_WORLD_SIZE"]))
+        pretend(devices, "device_count", int(os.environ["LOCAL_WORLD_SIZE"]))
 
     @wrap(torch.multiprocessing, "start_processes")
     def start(original, function, args=(), nprocs=1, *others, **options):
@@ -88,3 +89,6 @@ def watch_devices(cls: type, recording) -> None:
             recording.facts["switched_off"].add("mixed precision")
             own["precision"] = "32-true"
         original(self, *args, **options | own)
+        if hasattr(self, "_launched"):  # of Fabric, whose script may be written for `fabric run` and not launch it
+            self.strategy.setup_environment()
+            self._launched = True
