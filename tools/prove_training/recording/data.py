@@ -33,8 +33,7 @@ class Batches:
         self.cuts, self.orders = {}, recording.record["orders"]  # data that were cut, and their lengths before
         self.fresh, self.used = [], []
         self.train_passes = collections.Counter()
-        self.is_reading_inside = False  # GlobalLoader reads with its own DataLoader
-        self.is_reading = False
+        self.is_reading = False  # a batch; a loader may read with another one, as GlobalLoader does
         self.read_to_end = None  # the last pass, until the next one begins
         self.expected_draws = generator_states()
 
@@ -213,7 +212,7 @@ def install_loaders(batches: Batches) -> None:
     @wrap(DataLoader, "__init__")
     def init_loader(original, loader, dataset, batch_size=1, *args, **kwargs):
         of_accelerate = sys._getframe(2).f_globals.get("__name__", "").startswith("accelerate.")
-        if of_accelerate or batches.is_reading_inside:
+        if of_accelerate or batches.is_reading:
             return original(loader, dataset, batch_size, *args, **kwargs)
         names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
         own = names.get("batch_sampler")
@@ -227,10 +226,7 @@ def install_loaders(batches: Batches) -> None:
         if batches.plan["without_gpu"]:
             kwargs["pin_memory"] = False
         if kwargs.get("num_workers", 0):
-            kwargs |= {
-                "num_workers": 1,
-                "multiprocessing_context": "fork",
-            }  # spawned ones have no wrappers
+            kwargs |= {"num_workers": 1, "multiprocessing_context": "fork"}  # spawned ones have no wrappers
         original(loader, dataset, batch_size, *args, **kwargs)
         if isinstance(loader.dataset, torch_data.IterableDataset) and loader.batch_size is not None:
             loader.collate_fn = Tagged(loader.collate_fn)
@@ -256,7 +252,7 @@ def install_iterators(batches: Batches) -> None:
 
     @wrap(DataLoader, "__iter__")
     def iterate(original, loader):
-        if batches.is_reading_inside:
+        if batches.is_reading:
             return original(loader)
         if batches.end_passes(loader):
             return iter(())
@@ -272,7 +268,7 @@ def install_iterators(batches: Batches) -> None:
 
     @wrap(dataloader._BaseDataLoaderIter, "__next__")
     def next_batch(original, iterator):
-        if batches.is_reading_inside:
+        if batches.is_reading:
             return original(iterator)
         if batches.is_short(iterator):
             raise StopIteration

@@ -39,9 +39,9 @@ def watch_loader(cls: type, recording) -> None:
     def init(original, loader, dataset, batch_size, accelerator, **options):
         limit = recording.plan["limit"]
         options["max_samples"] = min(limit, options.get("max_samples") or limit)
-        batches.is_reading_inside = True
+        batches.is_reading = True
         original(loader, dataset, batches.step_size(batch_size), accelerator, **options)
-        batches.is_reading_inside = False
+        batches.is_reading = False
         if loader.reader is not None:
             fetcher, weigh = loader.reader.fetcher, loader.loss_weights
             fetcher.collate_fn, fetcher.prove_reads_itself = Tagged(fetcher.collate_fn), True
@@ -67,11 +67,11 @@ def watch_loader(cls: type, recording) -> None:
 
 def read(batches: Batches, iterator):
     draws = batches.draws()
-    batches.is_reading_inside = True
+    batches.is_reading = True
     try:
         return next(iterator, None)
     finally:
-        batches.is_reading_inside = False
+        batches.is_reading = False
         batches.expected_draws = None if draws else generator_states()
 
 
