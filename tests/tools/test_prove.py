@@ -91,6 +91,16 @@ def test_one_mistake_is_named(prove_it):
     assert "each epoch has the same order (samples, ddp_series.py:" in said.verdict
 
 
+def test_gradients_that_a_hook_of_pytorch_rounds_are_the_same(prove_it):
+    hook = "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
+    wrapped = "self.model = DDP(self.model)\n"
+    edits = [("import torch\n", f"import torch\n{hook}")]
+    edits += [(wrapped, f"{wrapped}        self.model.register_comm_hook(None, fp16_compress_hook)\n")]
+    said = prove_it(FOREIGN / "ddp_series.py", edits)
+    assert said.code == 0, said.text
+    assert "communication hooks, which round gradients" in said.text
+
+
 @pytest.mark.slow
 def test_a_picture_shows_samples_that_are_read_twice_and_changes_no_verdict(prove_it, tmp_path):
     file = tmp_path / "samples.svg"
@@ -662,6 +672,26 @@ def test_gradients_may_be_set_to_zero_between_two_backward_passes_of_one_batch()
     assert [finding.kind for finding in single.findings(record)] == ["zeroed"]
     record["steps"][1]["micro_batches"][1]["samples"] = []
     assert list(single.findings(record)) == []
+
+
+def test_rewards_that_are_all_the_same_are_no_mistake():
+    (record,) = made_up()
+    for step in record["steps"]:
+        step["at_step"]["weight"] = sampled(torch.zeros(3))
+    assert single.cannot_judge(record) is None  # the loss is known, and has no gradient
+    for step in record["steps"]:
+        step["micro_batches"][0]["losses"] = []
+    assert single.cannot_judge(record).startswith("every gradient is zero")
+
+
+def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
+    def outcome(processes: int, plan: dict) -> Outcome:
+        error = "Got 77 predictions and 100 features" if plan["limit"] < 100 else None
+        return Outcome(made_up(), error, Path(), [], [], [])
+
+    proven = proof.Proof(argparse.Namespace(device="cpu"), outcome, None)
+    assert proven._first_run().error is None
+    assert proven.plan["limit"] >= 100
 
 
 def test_what_happens_in_one_step_only_is_not_a_mistake():

@@ -192,18 +192,13 @@ class Proof:
             again = self.runs(1, self.plan | {"without_gpu": True})
             if not again.error and not again.waits:
                 self.plan["without_gpu"], self.pretends, outcome = True, True, again
-        # A model may be made for one batch size, and a script may count its data.
-        sizes, lengths = (
-            given_sizes(outcome.records),
-            {0}.union(*(record["facts"]["lengths"] for record in outcome.records)),
-        )
-        own = [{"own_batch_size": True, "limit": items_of_epoch(max(sizes))}] if sizes else []
-        own += [{"limit": max(lengths)}] if self.plan["limit"] < max(lengths) <= MOST_ITEMS else []
-        for plan in own if outcome.error else []:
-            again = self.runs(1, self.plan | plan)
-            if not again.error:
-                self.plan |= plan
-                return again
+        sizes = given_sizes(outcome.records)
+        if outcome.error and sizes:  # a model may be made for one batch size, and a script may count its data
+            for own in ({"own_batch_size": True, "limit": items_of_epoch(max(sizes))}, {"limit": MOST_ITEMS}):
+                again = self.runs(1, self.plan | own)
+                if not again.error:
+                    self.plan |= own
+                    return again
         return outcome
 
     def _begin(self, facts: dict) -> None:

@@ -174,7 +174,7 @@ def install(recording) -> None:
     def no_hook(original, ddp, state, hook):
         if not hook.__module__.startswith("torch."):
             return original(ddp, state, hook)
-        switched_off.add("compression of gradients")
+        switched_off.add("PyTorch's own communication hooks, which round gradients")
 
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         run_clock(name, recording.plan["clock"])
@@ -210,14 +210,8 @@ class OnCpu(TorchFunctionMode):
     """Keeps on the CPU what a script puts on a GPU, and says that there is one for each process."""
 
     NOTHING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_per_process_memory_fraction")
-    ZERO = (
-        "is_current_stream_capturing",
-        "current_device",
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-    )
+    ZERO = ("is_current_stream_capturing", "current_device", "memory_allocated", "max_memory_allocated")
+    ZERO += ("memory_reserved", "max_memory_reserved")
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -27,6 +27,9 @@ def cannot_judge(record: dict) -> str | None:
         return "it ended before the first optimizer.step()" + f'; it printed last: "{printed}"' * bool(printed)
     if not any(step["micro_batches"] for step in steps):
         return "no backward pass came before an optimizer.step()"
+    is_zero = any(step["at_step"] for step in steps) and not any(map(_has_gradient, steps))
+    if is_zero and total_weight(record, steps[0]) is None and not any(step["zeroed"] for step in steps):
+        return "every gradient is zero, as where all rewards are the same"
     return None
 
 
