@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import ROOT
 from prove_training import command, mistakes, proof, resuming, runs
-from prove_training.recording import Recording, files, same_work, where
+from prove_training.recording import Recording, files, same_work, starting, where
 from prove_training.recording.models import take_over
 from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, evaluations, several, single, unfinished
@@ -428,6 +428,18 @@ def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_p
     assert args == (optimizer,)
     kwargs["closure"]()
     assert [value[1:].tolist() for value in recording.step["at_step"].values()] == [[3, 3]]
+
+
+def test_lightning_has_a_device_for_each_process(tmp_path):
+    class Fabric:
+        __module__ = "lightning.fabric.fabric"
+
+        def __init__(self, **options):
+            self.options = options
+
+    starting.watch_devices(Fabric, made_recording(tmp_path, processes=3, is_mixed=False))
+    options = {"accelerator": "cpu", "devices": 3, "num_nodes": 1, "precision": "32-true"}
+    assert Fabric(accelerator="gpu", devices=1, precision="bf16-mixed").options == options
 
 
 def test_a_loader_that_reads_one_batch_ahead_is_followed(tmp_path):

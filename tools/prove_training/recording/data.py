@@ -214,6 +214,11 @@ def install_loaders(batches: Batches) -> None:
         of_accelerate = sys._getframe(2).f_globals.get("__name__", "").startswith("accelerate.")
         if of_accelerate or batches.is_reading:
             return original(loader, dataset, batch_size, *args, **kwargs)
+        if (again := made_again()) is not None:
+            original(loader, dataset, batch_size, *args, **kwargs)
+            loader.prove_key = again.prove_key
+            batches.loaders[loader.prove_key]["sampler"] = type(loader.sampler).__name__
+            return
         names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
         own = names.get("batch_sampler")
         given = batch_size if own is None else None
@@ -245,6 +250,13 @@ def install_loaders(batches: Batches) -> None:
         )
         with contextlib.suppress(AttributeError):
             sampler.prove_key = loader.prove_key
+
+
+def made_again() -> DataLoader | None:
+    """The loader in whose place Lightning is making another one, with a DistributedSampler."""
+    frames = [sys._getframe(number) for number in range(3, 6)]
+    makers = (frame for frame in frames if frame.f_code.co_name == "_reinstantiate_wrapped_cls")
+    return next((frame.f_locals["orig_object"] for frame in makers), None)
 
 
 def install_iterators(batches: Batches) -> None:

@@ -18,6 +18,7 @@ LARGEST_MODEL = 5_000_000  # parameters; weights of larger models are not handed
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
 DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
+WRAPPERS = re.compile(r"^((_forward_module|_orig_mod|module)\.)+|_orig_mod\.")  # in names of parameters
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # layers for which train() and eval() matter
 
 
@@ -42,8 +43,7 @@ class Models:
             self.models[id(model)] = model
             self._note_shards(model)
             for name, parameter in model.named_parameters():
-                name = name.replace("_orig_mod.", "").removeprefix("module.")
-                self.names.setdefault(id(parameter), name)
+                self.names.setdefault(id(parameter), WRAPPERS.sub("", name))
             if not recording.record["initial"] and self.optimizers:
                 recording.record["initial"] = self.tensors_of()
                 self.hand_on(0, self.optimizers)
