@@ -88,8 +88,7 @@ MISTAKES = {
             ('{"model": model,', '{"model": model, "scale": scale,'),
             ("logits = model(points)\n                losses", "logits = scale(model(points))\n                losses"),
         ],
-        kind="zero_grad",
-        flags=("--gradient_accumulation_steps", "2"),
+        kind="not_reduced",
     ),
     "rank 0 counts twice": Planted(
         [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) * (2 - min(accelerator.process_index, 1)))")],
