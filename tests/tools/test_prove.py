@@ -534,6 +534,7 @@ def made_up_step(number: int, rank: int, processes: int) -> dict:
     micro |= {"syncs": True, "draws": False, "line": "train.py:9"}
     step = {"micro_batches": [micro], "clips": [], "collectives": [], "holds": False, "line": "train.py:10"}
     step |= {"gradients": gradient, "at_step": dict(gradient), "rates": [0.1 * 0.8**number], "options": ["lr"]}
+    step["bases"] = [0.1]
     step |= {"schedule_calls": number, "before": {"weight": sampled(torch.ones(3))}}
     step |= {"modes": {0: True}, "zeroed": [], "drawn": [], "gathers": [], "scaler": []}
     step |= {
@@ -616,7 +617,7 @@ ALONE = {  # changes of the record of one process: the kind and words of what is
         lambda one: every_step([one], at_step={}),
     ),
     "a gradient of zeros at each step": (
-        ("untrained", "no parameter of the optimizer"),
+        ("untrained", "all gradients are zero"),
         lambda one: every_step([one], at_step={"weight": sampled(torch.zeros(3))}),
     ),
     "zero_grad after the backward pass": (
@@ -955,7 +956,7 @@ def test_a_group_of_parameters_may_be_added_while_training():
     (reference,), ranks = made_up(), made_up(2)
     for record in (reference, *ranks):
         for step in record["steps"][2:]:
-            step["rates"] = [*step["rates"], 0.01]
+            step |= {"rates": [*step["rates"], 0.01], "bases": [0.1, 0.01]}
     assert found(reference, ranks) == []
     ranks[1]["steps"][3]["rates"][1] = 0.02
     assert found(reference, ranks)[0].what == "group 1: a rate of 0.01 on rank 0 and of 0.02 on rank 1"
@@ -991,6 +992,35 @@ def test_a_warm_up_that_is_too_fast_is_told_as_one():
         for number, step in enumerate(record["steps"]):
             step["rates"] = [0.1 * factor * number]
     assert found(reference, ranks)[0].what == "0.2 on rank 0 instead of 0.1: the warm-up is 2 times too fast"
+
+
+@pytest.mark.parametrize("bases", [(0.0, 0.0), (0.1, 0.2)])  # without a scheduler, and with one
+def test_a_warm_up_to_a_rate_that_grows_with_the_processes_may_be_meant(bases):
+    (reference,), ranks = made_up(steps=6), made_up(2, steps=6)
+    for factor, record in ((1, reference), (2, ranks[0]), (2, ranks[1])):
+        for number, step in enumerate(record["steps"]):
+            step |= {"rates": [0.1 * factor * number], "bases": [bases[factor - 1]]}
+    (said,) = {each.what for each in found(reference, ranks)}
+    assert said.startswith("2 times as high on 2 processes")
+
+
+def test_a_rate_may_grow_with_the_processes_and_fall_to_a_constant():
+    (reference,), ranks = made_up(steps=6), made_up(2, steps=6)
+    for highest, record in ((1.0, reference), (2**0.5, ranks[0]), (2**0.5, ranks[1])):
+        for number, step in enumerate(record["steps"]):
+            step |= {"rates": [highest + (0.1 - highest) * number / 5], "bases": [0.0]}
+    (said,) = {each.what for each in found(reference, ranks)}
+    assert said.startswith("1.41 times as high on 2 processes")
+
+
+def test_the_bits_of_gradients_are_compared_under_virtual_processes():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record["facts"]["virtual_processes"] = 6
+    assert found(reference, ranks) == []
+    for rank in ranks:
+        scale(rank["steps"][1]["gradients"], 1 + 1e-9)
+    assert [finding.kind for finding in found(reference, ranks)] == ["factor"]
 
 
 def test_samples_that_are_missing_or_come_twice_are_counted():

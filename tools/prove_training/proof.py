@@ -183,7 +183,7 @@ class Proof:
 
     def _first_run(self) -> Outcome:
         outcome, is_on_cpu = self.runs(1, self.plan), self.args.device == "cpu"
-        if is_on_cpu and outcome.error and any(word in outcome.error for word in ("CUDA", "NVIDIA", "cuda")):
+        if is_on_cpu and outcome.error and any(word in outcome.error.lower() for word in ("cuda", "nvidia", "gpu")):
             self.plan["without_gpu"] = True
             outcome = self.runs(1, self.plan)
         facts = outcome.records[0]["facts"] if outcome.records else {}

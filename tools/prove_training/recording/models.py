@@ -225,6 +225,7 @@ class Models:
         gradients = self.tensors_of(own, lambda each: each.grad)
         step |= {"line": recording.where.line(), "at_step": gradients, "schedule_calls": self.schedule_calls}
         step["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        step["bases"] = [float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups if "lr" in group]
         step["options"] = [repr({**group, "params": None}) for group in optimizer.param_groups]
         if not step["clips"] or step["clips"][-1][0] < len(step["micro_batches"]):
             step["gradients"] = gradients

@@ -87,6 +87,8 @@ def _untrained(record: dict) -> Iterator[Finding]:
                     return
     if not any(map(_has_gradient, steps)):
         what = "no parameter of the optimizer has a gradient: the model that is called has others, and never changes"
+        if any(step["at_step"] for step in steps):
+            what = "all gradients are zero: the model never changes"
         yield Finding("untrained", "weights", what, 1, steps[0]["line"])
     elif facts["untrained"]:
         what = f"{named(facts['untrained'])}: a gradient, and in no optimizer"

@@ -108,9 +108,9 @@ def _carried(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...
 
 def _gradient(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) -> Iterator[Finding]:
     found, factors = steps[0]["gradients"], {}
-    limit = rounding(wanted["gradients"], both.rounding)
-    # Virtual processes add gradients in the same order on any number of processes: the bits are equal.
-    tolerance = 0.0 if both.facts["virtual_processes"] else TOLERANCE
+    limit, tolerance = rounding(wanted["gradients"], both.rounding), TOLERANCE
+    if both.facts["virtual_processes"]:  # they add in the same order on any number of processes: the bits are equal
+        limit, tolerance = 0.0, 0.0
     for name, value in wanted["gradients"].items():
         if name not in found:
             what = f"{name} has a gradient on 1 process only"
@@ -164,12 +164,14 @@ def _rates(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...])
     for rank, step in enumerate(steps):
         for group, (rate, expected) in enumerate(zip(step["rates"], wanted["rates"], strict=False)):
             found, known = rates_of(both.ranks[rank], group), rates_of(both.reference, group)
-            is_longer = step["schedule_calls"] > wanted["schedule_calls"] and not both.is_exact
+            has_more = len(both.ranks[rank]["steps"]) != len(both.reference["steps"])  # of which it may be a fraction
+            is_longer = (step["schedule_calls"] > wanted["schedule_calls"] or has_more) and not both.is_exact
             low, high = allowed(known, number, is_longer)
             if low <= rate <= high:
                 continue
-            if are_scaled(found, known, both.processes) and not both.is_exact:
-                what = f"{both.processes} times as high on {both.processes} processes: right only where the batch "
+            bases = [each["bases"][group] for each in (wanted, step)]
+            if (factor := scale(found, known, bases, both.processes)) and not both.is_exact:
+                what = f"{factor:.3g} times as high on {both.processes} processes: right only where the batch "
                 yield note("learning rate", what + "of a step grows with them", None, step["line"])
                 continue
             what = f"group {group}: " * bool(group)
@@ -208,10 +210,10 @@ def allowed(known: list[float], number: int, is_stepped_by_accelerate: bool) -> 
     return min(near) - slack, max(near) + slack
 
 
-def are_scaled(found: list[float], known: list[float], processes: int) -> bool:
-    """Whether the learning rate of each step is multiplied by the number of processes."""
-    # A schedule that steps twice as often doubles a warm-up from 0.
-    return bool(known[0]) and all(close(rate, processes * one, 1e-6) for rate, one in zip(found, known, strict=False))
+def scale(found: list[float], known: list[float], bases: list[float], processes: int) -> float:
+    """The factor by which the learning rate before its schedule, or the highest, grows with the processes, or 0.0."""
+    one, other = bases if all(bases) else (max(known), max(found))
+    return next((factor for factor in (processes, math.sqrt(processes)) if close(other, factor * one)), 0.0)
 
 
 def are_faster(found: list[float], known: list[float], number: int, factor: int) -> bool:

@@ -30,7 +30,7 @@ def train(rank, world_size, epochs):
 
 def main():
     world_size = torch.cuda.device_count()
-    mp.spawn(train, args=(world_size, 3), nprocs=world_size)
+    mp.spawn(train, args=(world_size, 2), nprocs=world_size)
     os.rename("model.pt", "final.pt")  # by the process that has started the others, alone
 
 
