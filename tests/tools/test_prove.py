@@ -856,6 +856,21 @@ def test_it_is_said_why_a_run_does_not_end():
     assert why(ranks)[0] == "unused"
 
 
+def test_the_cause_of_an_error_is_told_and_not_its_consequences(tmp_path):
+    for rank, error in enumerate(["train.py:9: RuntimeError: Connection closed", "train.py:7: ValueError: no"]):
+        torch.save({"rank": rank, "error": error, "waits": None}, tmp_path / f"record_{rank}.pt")
+        (tmp_path / f"log_{rank}.txt").write_text(f"of rank {rank}")
+
+    def outcome(is_over: bool) -> Outcome:
+        return runs.Runs._outcome(argparse.Namespace(timeout_s=60), tmp_path, 2, tmp_path, is_over)
+
+    assert (outcome(False).error, outcome(False).log) == ("train.py:7: ValueError: no", ["of rank 1"])
+    torch.save({"rank": 0, "error": None, "waits": None}, tmp_path / "record_0.pt")
+    (tmp_path / "record_1.pt").unlink()
+    assert (outcome(False).error, outcome(False).log) == ("a process ended without a record", ["of rank 1"])
+    assert outcome(True).error == "it did not end in 60 s"
+
+
 def verdict(ranks: list[dict], waits=()) -> tuple[int, str]:
     """The verdict on runs with these records, after one with a correct record of one process."""
     (reference,) = made_up()
