@@ -290,6 +290,16 @@ def test_too_few_gpus_are_an_error_before_any_work(monkeypatch):
     assert runs.too_few_gpus(args) == ""
 
 
+def test_each_process_has_a_gpu_and_the_second_run_full_precision():
+    plan = {"device": "cuda", "processes": 3, "machines": True, "is_mixed": False, "address": {}}
+    variables = runs.Runs._variables(None, plan, 2)
+    wanted = {"RANK": "2", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "2", "NVIDIA_TF32_OVERRIDE": "0"}
+    assert variables.items() >= wanted.items()
+    variables = runs.Runs._variables(None, plan | {"machines": False, "is_mixed": True}, 2)
+    assert variables["LOCAL_RANK"] == "2"
+    assert not variables.keys() & {"CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "ACCELERATE_MIXED_PRECISION"}
+
+
 def test_a_script_that_cannot_be_read_fails(prove_it):
     said = prove_it(FOREIGN / "unusual" / "plain.py", [("import torch\n", "import import\n")])
     assert (said.code, said.verdict[:40]) == (2, "fails: on one process, SyntaxError: inva")
@@ -858,13 +868,14 @@ def test_it_is_said_why_a_run_does_not_end():
 
 def test_the_cause_of_an_error_is_told_and_not_its_consequences(tmp_path):
     for rank, error in enumerate(["train.py:9: RuntimeError: Connection closed", "train.py:7: ValueError: no"]):
-        torch.save({"rank": rank, "error": error, "waits": None}, tmp_path / f"record_{rank}.pt")
+        torch.save({"rank": rank, "error": error, "waits": "in gather"}, tmp_path / f"record_{rank}.pt")
         (tmp_path / f"log_{rank}.txt").write_text(f"of rank {rank}")
 
     def outcome(is_over: bool) -> Outcome:
         return runs.Runs._outcome(argparse.Namespace(timeout_s=60), tmp_path, 2, tmp_path, is_over)
 
     assert (outcome(False).error, outcome(False).log) == ("train.py:7: ValueError: no", ["of rank 1"])
+    assert outcome(False).waits == []
     torch.save({"rank": 0, "error": None, "waits": None}, tmp_path / "record_0.pt")
     (tmp_path / "record_1.pt").unlink()
     assert (outcome(False).error, outcome(False).log) == ("a process ended without a record", ["of rank 1"])
@@ -885,6 +896,15 @@ def verdict(ranks: list[dict], waits=()) -> tuple[int, str]:
         [Outcome([reference], None, Path(), [], [], [[]]), Outcome(ranks, None, Path(), list(waits), [], [[], []])]
     )
     return proof.Proof(args, lambda *_: next(outcomes), proof.Report(args)).verdict()
+
+
+def test_a_wrong_evaluation_does_not_condemn_the_training():
+    proven = proof.Proof(argparse.Namespace(device="cpu"), None, None)
+    proven.compared = {"samples", "gradients"}
+    finding = Finding("eval_repeated", "evaluation", "1 sample counted twice")
+    words = "wrong: 1 sample counted twice (evaluation); in training, the same samples and gradients"
+    assert proven._wrong([finding]) == (1, words)
+    assert proven._wrong([finding, Finding("samples", "samples", "no")])[1] == words.partition(";")[0]
 
 
 def test_what_was_not_compared_is_not_proven():

@@ -330,12 +330,12 @@ def judged(
     for record in outcome.records:
         if reason := record["facts"].get("cannot_tell"):
             return None, [note("process group", reason)]
+    if any(record["steps"] for record in outcome.records) and several.are_plain(outcome.records):
+        what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
+        raise CannotTell(f"{what}. To change first: {CHANGES}")
     is_stuck = outcome.waits and len(outcome.records[0]["steps"]) < len(reference["steps"])
     if outcome.error or len(outcome.records) < processes or is_stuck:
         return None, [unfinished(processes, outcome)]
-    if several.are_plain(outcome.records):
-        what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
-        raise CannotTell(f"{what}. To change first: {CHANGES}")
     if len({frozenset(record["steps"][0]["before"]) for record in outcome.records if record["steps"]}) > 1:
         raise CannotTell("each process steps parameters of its own")
     both = Comparison(reference, outcome.records, rounding)
