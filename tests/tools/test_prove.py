@@ -440,6 +440,17 @@ def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_p
     assert [value[1:].tolist() for value in recording.step["at_step"].values()] == [[3, 3]]
 
 
+def test_random_numbers_of_the_first_step_after_an_evaluation_are_not_of_the_evaluation(tmp_path):
+    """As those of a detection model, which draws the boxes that it learns from."""
+    recording = made_recording(tmp_path, processes=1)
+    recording.evaluations.current = {"draws": False}
+    recording.batches.expect_draws()
+    torch.rand(1)
+    recording.models.begin_backward()
+    assert recording.step["micro_batches"][0]["draws"]
+    assert not recording.record["evaluations"][0]["draws"]
+
+
 def test_lightning_has_a_device_for_each_process(tmp_path):
     class Fabric:
         __module__ = "lightning.fabric.fabric"

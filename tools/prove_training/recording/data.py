@@ -284,7 +284,9 @@ def install_iterators(batches: Batches) -> None:
             return original(iterator)
         if batches.is_short(iterator):
             raise StopIteration
-        draws, batches.is_reading = batches.draws(), True
+        if (draws := batches.draws()) and recording.evaluations.current is not None:
+            recording.evaluations.current["draws"] = True
+        batches.is_reading = True
         try:
             content = original(iterator)
         except StopIteration:

@@ -129,6 +129,7 @@ class Models:
         recording, step = self.recording, self.recording.step
         if recording.is_ending:
             recording.end()
+        draws = self.batches.draws() or bool(step["drawn"])  # also from a generator of its own
         if not step["micro_batches"]:
             recording.evaluations.end()
             if len(recording.steps) >= (MOST_STEPS if recording.facts["loaders"] else STEPS_WITHOUT_LOADER):
@@ -141,7 +142,6 @@ class Models:
         passes = [[part["pass"] for part in each["samples"]] for each in (*step["micro_batches"][-1:], micro)]
         if passes[0] != passes[-1] and step["zeroed"] and step["zeroed"][-1][0] == len(step["micro_batches"]):
             step["micro_batches"], step["zeroed"] = [], []  # what was left at the end of an epoch is dropped
-        draws = self.batches.draws() or bool(step["drawn"])  # also from a generator of its own
         step["micro_batches"].append(micro | {"draws": draws, "line": recording.where.line()})
 
     def _holds_gradients(self) -> bool:
