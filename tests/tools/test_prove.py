@@ -976,12 +976,15 @@ def test_advice_is_given_in_the_terms_of_the_framework():
         assert kinds.keys() <= mistakes.ADVICE.keys(), framework
 
 
-def test_a_parameter_whose_gradient_is_rounding_is_not_compared():
-    """As the key bias of attention with Adam."""
+@pytest.mark.parametrize(("others", "bias"), [(1.0, 1e-9), (1e-4, 2e-8)])
+def test_a_parameter_whose_gradient_is_rounding_is_not_compared(others, bias):
+    """As the key bias of attention with Adam, or a bias that adds the same to all choices of a tiny model."""
     (reference,), ranks = made_up(), made_up(2)
     for record, sign in ((reference, 1), *((rank, -1) for rank in ranks)):
         for step in record["steps"]:
-            values = {"gradients": sign * 1e-9, "at_step": sign * 1e-9, "before": 0.0, "weights": -sign * 0.1}
+            scale(step["gradients"], others)
+            scale(step["at_step"], others)
+            values = {"gradients": sign * bias, "at_step": sign * bias, "before": 0.0, "weights": -sign * 0.1}
             for kind, value in values.items():
                 step[kind]["bias"] = sampled(torch.full((3,), value))
     assert found(reference, ranks) == []
