@@ -43,10 +43,6 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     args.script = module_file(args.script) if args.is_module else Path(args.script)
     if not args.script or not args.script.is_file():
         parser.error(f"there is no {f'module {args.module}' if args.is_module else f'script {args.script}'}")
-    text = args.script.read_text(errors="replace")
-    for flag in args.flags:
-        if flag.partition("=")[0] in parser._option_string_actions and flag.partition("=")[0] not in text:
-            parser.error(f"{flag} is a flag of prove_training and not of {args.script}: write it before the script")
     if args.keep and args.keep.exists() and not (args.keep.is_dir() and not any(args.keep.iterdir())):
         parser.error(f"--keep {args.keep} is not an empty folder: name a new one")
     if args.picture and (args.picture.suffix not in ENDINGS or not args.picture.absolute().parent.is_dir()):
