@@ -877,19 +877,22 @@ def test_it_is_said_why_a_run_does_not_end():
     assert why(ranks)[0] == "unused"
 
 
-def test_the_cause_of_an_error_is_told_and_not_its_consequences(tmp_path):
-    for rank, error in enumerate(["train.py:9: RuntimeError: Connection closed", "train.py:7: ValueError: no"]):
+@pytest.mark.parametrize("cause", [0, 1])
+def test_the_cause_of_an_error_is_told_and_not_its_consequences(tmp_path, cause):
+    def left(rank: int, error: str | None) -> None:
         torch.save({"rank": rank, "error": error, "waits": "in gather"}, tmp_path / f"record_{rank}.pt")
         (tmp_path / f"log_{rank}.txt").write_text(f"of rank {rank}")
 
     def outcome(is_over: bool) -> Outcome:
         return runs.Runs._outcome(argparse.Namespace(timeout_s=60), tmp_path, 2, tmp_path, is_over)
 
-    assert (outcome(False).error, outcome(False).log) == ("train.py:7: ValueError: no", ["of rank 1"])
+    left(cause, "train.py:7: ValueError: no")
+    left(1 - cause, "train.py:9: RuntimeError: Connection closed")
+    assert (outcome(False).error, outcome(False).log) == ("train.py:7: ValueError: no", [f"of rank {cause}"])
     assert outcome(False).waits == []
-    torch.save({"rank": 0, "error": None, "waits": None}, tmp_path / "record_0.pt")
-    (tmp_path / "record_1.pt").unlink()
-    assert (outcome(False).error, outcome(False).log) == ("a process ended without a record", ["of rank 1"])
+    torch.save({"rank": 1 - cause, "error": None, "waits": None}, tmp_path / f"record_{1 - cause}.pt")
+    (tmp_path / f"record_{cause}.pt").unlink()
+    assert (outcome(False).error, outcome(False).log) == ("a process ended without a record", [f"of rank {cause}"])
     assert outcome(True).error == "it did not end in 60 s"
 
 
