@@ -176,9 +176,14 @@ def install(recording) -> None:
             return original(ddp, state, hook)
         switched_off.add("PyTorch's own communication hooks, which round gradients")
 
+    torch.compiler.set_stance("force_eager")
+    install_machine(recording)
+
+
+def install_machine(recording) -> None:
+    """Clocks, and the devices that there are."""
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         run_clock(name, recording.plan["clock"])
-    torch.compiler.set_stance("force_eager")
     for owner in (torch.cuda, torch.accelerator):
 
         @wrap(owner, "is_available")
