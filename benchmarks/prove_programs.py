@@ -76,6 +76,7 @@ PROGRAMS = [  # a script, its flags, and its verdict
     (f"{FEATURE}/schedule_free.py", "--cpu", "proven"),
     (f"{HF}/text-classification/run_glue.py", f"{PAIRS} {TRAINER}", "wrong"),
     (f"{HF}/text-classification/run_glue_no_trainer.py", f"{PAIRS} --num_train_epochs 2", "proven"),
+    (f"{HF}/text-classification/run_glue_no_trainer.py", f"{PAIRS} --gradient_accumulation_steps 2", "wrong"),
     (f"{HF}/language-modeling/run_clm.py", f"{TEXT} {TRAINER}", "wrong"),
     (f"{HF}/language-modeling/run_clm_no_trainer.py", f"{TEXT} --num_train_epochs 2", "wrong"),
     (f"{HF}/image-classification/run_image_classification_no_trainer.py", f"{PICTURES} --num_train_epochs 2", "proven"),
@@ -83,10 +84,8 @@ PROGRAMS = [  # a script, its flags, and its verdict
     ("trl/trl/scripts/dpo.py", f"{TRL} --dataset_name preferences --output_dir out", "proven"),
     ("trl/trl/scripts/reward.py", f"{TRL} --dataset_name preferences --output_dir out", "proven"),
     ("diffusers/examples/unconditional_image_generation/train_unconditional.py", UNCONDITIONAL, "wrong"),
-    # Called wrong wrongly: its loader fetches a batch ahead.
     ("pytorch-image-models/train.py", TIMM, "wrong"),
     ("vision/references/classification/train.py", VISION, "wrong"),
-    # Called wrong wrongly: it uses DDP on GPUs only.
     ("examples/imagenet/main.py", f"pictures {SMALL} --workers 0 --dist-backend gloo --dist-url env://", "wrong"),
     ("examples/distributed/ddp-tutorial-series/multigpu_torchrun.py", "2 1", "wrong"),
     ("examples/dcgan/main.py", "--dataset fake --niter 2 --ngf 8 --ndf 8 --workers 0", "cannot tell"),
