@@ -55,7 +55,8 @@ def main() -> int:
     from . import imports, proof, runs  # here and not above: torch takes a second, and --help needs none
 
     if reason := runs.too_few_gpus(args):
-        sys.exit(f"prove_training: error: {reason}")
+        print(f"prove_training: error: {reason}", file=sys.stderr)
+        return 2
     os.environ.update(runs.SETTINGS[args.device])
     folder = Path.cwd() if args.module else args.script.parent
     if os.environ.pop(APART, ""):
