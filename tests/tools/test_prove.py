@@ -443,6 +443,7 @@ def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_p
 def test_random_numbers_of_the_first_step_after_an_evaluation_are_not_of_the_evaluation(tmp_path):
     """As those of a detection model, which draws the boxes that it learns from."""
     recording = made_recording(tmp_path, processes=1)
+    recording.facts["loaders"]["train.py:5"] = {}
     recording.evaluations.current = {"draws": False}
     recording.batches.expect_draws()
     torch.rand(1)

@@ -193,7 +193,8 @@ class Proof:
             if not again.error and not again.waits:
                 self.plan["without_gpu"], self.pretends, outcome = True, True, again
         sizes = given_sizes(outcome.records)
-        if outcome.error and sizes:  # a model may be made for one batch size, and a script may count its data
+        if outcome.error and sizes and unfinished(1, outcome).kind == "fails":
+            # A model may be made for one batch size, and a script may count its data.
             for own in ({"own_batch_size": True, "limit": items_of_epoch(max(sizes))}, {"limit": MOST_ITEMS}):
                 again = self.runs(1, self.plan | own)
                 if not again.error:

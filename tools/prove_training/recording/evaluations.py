@@ -35,9 +35,10 @@ class Evaluations:
         if self.current is not None:
             self.current["draws"] = self.batches.draws() or self.current["draws"]
 
-    def end(self) -> None:
-        """The next training step begins."""
+    def end(self, draws: bool = False) -> None:
+        """The next training step begins; without a loader, random numbers drawn until now may be the evaluation's."""
         if self.current is not None:
+            self.current["draws"] = draws or self.current["draws"]
             self.note_draws()
             self.recording.record["evaluations"].append(self.current)
             self.current = None
