@@ -226,15 +226,17 @@ class Proof:
         makes a difference, it is a finding of the comparison on one machine.
         """
         name, is_first = plural(processes, "process"), processes == self.args.processes[0]
-        plan = self.plan | self.repeat
         is_apart = not is_first and "starts" not in self.reference["facts"]
-        outcome = self.runs(processes, plan | {"machines": is_apart})
-        both, found = judged(self.reference, processes, outcome, self.rounding)
-        problem = next((each for each in found if each.kind or both is None), None)
-        if is_apart and problem:
-            outcome = self.runs(processes, plan)
+
+        def run(is_apart: bool):
+            outcome = self.runs(processes, self.plan | self.repeat | {"machines": is_apart})
             both, found = judged(self.reference, processes, outcome, self.rounding)
-            if not any(each.kind or both is None for each in found):
+            return outcome, both, found, next((each for each in found if each.kind or both is None), None)
+
+        outcome, both, found, problem = run(is_apart)
+        if is_apart and problem:
+            outcome, both, found, on_one_machine = run(False)
+            if on_one_machine is None:
                 # Other than samples, it may be for one machine alone, or the machines have different disks.
                 kind = "local_rank" if problem.stage == "samples" else ""
                 what = f"{problem.what}, if each process has a machine of its own: LOCAL_RANK is 0 on each"

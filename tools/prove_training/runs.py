@@ -79,7 +79,7 @@ class Runs:
                 sandbox.copy_folder(folder, changes / str(number), may_link=self.can_forbid)
         root = self.source if self.is_mounted else changes / "0"
         defaults = {"is_resumed": None, "stop_after_save": False, "own_batch_size": False, "without_gpu": False}
-        defaults |= {"machines": False, "device": "cpu", "is_mixed": False}
+        defaults["machines"] = False
         plan = defaults | {"shorter": [], "clock": 1, "known": {}, "orders": None, "weights": None} | plan
         plan |= {"processes": processes, "folder": str(root), "output": str(output)}
         pid = sandbox.forked(self._supervise, plan, changes, [*self.flags, *flags])

@@ -70,7 +70,7 @@ class Recording:
 
     def begin_to_end(self) -> None:
         """The script has trained enough; it gets a little time for what comes after its last epoch."""
-        self.evaluations.end()
+        self.evaluations.end(self.batches.draws())
         self.is_ending = self.facts["is_complete"] = True
         timer = threading.Timer(SECONDS_TO_END * slowness(), self.end)
         timer.daemon = True
@@ -91,7 +91,7 @@ class Recording:
         with self.lock:
             if not self.has_ended:
                 self.has_ended = True
-                self.evaluations.end()
+                self.evaluations.end(self.batches.draws())
                 final = self.models.tensors_of() if self.facts["is_exact"] else {}
                 self.record |= {"error": error, "waits": waits, "final": final}
                 self.facts |= {"untrained": self.models.untrained(), "schedules": len(self.models.schedules)}

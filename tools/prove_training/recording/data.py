@@ -131,9 +131,10 @@ class Batches:
 
     def of_backward(self) -> list[dict]:
         """The samples of a backward pass."""
-        samples, ahead = [], self.read_to_end if not self.used else None
-        if ahead and len(ahead["read"]) == len(ahead["used"]) + 1:  # its loader reads a batch before it gives the last
-            self.used = [{"pass": ahead, "digests": None}]
+        samples, ended = [], self.read_to_end
+        is_ahead = ended and not self.used and len(ended["read"]) == len(ended["used"]) + 1
+        if is_ahead:  # its loader reads a batch before it gives the last
+            self.used = [{"pass": ended, "digests": None}]
         for batch in self.used:
             current = batch["pass"]
             if current is not None and not current["in_training"]:
@@ -143,8 +144,8 @@ class Batches:
             samples.append(names | {"digests": batch["digests"]})
             if current is not None:
                 current["used"].append(samples[-1])
-        if self.used and ahead:
-            for part, digests in zip(ahead["used"], ahead["read"], strict=True):
+        if is_ahead:
+            for part, digests in zip(ended["used"], ended["read"], strict=True):
                 part["digests"] = digests
         self.used = []
         return samples
@@ -157,6 +158,16 @@ class Batches:
         """Whether the loop itself has drawn random numbers since the last call."""
         before, self.expected_draws = self.expected_draws, generator_states()
         return before != self.expected_draws
+
+    @contextlib.contextmanager
+    def reading(self):
+        """Read a batch: random numbers that are drawn for it are not from the training loop. Gives those before it."""
+        draws, self.is_reading = self.draws(), True
+        try:
+            yield draws
+        finally:
+            self.is_reading = False
+        self.expected_draws = None if draws else generator_states()
 
     def end_passes(self, loader) -> bool:
         """Whether the script has trained enough on these data; the loader is empty from then on."""
@@ -269,7 +280,7 @@ def install_iterators(batches: Batches) -> None:
         if batches.end_passes(loader):
             return iter(())
         if batches.train_passes and not recording.step["micro_batches"]:
-            recording.evaluations.note_draws()
+            recording.evaluations.note_draws(batches.draws())
         batches.fresh = [batch for batch in batches.fresh if batch["pass"] is None]
         batches.expect_draws()
         iterator = original(loader)
@@ -284,17 +295,13 @@ def install_iterators(batches: Batches) -> None:
             return original(iterator)
         if batches.is_short(iterator):
             raise StopIteration
-        if (draws := batches.draws()) and recording.evaluations.current is not None:
-            recording.evaluations.current["draws"] = True
-        batches.is_reading = True
         try:
-            content = original(iterator)
+            with batches.reading() as draws:
+                recording.evaluations.note_draws(draws)
+                content = original(iterator)
         except StopIteration:
             batches.end_pass(getattr(iterator, "prove_pass", None) or batches.begin_pass(None))
             raise
-        finally:
-            batches.is_reading = False
-        batches.expected_draws = None if draws else generator_states()
         content, digests = batches.opened(content)
         if getattr(iterator, "prove_later", None) is None:
             current = getattr(iterator, "prove_pass", None) or batches.begin_pass(None)

@@ -31,15 +31,14 @@ class Evaluations:
                 samples += batch["digests"] or []
                 batch["is_tested"] = True  # and may still be trained on, as after the forward pass of a teacher
 
-    def note_draws(self) -> None:
-        if self.current is not None:
-            self.current["draws"] = self.batches.draws() or self.current["draws"]
-
-    def end(self, draws: bool = False) -> None:
-        """The next training step begins; without a loader, random numbers drawn until now may be the evaluation's."""
+    def note_draws(self, draws: bool) -> None:
         if self.current is not None:
             self.current["draws"] = draws or self.current["draws"]
-            self.note_draws()
+
+    def end(self, draws: bool) -> None:
+        """The next training step begins."""
+        self.note_draws(draws)
+        if self.current is not None:
             self.recording.record["evaluations"].append(self.current)
             self.current = None
 

@@ -8,7 +8,7 @@ import builtins
 import sys
 
 from ..tensors import digest
-from .data import PASSES, Batches, generator_states
+from .data import PASSES, Batches
 from .files import saved
 from .same_work import Tagged
 from .starting import watch_devices
@@ -66,13 +66,8 @@ def watch_loader(cls: type, recording) -> None:
 
 
 def read(batches: Batches, iterator):
-    draws = batches.draws()
-    batches.is_reading = True
-    try:
+    with batches.reading():
         return next(iterator, None)
-    finally:
-        batches.is_reading = False
-        batches.expected_draws = None if draws else generator_states()
 
 
 def watch_run(cls: type, recording) -> None:

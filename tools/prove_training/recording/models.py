@@ -131,6 +131,7 @@ class Models:
             recording.end()
         draws = self.batches.draws() or bool(step["drawn"])  # also from a generator of its own
         if not step["micro_batches"]:
+            # Without a loader they may be of the evaluation.
             recording.evaluations.end(draws and not recording.facts["loaders"])
             if len(recording.steps) >= (MOST_STEPS if recording.facts["loaders"] else STEPS_WITHOUT_LOADER):
                 recording.end()

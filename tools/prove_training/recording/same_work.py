@@ -156,6 +156,14 @@ def install(recording) -> None:
         wrap(F, "batch_norm")(batch_norm)
     nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward
     nn.SyncBatchNorm._check_input_dim = lambda *_: None
+    install_precision(recording)
+    install_machine(recording)
+
+
+def install_precision(recording) -> None:
+    """What rounds differently where a batch is cut differently."""
+    switched_off = recording.facts["switched_off"]
+    torch.compiler.set_stance("force_eager")
 
     def no_autocast(original, autocast, device_type, dtype=None, enabled=True, cache_enabled=None):
         if enabled:
@@ -175,9 +183,6 @@ def install(recording) -> None:
         if not hook.__module__.startswith("torch."):
             return original(ddp, state, hook)
         switched_off.add("PyTorch's own communication hooks, which round gradients")
-
-    torch.compiler.set_stance("force_eager")
-    install_machine(recording)
 
 
 def install_machine(recording) -> None:

@@ -17,10 +17,10 @@ class Starting:
     def __init__(self, recording):
         self.recording, self.processes = recording, recording.plan["processes"]
 
-    def run(self, function, args, kwargs=None) -> None:
+    def run(self, function, args) -> None:
         """Do the work of this rank. If it trains, the script ends there: what follows is not done by each process."""
         self.recording.facts["starts"] = self.recording.where.line()
-        function(*args, **(kwargs or {}))
+        function(*args)
         if self.recording.steps:
             self.recording.facts["is_complete"] = True
             self.recording.end()

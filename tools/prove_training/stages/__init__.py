@@ -95,9 +95,13 @@ def passes_of(record: dict) -> dict[tuple[str, int], list[str]]:
     return found
 
 
+def largest_norm(gradients: dict) -> float:
+    return max(map(norm_of, gradients.values()), default=0.0)
+
+
 def rounding(gradients: dict, relative: float = ZERO) -> float:
     """The norm up to which a gradient is zero but for rounding, of the largest one or of numbers near 1 that cancel."""
-    largest = max(map(norm_of, gradients.values()), default=0.0)
+    largest = largest_norm(gradients)
     return max(relative * largest, min(EPSILON, 1e-3 * largest))
 
 

@@ -16,6 +16,7 @@ from . import (
     apart,
     close,
     first_line,
+    largest_norm,
     largest_step,
     named,
     note,
@@ -31,7 +32,7 @@ def rounding_of(reference: dict, again: dict) -> float:
     """The largest difference of a gradient in two runs on one process, relative to the largest gradient of the step."""
     found = [0.0]
     for one, other in zip(reference["steps"], again["steps"], strict=False):
-        largest = max(map(norm_of, one["gradients"].values()), default=0.0) or 1.0
+        largest = largest_norm(one["gradients"]) or 1.0
         both = [(value, other["gradients"].get(name, value)) for name, value in one["gradients"].items()]
         found += [differ(*pair) * norm_of(pair[0]) / largest for pair in both]
     return max(found)
@@ -127,7 +128,7 @@ def _gradient(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ..
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
     if gathers := steps[0]["gathers"]:
         kind, line, what = "gather", gathers[0], f"{what}, and what it gathers has no gradient"
-    if not are_unequal(both, steps):
+    if not are_unequal(coefficients(both, steps)):
         yield Finding(kind, "gradient", what, number, line)
     elif samples_of(wanted).total() < largest_step(both.reference) and not both.is_exact:
         # Else _losses reports it.
@@ -196,13 +197,14 @@ def rates_of(record: dict, group: int) -> list[float]:
     return [step["rates"][group] if group < len(step["rates"]) else 0.0 for step in record["steps"]]
 
 
-def allowed(known: list[float], number: int, is_stepped_by_accelerate: bool) -> tuple[float, float]:
+def allowed(known: list[float], number: int, is_longer: bool) -> tuple[float, float]:
     """The lowest and highest learning rate that a step may have."""
     expected = known[number - 1]
-    if not is_stepped_by_accelerate:
+    if not is_longer:
         slack = 1e-6 * abs(expected)
         return expected - slack, expected + slack
-    # Accelerate steps a schedule once per process, which the script made for as many times more batches.
+    # Accelerate steps a schedule once per process, which the script made for as many times more batches; and where an
+    # epoch has another number of steps, parts of a schedule are rounded.
     around, slack = 1 + number // 6, 0.02 * max(known)
     slope = known[-1] - known[-2] if len(known) > 1 else 0.0
     longer = known + [known[-1] + slope * more for more in range(1, around + 1)]
@@ -235,15 +237,14 @@ def coefficients(both: Comparison, steps: tuple[dict, ...]) -> list[float]:
     return found
 
 
-def are_unequal(both: Comparison, steps: tuple[dict, ...]) -> bool:
-    found = coefficients(both, steps)
+def are_unequal(found: list[float]) -> bool:
     return bool(found) and not close(min(found), max(found))
 
 
 def _losses(both: Comparison, number: int, steps: tuple[dict, ...]) -> Iterator[Finding]:
-    if not are_unequal(both, steps):
-        return
     found, line = coefficients(both, steps), first_line(steps[0])
+    if not are_unequal(found):
+        return
     times = f"{max(found) / min(found):.3g} times"
     micro_batches = [micro for step in steps for micro in step["micro_batches"]]
     sizes = {sum(len(part["digests"] or []) for part in micro["samples"]) for micro in micro_batches}
