@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 APART = "PROVE_IMPORTS_APART"
-ENDINGS = (".png", ".svg", ".pdf")  # of a picture
 WHAT = "Prove that a script trains the same model on any number of processes, or name the first thing that differs."
 CODES = "Exit codes: 0 proven, 1 something is wrong, 2 the script fails, 3 not all could be compared."
 
@@ -33,7 +32,6 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process, and mixed precision")
     add("--timeout_s", type=float, default=60, metavar="X", help="limit of each run in seconds (default: 60)")
     add("--json", action="store_true", help="print the report as JSON")
-    add("--picture", type=Path, metavar="FILE", help="draw who read which sample (.png, .svg, .pdf)")
     add("--keep", type=Path, metavar="FOLDER", help="keep what the runs write, and their records")
     add("-m", dest="is_module", action="store_true", help="the script is a module: -m package.train")
     add("script")
@@ -45,8 +43,6 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"there is no {f'module {args.module}' if args.is_module else f'script {args.script}'}")
     if args.keep and args.keep.exists() and not (args.keep.is_dir() and not any(args.keep.iterdir())):
         parser.error(f"--keep {args.keep} is not an empty folder: name a new one")
-    if args.picture and (args.picture.suffix not in ENDINGS or not args.picture.absolute().parent.is_dir()):
-        parser.error(f"--picture {args.picture} must end in {', '.join(ENDINGS)}, and its folder must exist")
     return args
 
 

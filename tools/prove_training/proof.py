@@ -6,11 +6,10 @@ on two and three processes. `recording` makes them the same and records, and `st
 
 import json
 import linecache
-import sys
 import tempfile
 from pathlib import Path
 
-from . import picture, resuming
+from . import resuming
 from .mistakes import advice
 from .recording.same_work import items_of_epoch, micro_batch
 from .runs import Outcome, Runs
@@ -89,31 +88,20 @@ def prove(args) -> int:
     """Run the script on one and several processes, and report. Returns the exit code.
 
     Args:
-        args: of the command line: script, flags, processes, resume_flags, timeout_s, json, keep, picture.
+        args: of the command line: script, flags, processes, resume_flags, timeout_s, json, keep.
     """
     import torch
 
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process with threads must not be forked
-    try:
-        with tempfile.TemporaryDirectory(prefix="prove_", ignore_cleanup_errors=True) as folder:
-            top, scratch = Path(args.keep or folder, "runs"), Path(folder, "t")
-            for each in (top, scratch):
-                each.mkdir(parents=True, exist_ok=True)
-            runs, report = Runs(args.script, args.flags, top, scratch, args.timeout_s, args.module), Report(args)
-            proof = Proof(args, runs, report)
-            try:
-                code = report.end(*proof.verdict())
-            except CannotTell as reason:
-                code = report.end(CANNOT_TELL, f"cannot tell: {reason}")
-            finally:
-                for path in runs.changed():
-                    show(f"CHANGED while prove ran: {path}", "red", file=sys.stderr)
-    finally:
-        torch.set_num_threads(threads)
-    if args.picture:
-        picture.save(args.picture, proof.pictured, report.lines[-1])
-    return code
+    with tempfile.TemporaryDirectory(prefix="prove_", ignore_cleanup_errors=True) as folder:
+        top, scratch = Path(args.keep or folder, "runs"), Path(folder, "t")
+        for each in (top, scratch):
+            each.mkdir(parents=True, exist_ok=True)
+        runs, report = Runs(args.script, args.flags, top, scratch, args.timeout_s, args.module), Report(args)
+        try:
+            return report.end(*Proof(args, runs, report).verdict())
+        except CannotTell as reason:
+            return report.end(CANNOT_TELL, f"cannot tell: {reason}")
 
 
 class Proof:
@@ -131,7 +119,6 @@ class Proof:
         self.counts = [1]  # process counts that were compared
         self.compared, self.not_compared = set(), {}
         self.pretends = False  # to a script that asks that there is an accelerator
-        self.pictured = []  # the reference and the ranks of each comparison
 
     def verdict(self) -> tuple[int, str]:
         """The exit code and the verdict.
@@ -254,7 +241,6 @@ class Proof:
             self.report.add(name, found)
             self.report.log(outcome)
             return False
-        self.pictured.append((self.reference, outcome.records))
         found = self.report.add(name, found)
         if not any(finding.stage == "samples" for finding in found):
             found += self.report.add(name, self._evaluations(both))

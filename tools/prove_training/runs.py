@@ -55,12 +55,6 @@ class Runs:
         self.count = itertools.count(1)
         self.is_mounted = sandbox.can_mount(self.folders, self.scratch)
         self.can_forbid = not self.is_mounted and sandbox.can_forbid_writes()
-        self.before = {} if self.is_mounted else sandbox.sizes_and_times(self.folders, self.top)
-
-    def changed(self) -> list[str]:
-        """Files of the user that were changed or deleted; [] where mounts make that impossible."""
-        now = {} if self.is_mounted else sandbox.sizes_and_times(self.folders, self.top)
-        return sorted(path for path in self.before if self.before[path] != now.get(path))
 
     def __call__(self, processes: int, plan: dict, flags: list[str] = (), changes: Path | None = None) -> Outcome:
         """Run the script.

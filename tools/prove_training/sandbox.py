@@ -164,7 +164,7 @@ def caches() -> list[Path]:
 
 
 def copy_folder(source: Path, target: Path, may_link: bool) -> None:
-    """Copy what a script may read or write.
+    """Copy what a script may read or write, the upper folders first.
 
     Args:
         may_link: link to what is too large to copy.
@@ -172,55 +172,24 @@ def copy_folder(source: Path, target: Path, may_link: bool) -> None:
     Raises:
         CannotTell: if it is too large and may not be linked.
     """
-    left_bytes, left_files = COPIED_BYTES, COPIED_FILES
-
-    def link(path: str, place: Path) -> None:
-        if not may_link:
-            raise CannotTell(f"{path} is too large to be copied, and cannot be mounted: move it elsewhere")
-        place.symlink_to(Path(path).resolve())
-
-    waiting = [(source, target)]
+    left_bytes, left_files, waiting = COPIED_BYTES, COPIED_FILES, [(str(source), target)]
     while waiting:
-        folder, copy = waiting.pop(0)
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        left_files -= len(entries)
-        if left_files < 0 and folder != source:
-            link(folder, copy)
-            continue
-        copy.mkdir(parents=True)
-        for entry in entries:
-            place = copy / entry.name
-            if entry.name in NOT_COPIED or target.is_relative_to(entry.path):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append((Path(entry.path), place))
-            elif entry.is_symlink() and is_inside(entry.path, source):
-                place.symlink_to(os.readlink(entry.path))
-            elif entry.is_file() and entry.stat().st_size <= left_bytes:
-                left_bytes -= entry.stat().st_size
-                shutil.copy2(entry.path, place)
-            elif entry.is_file() or entry.is_dir():
-                link(entry.path, place)
-
-
-def is_inside(link: str, folder: Path) -> bool:
-    return not os.path.isabs(os.readlink(link)) and Path(link).resolve().is_relative_to(folder)
-
-
-# Before and after
-
-
-def sizes_and_times(folders: list[Path], except_in: Path) -> dict[str, tuple[int, int]]:
-    """Size and modification time of each file."""
-    found = {}
-    for folder in folders:
-        for place, inner, names in os.walk(folder):
-            inner[:] = [name for name in inner if name not in NOT_COPIED and Path(place, name) != except_in]
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    status = os.lstat(path := os.path.join(place, name))
-                    found[path] = status.st_size, status.st_mtime_ns
-    return found
+        path, place = waiting.pop(0)
+        is_link, is_folder = os.path.islink(path), os.path.isdir(path)
+        if is_link and not os.path.isabs(os.readlink(path)) and Path(path).resolve().is_relative_to(source):
+            place.symlink_to(os.readlink(path))
+        elif is_folder and not is_link and (len(names := os.listdir(path)) <= left_files or path == str(source)):
+            left_files -= len(names)
+            place.mkdir(parents=True)
+            entries = [(os.path.join(path, name), place / name) for name in sorted(names) if name not in NOT_COPIED]
+            waiting += [entry for entry in entries if not target.is_relative_to(entry[0])]
+        elif os.path.isfile(path) and os.path.getsize(path) <= left_bytes:
+            left_bytes -= os.path.getsize(path)
+            shutil.copy2(path, place)
+        elif os.path.exists(path):
+            if not may_link:
+                raise CannotTell(f"{path} is too large to be copied, and cannot be mounted: move it elsewhere")
+            place.symlink_to(os.path.realpath(path))
 
 
 # Processes
