@@ -72,6 +72,31 @@ def test_ten_ways_to_write_a_file_change_nothing_and_the_script_is_proven(users_
             os.kill(pid, 0)
 
 
+def test_a_copy_has_small_files_and_links_to_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "COPIED_BYTES", 10)
+    monkeypatch.setattr(sandbox, "COPIED_FILES", 12)
+    user, copy = tmp_path / "user", tmp_path / "user" / "kept" / "copy"
+    for folder in ("images", "code", "code/inner", ".git", "kept"):
+        (user / folder).mkdir(parents=True)
+    for number in range(20):
+        (user / "images" / f"{number}.png").write_text("")
+    (user / "code" / "train.py").write_text("small")
+    (user / "code" / "inner" / "weights.pt").write_text("more than ten bytes")
+    (tmp_path / "elsewhere.txt").write_text("1")
+    for name, target in (("inside", "code/train.py"), ("outside", "../elsewhere.txt"), ("broken", "/nowhere")):
+        (user / name).symlink_to(target)
+    sandbox.copy_folder(user, copy, may_link=True)
+    links = {str(path.relative_to(copy)): os.readlink(path) for path in copy.rglob("*") if path.is_symlink()}
+    assert links == {
+        "images": str(user / "images"),
+        "code/inner/weights.pt": str(user / "code" / "inner" / "weights.pt"),
+        "inside": "code/train.py",
+    }
+    copied = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if not path.is_symlink()}
+    assert copied == {"code", "code/train.py", "code/inner", "outside"}
+    assert (copy / "outside").read_text() == "1"
+
+
 def test_what_cannot_be_copied_is_not_used_at_all(tmp_path):
     (tmp_path / "train.py").write_text("")
     with open(tmp_path / "data.bin", "w") as file:
