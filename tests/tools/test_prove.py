@@ -458,7 +458,7 @@ def test_a_loader_that_reads_one_batch_ahead_is_followed(tmp_path):
     batches, parts = made_recording(tmp_path, processes=1).batches, []
     current = batches.begin_pass(None)
     for digest in "abc":
-        batches.deliver(current, [digest])
+        batches.deliver(current, [digest], None)
         if digest != "a":
             batches.model_called([])
             parts += batches.of_backward()
@@ -468,6 +468,29 @@ def test_a_loader_that_reads_one_batch_ahead_is_followed(tmp_path):
     assert [part["digests"] for part in parts] == [["a"], ["b"], ["c"]]
     batches.model_called([])
     assert batches.of_backward() == [], "another backward pass over the last batch"
+
+
+def test_batches_that_are_read_before_the_first_is_used_are_told_apart_by_their_memory(tmp_path):
+    batches = made_recording(tmp_path, processes=1).batches
+    batches.new_loader(argparse.Namespace())
+    ids, masks, targets = torch.arange(12).view(3, 4), torch.ones(3, 4), torch.arange(3.0)
+    first, second = batches.begin_pass(None), batches.begin_pass(None)
+    for number in range(3):
+        batches.deliver(first, [f"ids {number}"], {"ids": ids[number], "more": [masks[number]]})
+    batches.deliver(second, ["targets"], (targets,))
+
+    def used(*inputs) -> list:
+        batches.model_called(list(inputs))
+        return [part["digests"] for part in batches.of_backward()]
+
+    assert used({"ids": ids[0, :-1]}, targets) == [["ids 0"], ["targets"]]
+    assert used({"ids": ids[0]}) == [], "another loss of the same samples"
+    assert used(masks[1]) == [["ids 1"]]
+    assert used(ids[2] / 2) == [["ids 2"]], "what was computed is of the last batch"
+    batches.deliver(first, ["ids 0"], {"ids": ids[0]})
+    batches.deliver(first, ["ids 1"], {"ids": ids[1]})
+    assert used(ids[1]) == [["ids 1"]]
+    assert used(ids[2] / 2) == [], "the script has skipped it"
 
 
 def test_a_run_that_will_be_resumed_goes_on_after_the_first_file(tmp_path):
@@ -512,7 +535,8 @@ def made_up(processes: int = 1, steps: int = 4) -> list[dict]:
     ranks = []
     for rank in range(processes):
         record = {"rank": rank, "error": None, "waits": None, "evaluations": [], "saves": [], "weights": [([], [])]}
-        record |= {"passes": [], "plateaus": []}
+        whole = {"key": "loader", "number": 0, "batches": 4, "in_training": True, "random": 0, "is_whole": True}
+        record |= {"passes": [whole], "plateaus": []}
         record["facts"] = {
             "loaders": {"loader": {"given": 6, "sampler": "RandomSampler", "line": "train.py:5", "drop_last": False}},
             "optimizers": ["SGD"],
@@ -524,11 +548,11 @@ def made_up(processes: int = 1, steps: int = 4) -> list[dict]:
             "is_exact": False,
             "run": "",
             "virtual_processes": 0,
+            "framework": "",
             "lengths": set(),
             "untrained": [],
         }
         record["facts"]["loaders"]["loader"] |= {"shuffles": True, "is_iterable": False, "items": 24, "is_part": False}
-        record["facts"]["whole"] = {("loader", 0)}
         record["final"] = {"weight": sampled(torch.ones(3))}
         record["initial"] = {"weight": sampled(torch.ones(3))}
         record["steps"] = [made_up_step(number, rank, processes) for number in range(steps)]
@@ -736,10 +760,7 @@ TOGETHER = {  # changes of the records of three processes
     ),
     "the same augmentation": (
         ("", "the augmentation draws the same"),
-        lambda ranks: [
-            (rank["facts"].update(draws_items=True), rank["passes"].append({"in_training": True, "random": "a"}))
-            for rank in ranks
-        ],
+        lambda ranks: [rank["facts"].update(draws_items=True) for rank in ranks],
     ),
     "another plateau": (
         ("plateau", "gets 0.7 on rank 0 and 0.71 on rank 2"),
@@ -790,7 +811,8 @@ def test_calls_that_agree_are_not_a_mistake():
         rank["plateaus"] += [(value, "train.py:9") for value in (0.7 + 1e-6 * rank["rank"], float("nan"))]
         rank["saves"].append(save_state())
         rank["facts"]["draws_items"] = True
-        rank["passes"] = [{"in_training": True, "random": rank["rank"]}, {"in_training": False, "random": "a"}]
+        rank["passes"][0]["random"] = rank["rank"]
+        rank["passes"].append(rank["passes"][0] | {"in_training": False, "random": "a"})
     assert found(reference, ranks) == []
 
 
@@ -837,8 +859,7 @@ def test_an_average_of_one_rank_is_told_as_the_cause_of_a_result():
 def interrupted(**of_ranks) -> list[dict]:
     ranks = made_up(2)
     for rank in ranks:
-        rank["facts"]["whole"] = set()
-        rank["passes"] = [{"key": "loader", "number": 0, "batches": 4, "in_training": True, "random": 0}]
+        rank["passes"][0]["is_whole"] = False
     ranks[1] |= {
         "error": "train.py:9: RuntimeError: gloo: Connection closed",
         "doing": "in the backward pass at train.py:9",
@@ -857,12 +878,12 @@ def test_it_is_said_why_a_run_does_not_end():
         "stops_alone",
         "rank 0 has ended after 4 steps, and rank 1 waits in the backward pass of train.py:9",
     )
-    ranks[0]["facts"]["whole"].add(("loader", 0))
+    ranks[0]["passes"][0]["is_whole"] = True
     assert why(ranks)[0] == "stops_alone", "an epoch has as many batches"
-    ranks[0]["facts"]["whole"].clear()
+    ranks[0]["passes"][0]["is_whole"] = False
     ranks[1]["passes"][0]["batches"] = 5
     assert why(ranks)[0] == "stops_alone", "the epoch of rank 0 is not over"
-    ranks[0]["facts"]["whole"].add(("loader", 0))
+    ranks[0]["passes"][0]["is_whole"] = True
     assert why(ranks) == ("uneven", "an epoch has 4 batches on rank 0, and more on rank 1")
     ranks[1] |= {"unused": ["head"], "error": "train.py:7: RuntimeError: Expected to have finished reduction"}
     assert why(ranks)[0] == "unused"
@@ -892,7 +913,7 @@ def verdict(ranks: list[dict], waits=()) -> tuple[int, str]:
     (reference,) = made_up()
     reference["orders"] = {}
     for record in (reference, *ranks):
-        record["facts"] |= {"switched_off": set(), "refuses": False, "framework": "", "whole": {("loader", 0)}}
+        record["facts"] |= {"switched_off": set(), "refuses": False, "framework": ""}
         record["facts"]["loaders"]["loader"]["length"] = 24
     args = argparse.Namespace(
         script=Path("train.py"), json=True, processes=(2,), resume_flags=None, device="cpu", timeout_s=60
@@ -1100,7 +1121,7 @@ def test_an_epoch_that_the_script_ends_early_may_have_fewer_samples():
         del rank["steps"][2:]
     assert "12 of 24 samples" in found(reference, ranks)[0].what
     for rank in ranks:
-        rank["facts"]["whole"] = set()
+        rank["passes"][0]["is_whole"] = False
     assert found(reference, ranks) == []
 
 

@@ -23,7 +23,7 @@ ADVICE = {
     "initial_weights": "seed all processes alike before the model is made, or wrap it in DistributedDataParallel",
     "zero_grad": "call optimizer.zero_grad() after each step",
     "zeroed": "call optimizer.zero_grad() after optimizer.step(), and not between a backward pass and the step",
-    "untrained": "give the optimizer the parameters of the model that is called, and compute a loss that depends on them",
+    "untrained": "give the optimizer the parameters of the model that is called, and a loss that depends on them",
     "first_step": "test (number + 1) % accumulation == 0, or number % accumulation == accumulation - 1",
     "leftover": "make a step of the micro-batches that are left at the end of an epoch, or set the gradients to zero",
     "not_divided": "divide the loss by the number of micro-batches of a step",

@@ -1,5 +1,6 @@
 """Tensors as they are recorded, the difference of two of them, and digests of samples."""
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Mapping
@@ -26,6 +27,16 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
     norm = torch.linalg.vector_norm(flat.double()).view(1)
     step = max(1, flat.numel() // MAX_ENTRIES)
     return torch.cat([norm, flat[::step].double()]).cpu()
+
+
+def places(content) -> list[range]:
+    """The memory of each tensor in nested content."""
+    if isinstance(content, torch.Tensor):
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # it has none of its own
+            return [range(content.data_ptr(), content.data_ptr() + content.nbytes)]
+    if isinstance(content, Mapping):
+        content = list(content.values())
+    return [place for part in content for place in places(part)] if isinstance(content, (list, tuple)) else []
 
 
 def norm_of(recorded: torch.Tensor) -> float:

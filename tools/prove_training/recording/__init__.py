@@ -44,7 +44,7 @@ class Recording:
         self.where = where.Where(plan["folder"])
         self.facts = {"is_complete": False, "refuses": False, "is_exact": False, "run": "", "is_finished": False}
         self.facts |= {"virtual_processes": 0, "has_saved": False, "loaders": {}, "switched_off": set()}
-        self.facts |= {"optimizers": [], "ddp": [], "around_ddp": [], "whole": set()}
+        self.facts |= {"optimizers": [], "ddp": [], "around_ddp": []}
         self.facts["asks"] = False  # whether there is an accelerator
         self.facts["lengths"] = set()  # of data before they are cut
         self.steps, self.saves = [], []

@@ -10,7 +10,7 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, dataloader
 
-from ..tensors import digest
+from ..tensors import digest, places
 from ..text import CannotTell
 from .same_work import TAG, Tagged, cut, generator_states, micro_batch
 from .where import wrap
@@ -31,7 +31,7 @@ class Batches:
         self.recording, self.plan, self.loaders = recording, recording.plan, recording.facts["loaders"]
         self.splits_batches = False  # Accelerate's split_batches: the script's batch size is over all processes
         self.cuts, self.orders = {}, recording.record["orders"]  # data that were cut, and their lengths before
-        self.fresh, self.used = [], []
+        self.fresh, self.used, self.used_before = [], [], []
         self.train_passes = collections.Counter()
         self.is_reading = False  # a batch; a loader may read with another one, as GlobalLoader does
         self.read_to_end = None  # the last pass, until the next one begins
@@ -89,29 +89,24 @@ class Batches:
 
     def begin_pass(self, loader) -> dict:
         current = {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False, "batches": 0}
-        current |= {"random": digest(torch.get_rng_state()), "read": [], "used": []}
+        current |= {"random": digest(torch.get_rng_state()), "read": [], "used": [], "is_whole": False}
         self.recording.record["passes"].append(current)
         self.read_to_end = None
         return current
 
     def end_pass(self, current: dict) -> None:
         """The script has read all batches of a pass, and did not stop before."""
-        self.recording.facts["whole"].add((current["key"], current["number"]))
-        self.read_to_end = current
+        current["is_whole"], self.read_to_end = True, current
 
-    def deliver(self, current: dict, digests: list[str] | None, window: int = 1) -> None:
-        """The script gets a batch; batches that it skipped, or used without a gradient, are dropped.
-
-        Args:
-            window: number of batches that are read before the first is used.
-        """
+    def deliver(self, current: dict, digests: list[str] | None, content) -> None:
+        """The script gets a batch; those that it has used without a gradient are dropped."""
         current["batches"] += 1
         current["read"].append(digests)
-        same = [batch for batch in self.fresh if batch["pass"] is current]
-        others = [batch for batch in self.fresh if batch["pass"] is not current]
-        kept = others + same[max(0, len(same) - window + 1) :]
-        self.fresh = [batch for batch in kept if not batch["is_tested"]]
-        self.fresh.append({"pass": current, "digests": digests, "is_tested": False})
+        current["is_whole"] = current["is_whole"] or current["batches"] == current.get("length")
+        batch = {"pass": current, "number": current["batches"], "digests": digests, "is_tested": False}
+        # With the content, so that its memory is not used again.
+        batch |= {"content": content, "places": places(content)}
+        self.fresh = [batch for batch in self.fresh if not batch["is_tested"]] + [batch]
 
     def opened(self, content) -> tuple[object, list[str] | None]:
         """What the script gets of a batch, and the digests of its samples."""
@@ -123,18 +118,35 @@ class Batches:
             self.recording.facts["switched_off"].add("random augmentation (it is seeded per sample)")
         return content, digests
 
-    def model_called(self, tensors: list[torch.Tensor]) -> None:
+    def model_called(self, inputs: list) -> None:
         """A model is called with gradients; in a script without a loader, its inputs are the samples."""
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor) and value.ndim]
         if not self.loaders and tensors:
-            self.used.append({"pass": None, "digests": [digest(row) for row in tensors[0]]})
-        self.used, self.fresh = self.used + self.fresh, []
+            self.used.append({"pass": None, "digests": [digest(row) for row in tensors[0]], "places": []})
+        found = self._holding(inputs)
+        last = {id(batch["pass"]): batch["number"] for batch in found}
+        self.used += found
+        self.fresh = [batch for batch in self.fresh if batch["number"] > last.get(id(batch["pass"]), 0)]
+
+    def _holding(self, inputs: list) -> list[dict]:
+        """The batches that hold these inputs; of inputs that were computed, the last of each loader that has none."""
+        given = places(inputs)
+
+        def holds(batch: dict) -> bool:
+            return any(one.start < other.stop and other.start < one.stop for one in batch["places"] for other in given)
+
+        found = list(filter(holds, self.fresh))
+        if found or any(map(holds, self.used + self.used_before)):
+            return found
+        passes = [id(batch["pass"]) for batch in self.used]
+        return list({id(batch["pass"]): batch for batch in self.fresh if id(batch["pass"]) not in passes}.values())
 
     def of_backward(self) -> list[dict]:
         """The samples of a backward pass."""
         samples, ended = [], self.read_to_end
         is_ahead = ended and not self.used and len(ended["read"]) == len(ended["used"]) + 1
         if is_ahead:  # its loader reads a batch before it gives the last
-            self.used = [{"pass": ended, "digests": None}]
+            self.used = [{"pass": ended, "digests": None, "places": []}]
         for batch in self.used:
             current = batch["pass"]
             if current is not None and not current["in_training"]:
@@ -147,7 +159,7 @@ class Batches:
         if is_ahead:
             for part, digests in zip(ended["used"], ended["read"], strict=True):
                 part["digests"] = digests
-        self.used = []
+        self.used, self.used_before = [], self.used or self.used_before
         return samples
 
     def expect_draws(self) -> None:
@@ -225,8 +237,9 @@ def install_loaders(batches: Batches) -> None:
         of_accelerate = sys._getframe(2).f_globals.get("__name__", "").startswith("accelerate.")
         if of_accelerate or batches.is_reading:
             return original(loader, dataset, batch_size, *args, **kwargs)
-        if (again := made_again()) is not None:
-            original(loader, dataset, batch_size, *args, **kwargs)
+        if (again := made_again()) is not None:  # by arguments that may be those of the script
+            size = again.batch_size if kwargs.get("batch_sampler") is None else batch_size
+            original(loader, again.dataset, size, *args, **kwargs)
             loader.prove_key = again.prove_key
             batches.loaders[loader.prove_key]["sampler"] = type(loader.sampler).__name__
             return
@@ -285,6 +298,8 @@ def install_iterators(batches: Batches) -> None:
         batches.expect_draws()
         iterator = original(loader)
         iterator.prove_pass = batches.begin_pass(loader)
+        with contextlib.suppress(TypeError):  # of an IterableDataset
+            iterator.prove_pass["length"] = len(loader)
         iterator.prove_later = getattr(loader, "prove_later", None)
         batches.expect_draws()
         return iterator
@@ -305,7 +320,7 @@ def install_iterators(batches: Batches) -> None:
         content, digests = batches.opened(content)
         if getattr(iterator, "prove_later", None) is None:
             current = getattr(iterator, "prove_pass", None) or batches.begin_pass(None)
-            batches.deliver(current, digests)
+            batches.deliver(current, digests, content)
         else:
             iterator.prove_later.append((iterator.prove_pass, digests))
         return content
@@ -343,6 +358,6 @@ def install_prepared_loaders(batches: Batches) -> None:
         for content in original(loader):
             if waiting:
                 current, digests = waiting.popleft()
-                batches.deliver(current, digests)
+                batches.deliver(current, digests, content)
             yield content
         batches.end_pass(current)

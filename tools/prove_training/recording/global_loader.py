@@ -60,7 +60,7 @@ def watch_loader(cls: type, recording) -> None:
             batch.data, digests = batches.opened(batch.data)
             if digests is None:
                 digests = [digest(item) for item in zip(*batch.data, strict=True)]
-            batches.deliver(current, [] if batch.is_stand_in else digests, loader.sampler.accumulation)
+            batches.deliver(current, [] if batch.is_stand_in else digests, batch.data)
             yield batch
         batches.end_pass(current)
 

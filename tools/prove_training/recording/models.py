@@ -18,7 +18,7 @@ LARGEST_MODEL = 5_000_000  # parameters; weights of larger models are not handed
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
 DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
-WRAPPERS = re.compile(r"^((_forward_module|_orig_mod|module)\.)+|_orig_mod\.")  # in names of parameters
+WRAPPERS = re.compile(r"\b(_forward_module|_orig_mod|module)\.")  # in names of parameters
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # layers for which train() and eval() matter
 
 
@@ -53,8 +53,7 @@ class Models:
             recording.facts["around_ddp"].append(recording.where.line())
         if isinstance(model, DistributedDataParallel):
             recording.step["syncs"] = model.require_backward_grad_sync
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
-        self.batches.model_called(tensors)
+        self.batches.model_called([*args, *kwargs.values()])
 
     def modes(self, own: list[nn.Parameter]) -> dict[int, bool]:
         """For each model with some of these parameters, and layers for which it matters: whether any is training."""
@@ -161,6 +160,9 @@ class Models:
         step, line = self.recording.step, self.recording.where.line()
 
         def note(gradient: torch.Tensor) -> None:
+            weights = gradient[gradient != 0]
+            if len(weights) and not torch.allclose(weights, weights[0], rtol=1e-3, atol=0.0):
+                return  # as with a weight for each time step
             total = float(gradient.detach().double().sum()) * (count if reduction == "sum" else 1)
             if step["micro_batches"]:
                 step["micro_batches"][-1]["losses"].append((total, count, line))
@@ -249,7 +251,7 @@ class Models:
         for model in self.models.values():
             for name, buffer in model.named_buffers():
                 if name.endswith(("running_mean", "running_var")):
-                    yield name.removeprefix("module."), buffer
+                    yield WRAPPERS.sub("", name), buffer
 
 
 def parameters_of(optimizer) -> list[nn.Parameter]:
@@ -299,7 +301,7 @@ def install(recording) -> None:
 
     @wrap(torch.autograd, "backward")
     def backward(original, *args, **kwargs):
-        if models.depth or models.in_backward:  # inside a model's forward pass, or a checkpointed part of it
+        if models.in_backward:  # of a part that is checkpointed
             return original(*args, **kwargs)
         models.begin_backward()
         models.in_backward = True

@@ -75,6 +75,12 @@ def install_accelerate(recording) -> None:
                 os.environ.pop(name, None)
             return original(self, *args, **kwargs)
 
+    @wrap(state.PartialState, "set_device")
+    def set_device(original, self):
+        original(self)
+        if self.device.type == "cpu":
+            self.device = torch.device("cpu")  # a tensor that is moved to "cpu:0" is copied
+
     @wrap(accelerate.Accelerator, "__init__")
     def init(original, self, *args, **kwargs):
         if kwargs.get("mixed_precision") not in (None, "no") and not recording.plan["is_mixed"]:

@@ -95,6 +95,11 @@ def passes_of(record: dict) -> dict[tuple[str, int], list[str]]:
     return found
 
 
+def whole_passes(record: dict) -> set[tuple[str, int]]:
+    """Those that were read to their end."""
+    return {(each["key"], each["number"]) for each in record["passes"] if each["is_whole"]}
+
+
 def largest_norm(gradients: dict) -> float:
     return max(map(norm_of, gradients.values()), default=0.0)
 

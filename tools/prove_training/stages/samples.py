@@ -6,19 +6,23 @@ import operator
 from collections.abc import Iterator
 
 from ..text import plural
-from . import Comparison, Finding, first_line, largest_step, note, parts_of, passes_of, samples_of
+from . import Comparison, Finding, first_line, largest_step, note, parts_of, passes_of, samples_of, whole_passes
+
+UNKNOWN = "they were not read by a DataLoader that prove can follow"
 
 
 def findings(both: Comparison) -> Iterator[Finding]:
     if not both.facts["loaders"]:
         yield from _own_batches(both)
         return
-    found, said = [passes_of(rank) for rank in both.ranks], set()
-    for (key, number), wanted in passes_of(both.reference).items():
+    found, said, passes = [passes_of(rank) for rank in both.ranks], set(), passes_of(both.reference)
+    if not passes:
+        both.not_compared["samples"] = UNKNOWN
+    for (key, number), wanted in passes.items():
         if number > 0 and not both.facts["is_complete"]:
             continue
         parts = [collections.Counter(rank.get((key, number), [])) for rank in found]
-        is_whole = all((key, number) in record["facts"]["whole"] for record in (both.reference, *both.ranks))
+        is_whole = all((key, number) in whole_passes(record) for record in (both.reference, *both.ranks))
         for finding in _pass(both, key, collections.Counter(wanted), parts, is_whole):
             if finding.what not in said:
                 said.add(finding.what)
@@ -31,7 +35,7 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
     loader = both.facts["loaders"].get(key) or both.reference["facts"]["loaders"].get(key, {})
     line, union = loader.get("line", ""), sum(parts, collections.Counter())
     if not union or not wanted:
-        both.not_compared["samples"] = "they were not read by a DataLoader that prove can follow"
+        both.not_compared["samples"] = UNKNOWN
         return
     extra, missing = union - wanted, wanted - union
     is_stream = loader.get("is_iterable") and len(parts[0]) > 2

@@ -149,7 +149,7 @@ def _accumulation(record: dict, number: int, step: dict) -> Iterator[Finding]:
         what = "the gradients of the step before are still there when the next one begins"
         yield Finding("zero_grad", "gradient", what, number, first_line(step))
     epochs = {(part["key"], part["pass"]) for part in parts_of(step) if part["key"]}
-    if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
+    if len({key for key, _ in epochs}) == 1 and len(epochs) > 1 and len(micro) > usual:
         what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
         yield Finding("leftover", "gradient", what, number, first_line(step))
     if step["scaler"][:1] == ["clip"] and "step" in step["scaler"]:
@@ -175,9 +175,8 @@ def _accumulation(record: dict, number: int, step: dict) -> Iterator[Finding]:
             yield Finding("divided_twice", "loss weights", what, number, first_line(step))
     if len(micro) < usual and close(total, len(micro) / usual) and not steps_too_early(record):
         what = f"{total:.4g} times what it should be: {plural(len(micro), 'micro-batch')}, divided by {usual}"
-        if "accelerate" in facts:
-            what = f"the last step of an epoch is {what}, by Accelerate"
-            yield note("loss weights", what, number, first_line(step))
+        if who := "Accelerate" if "accelerate" in facts else facts["framework"]:
+            yield note("loss weights", f"the last step of an epoch is {what}, by {who}", number, first_line(step))
         else:
             yield Finding("last_step", "loss weights", what, number, first_line(step))
 

@@ -3,7 +3,7 @@
 import itertools
 
 from ..text import plural
-from . import Finding, named
+from . import Finding, named, whole_passes
 
 
 def because(stage: str, ranks: list[dict], error: str | None, waits: list[str], calls: list[list[str]]) -> Finding:
@@ -38,7 +38,7 @@ def _uneven_batches(ranks: list[dict]) -> tuple[str, str, str] | None:
     """The same where an epoch has fewer batches on one rank than on another."""
     passes = [{(each["key"], each["number"]): each["batches"] for each in rank["passes"]} for rank in ranks]
     for one, other in itertools.permutations(range(len(ranks)), 2):
-        for key, number in ranks[one]["facts"]["whole"] & passes[other].keys():
+        for key, number in whole_passes(ranks[one]) & passes[other].keys():
             batches = passes[one][key, number]
             if number is not None and batches < passes[other][key, number]:
                 what = f"an epoch has {plural(batches, 'batch')} on rank {one}, and more on rank {other}"
