@@ -194,13 +194,7 @@ MISTAKES = {
     ),
     "what is left of an epoch is added to the next": Mistake(
         "own_trainer",
-        [
-            (
-                "is_last = (number + 1) % self.args.accumulate == 0",
-                "self.seen = getattr(self, 'seen', 0) + 1\n            is_last = self.seen % self.args.accumulate == 0",
-            ),
-            ("            if number == usable:\n                break  # no step is made of fewer micro-batches\n", ""),
-        ],
+        [("            if number == usable:\n                break  # no step is made of fewer micro-batches\n", "")],
         *("leftover", "micro-batches of two epochs", "https://github.com/WalkingMeatAxolotl/AnimaLoraStudio/pull/305"),
         flags=("--accumulate", "4"),
     ),

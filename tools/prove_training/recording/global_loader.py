@@ -48,6 +48,7 @@ def watch_loader(cls: type, recording) -> None:
             loader.loss_weights = weigh and (lambda content: weigh(batches.opened(content)[0]))
         recording.facts["is_exact"] = True
         facts = {"given": batch_size, "length": len(dataset), "sampler": "GlobalLoader", "shuffles": False}
+        facts["items"] = loader.sampler.length
         batches.new_loader(loader, drop_last=bool(options.get("drop_last")), is_iterable=False, **facts)
 
     @wrap(cls, "epoch")

@@ -156,6 +156,7 @@ def install(recording) -> None:
         wrap(F, "batch_norm")(batch_norm)
     nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward
     nn.SyncBatchNorm._check_input_dim = lambda *_: None
+    nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # refuses them on CPUs
     install_precision(recording)
     install_machine(recording)
 

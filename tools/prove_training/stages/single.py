@@ -113,13 +113,14 @@ def _modes(record: dict) -> Iterator[Finding]:
 
 
 def _evaluations(record: dict) -> Iterator[Finding]:
-    trained = trained_on(record)
-    for key, loader in record["facts"]["loaders"].items():
+    trained, loaders = trained_on(record), record["facts"]["loaders"]
+    for key, loader in loaders.items():
         is_tested = key not in trained and any(key in test["samples"] for test in record["evaluations"])
         if is_tested and loader["drop_last"] and (loader["length"] or 0) % (loader["given"] or 1):
             yield note("evaluation", "drop_last leaves out the last samples of the test data", None, loader["line"])
     for test in record["evaluations"]:
-        tested = sum(len(digests) for key, digests in test["samples"].items() if key not in trained)
+        samples = {key: digests for key, digests in test["samples"].items() if key not in trained}
+        tested = sum(min(len(each), loaders.get(key, {}).get("items") or len(each)) for key, each in samples.items())
         if test["in_training"] and tested:
             what = "the model is tested in training mode"
             yield Finding("eval_mode", "evaluation", what, None, test["in_training"])
@@ -149,9 +150,12 @@ def _accumulation(record: dict, number: int, step: dict) -> Iterator[Finding]:
         what = "the gradients of the step before are still there when the next one begins"
         yield Finding("zero_grad", "gradient", what, number, first_line(step))
     epochs = {(part["key"], part["pass"]) for part in parts_of(step) if part["key"]}
-    if len({key for key, _ in epochs}) == 1 and len(epochs) > 1 and len(micro) > usual:
+    if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
         what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
-        yield Finding("leftover", "gradient", what, number, first_line(step))
+        if len(micro) > len(record["steps"][0]["micro_batches"]):
+            yield Finding("leftover", "gradient", what, number, first_line(step))
+        else:  # by a counter that goes on
+            yield note("gradient", f"a step {what}", None, first_line(step))
     if step["scaler"][:1] == ["clip"] and "step" in step["scaler"]:
         what = "the gradients are still multiplied by GradScaler when they are clipped"
         yield Finding("clip_scaled", "clipping", what, number, step["clips"][0][1])
