@@ -206,6 +206,8 @@ UNUSUAL = {
     "generated_data": (3, "nothing wrong found; not compared: samples and gradients; the same averaged gradients"),
     "diffusion": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
     "contrastive": (0, "proven: the same samples, gradients"),
+    "reads_ahead": (0, "proven: the same samples, gradients"),
+    "like_lightning": (0, "proven: the same samples, gradients"),
     "forks": (3, "cannot tell: it starts its processes itself (forks.py:27)"),
     "spawns": (0, "proven: the same samples, gradients"),
     "starts_ranks": (3, "cannot tell: it asks for 2 processes, and prove for 1 (starts_ranks.py:38)"),
@@ -474,7 +476,7 @@ def test_batches_that_are_read_before_the_first_is_used_are_told_apart_by_their_
     batches = made_recording(tmp_path, processes=1).batches
     batches.new_loader(argparse.Namespace())
     ids, masks, targets = torch.arange(12).view(3, 4), torch.ones(3, 4), torch.arange(3.0)
-    first, second = batches.begin_pass(None), batches.begin_pass(None)
+    first, second = (batches.begin_pass(argparse.Namespace(prove_key=key)) for key in ("ids", "targets"))
     for number in range(3):
         batches.deliver(first, [f"ids {number}"], {"ids": ids[number], "more": [masks[number]]})
     batches.deliver(second, ["targets"], (targets,))

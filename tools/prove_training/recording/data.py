@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import itertools
 import random
 import sys
 
@@ -31,7 +32,7 @@ class Batches:
         self.recording, self.plan, self.loaders = recording, recording.plan, recording.facts["loaders"]
         self.splits_batches = False  # Accelerate's split_batches: the script's batch size is over all processes
         self.cuts, self.orders = {}, recording.record["orders"]  # data that were cut, and their lengths before
-        self.fresh, self.used, self.used_before = [], [], []
+        self.fresh, self.used, self.used_before, self.count = [], [], [], itertools.count()
         self.train_passes = collections.Counter()
         self.is_reading = False  # a batch; a loader may read with another one, as GlobalLoader does
         self.read_to_end = None  # the last pass, until the next one begins
@@ -103,7 +104,7 @@ class Batches:
         current["batches"] += 1
         current["read"].append(digests)
         current["is_whole"] = current["is_whole"] or current["batches"] == current.get("length")
-        batch = {"pass": current, "number": current["batches"], "digests": digests, "is_tested": False}
+        batch = {"pass": current, "number": next(self.count), "digests": digests, "is_tested": False}
         # With the content, so that its memory is not used again.
         batch |= {"content": content, "places": places(content)}
         self.fresh = [batch for batch in self.fresh if not batch["is_tested"]] + [batch]
@@ -124,9 +125,9 @@ class Batches:
         if not self.loaders and tensors:
             self.used.append({"pass": None, "digests": [digest(row) for row in tensors[0]], "places": []})
         found = self._holding(inputs)
-        last = {id(batch["pass"]): batch["number"] for batch in found}
+        last = {batch["pass"]["key"]: batch["number"] for batch in found}
         self.used += found
-        self.fresh = [batch for batch in self.fresh if batch["number"] > last.get(id(batch["pass"]), 0)]
+        self.fresh = [batch for batch in self.fresh if batch["number"] > last.get(batch["pass"]["key"], -1)]
 
     def _holding(self, inputs: list) -> list[dict]:
         """The batches that hold these inputs; of inputs that were computed, the last of each loader that has none."""
@@ -138,8 +139,9 @@ class Batches:
         found = list(filter(holds, self.fresh))
         if found or any(map(holds, self.used + self.used_before)):
             return found
-        passes = [id(batch["pass"]) for batch in self.used]
-        return list({id(batch["pass"]): batch for batch in self.fresh if id(batch["pass"]) not in passes}.values())
+        known = [batch["pass"] and batch["pass"]["key"] for batch in self.used]
+        last = {batch["pass"]["key"]: batch for batch in self.fresh}
+        return [batch for key, batch in last.items() if key not in known]
 
     def of_backward(self) -> list[dict]:
         """The samples of a backward pass."""
@@ -294,7 +296,6 @@ def install_iterators(batches: Batches) -> None:
             return iter(())
         if batches.train_passes and not recording.step["micro_batches"]:
             recording.evaluations.note_draws(batches.draws())
-        batches.fresh = [batch for batch in batches.fresh if batch["pass"] is None]
         batches.expect_draws()
         iterator = original(loader)
         iterator.prove_pass = batches.begin_pass(loader)
