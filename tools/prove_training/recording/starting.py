@@ -85,6 +85,8 @@ def watch_devices(cls: type, recording) -> None:
     @wrap(cls, "__init__")
     def init(original, self, *args, **options):
         own = {"accelerator": recording.plan["device"], "devices": recording.plan["processes"], "num_nodes": 1}
+        if options.get("strategy", "auto") == "auto":
+            own["strategy"] = "ddp"  # also on one process, so that its loaders have the same order
         if not recording.plan["is_mixed"] and str(options.get("precision") or 32) not in ("32", "32-true"):
             recording.facts["switched_off"].add("mixed precision")
             own["precision"] = "32-true"
