@@ -452,8 +452,9 @@ def test_lightning_has_a_device_for_each_process(tmp_path):
             self.options = options
 
     starting.watch_devices(Fabric, made_recording(tmp_path, processes=3, is_mixed=False))
-    options = {"accelerator": "cpu", "devices": 3, "num_nodes": 1, "precision": "32-true"}
+    options = {"accelerator": "cpu", "devices": 3, "num_nodes": 1, "precision": "32-true", "strategy": "ddp"}
     assert Fabric(accelerator="gpu", devices=1, precision="bf16-mixed").options == options
+    assert Fabric(strategy="fsdp").options["strategy"] == "fsdp"
 
 
 def test_a_loader_that_reads_one_batch_ahead_is_followed(tmp_path):

@@ -77,6 +77,7 @@ ADVICE_IN = {
     "Lightning": {
         "all_the_data": "leave Trainer(use_distributed_sampler=True), or give DataLoader a DistributedSampler",
         "eval_share": "self.log(name, value, sync_dist=True), or a torchmetrics metric",
+        "eval_repeated": "test on one process: Trainer(devices=1), as Lightning's documentation says",
         "unused": 'Trainer(strategy="ddp_find_unused_parameters_true"), or use the parameter everywhere',
         "plateau": "self.log(name, value, sync_dist=True) for the metric that the schedule monitors",
         "stops_alone": "self.log(name, value, sync_dist=True) for the metric that EarlyStopping monitors",

@@ -249,8 +249,10 @@ class Models:
     def _statistics(self):
         """The running statistics of BatchNorm, before DistributedDataParallel overwrites them with those of rank 0."""
         for model in self.models.values():
+            alike = {name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)}
             for name, buffer in model.named_buffers():
-                if name.endswith(("running_mean", "running_var")):
+                owner, _, kind = name.rpartition(".")
+                if kind in ("running_mean", "running_var") and owner not in alike:
                     yield WRAPPERS.sub("", name), buffer
 
 

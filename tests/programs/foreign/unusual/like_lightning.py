@@ -37,7 +37,8 @@ class Module(nn.Module):
 def main():
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    module = Module(DistributedDataParallel(nn.Linear(4, 1)))
+    model = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Linear(8, 1))
+    module = Module(DistributedDataParallel(model))
     points = torch.randn(200, 4)
     data = list(zip(points, points.sum(1), strict=True))
     loader = distributed(DataLoader(data, 16, shuffle=True), data, 16)

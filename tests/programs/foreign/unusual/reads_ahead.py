@@ -1,14 +1,10 @@
-"""Reads all micro-batches of a step ahead, and counts on over epochs. DDP is inside of another module."""
-
-import itertools
-import os
+"""Reads all micro-batches of a step ahead, and counts on over epochs. The prepared model is inside of another module."""
 
 import torch
-import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 ACCUMULATION = 2
 
@@ -25,34 +21,27 @@ class WeighedLoss(nn.Module):
         return (losses * batch["points"][:, 0].abs()).mean()
 
 
+def endless(loader):
+    while True:
+        yield from loader
+
+
 def main():
+    accelerator = Accelerator()
     torch.manual_seed(0)
+    points = torch.randn(200, 4)
+    loader = DataLoader(TensorDataset(points, points.sum(1)), 16, shuffle=True)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-        model = DistributedDataParallel(model)
-    loss = WeighedLoss(model)
-    optimizer = torch.optim.SGD(loss.parameters(), 0.1)
-    points = torch.randn(200, 4, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(points, points.sum(1))
-    sampler = DistributedSampler(data) if dist.is_initialized() else None
-    loader = DataLoader(data, 16, sampler=sampler, shuffle=sampler is None)
-
-    def epochs():
-        for epoch in itertools.count():
-            if sampler is not None:
-                sampler.set_epoch(epoch)
-            yield from loader
-
-    batches = epochs()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loss, batches = WeighedLoss(model), endless(loader)
     for _ in range(30):
         micro_batches = [dict(zip(("points", "targets"), next(batches), strict=True)) for _ in range(ACCUMULATION)]
         for batch in micro_batches:
-            (loss(batch) / ACCUMULATION).backward()
+            moved = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+            accelerator.backward(loss(moved) / ACCUMULATION)
         optimizer.step()
         optimizer.zero_grad()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
