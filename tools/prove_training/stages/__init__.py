@@ -111,8 +111,8 @@ def rounding(gradients: dict, relative: float = ZERO) -> float:
 
 
 def first_line(step: dict) -> str:
-    """The line of the first backward pass of a step."""
-    return step["micro_batches"][0]["line"]
+    """The line of the first backward pass of a step; of the step where another one had its gradients."""
+    return next((micro["line"] for micro in step["micro_batches"]), step["line"])
 
 
 # Of several

@@ -1,4 +1,4 @@
-"""Remakes its loader with the arguments of the script, steps inside a forward pass, and saves lists of states."""
+"""Remakes its loader with the arguments of the script, steps two optimizers inside a forward pass, and saves lists."""
 
 import os
 
@@ -24,14 +24,17 @@ class Module(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, EPOCHS)
+        *parameters, bias = model.parameters()
+        self.optimizers = torch.optim.AdamW(parameters, 1e-3), torch.optim.SGD([bias], 0.1)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizers[0], EPOCHS)
 
     def forward(self, points, targets):
         loss = F.mse_loss(self.model(points).flatten(), targets)
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def main():
@@ -49,7 +52,8 @@ def main():
             module(*next(batches))
         module.schedule.step()
         if os.environ["RANK"] == "0":
-            states = {"optimizer_states": [module.optimizer.state_dict()], "schedules": [module.schedule.state_dict()]}
+            states = {"optimizer_states": [each.state_dict() for each in module.optimizers]}
+            states |= {"schedules": [module.schedule.state_dict()]}
             torch.save({"epoch": epoch, "state_dict": module.model.module.state_dict(), **states}, "last.ckpt")
     dist.destroy_process_group()
 

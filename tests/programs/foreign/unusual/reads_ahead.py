@@ -1,4 +1,4 @@
-"""Reads all micro-batches of a step ahead, and counts on over epochs. The prepared model is inside of another module."""
+"""Reads all micro-batches of a step ahead, and counts on over epochs; the prepared model is in another module."""
 
 import torch
 from accelerate import Accelerator
