@@ -494,6 +494,10 @@ def test_batches_that_are_read_before_the_first_is_used_are_told_apart_by_their_
     batches.deliver(first, ["ids 1"], {"ids": ids[1]})
     assert used(ids[1]) == [["ids 1"]]
     assert used(ids[2] / 2) == [], "the script has skipped it"
+    batches.deliver(first, ["ids 0"], {"ids": ids[0]})
+    batches.deliver(first, ["ids 1"], {"ids": ids[1]})
+    batches.model_called([ids[0]])
+    assert used(ids[0] / 2) == [["ids 0"]], "the second call has what was computed of the first"
 
 
 def test_a_run_that_will_be_resumed_goes_on_after_the_first_file(tmp_path):
