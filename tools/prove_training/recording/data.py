@@ -270,7 +270,7 @@ def install_loaders(batches: Batches) -> None:
             items=None if length is None else len(loader.dataset),
             is_part=is_part,
             sampler=kind,
-            drop_last=bool(loader.drop_last),
+            drop_last=bool(loader.drop_last or getattr(sampler, "drop_last", False)),
             shuffles=getattr(sampler, "shuffle", kind == "RandomSampler"),
             is_iterable=isinstance(loader.dataset, torch_data.IterableDataset),
         )

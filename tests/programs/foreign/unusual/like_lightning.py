@@ -17,7 +17,9 @@ def _reinstantiate_wrapped_cls(orig_object, *args, **kwargs):
 
 
 def distributed(loader: DataLoader, data, batch_size: int) -> DataLoader:
-    return _reinstantiate_wrapped_cls(loader, data, batch_size=batch_size, sampler=DistributedSampler(data))
+    return _reinstantiate_wrapped_cls(
+        loader, data, batch_size=batch_size, sampler=DistributedSampler(data, drop_last=True)
+    )
 
 
 class Module(nn.Module):
