@@ -721,6 +721,30 @@ def test_a_step_after_the_first_micro_batch_is_not_taken_for_a_shorter_last_one(
     assert [finding.kind for finding in single.findings(accumulated(counts))] == kinds
 
 
+def test_what_a_framework_does_in_the_last_step_is_a_note():
+    record = accumulated([2, 2, 2, 1])
+    record["facts"]["framework"] = "Lightning"
+    (finding,) = single.findings(record)
+    assert (finding.kind, finding.what[-13:]) == ("", " by Lightning")
+
+
+def test_samples_that_nothing_is_known_of_are_not_called_the_same():
+    """As those of a stream that one process reads for all."""
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        for step in record["steps"]:
+            step["micro_batches"][0]["samples"] = []
+    both = Comparison(reference, ranks)
+    assert list(several.findings(both)) == []
+    assert ("samples" in both.compared, "samples" in both.not_compared) == (False, True)
+
+
+def test_running_statistics_that_are_synchronised_are_not_compared(tmp_path):
+    models = made_recording(tmp_path, processes=1).models
+    models.models[0] = torch.nn.ModuleList([torch.nn.SyncBatchNorm(2), torch.nn.BatchNorm1d(2)])
+    assert [name for name, _ in models._statistics()] == ["1.running_mean", "1.running_var"]
+
+
 def test_gradients_may_be_set_to_zero_between_two_backward_passes_of_one_batch():
     """As for an adversarial example, whose gradient is no gradient of the step."""
     record = accumulated([2, 2, 2], weight=0.5)

@@ -83,7 +83,9 @@ def test_a_copy_has_small_files_and_links_to_the_rest(tmp_path, monkeypatch):
     (user / "code" / "train.py").write_text("small")
     (user / "code" / "inner" / "weights.pt").write_text("more than ten bytes")
     (tmp_path / "elsewhere.txt").write_text("1")
-    for name, target in (("inside", "code/train.py"), ("outside", "../elsewhere.txt"), ("broken", "/nowhere")):
+    (tmp_path / "elsewhere").mkdir()
+    targets = {"inside": "code/train.py", "outside": "../elsewhere.txt", "folder": "../elsewhere", "broken": "/nowhere"}
+    for name, target in targets.items():
         (user / name).symlink_to(target)
     sandbox.copy_folder(user, copy, may_link=True)
     links = {str(path.relative_to(copy)): os.readlink(path) for path in copy.rglob("*") if path.is_symlink()}
@@ -91,6 +93,7 @@ def test_a_copy_has_small_files_and_links_to_the_rest(tmp_path, monkeypatch):
         "images": str(user / "images"),
         "code/inner/weights.pt": str(user / "code" / "inner" / "weights.pt"),
         "inside": "code/train.py",
+        "folder": str(tmp_path / "elsewhere"),
     }
     copied = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if not path.is_symlink()}
     assert copied == {"code", "code/train.py", "code/inner", "outside"}

@@ -243,7 +243,8 @@ def install_loaders(batches: Batches) -> None:
             size = again.batch_size if kwargs.get("batch_sampler") is None else batch_size
             original(loader, again.dataset, size, *args, **kwargs)
             loader.prove_key = again.prove_key
-            batches.loaders[loader.prove_key]["sampler"] = type(loader.sampler).__name__
+            names = {"sampler": type(loader.sampler).__name__, "drop_last": drops_last(loader)}
+            batches.loaders[loader.prove_key] |= names
             return
         names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
         own = names.get("batch_sampler")
@@ -270,12 +271,16 @@ def install_loaders(batches: Batches) -> None:
             items=None if length is None else len(loader.dataset),
             is_part=is_part,
             sampler=kind,
-            drop_last=bool(loader.drop_last or getattr(sampler, "drop_last", False)),
+            drop_last=drops_last(loader),
             shuffles=getattr(sampler, "shuffle", kind == "RandomSampler"),
             is_iterable=isinstance(loader.dataset, torch_data.IterableDataset),
         )
         with contextlib.suppress(AttributeError):
             sampler.prove_key = loader.prove_key
+
+
+def drops_last(loader: DataLoader) -> bool:
+    return bool(loader.drop_last or getattr(loader.sampler, "drop_last", False))
 
 
 def made_again() -> DataLoader | None:
