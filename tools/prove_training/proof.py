@@ -325,6 +325,9 @@ def judged(
     is_stuck = outcome.waits and len(outcome.records[0]["steps"]) < len(reference["steps"])
     if outcome.error or len(outcome.records) < processes or is_stuck:
         return None, [unfinished(processes, outcome)]
+    joined = outcome.records[0]["facts"].get("join")
+    if joined and len({len(record["steps"]) for record in outcome.records}) > 1:
+        raise CannotTell(f"with Join, its processes make different numbers of steps ({joined})")
     if len({frozenset(record["steps"][0]["before"]) for record in outcome.records if record["steps"]}) > 1:
         raise CannotTell("each process steps parameters of its own")
     both = Comparison(reference, outcome.records, rounding)

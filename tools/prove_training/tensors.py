@@ -29,14 +29,27 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([norm, flat[::step].double()]).cpu()
 
 
-def places(content) -> list[range]:
-    """The memory of each tensor in nested content."""
+def tensors_in(content) -> list[torch.Tensor]:
+    """All of nested content that have a dimension."""
     if isinstance(content, torch.Tensor):
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # it has none of its own
-            return [range(content.data_ptr(), content.data_ptr() + content.nbytes)]
+        return [content] if content.ndim else []
     if isinstance(content, Mapping):
         content = list(content.values())
-    return [place for part in content for place in places(part)] if isinstance(content, (list, tuple)) else []
+    return [each for part in content for each in tensors_in(part)] if isinstance(content, (list, tuple)) else []
+
+
+def places(content) -> list[range]:
+    """The memory of each tensor in nested content."""
+    found = []
+    for tensor in tensors_in(content):
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # it has none of its own
+            found.append(range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+    return found
+
+
+def rows(content) -> list[str]:
+    """The digests of the samples in a batch of which nothing else is known."""
+    return [digest(row) for row in zip(*tensors_in(content), strict=False)]
 
 
 def norm_of(recorded: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, dataloader
 
-from ..tensors import digest, places
+from ..tensors import digest, places, rows, tensors_in
 from ..text import CannotTell
 from .same_work import TAG, Tagged, cut, generator_states, micro_batch
 from .where import wrap
@@ -121,9 +121,9 @@ class Batches:
 
     def model_called(self, inputs: list) -> None:
         """A model is called with gradients; in a script without a loader, its inputs are the samples."""
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor) and value.ndim]
+        tensors = tensors_in(inputs)
         if not self.loaders and tensors:
-            self.used.append({"pass": None, "digests": [digest(row) for row in tensors[0]], "places": []})
+            self.used.append({"pass": None, "digests": rows(tensors[:1]), "places": []})
         found = self._holding(inputs)
         last = {batch["pass"]["key"]: batch["number"] for batch in found}
         self.used += found
@@ -353,17 +353,22 @@ def install_prepared_loaders(batches: Batches) -> None:
 
     accelerate.skip_first_batches = data_loader.skip_first_batches
 
-    @wrap(data_loader.DataLoaderShard, "__iter__")
     def iterate(original, loader):
         if batches.end_passes(loader):
             return
+        dispatches = isinstance(loader, data_loader.DataLoaderDispatcher)  # what one process reads for all
         waiting = loader.base_dataloader.__dict__.setdefault("prove_later", collections.deque())
         waiting.clear()
         batches.expect_draws()
-        current = batches.begin_pass(None)
+        current = batches.begin_pass(loader if dispatches else None)
         for content in original(loader):
+            if dispatches:
+                waiting = collections.deque([(current, rows(content))])
             if waiting:
                 current, digests = waiting.popleft()
                 batches.deliver(current, digests, content)
             yield content
         batches.end_pass(current)
+
+    for kind in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher):
+        wrap(kind, "__iter__")(iterate)

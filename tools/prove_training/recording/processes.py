@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
 from .where import before, wrap
 
@@ -55,6 +56,7 @@ class Processes:
 
 def install(recording) -> None:
     recording.processes.watch(dist, COLLECTIVES)
+    before(Join, "__enter__", lambda _: recording.facts.update(join=recording.where.line()))
 
     with contextlib.suppress(ImportError):
         install_accelerate(recording)
@@ -90,4 +92,6 @@ def install_accelerate(recording) -> None:
         recording.facts["accelerate"] = recording.where.line()
         recording.batches.splits_batches = bool(self.split_batches)
 
+    # Else join_uneven_inputs does nothing on CPUs.
+    accelerate.Accelerator.multi_device = property(lambda self: self.num_processes > 1)
     before(local_sgd.LocalSGD, "__init__", lambda *_, **__: recording.facts.update(local_sgd=recording.where.line()))
