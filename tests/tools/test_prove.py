@@ -209,7 +209,7 @@ UNUSUAL = {
     "reads_ahead": (0, "proven: the same samples, gradients"),
     "like_lightning": (0, "proven: the same samples, gradients"),
     "streams": (0, "proven: the same samples, gradients"),
-    "joins": (3, "cannot tell: with Join, its processes make different numbers of steps (joins.py:19)"),
+    "joins": (3, "cannot tell: with Join, its processes make different numbers of steps (joins.py:18)"),
     "forks": (3, "cannot tell: it starts its processes itself (forks.py:27)"),
     "spawns": (0, "proven: the same samples, gradients"),
     "starts_ranks": (3, "cannot tell: it asks for 2 processes, and prove for 1 (starts_ranks.py:38)"),
