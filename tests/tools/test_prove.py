@@ -510,6 +510,18 @@ def test_a_run_that_will_be_resumed_goes_on_after_the_first_file(tmp_path):
     assert recording.facts["has_saved"]
 
 
+@pytest.mark.parametrize(
+    ("content", "has", "counters"),
+    [
+        (3, set(), []),
+        ({1: 3, "losses": [0.5, 0.25]}, set(), ["1"]),
+        ({"epoch": 1, "optimizer_states": [{"state": {}, "param_groups": []}]}, {"optimizer"}, ["epoch"]),
+    ],
+)
+def test_any_content_of_a_file_can_be_described(content, has, counters):
+    assert files.described(content) == {"has": has, "prefix": "", "counters": counters}
+
+
 def test_the_indices_of_a_sampler_are_cut_and_not_the_data(tmp_path):
     """As those of a fold of a cross-validation."""
     batches = made_recording(tmp_path, processes=1).batches

@@ -52,7 +52,7 @@ def described(content) -> dict:
     """What a file that torch.save writes contains, judged by its structure."""
     parts, has, prefix, counters = [("", content)], set(), "", []
     for name, part in content.items() if isinstance(content, dict) else ():
-        parts += [(str(name), each) for each in (part if isinstance(part, list) else [part])]
+        parts += [("", each) for each in part] if isinstance(part, list) else [(str(name), part)]
     for name, part in parts:
         if isinstance(part, dict) and {"state", "param_groups"} <= part.keys():
             has.add("optimizer")
@@ -63,6 +63,6 @@ def described(content) -> dict:
             for start in ("module.", "_orig_mod."):
                 if all(str(key).startswith(start) for key in part):
                     prefix = start
-        elif isinstance(part, (int, float)) and content.get(name) is part and not isinstance(part, bool):
+        elif name and isinstance(part, (int, float)) and not isinstance(part, bool):
             counters.append(name)
     return {"has": has, "prefix": prefix, "counters": counters}
