@@ -103,11 +103,11 @@ class Batches:
         """The script gets a batch; those that it has used without a gradient are dropped."""
         current["batches"] += 1
         current["read"].append(digests)
-        current["is_whole"] = current["is_whole"] or current["batches"] == current.get("length")
+        current["is_whole"] |= current["batches"] == current.get("length")
         batch = {"pass": current, "number": next(self.count), "digests": digests, "is_tested": False}
         # With the content, so that its memory is not used again.
         batch |= {"content": content, "places": places(content)}
-        self.fresh = [batch for batch in self.fresh if not batch["is_tested"]] + [batch]
+        self.fresh = [each for each in self.fresh if not each["is_tested"]] + [batch]
 
     def opened(self, content) -> tuple[object, list[str] | None]:
         """What the script gets of a batch, and the digests of its samples."""
@@ -121,8 +121,7 @@ class Batches:
 
     def model_called(self, inputs: list) -> None:
         """A model is called with gradients; in a script without a loader, its inputs are the samples."""
-        tensors = tensors_in(inputs)
-        if not self.loaders and tensors:
+        if not self.loaders and (tensors := tensors_in(inputs)):
             self.used.append({"pass": None, "digests": rows(tensors[:1]), "places": []})
         found = self._holding(inputs)
         last = {batch["pass"]["key"]: batch["number"] for batch in found}
@@ -243,8 +242,8 @@ def install_loaders(batches: Batches) -> None:
             size = again.batch_size if kwargs.get("batch_sampler") is None else batch_size
             original(loader, again.dataset, size, *args, **kwargs)
             loader.prove_key = again.prove_key
-            names = {"sampler": type(loader.sampler).__name__, "drop_last": drops_last(loader)}
-            batches.loaders[loader.prove_key] |= names
+            made = {"sampler": type(loader.sampler).__name__, "drop_last": drops_last(loader)}
+            batches.loaders[loader.prove_key] |= made
             return
         names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
         own = names.get("batch_sampler")
@@ -363,8 +362,8 @@ def install_prepared_loaders(batches: Batches) -> None:
         current = batches.begin_pass(loader if dispatches else None)
         for content in original(loader):
             if dispatches:
-                waiting = collections.deque([(current, rows(content))])
-            if waiting:
+                batches.deliver(current, rows(content), content)
+            elif waiting:
                 current, digests = waiting.popleft()
                 batches.deliver(current, digests, content)
             yield content

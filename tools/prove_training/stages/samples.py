@@ -16,14 +16,14 @@ def findings(both: Comparison) -> Iterator[Finding]:
         yield from _own_batches(both)
         return
     found, said, passes = [passes_of(rank) for rank in both.ranks], set(), passes_of(both.reference)
+    whole = set.intersection(*map(whole_passes, (both.reference, *both.ranks)))
     if not passes:
         both.not_compared["samples"] = UNKNOWN
     for (key, number), wanted in passes.items():
         if number > 0 and not both.facts["is_complete"]:
             continue
         parts = [collections.Counter(rank.get((key, number), [])) for rank in found]
-        is_whole = all((key, number) in whole_passes(record) for record in (both.reference, *both.ranks))
-        for finding in _pass(both, key, collections.Counter(wanted), parts, is_whole):
+        for finding in _pass(both, key, collections.Counter(wanted), parts, (key, number) in whole):
             if finding.what not in said:
                 said.add(finding.what)
                 yield finding
