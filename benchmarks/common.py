@@ -29,7 +29,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import distributed
 
-from utils.extras.banner import cpu_name
+from utils.banner import cpu_name
 from utils.flags import positive_int
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of ut
 from utils import launch
 from utils.console import stop
 from utils.datasets.images_in_memory import load_images
-from utils.extras.memory import largest_that_fits
 from utils.flags import ArgumentParser, non_negative_float, positive_int
 from utils.loader import GlobalLoader
+from utils.memory import largest_that_fits
 from utils.parallel.data_parallel import data_parallel
 from utils.run import Run
 

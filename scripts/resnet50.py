@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of ut
 
 from utils import launch
 from utils.console import stop
+from utils.curves import plot_confusion
 from utils.datasets.image_files import (
     CenterCrop,
     ImageFiles,
@@ -35,7 +36,6 @@ from utils.datasets.image_files import (
     without_bad_images,
 )
 from utils.datasets.images_in_memory import load_splits
-from utils.extras.curves import plot_confusion
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader

@@ -15,6 +15,11 @@ The core, in the order in which a script uses it:
     checkpoint/        checkpoints: atomic, verified, readable on any topology
     run_folder         the files of a run
     progress           log lines, the progress bar, and timings
+    banner             the topology, versions and commit of a run, for the screen and run.json
+    best               the best test results so far, for --save_best and --patience
+    curves             curves.png at the end of a run
+    memory             peak memory, the largest batch that fits, and advice when memory runs out
+    watchdog           reports which rank the others wait for, or which one is lost
     processes          survives a closed output; follows a launcher that is killed, or restarts its processes
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
     console            prints lines, and messages instead of tracebacks for errors that a user can do something about
@@ -30,13 +35,8 @@ parallel/: for a config file, or for a script that needs it.
     gather_samples     every sample's value on every process
     pipeline           a model split over several devices
 
-extras/: for a flag, or to display and watch a run.
+extras/: for a flag.
 
-    banner             the topology, versions and commit of a run, for the screen and run.json
-    best               the best test results so far, for --save_best and --patience
-    curves             curves.png at the end of a run
-    memory             peak memory, the largest batch that fits, and advice when memory runs out
-    watchdog           reports which rank the others wait for, or which one is lost
     trackers           --log_with: log to tensorboard and other trackers, too
     profiling          --profile: a table and a trace of a few steps
     pretrained         --pretrained: start from pretrained weights

@@ -26,10 +26,9 @@ from accelerate.utils import (
     set_seed,
 )
 
+from . import memory
+from .banner import code_digest
 from .console import explain_errors, stop
-from .extras import memory
-from .extras.banner import code_digest
-from .extras.watchdog import Watchdog, end_process_group, is_lost_peer
 from .flags import with_defaults
 from .processes import check_restarts, follow_launcher, outlive_readers, was_restarted
 from .topology import (
@@ -41,6 +40,7 @@ from .topology import (
     share_of_cores,
     wants_cpu,
 )
+from .watchdog import Watchdog, end_process_group, is_lost_peer
 
 
 class TrainingAccelerator(Accelerator):

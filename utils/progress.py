@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from .best import is_number
 from .console import plural, show
-from .extras.best import is_number
 
 
 class Progress:

@@ -18,15 +18,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
+from .banner import announce, warn_of_other_numbers
+from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, on_main, save_model
 from .console import plural, show, stop
-from .extras.banner import announce, warn_of_other_numbers
-from .extras.best import Best, is_number, to_python
-from .extras.curves import plot_curves
-from .extras.memory import peak_memory_gib
-from .extras.watchdog import Watchdog, end_process_group
+from .curves import plot_curves
 from .flags import with_defaults
 from .loader import Batch, GlobalLoader, describe_data, name_loaders
+from .memory import peak_memory_gib
 from .metrics import Metrics
 from .parallel import same_weights
 from .progress import Progress
@@ -35,6 +34,7 @@ from .run_folder import RunFolder
 from .sampler import GlobalSampler, virtual_processes
 from .signals import StopSignal
 from .topology import same_on_all
+from .watchdog import Watchdog, end_process_group
 
 
 def invariants_of(args: argparse.Namespace, loaders: dict[str, GlobalLoader], data: dict) -> dict:

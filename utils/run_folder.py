@@ -11,8 +11,8 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from .atomic_files import fsync, read_entry, write_json
+from .banner import describe_code
 from .console import stop
-from .extras.banner import describe_code
 
 
 class RunFolder:

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of ut
 
 from utils import flags, launch
 from utils.atomic_files import write_json
+from utils.banner import describe_topology
 from utils.console import show, stop
-from utils.extras.banner import describe_topology
-from utils.extras.curves import RUN_COLOURS, save_picture
+from utils.curves import RUN_COLOURS, save_picture
 from utils.run_folder import RunFolder
 
 MIB = 2**20

@@ -32,8 +32,8 @@ from network_timing import leave_together, share_verdicts
 
 from utils import flags, launch
 from utils.atomic_files import write_json
+from utils.banner import describe_topology
 from utils.console import plural
-from utils.extras.banner import describe_topology
 from utils.run_folder import RunFolder
 
 # A check needs the inputs of all processes. Sizes at which they take more bytes than this are timed, but not checked.

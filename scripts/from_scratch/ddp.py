@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of ut
 
 from utils import flags, launch
 from utils.atomic_files import write_json
+from utils.banner import describe_topology
 from utils.console import plural, show
+from utils.curves import save_picture
 from utils.datasets.images_in_memory import load_images
-from utils.extras.banner import describe_topology
-from utils.extras.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.run_folder import RunFolder

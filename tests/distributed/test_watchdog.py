@@ -13,10 +13,9 @@ import pytest
 from conftest import ROOT
 from torch import distributed
 
-from utils import topology
+from utils import topology, watchdog
 from utils.console import explain_errors
-from utils.extras import watchdog
-from utils.extras.watchdog import Watchdog, is_lost_peer, sentence_about
+from utils.watchdog import Watchdog, is_lost_peer, sentence_about
 
 PROGRAM = ROOT / "tests" / "programs" / "hangs.py"
 

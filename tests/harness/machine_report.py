@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.common import table
 from tools.doctor import output_of
+from utils.banner import cpu_name, git_commit
 from utils.console import plural
-from utils.extras.banner import cpu_name, git_commit
 
 COLUMNS = dict.fromkeys(("config", "check", "figure", "tolerance", "seconds", "outcome"), "{}")
 SPEED_COLUMNS = {"config": "{}", "processes": "{}", "devices": "{}", "script": "{}", "per second": "{:,.0f}"}

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from utils import launch, topology
-from utils.extras import banner
+from utils import banner, launch, topology
 from utils.parallel import data_parallel, virtual_processes
 
 

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from stuck_step import wait_as_for_a_gpu
 
 from utils import launch
-from utils.extras.watchdog import Watchdog
 from utils.signals import StopSignal
+from utils.watchdog import Watchdog
 
 accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=40, output_dir="run", resume=False))
 rank, ones = accelerator.process_index, torch.ones(2)

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils.extras.memory import largest_that_fits
+from utils.memory import largest_that_fits
 
 accelerator = Accelerator(cpu=True)
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from utils.extras import banner
+from utils import banner
 
 
 @pytest.fixture

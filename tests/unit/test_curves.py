@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from utils.extras import curves as plots
+from utils import curves as plots
 
 
 def line(split, step, **metrics):

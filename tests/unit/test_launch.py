@@ -15,8 +15,8 @@ from fakes import fake_accelerator
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from utils import launch
-from utils.extras import banner, trackers
+from utils import banner, launch
+from utils.extras import trackers
 from utils.flags import ArgumentParser
 from utils.launch import make_accelerator
 from utils.topology import resume_command, share_of_cores
@@ -226,12 +226,12 @@ def test_a_schedule_counts_steps_and_neither_micro_batches_nor_processes(monkeyp
 def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_path):
     """`same_on_all` compares what it is given; here a change in the script or in utils must change that."""
     script, package = tmp_path / "train.py", tmp_path / "utils"
-    (package / "extras").mkdir(parents=True)
+    package.mkdir()
     monkeypatch.setattr(launch.sys, "argv", [str(script)])
-    monkeypatch.setattr(banner, "__file__", str(package / "extras" / "banner.py"))
+    monkeypatch.setattr(banner, "__file__", str(package / "banner.py"))
     compared = []
     monkeypatch.setattr(launch, "same_on_all", compared.append)
-    for path in (script, package / "loader.py", package / "extras" / "banner.py"):
+    for path in (script, package / "loader.py", package / "banner.py"):
         for text in ("a = 1", "a = 2"):
             path.write_text(text)
             make_accelerator(run_flags())

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from conftest import ROOT
 from fakes import fake_accelerator
 
+from utils import memory
 from utils.console import explain_errors
-from utils.extras import memory
-from utils.extras.memory import (
+from utils.memory import (
     is_out_of_memory,
     largest_that_fits,
     limit_of_kept_tensors,

@@ -16,9 +16,8 @@ from run_reader import lines, summary, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from utils import launch
-from utils.extras import curves, memory
-from utils.extras.best import Best, metric_direction
+from utils import curves, launch, memory
+from utils.best import Best, metric_direction
 from utils.loader import GlobalLoader
 from utils.parallel import same_weights
 from utils.run import Run

@@ -8,8 +8,7 @@ import torch
 from accelerate.commands.config.config_args import ClusterConfig
 from fakes import fake_accelerator
 
-from utils import topology
-from utils.extras import banner
+from utils import banner, topology
 
 
 def cluster(**keys):

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from utils.best import is_number
 from utils.console import show, stop
-from utils.extras.best import is_number
 from utils.flags import non_negative_float
 
 # Logged numbers with a smaller relative difference are the same up to rounding. Measured with mnist_mlp.py in float32,

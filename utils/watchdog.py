@@ -26,8 +26,8 @@ import torch.distributed.nn.functional  # noqa: F401  before a process group exi
 from accelerate.utils import gather_object
 from torch import distributed
 
-from ..console import own_line, show, show_error
-from ..topology import resume_command, route_address
+from .console import own_line, show, show_error
+from .topology import resume_command, route_address
 
 PATIENCE = 0.1  # waits longer than this fraction of the timeout are reported,
 SHORTEST_S = 6.0  # unless they are shorter than this: a busy machine may stop a thread for a second or two

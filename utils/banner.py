@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import distributed
 
-from ..atomic_files import read_entry
-from ..console import plural, printable, show
-from ..sampler import virtual_processes
-from ..topology import data_parallel_gpus, requested_topology
+from .atomic_files import read_entry
+from .console import plural, printable, show
+from .sampler import virtual_processes
+from .topology import data_parallel_gpus, requested_topology
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "numpy")
 
@@ -133,7 +133,7 @@ def describe_code() -> dict:
 def code_digest() -> str:
     """A digest of the script and utils/, which must be the same on all machines."""
     digest = hashlib.sha256()
-    for path in (Path(sys.argv[0]), *sorted(Path(__file__).parents[1].rglob("*.py"))):
+    for path in (Path(sys.argv[0]), *sorted(Path(__file__).parent.rglob("*.py"))):
         if path.is_file():  # not in a notebook
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

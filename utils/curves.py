@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..atomic_files import write_atomically
-from ..console import show
+from .atomic_files import write_atomically
 from .best import is_number
+from .console import show
 
 COLOURS = {"train": "#0072b2", "test": "#d55e00"}
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

@@ -2,7 +2,7 @@
 
 import math
 
-from ..console import plural, show, stop
+from .console import plural, show, stop
 
 # Words in a metric's name that say that lower, or else that higher, is better. Other names do not say it.
 LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perplexity", "bits", "wer", "cer"}
