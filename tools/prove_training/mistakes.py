@@ -1,4 +1,4 @@
-"""The mistakes that `stages.py` names in any script: what is wrong, what to do, and where MISTAKES.md says more."""
+"""The mistakes that `stages` names in any script: what is wrong, what to do, and where MISTAKES.md says more."""
 
 PAGE = "guides/MISTAKES.md"  # of the repository
 
