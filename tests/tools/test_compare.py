@@ -1,9 +1,13 @@
 """Two runs are compared: are they the same, and if not, what differs first?"""
 
+import hashlib
 import json
 import math
+import shutil
+import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from conftest import ROOT
 from safetensors.torch import save_file
 
 from tools import compare
+from utils.checkpoint.folder import FORMAT, write_files, write_manifest
 
 
 def line(step, split="train", **metrics):
@@ -34,12 +39,15 @@ def make_run(folder, lines=LINES, record=None, tail="", finished=2):
     return folder
 
 
-def add_checkpoint(run, step, tensors, state=None, file="model"):
+def add_checkpoint(run, step, tensors, state=None, file="model", first_row=None):
+    """Write a file of a checkpoint, and the manifest anew. first_row: of each tensor, if the file has a part of it."""
     folder = run / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / f"{file}.safetensors")
-    (folder / "manifest.json").write_text(json.dumps({"step": step, "state": state or {}}))
-    return folder
+    rows = {} if first_row is None else {f"{file}.safetensors": dict.fromkeys(tensors, first_row)}
+    write_files(folder, {f"{file}.safetensors": tensors}, rows)
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    manifest = {"format": FORMAT, "step": step, "state": state or {}, "sha256": digests}
+    write_manifest(folder / "manifest.json", manifest)
 
 
 @pytest.fixture
@@ -242,6 +250,44 @@ def test_the_newest_common_checkpoint_is_compared_and_the_largest_difference_nam
     assert "optimizer more of the checkpoint of step 2 (missing and torch.float32 (1,))" in verdict(command("a", "b"))
 
 
+def test_the_parts_of_a_sharded_tensor_are_joined(tmp_path, command):
+    whole = torch.arange(12.0).reshape(4, 3)
+    for name in ("ddp", "fsdp", "changed"):
+        make_run(tmp_path / name)
+    add_checkpoint(tmp_path / "ddp", 1, {"w": whole})
+    for name, changed in (("fsdp", 0), ("changed", 1)):
+        add_checkpoint(tmp_path / name, 1, {"w": whole[2:] + changed}, file="model.rank_1", first_row=2)
+        add_checkpoint(tmp_path / name, 1, {"w": whole[:2]}, file="model", first_row=0)
+    assert verdict(command("ddp", "fsdp")) == "the same bit for bit"
+    assert verdict(command("fsdp", "ddp")) == "the same bit for bit"
+    printed = command("ddp", "changed")
+    assert printed[0] == 1
+    assert "1 tensors of the checkpoint of step 1: 0 are equal, and the largest difference is 9.1e-02" in printed[1]
+
+
+@pytest.mark.slow
+def test_a_sharded_run_is_the_same_as_one_with_whole_weights(launcher, small_mnist, tmp_path, command):
+    """And a change in the part that rank 1 wrote is found."""
+    flags = ("--dataset", small_mnist, "--max_steps", 4, "--batch_size", 300)
+    for config in ("cpu_ddp", "cpu_fsdp"):
+        launcher(config, *flags, "--output_dir", tmp_path / config)
+    code, text = command("cpu_ddp", "cpu_fsdp")
+    assert (code, verdict((code, text))) == (0, "the same up to rounding")
+    assert "\n20 tensors of the checkpoint of step 4 and the final model: " in text  # 12 of AdamW, 2 x 4 of the model
+    shutil.copytree(tmp_path / "cpu_fsdp", tmp_path / "changed")
+    file = tmp_path / "changed" / "checkpoints" / "step_00000004" / "optimizer.rank_1.safetensors"
+    content = file.read_bytes()[:-4] + struct.pack("<f", 9)  # the last entry of the last tensor
+    file.write_bytes(content)
+    manifest = json.loads(file.with_name("manifest.json").read_text())
+    del manifest["checksum"]
+    manifest["sha256"][file.name] = hashlib.sha256(content).hexdigest()
+    write_manifest(file.with_name("manifest.json"), manifest)
+    code, text = command("cpu_fsdp", "changed")
+    assert code == 1
+    assert verdict((code, text)).startswith("different, first in optimizer ")
+    assert "20 tensors of the checkpoint of step 4 and the final model: 19 are equal" in text
+
+
 def test_final_models_are_compared_too_but_not_the_best_ones(tmp_path, command):
     for name, value in (("a", 1.0), ("b", 2.0)):
         run = make_run(tmp_path / name)
@@ -264,10 +310,9 @@ def test_state_that_is_no_tensor_is_compared_but_not_how_an_optimizer_computes(t
 def test_it_runs_from_any_folder(tmp_path):
     for name in "ab":
         make_run(tmp_path / name)
-    for words, folder in (([ROOT / "tools" / "compare"], tmp_path), (["-m", "tools.compare"], ROOT)):
-        words = [sys.executable, *words, tmp_path / "a", tmp_path / "b"]
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
+    words = [sys.executable, ROOT / "tools" / "compare", "a", "b"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_runs_in_folders_of_one_name_are_told_apart(tmp_path, command):
@@ -288,7 +333,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, command, file, conte
     (run / file).write_text(content)
     code, text = command("a", "b")
     assert code == 2
-    assert str(run / file) in text
+    assert all(part in text for part in (str(run), *Path(file).parts))
 
 
 def test_where_there_is_nothing_to_compare_the_exit_code_is_2(tmp_path, command, monkeypatch):

@@ -181,8 +181,6 @@ def number_difference(first: float, second: float) -> float:
 def compare_tensors(reference: Run, other: Run, tolerance: float = TOLERANCE) -> pd.DataFrame:
     """Compare the newest common checkpoint and, if both runs ended at the same step, the final models.
 
-    Random states are not compared.
-
     Returns:
         A table, the largest difference first, with the columns "source", "place", "difference" (see
         `tensor_difference`; infinite if a tensor is missing), "beyond" (it is more than rounding), "exact" (all bits
@@ -192,20 +190,56 @@ def compare_tensors(reference: Run, other: Run, tolerance: float = TOLERANCE) ->
     folders = [run.folder for run in (reference, other)]
     checkpoints = [{path.parent.name for path in folder.glob("checkpoints/step_*/manifest.json")} for folder in folders]
     if common := checkpoints[0] & checkpoints[1]:
-        pair = [folder / "checkpoints" / max(common) for folder in folders]
         source = f"the checkpoint of step {int(max(common).removeprefix('step_'))}"
-        rows += [(source, *row) for row in (*compare_folders(*pair), *compare_states(*pair))]
+        saved = [load_checkpoint(folder / "checkpoints" / max(common)) for folder in folders]
+        (first_state, first), (second_state, second) = saved
+        for name in {**first, **second}:
+            # Joined one by one: not all tensors of a sharded run need to fit into memory.
+            pair = (tensors[name].whole() if name in tensors else None for tensors in (first, second))
+            rows.append((source, name, *compare_pair(*pair)))
+        rows += [(source, *row) for row in compare_states(first_state, second_state)]
     if reference.finished and other.finished and reference.step == other.step:
-        rows += [("the final model", *row) for row in compare_folders(*folders)]
+        first, second = map(load_models, folders)
+        for name in {**first, **second}:
+            rows.append(("the final model", name, *compare_pair(first.get(name), second.get(name))))
     table = pd.DataFrame(rows, columns=["source", "place", "difference", "exact", "note"])
     table["beyond"] = table["difference"] > TENSORS * tolerance
     return table.sort_values("difference", ascending=False, kind="stable", ignore_index=True)
 
 
-def compare_states(reference: Path, other: Path) -> list[tuple]:
-    """The values that differ in the manifests of two checkpoints: rows as in `compare_folders`."""
+def load_checkpoint(path: Path) -> tuple[dict, dict]:
+    """The state in a checkpoint's manifest, and its tensors by file and name, which have a method `whole`."""
+    from utils.checkpoint.folder import PROCESSES, read_checkpoint
+
+    try:
+        manifest, files = read_checkpoint(path)
+    except (OSError, ValueError) as error:
+        stop(f"{path} cannot be read: {error}")
+    files.pop(PROCESSES, None)  # sums of metrics, which depend on the number of processes
+    tensors = {f"{Path(file).stem} {name}": tensor for file, saved in files.items() for name, tensor in saved.items()}
+    return manifest["state"], tensors
+
+
+def load_models(folder: Path) -> dict:
+    """The tensors of the final models in a run's folder; not those of the best model (from --save_best)."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.stem.endswith("_best"):
+            continue
+        try:
+            tensors |= {f"{path.stem} {name}": tensor for name, tensor in load_file(path).items()}
+        except (OSError, SafetensorError) as error:
+            stop(f"{path} cannot be read: {error}")
+    return tensors
+
+
+def compare_states(reference: dict, other: dict) -> list[tuple]:
+    """The values that differ in the states of two manifests: rows of "place", "difference", "exact" and "note"."""
     rows = []
-    states = [flatten(read_json(folder / "manifest.json").get("state"), "state") for folder in (reference, other)]
+    states = [flatten(state, "state") for state in (reference, other)]
     for name in {**states[0], **states[1]}:
         first, second = (state.get(name) for state in states)
         if first != second:
@@ -223,28 +257,6 @@ def flatten(value, name: str) -> dict[str, object]:
         if key not in IMPLEMENTATION:
             flat |= flatten(entry, f"{name}.{key}")
     return flat
-
-
-def compare_folders(reference: Path, other: Path) -> list[tuple]:
-    """The tensors in two folders: rows of "place", "difference", "exact" and "note"."""
-    first, second = load_tensors(reference), load_tensors(other)
-    return [(name, *compare_pair(first.get(name), second.get(name))) for name in {**first, **second}]
-
-
-def load_tensors(folder: Path) -> dict:
-    """All tensors in a folder, except the best model (from --save_best) and the processes' random states."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.stem == "processes" or path.stem.endswith("_best"):
-            continue
-        try:
-            tensors |= {f"{path.stem} {name}": tensor for name, tensor in load_file(path).items()}
-        except (OSError, SafetensorError) as error:
-            stop(f"{path} cannot be read: {error}")
-    return tensors
 
 
 def compare_pair(reference, other) -> tuple[float, bool, str]:
