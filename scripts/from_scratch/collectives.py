@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
-import network_timing
+import network_timing  # the file beside this one
 from network_timing import leave_together, share_verdicts
 
 from utils import flags, launch

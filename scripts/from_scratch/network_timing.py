@@ -1,4 +1,4 @@
-"""Times of operations on all processes, and of messages between each pair of ranks."""
+"""Helper of collectives.py: times of operations on all processes, and of messages between each pair of ranks."""
 
 import itertools
 import statistics

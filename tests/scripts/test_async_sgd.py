@@ -1,6 +1,5 @@
 """Asynchronous SGD: no worker waits for another, no gradient is lost, and staleness is counted."""
 
-import sys
 import threading
 from argparse import Namespace
 
@@ -10,18 +9,11 @@ import torch
 import torch.distributed as dist
 
 from scripts.from_scratch import async_sgd
-from utils.datasets.images_in_memory import LabelledImages
 
 ARGS = Namespace(
     **{"lr": 0.5, "local_steps": 3, "delay": 2, "test_every": 2, "worker_batch_size": 4},
     **{"num_epochs": 1, "hidden": 5, "sleep_ms": 0.0, "seed": 0},
 )
-
-
-def make_data(count=48):
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randint(256, (count, 1, 3, 3), generator=generator, dtype=torch.uint8)
-    return LabelledImages(images, torch.arange(count) % 3, ["a", "b", "c"])
 
 
 class Numbers:
@@ -97,44 +89,6 @@ def test_the_other_ways_apply_each_gradient_once(monkeypatch, way):
     assert worker.weights.item() == -1111
     assert staleness == {"stale": [0, 1, 2, 2]}.get(way, [0, 0, 0, 0])
     assert worker.seen == {"stale": [0, 0, 0, -1]}.get(way, [0, -1, -11, -111])
-
-
-@pytest.mark.parametrize("num_steps", [3, 4, 5])
-def test_local_workers_are_averaged_at_the_end(threads, num_steps):
-    """Also where the number of steps is not a multiple of --local_steps."""
-    workers = [Numbers([rank + 1] * num_steps) for rank in range(2)]
-
-    def run(rank):
-        workers[rank].num_workers = 2
-        async_sgd.local(workers[rank], Namespace(lr=1, local_steps=3))
-        return workers[rank].weights.item()
-
-    assert threads.run(2, run) == [-1.5 * num_steps] * 2
-
-
-def test_the_slow_worker_is_the_last_or_a_random_one():
-    def sleepers(straggler):
-        workers = [async_sgd.Worker(ARGS, make_data(), i, 3, straggler) for i in range(3)]
-        return [[worker.sleeps() for worker in workers] for _ in range(30)]
-
-    assert sleepers("last") == [[False, False, True]] * 30
-    steps = sleepers("any")
-    assert all(sum(step) == 1 for step in steps)
-    assert all(any(step[worker] for step in steps) for worker in range(3))
-
-
-def test_the_workers_share_the_data():
-    data = make_data()
-    workers = [async_sgd.Worker(ARGS, data, i, 3, "last") for i in range(3)]
-    images = torch.cat([worker.images for worker in workers]).flatten(1).tolist()
-    assert sorted(images) == sorted(data.tensors[0].flatten(1).tolist())
-
-
-def test_one_process_has_no_worker(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["async_sgd.py", "--output_dir", str(tmp_path / "run")])
-    async_sgd.main()
-    assert "one process" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

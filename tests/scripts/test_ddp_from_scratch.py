@@ -1,23 +1,16 @@
 """Data parallelism by hand ends with DDP's weights, and DDP with those of one process."""
 
-import copy
 import sys
-from argparse import Namespace
 
 import pytest
 import run_reader
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 
 from scripts.from_scratch import ddp
 
 FLAGS = ["--num_epochs", "2", "--dtype", "float64"]
 SYNCHRONOUS = ["ddp", "one_by_one", "reduce_broadcast", "flat_copy", "bucketed", "ring"]
-
-
-def results(folder):
-    return run_reader.record(folder)["results"]
 
 
 def run_here(monkeypatch, *flags):
@@ -27,44 +20,6 @@ def run_here(monkeypatch, *flags):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_the_weights_are_those_of_ddp(launcher, small_mnist, tmp_path, monkeypatch):
-    """The last step of an epoch has 3 of 1003 images: one of the four processes gets none."""
-    flags = ["--dataset", str(small_mnist), *FLAGS, "--batch_size", "500"]
-    options = {
-        "script": ROOT / "tests" / "programs" / "ddp_probe",
-        "launch_flags": ("--num_processes", 4),
-        "timeout": 150,
-    }
-    printed = launcher("cpu_ddp", *flags, **options).stdout
-    assert "<ring> equal" in printed
-
-    everything = results(tmp_path / "all")
-    assert list(everything) == [*SYNCHRONOUS, "local_sgd", "stale"]
-    for name in SYNCHRONOUS:
-        assert everything[name]["difference_to_ddp"] < 1e-12, name
-    for name in ("local_sgd", "stale"):
-        assert everything[name]["difference_to_ddp"] > 1e-3, name
-    assert results(tmp_path / "synchronous")["local_sgd"]["difference_to_ddp"] < 1e-12
-    assert results(tmp_path / "in time")["stale"]["difference_to_ddp"] < 1e-12
-    assert results(tmp_path / "later than the end")["stale"]["difference_to_ddp"] > 1e-3
-    # 6 steps, 2 buckets; DDP itself calls another all-reduce
-    assert "<sent during backward> 12\n" in printed
-
-    # And DDP's are those of one process, smaller last step and all.
-    run_here(monkeypatch, "--output_dir", tmp_path / "one", *flags)
-    one = results(tmp_path / "one")
-    for name in [*SYNCHRONOUS, "local_sgd"]:
-        assert one[name]["difference_to_ddp"] < 1e-12, name
-    assert one["ddp"]["samples"] == 203
-    (_, expected), *_ = run_reader.record(tmp_path / "one")["passed_on"]
-    for _, gradient in run_reader.record(tmp_path / "all")["passed_on"]:
-        assert gradient == pytest.approx(expected, rel=1e-12)  # DDP's mean over the whole batch
-    for name in SYNCHRONOUS:
-        assert everything[name]["loss"] == pytest.approx(one["ddp"]["loss"], rel=1e-12)
-        assert everything[name]["accuracy"] == one["ddp"]["accuracy"]
 
 
 def test_stale_gradients_are_late_and_none_is_lost(monkeypatch):
@@ -94,15 +49,26 @@ def test_stale_gradients_are_late_and_none_is_lost(monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_end_with_a_table(launcher, small_mnist):
-    flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 500, "--output_dir", "run"]
-    table = launcher("cpu_ddp", *flags, script="from_scratch/ddp").stdout.splitlines()
+def test_each_way_ends_with_the_weights_of_ddp_and_ddp_with_those_of_one_process(
+    launcher, small_mnist, tmp_path, monkeypatch
+):
+    """The last step of an epoch has 3 of 1003 images. The run prints a table, and leaves pictures."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 500]
+    table = launcher("cpu_ddp", *flags, "--output_dir", "run", script="from_scratch/ddp").stdout.splitlines()
     start = next(i for i, line in enumerate(table) if line.startswith("algorithm"))
     table = table[start : start + 9]
     assert [line.split()[0] for line in table] == ["algorithm", *SYNCHRONOUS, "local_sgd", "stale"]
     record = run_reader.record(launcher.folder / "run")
     result = record["results"]
-    assert all(result[name]["difference_to_ddp"] < 1e-12 for name in SYNCHRONOUS)
+    run_here(monkeypatch, "--output_dir", tmp_path / "one", *flags, "--delay", 0)
+    one = run_reader.record(tmp_path / "one")["results"]
+    for name in SYNCHRONOUS:
+        assert result[name]["difference_to_ddp"] < 1e-12, name
+        assert result[name]["loss"] == pytest.approx(one["ddp"]["loss"], rel=1e-12)
+        assert result[name]["accuracy"] == one["ddp"]["accuracy"]
+    for name in ("local_sgd", "stale"):
+        assert result[name]["difference_to_ddp"] > 1e-3, name
+        assert one[name]["difference_to_ddp"] < 1e-12, name  # one process, whose gradients are not late
     assert f"{result['stale']['accuracy']:.2%}" in table[-1]
     assert [name for name in result if not result[name]["same_steps"]] == ["local_sgd", "stale"]
     (first, weights_of_first), (second, weights_of_second) = record["passed_on"]
@@ -133,67 +99,3 @@ def test_the_ring_leaves_the_sum_on_each_process(threads, monkeypatch, n):
     expected = tensors.sum(0)
     threads.run(n, lambda rank: ddp.ring_all_reduce(tensors[rank]))
     assert (tensors == expected).all()
-
-
-def test_local_sgd_ends_with_equal_weights(threads, monkeypatch):
-    """Also where the number of steps is not a multiple of --local_steps: 2 + 2 + 1."""
-    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-
-    def backward(parameter, batch, scale):
-        parameter.grad = torch.tensor([float(batch)])
-
-    monkeypatch.setattr(ddp, "backward", backward)
-
-    def run(rank):
-        weight = weights[rank]
-        weight.parameters = lambda: [weight]
-        optimizer = torch.optim.SGD([weight], 1.0)
-        ddp.local_sgd(weight, optimizer, [rank + 1] * 5, Namespace(local_steps=2))
-        return weight.item()
-
-    assert threads.run(2, run) == [-7.5, -7.5]
-
-
-def test_buckets_hold_several_parameters_from_the_last_layer_on():
-    sizes = (300, 60, 100, 60, 40, 7)  # float32 numbers; 256 of them are 1 KiB
-    parameters = [torch.zeros(size) for size in sizes]
-    buckets = ddp.make_buckets(parameters, bucket_kib=1)
-    assert [[len(parameter) for parameter in bucket] for bucket in buckets] == [[7, 40, 60, 100], [60], [300]]
-    assert len(ddp.make_buckets(parameters, bucket_kib=3)) == 1
-
-
-@pytest.mark.parametrize(("bucket_kib", "count"), [(1, 2), (100, 1)])
-def test_a_bucket_is_sent_when_it_is_full_and_used_after_wait(monkeypatch, bucket_kib, count):
-    """Two processes with equal gradients, whose sum is there after `wait` and not before it."""
-    sent = []
-
-    class Sending:
-        def __init__(self, bucket):
-            self.bucket, self.before = bucket, bucket.clone()
-
-        def wait(self):
-            assert torch.equal(self.bucket, self.before)
-            self.bucket *= 2
-
-    def all_reduce(bucket, async_op):
-        assert async_op
-        assert bucket.ne(0).any()
-        sent.append(len(bucket))
-        return Sending(bucket)
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(ddp, "backward", lambda model, x: model(x).sum().backward())
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(30, 30), torch.nn.SiLU(), torch.nn.Linear(30, 3)]
-    model, expected = torch.nn.Sequential(*layers), torch.nn.Sequential(*copy.deepcopy(layers))
-    batches = torch.randn(3, 5, 30)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    ddp.bucketed(model, optimizer, batches, None, bucket_kib)
-    assert len(sent) == 3 * count
-    optimizer = torch.optim.SGD(expected.parameters(), 0.02)
-    for x in batches:
-        expected(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for parameter, right in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(parameter, right)

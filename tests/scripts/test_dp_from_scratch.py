@@ -7,10 +7,9 @@ import pytest
 import run_reader
 import torch
 import virtual_gpus
-from accelerate import Accelerator
 
 from scripts.from_scratch import data_parallel
-from scripts.from_scratch.data_parallel import CpuDevices, Gpus, Memory, Painter, data_parallel_step
+from scripts.from_scratch.data_parallel import CpuDevices, Gpus, Painter, data_parallel_step
 
 PIXELS = 49
 FORWARD = ["scatter", "replicate", "forward", "gather", "loss"]
@@ -94,46 +93,6 @@ def test_moved_bytes_are_those_of_the_tensors(batches, loss_inside):
     assert dict(devices.moved) == expected
 
 
-@pytest.mark.parametrize(("samples", "count", "sizes"), [(30, 2, [15, 15]), (30, 3, [10, 10, 10]), (4, 3, [2, 2])])
-def test_a_batch_is_split_into_equal_parts(samples, count, sizes):
-    devices = CpuDevices(count)
-    with devices.phase("scatter"):
-        assert [len(part) for part in devices.scatter(torch.zeros(samples, 1))] == sizes
-
-
-def test_memory_counts_tensors_until_they_are_freed_and_no_views():
-    memory, outside = Memory(), torch.ones(1000)
-    with memory:
-        doubled = outside * 2
-        view = doubled.view(10, 100).t()
-        doubled.add_(1)
-        outside.view(10, 100)
-    assert memory.held == memory.peak == 4000
-    del doubled
-    assert memory.held == 4000  # the view needs it
-    del view
-    assert memory.held == 0
-
-
-def test_memory_counts_what_autograd_saves():
-    memory = Memory()
-    with memory:
-        weight = torch.ones(1000, requires_grad=True)
-        loss = (weight.exp() * 2).sum()
-    assert memory.held == 2 * 4000 + 4  # the exponential is saved
-    loss.backward()
-    del loss
-    assert memory.held == 4000
-
-
-@pytest.mark.parametrize("loss_inside", [False, True])
-def test_after_a_step_the_first_device_holds_the_model_and_the_others_nothing(batches, loss_inside):
-    devices = CpuDevices(3, counts_memory=True)
-    model, _optimizer = one_step(devices, batches[0], loss_inside)
-    expected = 2 * num_bytes(model.parameters()) + batches[0].nbytes  # weights, their momentum, images
-    assert [memory.held for memory in devices.memories] == [expected, 0, 0]
-
-
 def test_gathered_logits_fill_the_first_device_and_losses_inside_do_not(batches):
     highest = {}
     for loss_inside in (False, True):
@@ -142,24 +101,6 @@ def test_gathered_logits_fill_the_first_device_and_losses_inside_do_not(batches)
         highest[loss_inside] = [max(devices.peaks[phase, device] for phase in PHASES) for device in range(3)]
     assert highest[False][0] > 1.5 * highest[True][0]
     assert highest[False][0] > 3 * highest[False][1]
-
-
-def test_the_first_replica_shares_the_models_weights_and_the_others_have_copies():
-    model, devices = Painter(PIXELS), CpuDevices(2)
-    with devices.phase("replicate"):
-        _, (first, second) = devices.replicate(model, 2)
-    for weight, shared, copied in zip(model.parameters(), first, second, strict=True):
-        assert shared.data_ptr() == weight.data_ptr() != copied.data_ptr()
-        assert torch.equal(copied, weight)
-
-
-def test_several_processes_are_refused(args, capsys):
-    accelerator = Accelerator(cpu=True)
-    accelerator.state.num_processes = 2
-    with pytest.raises(SystemExit) as stopped:
-        data_parallel.choose_devices(args, accelerator)
-    assert stopped.value.code == 2
-    assert "use cpu.yaml or dp.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.slow
