@@ -183,7 +183,6 @@ def test_gpu_configs_do_not_want_the_cpu(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["one_node", "multi_node"])
 def test_sbatch_files_are_bash_and_take_flags_that_exist(name):
-    """What Slurm makes of them: test_slurm.py."""
     path = ROOT / "accelerate_configs" / "slurm" / f"{name}.sbatch"
     subprocess.run(["bash", "-n", path], check=True)
     text = path.read_text()
