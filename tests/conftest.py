@@ -5,7 +5,6 @@ Each launch has its own port, folder and time-out, and leaves no process behind.
 
 import importlib.util
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -31,12 +30,6 @@ MNIST = ROOT / "data" / "mnist"
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--report",
-        metavar="FILE",
-        default="gpu_report.md",
-        help="where the tests marked gpu report what they measured (default: %(default)s)",
-    )
-    parser.addoption(
         "--stand_ins",
         action="store_true",
         help="try out the tests marked gpu of test_on_gpus.py without a GPU, with configs of the CPU",
@@ -44,10 +37,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    import machine_report
     import torch
 
-    for place, item in enumerate(items):
+    for item in items:
         is_tried = config.option.stand_ins and item.path.stem == "test_on_gpus"
         if item.get_closest_marker("gpu") and not torch.cuda.is_available() and not is_tried:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
@@ -55,18 +47,6 @@ def pytest_collection_modifyitems(config, items):
             (library,) = marker.args
             if not importlib.util.find_spec(library):
                 item.add_marker(pytest.mark.skip(reason=f"needs {library}: the extra `test` of pyproject.toml"))
-        if item.get_closest_marker("gpu") or "topology" in item.fixturenames:
-            machine_report.describe(item, place)
-
-
-def pytest_collection_finish(session):
-    """Of a worker too; the process that starts workers collects nothing."""
-    session.config.ids = frozenset(item.nodeid for item in session.items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished(node, ids):
-    node.config.ids = frozenset(ids)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -77,22 +57,6 @@ def pytest_runtest_protocol(item):
         return (yield)
     with FileLock(Path(tempfile.gettempdir()) / f"gpu_tests_of_{os.getuid()}.lock"):
         return (yield)
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """Write the report. With workers this runs in the process that started them, and only there."""
-    import machine_report
-
-    if "gpu" not in config.option.markexpr:
-        return
-    stats = terminalreporter.stats
-    results = [result for kind in ("passed", "failed", "error", "skipped") for result in stats.get(kind, ())]
-    command = shlex.join(config.invocation_params.args)
-    text = machine_report.render(results, getattr(config, "ids", frozenset()), command, config.option.stand_ins)
-    if text is not None:
-        file = config.invocation_params.dir / config.option.report
-        file.write_text(text)
-        terminalreporter.write_line(f"{text.splitlines()[0].removeprefix('# ')}\nreport: {file}")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -120,14 +120,12 @@ def gpus(request) -> int:
 
 @pytest.fixture
 def launcher(launcher, request, monkeypatch):
-    """As in conftest.py, with the configs in the report; with --stand_ins those of the CPU."""
-    words, used, stand_ins = launcher.words, {}, request.config.option.stand_ins
+    """As in conftest.py; with --stand_ins the configs of the CPU take the places of those of GPUs."""
+    words, stand_ins = launcher.words, request.config.option.stand_ins
 
     def words_here(config, *flags, launch_flags=(), **options):
         hidden = ["--gpu_ids=-1,-1"] if stand_ins and config == "multi_node" else []
         config = STAND_INS.get(config, config) if stand_ins else config
-        used[config] = None
-        request.node.user_properties.append(("config", ", ".join(used)))
         return words(config, *flags, launch_flags=[*launch_flags, *hidden], **options)
 
     monkeypatch.setattr(launcher, "words", words_here)

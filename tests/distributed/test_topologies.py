@@ -1,7 +1,6 @@
 """Every config that fits this machine: its numbers against those of one process of the same device.
 
-    python -m pytest -m gpu                   # all that the GPUs of this machine can show, with test_on_gpus.py
-    python -m pytest -m gpu --report=FILE     # the report; by default gpu_report.md
+    python -m pytest -m gpu -rA --junitxml=gpu_report.xml    # on the GPUs of this machine, with test_on_gpus.py
     python -m pytest tests/distributed/test_topologies.py -m "slow and not gpu" -n 0    # the same on its CPU
 
 The tests are the same on CPUs and GPUs. All runs of a config are in one launch, which the first
@@ -24,7 +23,6 @@ import run_reader
 import torch
 import torchvision
 from conftest import ROOT
-from machine_report import peak_tflops
 from run_reader import lines
 from same_numbers import TOLERANCE, differences, largest_difference
 from small_resnets import use_4_blocks, use_narrow
@@ -551,40 +549,16 @@ def samples_per_s(folder: Path) -> float:
     return statistics.median(speeds[1:])
 
 
-def flops_of_a_sample(script: str, folder: Path, parameters: int) -> float:
-    """Of forward and backward: 6 for each weight and product with it; ResNet-50 at 224 x 224 has 4.09e9 products.
-
-    Attention counts in full, also what the causal mask leaves out, as in nanoGPT and PaLM's MFU, appendix B of
-    https://arxiv.org/abs/2204.02311: a GPU that skips it shows a larger share of its peak than it does.
-    """
-    if script == "resnet50":
-        return 6 * 4.09e9 * (run_reader.record(folder)["arguments"]["image_size"] / 224) ** 2
-    if script == "transformer":
-        args = run_reader.record(folder)["arguments"]
-        return 6 * parameters * args["context"] + 12 * args["layers"] * args["dim"] * args["context"] ** 2
-    return 6 * parameters * (49 if script == "gradient_accumulation" else 1)  # 49 cells of an image share them
-
-
 @on()
 def test_speed_is_reported(topology, launches, record_property):
-    rows, wide = [], topology.precision == "bf16"
     for script in ("mnist_mlp", "gradient_accumulation", "resnet50", "transformer"):
         folder = launches.run(topology, f"{script}_speed")
         per_s = samples_per_s(folder)
-        parameters = sum(tensor.numel() for tensor in run_reader.weights(folder).values())
-        tflops = per_s * flops_of_a_sample(script, folder, parameters) / topology.devices() / 1e12
-        peak = None
-        if topology.gpus:  # cuDNN's convolutions of float32 numbers are in TF32 by default
-            kind = "bf16" if wide else "tf32" if script == "resnet50" else "float32"
-            peak = peak_tflops(torch.cuda.get_device_name(), kind)
         tokens = run_reader.record(folder)["arguments"].get("context", 1)
-        share = tflops / peak if peak else None
         gib = run_reader.summary(folder)["peak_memory_gib"]
         unit = "tokens" if tokens > 1 else "images"
-        rows.append([topology.processes(), topology.devices(), script, per_s * tokens, unit, tflops, share, gib])
+        record_property(script, f"{per_s * tokens:,.0f} {unit}/s, peak memory {gib:.2f} GiB")
         assert per_s > 0
-    record_property("speed", rows)
-    record_property("figure", "see Speed")
 
 
 # The tests of these tests.
