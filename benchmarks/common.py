@@ -1,8 +1,8 @@
-"""What the benchmarks share: ways that take turns, runs of the scripts, tables and the command line.
+"""Shared by the benchmarks: measuring in turns, running the scripts, tables and the command line.
 
-A benchmark has `parse_args()`; `measure(args)`, which returns JSON; and `report(measured)`, which makes Markdown of it,
-a list of blocks. Its docstring is its text in RESULTS.md. What is measured in processes of its own stands in
-`worker(args)`. One that has a picture has `PICTURE` and `draw(measured, device)`.
+A benchmark has `parse_args()`; `measure(args)`, which returns JSON; and `report(measured)`, which turns it into a list
+of Markdown blocks. Its docstring is its text in RESULTS.md. Code that runs in child processes is in `worker(args)`. A
+benchmark with a picture has `PICTURE` and `draw(measured, device)`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_parser(doc: str, rounds: int | None = None, dataset: bool = False) -> argparse.ArgumentParser:
-    """A parser with --json, --worker for what a benchmark launches and, if asked for, --rounds and --dataset."""
+    """A parser with --json, --worker for child processes and, if asked for, --rounds and --dataset."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
         parser.add_argument("--rounds", type=positive_int, default=rounds, help="turns of each way (%(default)s)")
@@ -49,7 +49,7 @@ def make_parser(doc: str, rounds: int | None = None, dataset: bool = False) -> a
 
 
 def main(args: argparse.Namespace, measure: Callable, report: Callable, worker: Callable | None = None) -> None:
-    """Measure and print the report; in a process that `launch_workers` launched, do what `worker` does."""
+    """Measure and print the report; in a process started by `launch_workers`, run `worker`."""
     if args.worker:
         finish_worker(args.worker, worker(args))
         return
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace, measure: Callable, report: Callable, worker: 
 
 
 def take_turns(ways: dict[str, Callable], rounds: int) -> dict[str, list]:
-    """What each way returns in each round.
+    """Call each way once per round, and return its results.
 
     The speed of a shared machine drifts by more than the ways differ, so they take turns, in reverse order in every
     second round.
@@ -121,12 +121,11 @@ def threads(count: int):
 def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
     """Run `main` of a script in this process. Collective.
 
-    Without the seconds that a process takes to start, many short runs can take turns with what they are compared with.
-    Under the launcher, the process group stays for the next run. With --synthetic among the flags, resnet50.py gets
-    random images.
+    A new process would take seconds to start, too long for many short runs in turns. Under the launcher, the process
+    group stays for the next run. With --synthetic among the flags, resnet50.py gets random images.
 
     Returns:
-        summary.json and the lines of metrics.jsonl; both are empty on other processes than the main one.
+        summary.json and the lines of metrics.jsonl; both are empty except on the main process.
     """
     script = importlib.import_module(f"scripts.{name}")
     if hasattr(script, "load_images") and not hasattr(script.load_images, "cache_info"):
@@ -138,7 +137,7 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
     with contextlib.ExitStack() as stack:
         if is_main:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        if "--synthetic" in flags:  # no flag of the script
+        if "--synthetic" in flags:  # not a flag of the script
             from benchmarks.synthetic import synthetic_images
 
             flags = [flag for flag in flags if flag != "--synthetic"]
@@ -162,29 +161,25 @@ def run_script(name: str, *flags) -> tuple[dict, list[dict]]:
 
 
 def training_s(summary: dict) -> float:
-    """Seconds of a run's training loop without its checkpoints; 0 on other processes than the main one."""
+    """Seconds of a run's training loop without its checkpoints; 0 except on the main process."""
     return summary["train_time_s"] - summary["checkpoint_time_s"] if summary else 0.0
 
 
-def launch(config: str, script: Path | str, *flags, launch_flags=(), root: Path = ROOT, timeout_s: int = 600) -> None:
-    """`accelerate launch` of a script, as a user types it; prints its output only if it fails.
-
-    Args:
-        root: a repository, of which `config` is a config file and `script` a path.
-    """
+def launch(config: str, script: Path | str, *flags, launch_flags=(), timeout_s: int = 600) -> None:
+    """`accelerate launch` of a script of this repository, as a user types it; prints its output only if it fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", root / "accelerate_configs" / f"{config}.yaml", "--main_process_port", port]
-    command = [str(word) for word in (*command, *launch_flags, root / script, *flags)]
+    command += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--main_process_port", port]
+    command = [str(word) for word in (*command, *launch_flags, ROOT / script, *flags)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
 
 
 def launch_script(config: str, script: str, *flags, **options) -> tuple[dict, list[dict]]:
-    """Launch a script; its summary.json and the lines of its metrics.jsonl."""
+    """Launch a script; return its summary.json and the lines of its metrics.jsonl."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         launch(config, f"scripts/{script}.py", *flags, "--output_dir", run, **options)
@@ -201,7 +196,7 @@ def launch_workers(config: str, file: Path | str, *flags, **options):
 
 
 def finish_worker(out: str, measured) -> None:
-    """End this process, which `launch_workers` launched; the main one writes to `out`."""
+    """End this process, started by `launch_workers`; the main process writes `measured` to `out` first."""
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         Path(out).write_text(json.dumps(measured))
     sys.stdout.flush()
@@ -210,7 +205,7 @@ def finish_worker(out: str, measured) -> None:
 
 
 def machine() -> dict[str, str]:
-    """What the numbers depend on, in words."""
+    """The hardware and the versions that the numbers depend on."""
     gpus, kind = "no GPU", device().type
     if kind != "cpu":
         gpus = f"{torch.accelerator.device_count()} x {torch.get_device_module(kind).get_device_name()}"

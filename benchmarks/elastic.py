@@ -4,10 +4,9 @@
 
 Three agents of torchrun with one process each, as on three machines, train mnist_mlp.py with `--virtual_processes 8
 --checkpoint_every 50`. One after the other is lost (kill -9 of the agent and its process) and comes back, and training
-goes on with those that are there. The others notice a loss and meet again (until processes start), import, read the
-data and the checkpoint (until training begins), and train. A machine that comes back interrupts the others as well, for
-about as long, once it is ready. The last checkpoint has the same bits as the checkpoint of one process that nothing
-happened to.
+goes on with the others, which notice the loss, start new processes and read the checkpoint. A machine that comes back
+interrupts the others as well, for about as long. The last checkpoint has the same bits as the checkpoint of one process
+that nothing happened to.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ def parse_args():
 
 
 def kill_tree(process: subprocess.Popen) -> None:
-    """kill -9 of a process and of all that it started."""
+    """kill -9 a process and all its descendants."""
     children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     for each in (process, *children):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -49,21 +48,17 @@ def kill_tree(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def wait(done, what: str, timeout_s: float = 120) -> float:
-    """The time at which `done()` holds."""
+def wait(done, what: str, timeout_s: float = 120) -> None:
+    """Wait until `done()` holds."""
     end = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > end:
             raise TimeoutError(f"{what} did not come in {timeout_s} s")
         time.sleep(0.02)
-    return time.monotonic()
 
 
 class Agents:
-    """torchrun once per machine; any of them can be lost, since the rendezvous is a file.
-
-    What the run does is read from its folder.
-    """
+    """torchrun once per machine; any machine can be lost, since the rendezvous is a file. They print to stderr."""
 
     def __init__(self, machines: int, folder: Path, flags: list):
         self.machines, self.folder, self.flags = machines, folder, flags
@@ -79,19 +74,10 @@ class Agents:
         command += ["--rdzv_conf", settings, "--local_addr", "127.0.0.1"]
         command += [SCRIPT, *self.flags, "--output_dir", self.folder / "run", "--resume"]
         variables = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        with open(self.folder / f"machine_{machine}.log", "a") as log:
-            self.running[machine] = subprocess.Popen(list(map(str, command)), env=variables, stdout=log, stderr=log)
+        self.running[machine] = subprocess.Popen(list(map(str, command)), env=variables, stdout=sys.stderr)
 
     def kill(self, machine: int) -> None:
         kill_tree(self.running.pop(machine))
-
-    def wait(self, done, what: str) -> float:
-        """The time at which `done()` holds; with the logs, if it never does."""
-        try:
-            return wait(done, what)
-        except TimeoutError as error:
-            logs = [path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log"))]
-            raise TimeoutError("\n".join([str(error), *logs])) from None
 
     def launches(self) -> list[dict]:
         try:
@@ -107,50 +93,38 @@ class Agents:
         except (OSError, ValueError):
             return 0
 
-    def begins_with(self, machines: int) -> bool:
-        """Whether the newest launch has this world size."""
-        launches = self.launches()
-        return bool(launches) and launches[-1]["num_processes"] == machines
-
     def trains_with(self, machines: int) -> bool:
-        """Whether it also has logged a step."""
-        return self.begins_with(machines) and self.step() > self.launches()[-1]["from_step"]
-
-    def process_age_s(self) -> float:
-        """The age of the oldest process that trains."""
-        children = [child for agent in self.running.values() for child in psutil.Process(agent.pid).children()]
-        return time.time() - min(child.create_time() for child in children if "LOCAL_RANK" in child.environ())
+        """Whether the newest launch has this world size, and has logged a step."""
+        launches = self.launches()
+        return bool(launches) and launches[-1]["num_processes"] == machines and self.step() > launches[-1]["from_step"]
 
 
 def disturb(agents: Agents, events: int, steps_between: int) -> list[list]:
-    """Lose a machine, let it come back, lose the next one, and so on; a row for each. Training goes on."""
-    agents.wait(lambda: agents.trains_with(agents.machines), "the first step")
+    """Lose a machine, let it come back, lose the next one, and so on, while training goes on; a row per event."""
+    wait(lambda: agents.trains_with(agents.machines), "the first step")
     rows = []
     for event in range(events):
         kind, machine = ("lost", "back")[event % 2], event // 2 % agents.machines
-        agents.wait(lambda at=(event + 1) * steps_between: agents.step() >= at, "the next event's step")
-        now, step = time.monotonic(), agents.step()
+        wait(lambda at=(event + 1) * steps_between: agents.step() >= at, "the next event's step")
+        began, step = time.monotonic(), agents.step()
         agents.kill(machine) if kind == "lost" else agents.start(machine)
         size = len(agents.running)
-        begins = agents.wait(lambda size=size: agents.begins_with(size), f"{size} machines")
-        born = begins - agents.process_age_s()
-        going_on = agents.wait(lambda size=size: agents.trains_with(size), f"a step on {size} machines")
+        wait(lambda size=size: agents.trains_with(size), f"a step on {size} machines")
         again = max(0, step - agents.launches()[-1]["from_step"])
-        parts = [born - now, begins - born, going_on - begins, going_on - now]
-        rows.append([kind, machine + 1, step, size, *(round(part, 1) for part in parts), again])
+        rows.append([kind, machine + 1, step, size, round(time.monotonic() - began, 1), again])
     after = agents.launches()[-1]["from_step"] + 100
-    agents.wait(lambda: agents.step() > after, "a checkpoint after the last event")
+    wait(lambda: agents.step() > after, "a checkpoint after the last event")
     return rows
 
 
 def sha256(checkpoint: Path) -> str:
-    """Of the weights and of the optimizer's state."""
+    """The SHA-256 of the weights and the optimizer's state."""
     content = [(checkpoint / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
     return hashlib.sha256(b"".join(content)).hexdigest()
 
 
 def train_alone(folder: Path, flags: list, step: int) -> Path:
-    """Train on one process until the checkpoint of a step; the checkpoint."""
+    """Train on one process until the checkpoint of a step, and return its path."""
     flags = [*flags, "--checkpoint_every", step, "--output_dir", folder]
     checkpoint = folder / "checkpoints" / f"step_{step:08d}"
     process = subprocess.Popen([sys.executable, SCRIPT, *map(str, flags)], stdout=subprocess.DEVNULL)
@@ -178,8 +152,7 @@ def measure(args) -> dict:
 
 def report(measured) -> list[str]:
     columns = {"event": "{}", "machine": "{}", "at step": "{}", "machines then": "{}"}
-    columns |= {"s until processes start": "{:.1f}", "until training begins": "{:.1f}"}
-    columns |= {"until 10 steps are done": "{:.1f}", "s in all": "{:.1f}", "steps done again": "{}"}
+    columns |= {"s until 10 steps are done": "{:.1f}", "steps done again": "{}"}
     run, alone = (digest[:16] for digest in measured["sha256"])
     digests = f"SHA-256 of the last checkpoint: {run}; of the same step of one process left alone: {alone}."
     return [common.table(columns, measured["rows"]), digests]

@@ -1,13 +1,13 @@
 """Run the benchmarks one after another on this machine, and write results.json, RESULTS.md and the pictures.
 
-    python benchmarks/run.py                      # all of them: about 15 minutes on two idle cores
+    python benchmarks/run.py                          # all of them; RESULTS.md says how long it took
     python benchmarks/run.py mnist_epoch elastic      # these; the others keep the numbers that they have
-    python benchmarks/run.py --draw               # measure nothing: make the page and the pictures of results.json
-    python benchmarks/run.py --quick              # all as small as possible, to see that they work; writes no file
-    python benchmarks/run.py --against HEAD~1     # compare the scripts with those of a commit; writes no file
+    python benchmarks/run.py --draw                   # measure nothing: make the page and pictures from results.json
+    python benchmarks/run.py --quick                  # all as small as possible, to see that they work; writes no file
 
-The results are those of one machine and its versions: those of any other are dropped. Each benchmark is a script of its
-own too, with its flags in --help, and prints its tables.
+results.json holds the results of one machine with one set of versions; those of any other are dropped. `git diff
+benchmarks/results.json` compares with the last commit. Each benchmark also runs alone, with its flags in --help, and
+prints its tables.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import hashlib
 import importlib
 import json
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 
-# In the order in which they stand in RESULTS.md; with the flags that make a benchmark as small as it gets.
+# In the order of RESULTS.md, with the flags of --quick.
 BENCHMARKS = {
     "mnist_epoch": "--rounds 1",
     "same_curve": "--num_epochs 1",
@@ -40,25 +39,11 @@ BENCHMARKS = {
     "virtual_processes": "--rounds 1 --steps 1 --numbers 2 --resnet50_batch 4",
     "elastic": "--events 1 --steps_between 100",
 }
-# What --against runs with the scripts of both commits: the config, the script, its flags, and which second of its
-# summary.json is compared.
-HEADLINES = {
-    "MNIST, 1 process": ("cpu", "mnist_mlp", "--batch_size 64 --num_epochs 2", "train_time_s"),
-    "MNIST, 2 processes": ("cpu_ddp", "mnist_mlp", "--num_epochs 4", "train_time_s"),
-    "MNIST, 8 virtual": ("cpu_ddp", "mnist_mlp", "--num_epochs 4 --virtual_processes 8", "train_time_s"),
-    "ResNet-50, 4 checkpoints": (
-        "cpu",
-        "resnet50",
-        "--batch_size 16 --checkpoint_every 2 --max_steps 8 --max_test_samples 64",
-        "checkpoint_time_s",
-    ),
-}
 INTRODUCTION = """\
 # Results
 
-Written by `python benchmarks/run.py` from [results.json](results.json); run it on your machine. The ways that are
-compared took turns, and a ratio is that of their medians: the speed of a shared machine drifts by more than they
-differ."""
+Written by `python benchmarks/run.py` from [results.json](results.json); run it on your machine. The ways compared took
+turns, because the speed of a shared machine drifts by more than they differ; a ratio is the ratio of their medians."""
 HERE = Path(__file__).parent
 
 
@@ -67,8 +52,6 @@ def parse_args():
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none: all")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     parser.add_argument("--quick", action="store_true", help="see that they work; write no file")
-    parser.add_argument("--against", metavar="COMMIT", help="compare the scripts with those of a commit")
-    parser.add_argument("--rounds", type=common.positive_int, default=5, help="of --against (%(default)s)")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(BENCHMARKS))
     if unknown:
@@ -103,7 +86,7 @@ def merge(old: dict, name: str, new: dict) -> dict:
 
 
 def section(name: str, entry: dict | None) -> str:
-    """What RESULTS.md has of a benchmark."""
+    """A benchmark's section in RESULTS.md."""
     title, _, body = module(name).__doc__.partition("\n\n")
     text = [f"## {title.rstrip('.')}", body.strip("\n")]
     if entry is None:
@@ -112,7 +95,7 @@ def section(name: str, entry: dict | None) -> str:
 
 
 def anchor(name: str) -> str:
-    """Of a benchmark's section."""
+    """The anchor of a benchmark's section in RESULTS.md."""
     return re.sub(r"[^\w -]", "", module(name).__doc__.partition(".\n")[0]).lower().replace(" ", "-")
 
 
@@ -126,7 +109,7 @@ def render(results: dict) -> str:
 
 
 def digest(entry: dict) -> str:
-    """Says in a picture which results it shows."""
+    """Identifies the results that a picture shows; stored in its metadata."""
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
@@ -140,43 +123,8 @@ def write(results: dict) -> None:
             figure.savefig(module(name).PICTURE, dpi=120, metadata={"Description": digest(entry)})
 
 
-def headline(root: Path, config: str, script: str, flags: str, key: str) -> list[float]:
-    """Seconds: of a part of a run, from the command to its end, and of the processors."""
-
-    def processor_s() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    began, used = time.perf_counter(), processor_s()
-    summary, _ = common.launch_script(config, script, *flags.split(), root=root)
-    return [summary[key], time.perf_counter() - began, processor_s() - used]
-
-
-def compare_with(commit: str, rounds: int) -> str:
-    """A table of the scripts of a commit and of today, which take turns."""
-    columns = {"run": "{}", "seconds": "{}", commit: "{:.3f}", "min to max": "{}", "today": "{:.3f}"}
-    columns |= {"min to max ": "{}", "today / before": "{:.3f}"}
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", commit], cwd=common.ROOT, check=True, capture_output=True)
-        subprocess.run(["tar", "-x"], cwd=folder, input=archive.stdout, check=True)
-        for name, what in HEADLINES.items():
-            roots = {"before": Path(folder), "today": common.ROOT}
-            ways = {way: lambda root=root, what=what: headline(root, *what) for way, root in roots.items()}
-            turns = common.take_turns(ways, rounds)
-            for i, kind in enumerate((what[-1], "command to end", "processors")):
-                seconds = {way: [turn[i] for turn in turns[way]] for way in ways}
-                before, today = common.medians(seconds).values()
-                ranges = [f"{min(numbers):.2f} to {max(numbers):.2f}" for numbers in seconds.values()]
-                rows.append([name, kind, before, ranges[0], today, ranges[1], today / before])
-    return common.table(columns, rows)
-
-
 def main():
     args = parse_args()
-    if args.against:
-        print(compare_with(args.against, args.rounds))
-        return
     file = HERE / "results.json"
     results, failed = json.loads(file.read_text()) if file.exists() else {}, []
     for name in [] if args.draw else args.names or BENCHMARKS:

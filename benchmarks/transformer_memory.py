@@ -9,9 +9,8 @@ hidden features (8/3 d), L layers and V tokens in the vocabulary, numbers of 4 b
     activations of a token, kept for the backward pass: L (13 d + 4 h) + 3 d + V
 
 `kept` is what autograd keeps, each storage once. `peak` is what a process takes at most in three steps, above what it
-had before the model; the C library is told to give freed tensors back at once. Processor time is that of a step in all
-processes. On several processes, each is one of two, with half of the batch, or half of the blocks (the pipeline, with 4
-micro-batches). Every process has one thread.
+had before the model; the C library is told to give freed tensors back at once. Processor time is the sum over all
+processes, per step. DDP and FSDP are two processes, each with half of the batch. Every process has one thread.
 """
 
 import contextlib
@@ -24,7 +23,6 @@ from typing import NamedTuple
 import psutil
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -60,7 +58,6 @@ WAYS = {
     "bf16": "cpu",
     "DDP": "cpu_ddp",
     "FSDP": "cpu_ddp",
-    "pipeline": "cpu_ddp",
 }
 
 
@@ -96,33 +93,6 @@ def kept_mib(model, tokens, targets) -> float:
     return sum(size for size, _ in kept.values()) / 2**20
 
 
-def pipeline_step(model, tokens, targets) -> None:
-    """Forward and backward pass of one stage. The first sends activations, the second sends their gradients back."""
-    embed, parts = model.embed, list(zip(tokens.chunk(PARTS), targets.chunk(PARTS), strict=True))
-    shape, sends = (*parts[0][0].shape, embed.embedding_dim), []
-    if dist.get_rank() == 0:
-        embed.forward = lambda x: x if x.is_floating_point() else F.embedding(x, embed.weight)  # no logits
-        outputs = [model(part) for part, _ in parts]
-        sends += [dist.isend(output.detach(), 1) for output in outputs]
-        for output in outputs:
-            gradient = torch.empty(shape)
-            dist.recv(gradient, 1)
-            output.backward(gradient)
-    else:
-        for part, target in parts:
-            features = torch.empty(shape)
-            dist.recv(features, 0)
-            received = features.requires_grad_()
-            embed.forward = lambda x, received=received: (
-                F.linear(x, embed.weight) if x.is_floating_point() else received
-            )
-            (model(part, target).mean() / PARTS).backward()
-            sends.append(dist.isend(received.grad, 0))
-    for send in sends:
-        send.wait()
-    dist.all_reduce(embed.weight.grad)  # both stages have the matrix: for tokens, and for logits
-
-
 def worker(args) -> None:
     size, way = SIZES[args.sizes[0]], args.way
     torch.set_num_threads(1)
@@ -148,26 +118,16 @@ def worker(args) -> None:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    elif way == "pipeline":
-        half = size.layers // 2
-        model.blocks = model.blocks[half * rank : half * (rank + 1)]
-        if rank == 0:
-            model.norm = torch.nn.Identity()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     autocast = torch.autocast("cpu", torch.bfloat16) if way == "bf16" else contextlib.nullcontext()
     parts = PARTS if "micro-batches" in way else 1
     seconds = []
     for _ in range(STEPS):
         began = time.process_time()
-        if way == "pipeline":
-            pipeline_step(model, tokens, targets)
-        else:
-            for part, target in zip(tokens.chunk(parts), targets.chunk(parts), strict=True):
-                with autocast:
-                    losses = (wrapped if way == "DDP" else model)(part, target)
-                (losses.mean() / parts).backward()
-        gradient = model.embed.weight.grad
-        measured["gradient_norm"] = (gradient.full_tensor() if way == "FSDP" else gradient).norm().item()
+        for part, target in zip(tokens.chunk(parts), targets.chunk(parts), strict=True):
+            with autocast:
+                losses = (wrapped if way == "DDP" else model)(part, target)
+            (losses.mean() / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.process_time() - began)
