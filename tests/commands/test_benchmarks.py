@@ -6,6 +6,7 @@ import math
 import os
 import runpy
 import shlex
+from argparse import Namespace
 from collections import Counter
 from unittest import mock
 
@@ -13,7 +14,7 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
-from benchmarks import common, run
+from benchmarks import common, compressors, run
 from benchmarks.compressors import order3
 
 FOLDER = ROOT / "benchmarks"
@@ -124,3 +125,12 @@ def test_the_order3_model_is_the_one_of_witten_and_bell():
     stream = b"\0\0\0abrad\0xabr\0"
     bits = [-math.log2(probability(stream[place - 3 : place], stream[place])) for place in range(3, len(stream))]
     assert order3(train, test) == pytest.approx(sum(bits) / 9, rel=1e-12)
+
+
+def test_the_order3_model_learns_from_the_training_text_alone(monkeypatch):
+    texts = ["abracadabra"] * 9, ["xyzzy", "abrad"]
+    monkeypatch.setattr(compressors, "load_text", lambda dataset: texts)
+    monkeypatch.setattr(common, "run_script", lambda *words: ({"test_bits_per_byte": 1.5}, []))
+    measured = compressors.measure(Namespace(dataset="made up", steps=2))
+    assert measured["order 3"] == order3(*([text.encode() for text in split] for split in texts))
+    assert measured["transformer.py, 2 steps"] == 1.5
