@@ -42,28 +42,6 @@ def test_config_is_accepted_and_its_header_command_parses(path):
         assert defaults.num_processes in (1, 2, 8, "gpu")
 
 
-def test_gpu_means_all_gpus_of_the_machine(monkeypatch):
-    """Accelerate passes `num_processes: gpu` on, and torchrun turns it into the number of GPUs."""
-    from torch.distributed.run import determine_local_world_size
-
-    config = str(ROOT / "accelerate_configs" / "ddp.yaml")
-    words = ["--config_file", config, "--main_process_port", str(free_port()), "script.py"]
-    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    prepare_multi_gpu_env(options)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert determine_local_world_size(options.nproc_per_node) == 3
-
-
-def test_gpu_ids_choose_the_gpus(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config = str(ROOT / "accelerate_configs" / "ddp.yaml")
-    words = ["--config_file", config, "--gpu_ids", "1,2,3,4", "--main_process_port", str(free_port()), "script.py"]
-    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    assert prepare_multi_gpu_env(options)["CUDA_VISIBLE_DEVICES"] == "1,2,3,4"
-    assert options.nproc_per_node == "gpu"
-
-
 @pytest.fixture
 def four_gpus(monkeypatch):
     """A machine with 4 GPUs, as far as the launcher asks CUDA: `four_gpus(*words)` is what `accelerate launch` does.

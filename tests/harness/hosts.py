@@ -1,4 +1,4 @@
-"""Several hosts on one machine, and what runs on them."""
+"""Two hosts on one machine, and what runs on them."""
 
 import os
 import signal
@@ -30,15 +30,15 @@ def environment(home: Path) -> dict:
 
 
 class Hosts:
-    """Starts, watches and kills processes on hosts 0 to count - 1.
+    """Starts, watches and kills processes on hosts 0 and 1.
 
     Raises:
         OSError: with the reason, where the network cannot be made.
     """
 
-    def __init__(self, folder: Path, home: Path, count: int = 2):
+    def __init__(self, folder: Path, home: Path):
         self.folder, self.home, self.processes = folder, home, []
-        self.network = Network(count)
+        self.network = Network()
         self.spaces = self.network.spaces  # one for each host
 
     def start(

@@ -1,12 +1,12 @@
-"""A network on one machine: namespaces with an address, a name and an /etc/hosts each, and a switch between."""
+"""A network on one machine: two namespaces with an address, a name and an /etc/hosts each, and a switch between."""
 
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
-NAMES = ("alpha", "beta", "gamma")
-ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
+NAMES = ("alpha", "beta")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 def ip(*words):
@@ -17,14 +17,14 @@ def ip(*words):
 
 
 class Network:
-    """`spaces` has the namespace of each host, 0 to count - 1.
+    """`spaces` has the namespace of each host.
 
     Raises:
         OSError: with the reason, where namespaces cannot be made.
     """
 
-    def __init__(self, count: int):
-        self.spaces = [f"{name}{os.getpid()}" for name in NAMES[:count]]
+    def __init__(self):
+        self.spaces = [f"{name}{os.getpid()}" for name in NAMES]
         self.switch = f"switch{os.getpid()}"
         if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
             raise OSError("network namespaces need root, and the programs ip and unshare")
@@ -32,7 +32,7 @@ class Network:
             ip("netns", "add", self.switch)
             ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
             ip("-n", self.switch, "link", "set", "switch", "up")
-            for space, name, address in zip(self.spaces, NAMES, ADDRESSES, strict=False):
+            for space, name, address in zip(self.spaces, NAMES, ADDRESSES, strict=True):
                 ip("netns", "add", space)
                 cable = ("link", "add", "eth0", "netns", space, "type", "veth")
                 ip(*cable, "peer", name, "netns", self.switch)
@@ -63,7 +63,7 @@ class Network:
             folder = Path("/etc/netns") / space
             folder.mkdir(parents=True, exist_ok=True)
             addresses = [own_addresses[n] if n == host else ADDRESSES[n] for n in range(len(self.spaces))]
-            lines = [f"{address} {name}\n" for address, name in zip(addresses, NAMES, strict=False)]
+            lines = [f"{address} {name}\n" for address, name in zip(addresses, NAMES, strict=True)]
             (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
             (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody: names come from the file alone
 

@@ -92,16 +92,6 @@ def test_sums_in_another_order_are_the_same_up_to_rounding(train, command):
     assert command("a", "b", "--tolerance=0")[0] == 1
 
 
-def test_a_run_that_was_stopped_is_equal_so_far_and_equal_after_its_resume(train, command):
-    train("whole", "--checkpoint_every", 1, "--keep_checkpoints", 0)
-    train("run", stop_at_call=10)
-    code, text = command("whole", "run")
-    assert code == 0
-    assert "tensors of the checkpoint of step 5: all are equal" in text
-    train("run", "--resume")
-    assert verdict(command("whole", "run")) == "the same bit for bit"
-
-
 def test_train_lines_that_are_means_over_other_steps_are_not_compared(tmp_path, command):
     for name, log_every, loss in (("a", 3, 1.0), ("b", 2, 1.0), ("c", 2, 2.0)):
         lines = [line(log_every, loss=log_every), line(4, loss=log_every), line(6, loss=loss)]
