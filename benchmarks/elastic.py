@@ -27,7 +27,7 @@ from benchmarks import common
 
 SCRIPT = common.ROOT / "scripts" / "mnist_mlp.py"
 FLAGS = ["--virtual_processes", 8, "--batch_size", 64, "--hidden", 64, "--checkpoint_every", 50]
-FLAGS += ["--log_every", 10, "--timeout_s", 60, "--max_steps", 1_000_000]  # it is still training when a machine is back
+FLAGS += ["--log_every", 10, "--timeout_s", 60, "--max_steps", 1_000_000]  # still training when a machine comes back
 
 
 def parse_args():

@@ -3,7 +3,7 @@
     python benchmarks/same_curve.py
 
 scripts/mnist_mlp.py with its defaults, in float32, on one process with accelerate_configs/cpu.yaml and on 2 and 3 with
-cpu_ddp.yaml. A difference is that of a logged loss, every 5 steps, relative to the loss of one process.
+cpu_ddp.yaml. Differences are between the losses logged every 5 steps, relative to the loss of one process.
 """
 
 import sys

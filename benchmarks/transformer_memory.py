@@ -8,9 +8,10 @@ hidden features (8/3 d), L layers and V tokens in the vocabulary, numbers of 4 b
     parameters N = V d + L (4 d^2 + 3 d h + 2 d) + d; gradients N; AdamW's two moments 2 N
     activations of a token, kept for the backward pass: L (13 d + 4 h) + 3 d + V
 
-`kept` is what autograd keeps, each storage once. `peak` is what a process takes at most in three steps, above what it
-had before the model; the C library is told to give freed tensors back at once. Processor time is the sum over all
-processes, per step. DDP and FSDP are two processes, each with half of the batch. Every process has one thread.
+`kept` is the memory that autograd saves for the backward pass, each storage once. `peak` is the peak of a process in
+three steps, less what it used before the model; the C library is told to return freed tensors at once. Processor time
+is the sum over all processes, per step. DDP and FSDP are two processes, each with half of the batch. Every process has
+one thread.
 """
 
 import contextlib
