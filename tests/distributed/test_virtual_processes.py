@@ -378,7 +378,7 @@ def runs(shared_launcher, small_mnist):
         for name, flags in SCRIPTS.items():
             script = name.split()[0]
             if script in ("gan", "wgan", "two_loaders", "sometimes"):
-                script = ROOT / "tests" / "programs" / f"{script}.py"
+                script = run_many.path_of(script)
             else:
                 flags = [*flags, "--dataset", small_mnist]
             flags = [*flags, *COMMON]

@@ -8,12 +8,11 @@ import pytest
 import run_many
 import run_reader
 import torch
-from conftest import ROOT
 from pages import blocks, guide, section
 from torch import nn
 
 needs_torchmetrics = pytest.mark.others("torchmetrics")
-FLAGS = {"regression": ["--dtype", "float64"], "own_metrics": []}
+FLAGS = {"regression": ["--float64"], "own_metrics": []}
 each_program = pytest.mark.parametrize("program", ["regression", pytest.param("own_metrics", marks=needs_torchmetrics)])
 
 
@@ -21,15 +20,17 @@ each_program = pytest.mark.parametrize("program", ["regression", pytest.param("o
 def expected(program, folder) -> dict[str, float]:
     """The metrics of a run's last test: of its model, over the whole test set in one call."""
     if program == "regression":
-        from tests.programs.regression import make_points
+        from examples.regression import make_points
 
-        inputs, targets = make_points(77, torch.float64).tensors
+        torch.set_default_dtype(torch.float64)
+        inputs, targets = make_points(77).tensors
+        torch.set_default_dtype(torch.float32)
         model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).double()
         model.load_state_dict(run_reader.weights(folder))
         return {"correlation": np.corrcoef(model(inputs)[:, 0], targets[:, 0])[0, 1]}
     import torchmetrics
 
-    from tests.programs.own_metrics import CLASSES, make_points
+    from examples.own_metrics import CLASSES, make_points
 
     points, labels = make_points(77).tensors
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double()
@@ -53,7 +54,7 @@ def check(program, folder):
 
 @needs_torchmetrics
 def test_the_adapter_on_the_page_is_the_programs():
-    from tests.programs.own_metrics import OverAllSamples
+    from examples.own_metrics import OverAllSamples
 
     (block,) = blocks(section(guide("reference/recipes"), "Metrics of torchmetrics"), "python")
     assert inspect.getsource(OverAllSamples) in block
@@ -71,7 +72,7 @@ def runs(shared_launcher):
     programs = ["regression", *["own_metrics"] * bool(find_spec("torchmetrics"))]
     launches = []
     for program in programs:
-        script = ["--script", ROOT / "tests" / "programs" / f"{program}.py"]
+        script = ["--script", run_many.path_of(program)]
         launches.append([*script, *FLAGS[program], "--output_dir", shared_launcher.folder / program])
     words = run_many.words("regression", *launches)
     shared_launcher("cpu_ddp", *words, script=run_many.FILE, launch_flags=["--num_processes", 3])

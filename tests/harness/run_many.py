@@ -29,11 +29,11 @@ FILE = Path(__file__).with_suffix("")  # as `launcher(script=...)` takes it
 
 
 def path_of(script: str) -> Path:
-    """The file of a script: a name in scripts/ or in tests/programs/, or the path of any other."""
+    """The file of a script: a name in scripts/, examples/ or tests/programs/, or the path of any other."""
     if script.endswith(".py"):
         return Path(script)
-    path = ROOT / "scripts" / f"{script}.py"
-    return path if path.exists() else ROOT / "tests" / "programs" / f"{script}.py"
+    folders = (ROOT / "scripts", ROOT / "examples", ROOT / "tests" / "programs")
+    return next(path for folder in folders if (path := folder / f"{script}.py").exists())
 
 
 def words(script: str, *runs: list) -> list[str]:
@@ -50,7 +50,7 @@ def reset_accelerate() -> None:
 
 def load(script: str, path: Path):
     """The module of a script; one that lies elsewhere finds what lies beside it."""
-    if path.is_relative_to(ROOT) and path.parent.name in ("scripts", "programs"):
+    if path.is_relative_to(ROOT) and path.parent.name in ("scripts", "examples", "programs"):
         return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)

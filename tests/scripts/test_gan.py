@@ -12,7 +12,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from conftest import ROOT
 from torch.nn import functional as F
 
-from tests.programs import gan
+from examples import gan
 
 TEXT = (ROOT / "guides" / "two_models.md").read_text()
 WRONG, RIGHT = re.findall(r"```python\n# (?:wrong|right)\n(.*?)```", TEXT, re.S)
@@ -104,7 +104,7 @@ def test_two_calls_of_accumulate_are_two_steps(train):
 
 
 def test_the_right_loop_is_that_of_the_program():
-    program = (ROOT / "tests" / "programs" / "gan.py").read_text()
+    program = (ROOT / "examples" / "gan.py").read_text()
     assert textwrap.indent(RIGHT, 12 * " ") in program
 
 

@@ -1,7 +1,7 @@
 """Where the last step of an epoch has fewer samples than micro-batches, accumulation changes no number.
 
 Some micro-batches get a stand-in then, which must count nothing: in float64, for each script and each program of
-tests/programs that accumulates gradients, against one micro-batch per step. resnet50.py leaves such a step out, and
+examples/ that accumulates gradients, against one micro-batch per step. resnet50.py leaves such a step out, and
 test_users_programs.py has the models of other libraries.
 """
 
@@ -26,7 +26,7 @@ PROGRAMS = {
     "mlp": f"{MNIST} --dropout 0.1 --dtype float64",
     "cnn": "--batch_size 31 --num_workers 0",
     "hub_images": "--batch_size 143 --num_workers 0 --max_steps 10",
-    "regression": f"{POINTS} --dtype float64",
+    "regression": POINTS,
     "text": "--batch_size 67",
     "gan": "--batch_size 31",
     "wgan": "--batch_size 31",

@@ -13,14 +13,13 @@ import pytest
 import run_many
 import run_reader
 import torch
-from conftest import ROOT
 from fakes import fake_accelerator
 from run_reader import lines
 from same_numbers import largest_difference
 
 
 class Program(NamedTuple):
-    """A program of tests/programs, and the flags of a run.
+    """A program of examples/, and the flags of a run.
 
     test_samples: None without a test. library: what it needs beside requirements.txt.
     """
@@ -38,7 +37,7 @@ def model_of_others(name, tolerance=1e-9, library=None, test_samples=13):
 
 PROGRAMS = {
     "cnn": Program("cnn", test_samples=101),
-    "regression": Program("regression", ("--dtype", "float64"), 77, 1e-12),
+    "regression": Program("regression", ("--float64",), 77, 1e-12),
     "text": Program("text", test_samples=501),
     "gan": Program("gan", test_samples=61),
     "two_loaders": Program("two_loaders", ("--float64",), 61, 1e-12),
@@ -94,7 +93,7 @@ def runs(request, shared_launcher, small_mnist):
             script, flags, *_ = PROGRAMS[program]
             flags = [small_mnist if flag == "SMALL_MNIST" else flag for flag in flags]
             flags = [*flags, "--checkpoint_every", 3, "--keep_checkpoints", 0]
-            script = ["--script", ROOT / "tests" / "programs" / f"{script}.py"]
+            script = ["--script", run_many.path_of(script)]
             for k in steps:
                 accumulation = ["--gradient_accumulation_steps", k]
                 launches.append([*script, *flags, *accumulation, "--output_dir", top / program / f"{name}_{k}"])
@@ -167,15 +166,15 @@ def test_folds_in_one_launch_train_alike_on_any_number_of_processes_and_when_res
     for processes in (1, 2, 3):
         top = launcher.folder / str(processes)
         runs = [["contrastive", "--float64", "--virtual_processes", 4, "--output_dir", top / "contrastive"]]
-        runs += [["kfold", "--output_dir", top / "own"]]
-        shared = ["kfold", "--one_accelerator", "--output_dir", top / "shared"]
+        runs += [["folds", "--output_dir", top / "own"]]
+        shared = ["folds", "--one_accelerator", "--output_dir", top / "shared"]
         runs += [shared] if processes == 1 else [[*shared, "--trained_folds", 2], [*shared, "--resume"]]
         if processes == 1:
             assert [run_many.run(program, flags) for program, *flags in runs] == [None] * len(runs)
         else:
-            words = [["--script", ROOT / "tests" / "programs" / f"{program}.py", *flags] for program, *flags in runs]
+            words = [["--script", run_many.path_of(program), *flags] for program, *flags in runs]
             options = {"script": run_many.FILE, "launch_flags": ["--num_processes", processes]}
-            done = launcher("cpu_ddp", *run_many.words("kfold", *words), **options)
+            done = launcher("cpu_ddp", *run_many.words("folds", *words), **options)
             assert done.stdout.count("nothing to do") == 2
             assert "destroy_process_group" not in done.stderr
         for name in ("own", "shared"):
@@ -196,7 +195,7 @@ def test_lbfgs_lowers_the_loss_in_each_step(tmp_path):
 
 def test_weights_of_a_mean_are_those_of_the_words():
     """The text program's loss over a step is the mean over its tokens, however they are spread over processes."""
-    from tests.programs import text
+    from examples import text
     from utils.loader import GlobalLoader
 
     texts = text.make_lines(11, 0)

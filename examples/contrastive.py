@@ -1,5 +1,7 @@
 """Contrastive learning with the negatives of the whole batch, from all processes and micro-batches.
 
+    accelerate launch --config_file accelerate_configs/cpu.yaml examples/contrastive.py
+
 The loss is InfoNCE, https://arxiv.org/abs/1807.03748; two passes as in GradCache, https://arxiv.org/abs/2101.06983.
 """
 
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import launch
 from utils.flags import ArgumentParser

@@ -1,4 +1,9 @@
-"""Metrics of torchmetrics that are neither means nor counts, exact on any number of processes."""
+"""Metrics of torchmetrics that are neither means nor counts, exact on any number of processes.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml examples/own_metrics.py
+
+Needs `pip install torchmetrics`.
+"""
 
 import sys
 from pathlib import Path
@@ -9,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import flags, launch
 from utils.loader import GlobalLoader

@@ -1,6 +1,9 @@
-"""Models of other libraries as users bring them, one loop for all: `train` needs a model, its losses and its data.
+"""Models of other libraries: transformers, peft, timm and torchvision, a packed LSTM, a VAE and L-BFGS.
 
-Each entry of MODELS is what a user of that library writes. The steps are small and of unequal size.
+    accelerate launch --config_file accelerate_configs/cpu.yaml examples/others_models.py --model packed_lstm
+
+One loop for all: `train` needs a model, its losses and its data. Each entry of MODELS is what a user of that library
+writes; some need `pip install transformers peft timm`. The steps are small and of unequal size.
 """
 
 import functools
@@ -18,7 +21,7 @@ from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign, box_iou
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import flags, launch
 from utils.loader import GlobalLoader

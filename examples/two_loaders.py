@@ -1,4 +1,9 @@
-"""Semi-supervised learning with a mean teacher: labelled and unlabelled points in each step, from two loaders."""
+"""Semi-supervised learning with a mean teacher: labelled and unlabelled points in each step, from two loaders.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml examples/two_loaders.py
+
+The numbers are the same with cpu_ddp.yaml, and after --resume.
+"""
 
 import sys
 from pathlib import Path
@@ -9,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import flags, launch
 from utils.loader import GlobalLoader

@@ -1,5 +1,9 @@
-"""Four recipes of guides/your_own_model.md: a schedule that is not torch's, a learning rate that falls when
-the test no longer improves, two optimizers, and torch.compile."""
+"""Your own schedule, ReduceLROnPlateau, an optimizer for each part of a model, and torch.compile.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml examples/schedules.py --recipe plateau
+
+The recipes of guides/your_own_model.md.
+"""
 
 import sys
 from pathlib import Path
@@ -8,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import flags, launch
 from utils.loader import GlobalLoader
