@@ -17,6 +17,8 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from conftest import ROOT
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from utils.launch import TrainingAccelerator
 from utils.parallel import virtual_processes as vp
@@ -281,6 +283,37 @@ def test_one_process_of_torchrun_has_the_bits_of_a_model_without_ddp():
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+class Rarely(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.rare = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x, uses_rare):
+        return self.head(x).sum() + (self.rare(x).sum() if uses_rare else 0)
+
+
+def test_a_shard_that_only_some_steps_use_has_no_gradient_in_the_others():
+    """Zeros instead would let momentum and weight decay go on."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        accelerator = OneRank(0, 1, 2, "FSDP")
+        accelerator.reduce = lambda tensor, _: tensor
+        model = Rarely()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        gradients = vp.ShardedGradientSum(model, vp.TreeSum(accelerator))
+        for uses_rare in (True, False, True):
+            for _ in range(accelerator.gradient_accumulation_steps):
+                accelerator.step += 1
+                gradients.prepare()
+                model(torch.ones(3, 2), uses_rare).backward()
+                gradients.sums[0].called_at = accelerator.step  # one process reduces nothing
+                gradients.collect()
+            assert [parameter.grad is not None for parameter in model.parameters()] == [True] * 2 + [uses_rare] * 2
+            model.zero_grad()
+    finally:
+        dist.destroy_process_group()
+
+
 class RunningMean(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -493,6 +526,16 @@ def test_shards_have_the_bits_of_one_process(sharded, name, other):
     kinds = [(each["distributed_type"], each["num_processes"]) for each in run_reader.launches(sharded / name / other)]
     assert len(kinds) == (6 if other == "chain_5" else 1)
     assert kinds[-1][0] == ("MULTI_CPU" if "ddp" in other else "FSDP")
+
+
+def test_shards_are_added_in_float32_also_in_mixed_precision():
+    accelerator = OneRank(0, 2, 4, "FSDP")
+    accelerator.whole_gradients = False
+    plugin = SimpleNamespace(mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    accelerator.state = SimpleNamespace(fsdp_plugin=plugin)
+    vp.check_fsdp(accelerator, 4)
+    policy = plugin.mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_shards_need_as_many_micro_batches_on_each_process(capsys):

@@ -55,6 +55,12 @@ def test_each_token_is_a_target_once_from_the_one_before_it(context):
     assert (inputs.flatten()[~real] == BYTES.token_to_id(EOS)).all()
 
 
+def test_no_document_of_many_is_lost():
+    texts = [f"document {number} " for number in range(130)]
+    _, targets = PackedText(texts, BYTES, 9).tensors
+    assert BYTES.decode(targets[targets != IGNORE_INDEX].tolist()) == "".join(texts)
+
+
 def test_bits_per_byte_count_every_token_and_divide_by_the_bytes_of_the_text():
     data = PackedText(["lower l\xf6w", "newest"], learn_tokenizer(TEXTS, 270), 4)
     _, targets = data.tensors
