@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -183,7 +182,9 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
         # Gradients of 3 MB, in two buckets: DDP sends the first one while the backward pass goes on.
         runs["profiled"] = [*transformer, "--layers", 4, "--max_steps", 15, "--profile", 5]
     if is_reference:
-        runs |= resumed_runs(topology, mlp, [*mlp, *virtual], script)
+        for other in [each for each in TOPOLOGIES if saves_for(each, topology) and each.unfit() is None]:
+            saved, own = f"../{other.name}/virtual", f"{other.name}_virtual"
+            runs[own] = [*script, "--back_to", saved, CUT, own, *mlp, *virtual, "--resume"]
         runs["recomputed"] = [*transformer, "--checkpoint_activations"]
         runs["auto"] = [*accumulation[:-2], "--micro_batch_size", "auto"]
     if is_reference and topology.gpus:  # a compiler takes a minute for it on a CPU
@@ -219,56 +220,24 @@ def speed_runs(topology: Topology, small: list, texts: Path) -> dict[str, list]:
     return {f"{name}_speed": flags for name, flags in runs.items()}
 
 
-def resumed_runs(topology, mlp, virtual, script) -> dict[str, list]:
-    """On one process, what other topologies of this device have saved; on a GPU, also what the CPU has."""
-    runs = {}
-    for other in TOPOLOGIES:
-        if other.precision != "no" or other.unfit() is not None or not saves_for(other, topology):
-            continue
-        for name, flags in (("float64", [*mlp, "--dtype", "float64"]), ("virtual", virtual)):
-            if name == "float64" or other.is_ddp():
-                own = f"{other.name}_{name}"
-                runs[own] = [*script, "--back_to", f"../{other.name}/{name}", CUT, own, *flags, "--resume"]
-    return runs
-
-
 def saves_for(topology: Topology, reference: Topology) -> bool:
-    return topology.config in SEVERAL and topology.reference() == reference
+    """Whether one process of this device goes on with what this topology has saved."""
+    return topology.is_ddp() and topology.precision == "no" and topology.reference() == reference
 
 
 class Launches:
-    """One launch for each topology, made when a test first asks for a run of it.
-
-    After a run that fails, another launch makes those behind it, unless the first one of a launch has failed.
-    """
+    """One launch for each topology, made when a test first asks for a run of it."""
 
     def __init__(self, launcher, *data: Path):
         self.launcher, self.data, self.output = launcher, data, {}
 
     def launch(self, topology: Topology) -> None:
-        """What a launch prints whose run did not end, or why it did not, is in `output`, by the run's name."""
-        self.output[topology] = failed = {}
         for other in TOPOLOGIES if topology == topology.reference() else ():
             if saves_for(other, topology) and other.unfit() is None and other not in self.output:
                 self.launch(other)
         folder = self.launcher.folder / topology.name
         folder.mkdir()
         planned = planned_runs(topology, *self.data)
-        for name, flags in list(planned.items()):
-            saved = flags[flags.index("--back_to") + 1] if "--back_to" in flags else ""
-            if saved.startswith("../") and not (folder / saved / "summary.json").exists():
-                del planned[name]  # the launch that should have saved it failed
-        while planned:
-            output = self.launch_once(topology, folder, planned)
-            left = [name for name in planned if not (folder / name / "summary.json").exists()]
-            if not left:
-                break
-            failed[left[0]] = output
-            if left[0] == next(iter(planned)):
-                break
-            planned = {name: planned[name] for name in left[1:]}
-
-    def launch_once(self, topology: Topology, folder: Path, planned: dict[str, list]) -> str:
         runs = [[*flags, "--timeout_s", 120, "--output_dir", name] for name, flags in planned.items()]
         own, self.launcher.folder = self.launcher.folder, folder
         try:
@@ -280,10 +249,10 @@ class Launches:
                 timeout=TIMEOUT_S,
                 check=False,
             )
-            return f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            self.output[topology] = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         except subprocess.TimeoutExpired:
             self.launcher.end()  # the next launch needs the GPUs
-            return f"not done after {TIMEOUT_S} s"
+            self.output[topology] = f"not done after {TIMEOUT_S} s"
         finally:
             self.launcher.folder = own
 
@@ -294,10 +263,8 @@ class Launches:
         """
         if topology not in self.output:
             self.launch(topology)
-        folder, failed = self.launcher.folder / topology.name / name, self.output[topology]
-        assert name not in failed, f"{name} did not end\n{failed[name]}"
-        if not (folder / "summary.json").exists():
-            pytest.skip(f"not run: before {name}, {', '.join(failed) or 'the run to resume'} failed")
+        folder = self.launcher.folder / topology.name / name
+        assert (folder / "summary.json").exists(), f"{name} or a run before it did not end\n{self.output[topology]}"
         launch = run_reader.launches(folder)[-1]
         kinds = {process["device"].partition(":")[0] for process in launch["processes"]}
         assert kinds == {"cuda" if topology.gpus else "cpu"}
@@ -471,22 +438,6 @@ def test_a_run_that_is_resumed_has_the_same_bits(topology, launches, at_most):
     at_most({"tensors and lines": different_bits(run, resumed)}, {"tensors and lines": 0})
 
 
-@on(*SEVERAL, **PLAIN)
-def test_a_run_goes_on_with_one_process(topology, launches, at_most):
-    one = launches.run(topology.reference(), "float64")
-    # Asked for first: it has the reason if the run that is resumed failed.
-    launches.run(topology, "float64")
-    resumed = launches.run(topology.reference(), f"{topology.name}_float64")
-    launched = run_reader.launches(resumed)
-    assert [(launch["num_processes"], launch["from_step"]) for launch in launched] == [
-        (topology.processes(), 0),
-        (1, CUT),
-    ]
-    losses, weights = differences(one, resumed, STEPS)
-    limits = dict.fromkeys(("loss", "weights"), TOLERANCE["float64"])
-    at_most({"loss": losses, "weights": weights}, limits)
-
-
 @on("cpu_ddp", "ddp", **PLAIN)
 def test_virtual_processes_have_the_bits_of_one_process(topology, launches, at_most):
     """Also where one process goes on with what several have saved; of transformer.py, with dropout and loss weights."""
@@ -593,37 +544,8 @@ def test_what_runs_on_a_machine(monkeypatch, gpus, split):
         run_many.load(chosen, run_many.path_of(chosen)).parse_args()
     is_split = {name for name in fit if "split_1f1b" in runs[name]}
     assert is_split == split | (fit & {"cpu", "single_gpu"})
-    assert {"cpu_ddp_float64", "cpu_ddp_virtual", "cpu_fsdp_float64"} <= set(runs["cpu"])
+    assert "cpu_ddp_virtual" in runs["cpu"]
     if gpus:
         processes = {each.config: each.processes() for each in here}
         on_cpus = {"cpu": 1, "cpu_ddp": 2, "cpu_fsdp": 2}
         assert processes == {**on_cpus, "single_gpu": 1, "dp": 1, "ddp": gpus, "fsdp": gpus}
-
-
-@pytest.mark.parametrize(
-    ("broken", "not_run"),
-    [((), ()), (("float64",), ()), (("float64", "resumed"), ("resnet50", "transformer"))],
-)
-def test_runs_behind_one_that_fails_are_launched_again_or_skipped(tmp_path, monkeypatch, broken, not_run):
-    """Never taken for runs that ended."""
-    names = ["float32", "float64", "resumed", "resnet50", "transformer"]
-    monkeypatch.setattr(f"{__name__}.planned_runs", lambda *_: {name: [] for name in names})
-    monkeypatch.setattr(f"{__name__}.TOPOLOGIES", TOPOLOGIES[:1])
-
-    def launch(config, name, *runs, **options):
-        for name in (run.split()[-1] for run in runs):
-            if name in broken:
-                break
-            (launches.launcher.folder / name).mkdir()
-            (launches.launcher.folder / name / "summary.json").write_text("{}")
-        return SimpleNamespace(stdout="", stderr=f"{runs} broke")
-
-    launch.folder = tmp_path
-    launches = Launches(launch)
-    launches.launch(TOPOLOGIES[0])
-    monkeypatch.setattr(run_reader, "launches", lambda _: [{"processes": [{"device": "none"}]}])
-    for name in names:
-        with pytest.raises((AssertionError, pytest.skip.Exception)) as ended:  # of the device, if the run is there
-            launches.run(TOPOLOGIES[0], name)
-        assert (ended.type is pytest.skip.Exception) == (name in not_run)
-        assert (f"{name} did not end" in str(ended.value)) == (name in broken)
