@@ -1,5 +1,6 @@
 """k micro-batches on P processes give the gradient of the mean over the whole batch."""
 
+import itertools
 import math
 
 import count_all_reduces
@@ -7,6 +8,7 @@ import pytest
 import run_many
 import run_reader
 import torch
+from plain_loop import assert_same_as_plain, batches_of
 from run_reader import lines, summary
 from same_numbers import largest_difference
 
@@ -82,21 +84,15 @@ def test_it_is_the_plain_loop(train, small_mnist, max_grad_norm):
     model = make_model(4, norm="batch")
     optimizer = torch.optim.AdamW(model.parameters(), 2e-2, weight_decay=0.5)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, 3, cycle_momentum=False)
-    order, _ = GlobalSampler(len(data), 250, seed=4).items(0)
-    rates, norms = [], []
-    for rows in order.split(250)[:3]:
-        losses, _ = losses_and_predictions(model, *data[rows])
-        losses.mean().backward()
+    steps = itertools.islice(batches_of(len(data), 250, seed=4), 3)
+    losses = (losses_and_predictions(model, *data[rows])[0].mean() for _, rows in steps)
+    norms = []
+
+    def clip():
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+
+    assert_same_as_plain(folder, model, losses, optimizer, schedule, clip, rtol=1e-6, atol=1e-9)
     assert min(norms) > 0.05  # all of them are clipped
-    assert [line["lr"] for line in lines(folder, "train")] == rates
-    weights = run_reader.weights(folder)
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-9)
     model.eval()
     with torch.no_grad():
         losses, predicted = losses_and_predictions(model, *test.tensors)

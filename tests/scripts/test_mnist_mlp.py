@@ -10,13 +10,13 @@ import same_numbers
 import torch
 from conftest import ROOT
 from PIL import Image
+from plain_loop import assert_same_as_plain, batches_of
 from run_reader import lines
 
 from scripts import mnist_mlp
 from tests.programs import mlp
 from utils.datasets.images_in_memory import load_images
 from utils.randomness import combine, random_uniform
-from utils.sampler import GlobalSampler
 
 
 @pytest.mark.slow
@@ -84,24 +84,15 @@ def test_its_loop_trains_as_a_plain_one(train, small_mnist, tmp_path, monkeypatc
         pixels = ((images.flatten(1) - mnist_mlp.MEAN) / mnist_mlp.STD).double()
         return model.fc2(activation(model.fc1(pixels)) * kept)
 
-    rates = []
-    for epoch in range(2):
-        order, _ = GlobalSampler(len(data), 300, seed=values["seed"]).items(epoch)
-        for indices in order.split(300):
+    def losses():
+        for epoch, indices in batches_of(len(data), 300, values["seed"], epochs=2):
             key = combine(combine(values["seed"], epoch, 3), 0)
-            random = random_uniform(key, indices, (16,))
             # A kept unit counts for the ones that were left out.
-            kept = (random >= values["dropout"]).double() / (1 - values["dropout"])
+            kept = (random_uniform(key, indices, (16,)) >= values["dropout"]).double() / (1 - values["dropout"])
             images, labels = data[indices]
-            loss = torch.nn.functional.cross_entropy(logits(images, kept), labels)
-            loss.backward()
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    assert [line["lr"] for line in lines(tmp_path / "run", "train")] == rates
-    for name, tensor in run_reader.weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-13)
+            yield torch.nn.functional.cross_entropy(logits(images, kept), labels)
+
+    assert_same_as_plain(tmp_path / "run", model, losses(), optimizer, scheduler)
     loss = torch.nn.functional.cross_entropy(logits(test.tensors[0]), test.tensors[1])
     assert lines(tmp_path / "run", "test")[-1]["loss"] == pytest.approx(loss.item(), rel=1e-10)
 
