@@ -339,12 +339,16 @@ MODELS = {
 }
 
 
-def main():
+def parse_args():
     parser = flags.ArgumentParser(__doc__)
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--gradient_accumulation_steps", type=flags.positive_int, default=1)
     parser.add_run_flags(log_every=1)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
     MODELS[args.model](launch.make_accelerator(args, cpu_threads=1), args)
 
 

@@ -6,9 +6,6 @@ import run_many
 import run_reader
 import small_resnets
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from fakes import fake_accelerator
 from run_reader import losses, weights
 from torch import nn
@@ -30,23 +27,6 @@ def assert_close(run, other):
         torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
     assert losses(other) == pytest.approx(losses(run), rel=1e-9)
     assert losses(other, "test") == pytest.approx(losses(run, "test"), rel=1e-9)
-
-
-def test_a_step_that_the_scaler_of_fp16_skips_counts_for_the_scheduler_as_for_the_run():
-    """With a fused optimizer, as in the scripts; Accelerate would hold the scheduler back with others."""
-    Accelerator(cpu=True)
-    weight = torch.ones(3, requires_grad=True)
-    optimizer = AcceleratedOptimizer(torch.optim.AdamW([weight], 0.1, fused=True), scaler=torch.amp.GradScaler("cpu"))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (1 + step))
-    scheduler = AcceleratedScheduler(schedule, optimizer, split_batches=True)
-    for step, factor in enumerate((torch.inf, 1.0), 1):
-        optimizer.scaler.scale((weight * factor).sum()).backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        assert (weight[0] == 1) == (factor == torch.inf)
-        assert scheduler.get_last_lr() == [0.1 / (1 + step)]
-    assert optimizer.state[weight]["step"] == 1
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import textwrap
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from conftest import ROOT
@@ -106,26 +105,3 @@ def test_two_calls_of_accumulate_are_two_steps(train):
 def test_the_right_loop_is_that_of_the_program():
     program = (ROOT / "examples" / "gan.py").read_text()
     assert textwrap.indent(RIGHT, 12 * " ") in program
-
-
-def test_ddp_reduces_the_first_of_two_backward_passes_only():
-    """The communication hook shows what is reduced; 100 stands for the other processes."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    reduced = []
-
-    def hook(state, bucket):
-        reduced.append(bucket.buffer().clone())
-        future = torch.futures.Future()
-        future.set_result(100 * bucket.buffer())
-        return future
-
-    try:
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
-        model.register_comm_hook(None, hook)
-        real, fake = model(torch.ones(3, 1)), model(torch.full((3, 1), 2.0))
-        real.mean().backward()
-        fake.mean().backward()
-        assert reduced == [torch.ones(1)]
-        assert model.module.weight.grad.item() == 100 * 1 + 2
-    finally:
-        dist.destroy_process_group()

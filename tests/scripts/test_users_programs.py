@@ -6,6 +6,8 @@ single sample, and all micro-batches but one get a stand-in.
 """
 
 import json
+import re
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ import pytest
 import run_many
 import run_reader
 import torch
+from conftest import ROOT
 from fakes import fake_accelerator
 from run_reader import lines
 from same_numbers import largest_difference
@@ -140,6 +143,17 @@ def test_the_learning_rates_follow_the_recipes(runs, name):
         assert rates == pytest.approx([0.01 * min(1, step / 8) for step in range(1, 21)])
     else:
         assert (rates[0], rates[-1]) == (0.01, 0.0025)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_the_commands_in_an_example_are_those_that_it_takes(example, monkeypatch):
+    commands = re.findall(rf"accelerate launch --config_file (\S+) examples/{example.name}(.*)", example.read_text())
+    assert commands
+    for config, flags in commands:
+        assert (ROOT / config).exists()
+        if example.stem != "own_metrics" or find_spec("torchmetrics"):
+            monkeypatch.setattr("sys.argv", [str(example), *flags.split()])
+            run_many.load(example.stem, example).parse_args()
 
 
 @pytest.mark.parametrize("name", QUICK)
