@@ -1,12 +1,10 @@
 """The first script, launched as a user does."""
 
-import math
 import sys
 
 import pytest
 import run_many
 import run_reader
-import same_numbers
 import torch
 from conftest import ROOT
 from PIL import Image
@@ -17,35 +15,6 @@ from scripts import mnist_mlp
 from tests.programs import mlp
 from utils.datasets.images_in_memory import load_images
 from utils.randomness import combine, random_uniform
-
-
-@pytest.mark.slow
-def test_one_and_two_processes_train_the_same_model(launcher, small_mnist):
-    """203 test samples over 2 processes: each counts once. The last step is smaller."""
-    flags = ["--dataset", small_mnist, "--num_epochs", 3, "--batch_size", 64, "--lr", 1e-3, "--log_every", 1]
-    one, two = launcher.folder / "one", launcher.folder / "two"
-    assert run_many.run("mnist_mlp", [*flags, "--output_dir", one]) is None
-    done = launcher("cpu_ddp", *flags, "--output_dir", two)
-    assert done.stdout.count("done: ") == 1  # printed once, not once a process
-    losses, weight = same_numbers.differences(one, two, steps=3 * math.ceil(1003 / 64))
-    assert losses <= 1e-5
-    assert weight <= 1e-4
-    summaries = [run_reader.summary(folder) for folder in (one, two)]
-    assert [summary["test_samples"] for summary in summaries] == [203, 203]
-    run = run_reader.launches(two)[0]
-    assert run["num_processes"] == 2
-    assert run["backend"] == "gloo"
-    assert [(process["rank"], process["device"]) for process in run["processes"]] == [(0, "cpu"), (1, "cpu")]
-
-    # The saved model in the bare class gives the accuracy that the run reported.
-    weights = run_reader.weights(two)
-    model = mnist_mlp.MLP(784, len(weights["fc1.bias"]), 10)
-    model.load_state_dict(weights, strict=True)
-    test = load_images(str(small_mnist))[1]
-    images, labels = test.images, test.labels
-    accuracy = (model(images).argmax(1) == labels).double().mean().item()
-    assert accuracy == pytest.approx(summaries[1]["test_accuracy"], abs=1e-9)
-
 
 PLAIN = {"seed": 0, "lr": 6e-3, "weight_decay": 0.1, "optimizer": "adamw", "dropout": 0}
 RECIPES = {

@@ -7,10 +7,8 @@ import pytest
 import run_many
 import run_reader
 import torch
-import virtual_gpus
 from fakes import fake_accelerator
 from run_reader import lines, losses
-from same_numbers import largest_difference
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
@@ -325,13 +323,6 @@ def test_dropout_drops_attention_and_features_in_training_alone():
     assert not torch.equal(model(tokens), model(tokens))
 
 
-def test_data_parallel_has_the_numbers_of_one_device(train, monkeypatch):
-    one = train("one", "--max_steps", 4)
-    virtual_gpus.install(monkeypatch.setattr, 3)
-    several = train("several", "--max_steps", 4)
-    assert losses(several) == pytest.approx(losses(one), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -386,15 +377,6 @@ def test_training_goes_on_from_the_weights_and_the_tokenizer_of_another_run(trai
     (second / "summary.json").unlink()
     train("second", "--max_steps", 1, "--lr", 0, *pretrained, "--resume")
     assert lines(second, "test")[0]["loss"] == lines(first, "test")[0]["loss"]
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_numbers_of_one_also_with_dropout(train, launcher, texts):
-    """The micro-batches of a step are the same four, and so is what dropout drops in them."""
-    flags = [*FLAGS, "--dropout", 0.1, "--float64", "--gradient_accumulation_steps"]
-    words = run_many.words("transformer", ["--dataset", texts, *flags, 2, "--output_dir", "two"])
-    launcher("cpu_ddp", *words, script=run_many.FILE, timeout=300)
-    assert largest_difference(train("one", *flags, 4), launcher.folder / "two") <= 1e-11
 
 
 @pytest.mark.slow
