@@ -102,6 +102,7 @@ def test_one_mistake_is_named(prove_it):
     assert "each epoch has the same order (samples, ddp_series.py:" in said.verdict
 
 
+@pytest.mark.slow
 def test_gradients_that_a_hook_of_pytorch_rounds_are_the_same(prove_it):
     hook = "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
     wrapped = "self.model = DDP(self.model)\n"

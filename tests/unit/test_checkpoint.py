@@ -784,11 +784,12 @@ def test_other_optimizers_and_schedules_are_refused(tmp_path, accelerator, capsy
     assert sentence in capsys.readouterr().err
 
 
-def test_how_a_step_is_computed_may_change(tmp_path, accelerator):
-    saved(accelerator, tmp_path, build(0, accelerator))
-    other = build(0, accelerator, fused=True)
+@pytest.mark.parametrize(("then", "now"), [(False, True), (True, False)])
+def test_how_a_step_is_computed_may_change(tmp_path, accelerator, then, now):
+    saved(accelerator, tmp_path, build(0, accelerator, fused=then))
+    other = build(0, accelerator, fused=now)
     assert checkpoints(accelerator, tmp_path, other).load()[0] == 2
-    assert other["optimizer"].param_groups[0]["fused"] is True
+    assert other["optimizer"].param_groups[0]["fused"] is now
 
 
 def test_another_precision_is_refused(tmp_path, accelerator, capsys, monkeypatch):
