@@ -4,6 +4,7 @@ The core, in the order in which a script uses it:
 
     launch             creates the Accelerator for the topology in the config file
     topology           what the config file asks for, and whether the running processes match it
+    agree              processes compare what they have, and stop together if it differs
     flags              command-line flags, and the ones that every script has
     run                the bookkeeping of a run: steps, epochs, logging, checkpoints, resuming
     loader             batches of a map-style dataset, the same on any topology
@@ -29,7 +30,7 @@ parallel/: for a config file, or for a script that needs it.
 
     data_parallel      nn.DataParallel (dp.yaml)
     fsdp               sharded models (fsdp.yaml, cpu_fsdp.yaml)
-    same_weights       checks that processes agree: weights before a checkpoint, results after a test
+    same_weights       checks that all processes have the same weights, before a checkpoint
     virtual_processes  --virtual_processes: the same bits on any number of processes
     batch_norm         BatchNorm statistics over all processes
     gather_samples     every sample's value on every process

@@ -27,6 +27,7 @@ from accelerate.utils import (
 )
 
 from . import memory
+from .agree import same_on_all
 from .banner import code_digest
 from .console import explain_errors, stop
 from .flags import with_defaults
@@ -36,7 +37,6 @@ from .topology import (
     check_gpus,
     check_topology,
     data_parallel_gpus,
-    same_on_all,
     share_of_cores,
     wants_cpu,
 )

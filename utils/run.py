@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
+from .agree import on_main, same_on_all, same_result
 from .banner import announce, warn_of_other_numbers
 from .best import Best, is_number, to_python
-from .checkpoint import Checkpoints, on_main, save_model
+from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
 from .curves import plot_curves
 from .flags import with_defaults
@@ -33,7 +34,6 @@ from .randomness import combine, device_generators, seed_generators
 from .run_folder import RunFolder
 from .sampler import GlobalSampler, virtual_processes
 from .signals import StopSignal
-from .topology import same_on_all
 from .watchdog import Watchdog, end_process_group
 
 
@@ -334,7 +334,7 @@ class Run:
             return
         self.last_test = {name: to_python(value) for name, value in result.items()}
         numbers = {name: value for name, value in self.last_test.items() if is_number(value)}
-        numbers = same_weights.same_result(numbers)
+        numbers = same_result(numbers)
         if self.best.add(numbers, self.step) and self.args.save_best:
             self._save_models("_best")
         self.log("test", math.ceil(self.step / self.steps_per_epoch) - 1, **numbers)

@@ -13,12 +13,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 
 from .console import plural, stop
-
-# May differ between machines. (resume_invariants is not a flag, but follows from the script.)
-PER_MACHINE_FLAGS = {"output_dir", "dataset", "num_workers", "resume_invariants"}
 
 
 @functools.cache
@@ -92,22 +89,6 @@ def check_topology(accelerator: Accelerator) -> None:
             stop(f"{name} asks for FSDP, but {runs.value} is running: use make_accelerator of utils/launch.py")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # would silently use float32
         stop("precision fp16 needs a GPU: set mixed_precision in the config file to bf16 or no")
-
-
-def same_on_all(facts: dict) -> dict:
-    """Return `facts`; stop if they differ between processes, except for PER_MACHINE_FLAGS. Collective.
-
-    With different arguments or data, machines would train one model with two recipes, or wait for each other forever.
-    """
-    compared = {name: value for name, value in facts.items() if name not in PER_MACHINE_FLAGS}
-    facts_of_ranks = gather_object([(socket.gethostname(), compared)])
-    first_host, first = facts_of_ranks[0]
-    for rank, (host, other) in enumerate(facts_of_ranks):
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        differences = [f"{name} {other.get(name)!r}, not {first.get(name)!r}" for name in names]
-        if differences:
-            stop(f"rank {rank} on {host} has {'; '.join(differences)} as rank 0 on {first_host}")
-    return facts
 
 
 def route_address() -> str | None:

@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 from utils import curves, launch, memory
 from utils.best import Best, metric_direction
 from utils.loader import GlobalLoader
-from utils.parallel import same_weights
 from utils.run import Run
 from utils.signals import EXIT_REQUEUE
 
@@ -234,7 +233,7 @@ def test_the_direction_decides_and_is_shown_and_others_have_no_best_value(start,
 def test_the_result_of_rank_0_decides_on_every_rank(start, tmp_path, monkeypatch):
     """Here: on a rank whose own scores, which differ by rounding, would stop the run at step 12."""
     scores = iter([0.5, 0.50000002, 0.4, 0.3])
-    monkeypatch.setattr(same_weights, "gather_object", lambda mine: [{**mine[0], "score": next(scores)}, *mine])
+    monkeypatch.setattr("utils.run.same_result", lambda mine: {**mine, "score": next(scores)})
     own = {step: {"score": score} for step, score in ((4, 0.5), (8, 0.5), (12, 0.4), (16, 0.3))}
     assert start(Regression(own), save_best="max:score", patience=2) is None
     found = summary(tmp_path / "run")

@@ -8,7 +8,7 @@ import torch
 from accelerate.commands.config.config_args import ClusterConfig
 from fakes import fake_accelerator
 
-from utils import banner, topology
+from utils import agree, banner, topology
 
 
 def cluster(**keys):
@@ -126,12 +126,12 @@ def test_what_differs_between_processes_is_named(monkeypatch, capsys):
     shared = []
     for host, lr in (("alpha", 0.1), ("beta", 0.1), ("gamma", 0.2)):
         shared.append((host, {"lr": lr, "seed": 0}))
-    monkeypatch.setattr(topology, "gather_object", lambda mine: [*mine, *shared[1:2]])
-    assert topology.same_on_all(facts) == facts
-    monkeypatch.setattr(topology, "gather_object", lambda mine: shared)
+    monkeypatch.setattr(agree, "gather_object", lambda mine: [*mine, *shared[1:2]])
+    assert agree.same_on_all(facts) == facts
+    monkeypatch.setattr(agree, "gather_object", lambda mine: shared)
     with pytest.raises(SystemExit):
-        topology.same_on_all(facts)
-    assert capsys.readouterr().err == ("error: rank 2 on gamma has lr 0.2, not 0.1 as rank 0 on alpha\n")
+        agree.same_on_all(facts)
+    assert capsys.readouterr().err == "error: rank 2 on gamma has lr 0.2, not 0.1 as rank 0 on alpha\n"
 
 
 def test_the_banner_says_what_will_run(monkeypatch, capsys):

@@ -30,6 +30,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import nn
 
+from ..agree import on_main
 from ..atomic_files import write_atomically
 from ..console import show, show_error, stop
 from .folder import (
@@ -340,22 +341,3 @@ def send_files(accelerator: Accelerator, files: StoredFiles, has_files: bool) ->
             if not has_files:
                 tensors[name] = Stored([(0, tensor.cpu())])
     return files if has_files else received
-
-
-def on_main(accelerator: Accelerator, work: Callable):
-    """Do `work()` on the main process and return its result on all processes. Collective.
-
-    Raises: SystemExit on every process, if it fails with OSError or SystemExit: none is left waiting.
-    """
-    result = problem = None
-    if accelerator.is_main_process:
-        try:
-            result = work()
-        except (OSError, SystemExit) as error:
-            problem = error
-    result, problem = broadcast_object_list([result, problem])
-    if isinstance(problem, OSError):
-        stop(f"{problem.filename or 'a file'}: {problem.strerror or problem}")
-    if problem is not None:  # work() printed the reason
-        raise problem
-    return result

@@ -72,11 +72,11 @@ def read(batches: Batches, iterator):
 
 
 def watch_run(cls: type, recording) -> None:
-    same_weights = getattr(sys.modules[cls.__module__], "same_weights", None)
-    if same_weights is None:  # another class of this name
+    module = sys.modules[cls.__module__]
+    if not hasattr(module, "same_weights"):  # another class of this name
         return
     # Processes that differ are a finding, and must not end the run.
-    same_weights.check, same_weights.same_result = lambda *_: None, lambda numbers: numbers
+    module.same_weights.check, module.same_result = lambda *_: None, lambda numbers: numbers
 
     @wrap(cls, "start")
     def start(original, run, train_loader, test_loader, total_steps, **options):

@@ -1,0 +1,89 @@
+"""Where processes compare what they have, and stop together if it differs. Every function here is collective."""
+
+import math
+import operator
+import socket
+from collections.abc import Callable
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from .console import stop
+
+# May differ between machines. (resume_invariants is not a flag, but follows from the script.)
+PER_MACHINE_FLAGS = {"output_dir", "dataset", "num_workers", "resume_invariants"}
+
+
+def compare(values: dict, is_same: Callable = operator.eq) -> tuple[dict, list[str], dict[str, tuple]]:
+    """Compare JSON values by name, which a process may lack, with rank 0's. Collective.
+
+    Returns:
+        Rank 0's values; the first rank that has others, and rank 0, such as ["rank 1 on beta", "rank 0 on alpha"]; and
+        their two values of each name that differs. If all are the same: an empty dict.
+    """
+    everyone = gather_object([(socket.gethostname(), values)])
+    first_host, first = everyone[0]
+    for rank, (host, other) in enumerate(everyone):
+        pairs = {name: (other.get(name), first.get(name)) for name in {**first, **other}}
+        if differing := {name: pair for name, pair in pairs.items() if not is_same(*pair)}:
+            return first, [f"rank {rank} on {host}", f"rank 0 on {first_host}"], differing
+    return first, [], {}
+
+
+def same_on_all(facts: dict) -> dict:
+    """Return `facts`; stop if they differ between processes, except for PER_MACHINE_FLAGS. Collective.
+
+    With different arguments or data, machines would train one model with two recipes, or wait for each other forever.
+    """
+    compared = {name: value for name, value in facts.items() if name not in PER_MACHINE_FLAGS}
+    _, ranks, differing = compare(compared)
+    if differing:
+        stop(in_words(ranks, differing))
+    return facts
+
+
+def same_result(numbers: dict[str, float]) -> dict[str, float]:
+    """Return rank 0's numbers of a test on every rank: all save the same best model, and stop together. Collective.
+
+    Stops at results that differ by more than rounding, which machines of two kinds have: each process would have
+    tested its own samples only.
+    """
+    first, ranks, differing = compare(numbers, is_close)
+    if differing:
+        stop(
+            f"the processes have different test results: {in_words(ranks, differing)}; use run.new_metrics(), or add "
+            "up the parts of all processes with accelerator.reduce"
+        )
+    return first
+
+
+def in_words(ranks: list[str], differing: dict[str, tuple]) -> str:
+    pairs = "; ".join(f"{name} {other!r}, not {value!r}" for name, (other, value) in differing.items())
+    return f"{ranks[0]} has {pairs} as {ranks[1]}"
+
+
+def is_close(value: float | None, other: float | None) -> bool:
+    """Whether two numbers, or two missing ones, differ by no more than rounding."""
+    if value is None or other is None:
+        return value is other
+    return math.isclose(value, other, rel_tol=1e-5, abs_tol=1e-6) or (math.isnan(value) and math.isnan(other))
+
+
+def on_main(accelerator: Accelerator, work: Callable):
+    """Do `work()` on the main process and return its result on all processes. Collective.
+
+    Raises:
+        SystemExit: on every process, if it fails with OSError or SystemExit: none is left waiting.
+    """
+    result = problem = None
+    if accelerator.is_main_process:
+        try:
+            result = work()
+        except (OSError, SystemExit) as error:
+            problem = error
+    result, problem = broadcast_object_list([result, problem])
+    if isinstance(problem, OSError):
+        stop(f"{problem.filename or 'a file'}: {problem.strerror or problem}")
+    if problem is not None:  # work() printed the reason
+        raise problem
+    return result
