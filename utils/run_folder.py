@@ -1,5 +1,6 @@
 """The files of a run: run.json, metrics.jsonl and summary.json. Only the main process writes them."""
 
+import errno
 import json
 import os
 import sys
@@ -12,7 +13,9 @@ from filelock import FileLock, Timeout
 
 from .atomic_files import fsync, read_entry, write_json
 from .banner import describe_code
-from .console import stop
+from .console import show, stop
+
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # a file system without flock, such as some of Lustre
 
 
 class RunFolder:
@@ -39,13 +42,16 @@ class RunFolder:
             if not self.path.exists():
                 self.path.mkdir(parents=True, exist_ok=True)
                 fsync(self.path.parent)
-            self.lock = FileLock(self.path / ".lock")
+            # Not a file that stands for a lock: after `kill -9` it would stay.
+            self.lock = FileLock(self.path / ".lock", fallback_to_soft=False)
             # A run that is being stopped may still be saving.
             self.lock.acquire(timeout=10 if self.resume else 0)
         except Timeout:
             return f"another run is writing to {self.path}: wait for it, or use a different --output_dir"
         except OSError as error:
-            return f"--output_dir {self.path} cannot be written to: {error.strerror}"
+            if error.errno not in NO_LOCKS:
+                return f"--output_dir {self.path} cannot be written to: {error.strerror}"
+            show(f"warning: {self.path} cannot be locked ({error.strerror}): start no second run in it", "yellow")
         # A power cut may have destroyed run.json; even so, checkpoints of two runs must not mix.
         self.has_checkpoint = any(self.path.glob("checkpoints/step_*"))
         if not self.resume and (self.has_checkpoint or (self.path / "run.json").exists()):

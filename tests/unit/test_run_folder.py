@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import os
@@ -116,6 +117,19 @@ def test_a_second_run_in_the_folder_is_refused(make, tmp_path, capsys):
     with FileLock(tmp_path / "run" / ".lock"), pytest.raises(SystemExit):
         make()
     assert "another run is writing to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_folder_without_locks_is_used_with_a_warning_also_after_a_kill(make, tmp_path, capsys, monkeypatch, code):
+    def no_flock(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", no_flock)
+    started(make())
+    assert capsys.readouterr().out.startswith("warning: ")
+    folder = started(make(resume=True), 5)  # nothing was released
+    assert [launch["from_step"] for launch in run_reader.launches(tmp_path / "run")] == [0, 5]
+    assert folder.path == tmp_path / "run"
 
 
 def test_a_folder_that_cannot_be_made_is_refused(make, tmp_path, capsys):
