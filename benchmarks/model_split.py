@@ -63,7 +63,7 @@ def make_ways(accelerator, data, m: int) -> dict[str, tuple]:
     resnet, images = model_split.make_resnet(1000), data.tensors[0]
     blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
     costs = pipeline.measure_blocks(blocks, images[: len(data) // m])
-    stages = pipeline.balance_stages(costs, STAGES, "time", "1f1b", m)
+    stages = pipeline.balance_stages(costs, STAGES)
     examples = [images[:1].to("meta"), *(costs[names[-1]].output for names in stages)]
     whole = model_split.Stage(copy.deepcopy(resnet), model_split.BLOCKS)
     part, pipe, _ = model_split.make_pipeline(resnet, stages, examples, "1f1b", STAGES, accelerator, [cpu])

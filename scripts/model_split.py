@@ -5,7 +5,7 @@
         --num_stages 2 --batch_size 256 --num_microbatches 8
 
 A single process splits the model over its devices (dp.yaml: all GPUs). With several processes, each has one stage. If
---num_stages is less than the number of processes, several copies of the pipeline share the batch.
+--num_stages is less than the number of processes, several replicas of the pipeline share the batch.
 
 Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.15: two processes with one thread each reach 1.40 times
 the images/s of the unsplit model on one thread (4 micro-batches of 16 images of 64 pixels; the ideal is 1.60).
@@ -40,10 +40,9 @@ from utils.parallel.pipeline import (
     OneProcess,
     OverProcesses,
     balance_stages,
-    format_table,
     measure_blocks,
     stage_table,
-    sum_over_copies,
+    sum_over_replicas,
 )
 from utils.run import Run
 
@@ -81,7 +80,6 @@ def parse_args():
     pipe.add_argument("--num_microbatches", type=positive_int, default=4, help="micro-batches per pass of the pipeline")
     pipe.add_argument("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="pipeline schedule")
     pipe.add_argument("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of stages 2, 3, ...")
-    pipe.add_argument("--balance", choices=("time", "memory"), default="time", help="what --split auto balances")
     pipe.add_argument("--cpu_threads", type=non_negative_int, default=0, help="threads per process; 0: share of cores")
     pipe.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="pipeline passes per step")
     length = parser.add_argument_group("length")
@@ -150,9 +148,9 @@ class Layout(NamedTuple):
     num_stages: int  # processes in a pipeline, or devices of one process
     num_virtual_stages: int  # parts of the model: an interleaved schedule has two per process
     devices: list[torch.device]  # of this process
-    copies: int  # of the pipeline
-    copy: int  # which of them this process belongs to
-    accumulation: int  # micro-batches of each copy in one step
+    replicas: int  # of the pipeline
+    replica: int  # which of them this process belongs to
+    accumulation: int  # micro-batches of each replica in one step
     micro_batch_size: int
 
 
@@ -162,16 +160,16 @@ def choose_layout(args, accelerator) -> Layout:
     if processes == 1 and accelerator.device.type == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     num_stages = args.num_stages or max(processes, len(devices))
-    copies = 1 if processes == 1 else processes // num_stages
+    replicas = 1 if processes == 1 else processes // num_stages
     accumulation = args.num_microbatches * args.gradient_accumulation_steps
     return Layout(
         num_stages=num_stages,
         num_virtual_stages=num_stages * STAGES_PER_PROCESS[args.schedule],
         devices=devices,
-        copies=copies,
-        copy=accelerator.process_index // num_stages,
+        replicas=replicas,
+        replica=accelerator.process_index // num_stages,
         accumulation=accumulation,
-        micro_batch_size=args.batch_size // max(accumulation * copies, 1),
+        micro_batch_size=args.batch_size // max(accumulation * replicas, 1),
     )
 
 
@@ -190,10 +188,10 @@ def check_layout(args, layout: Layout, accelerator) -> None:
         stop("--num_stages 1 on several processes does not split the model: use another value, or resnet50.py")
     if layout.num_virtual_stages > len(BLOCKS):
         stop(f"{layout.num_virtual_stages} stages are more than the {len(BLOCKS)} blocks of ResNet-50")
-    micro_batches = layout.accumulation * layout.copies
+    micro_batches = layout.accumulation * layout.replicas
     if args.batch_size % micro_batches:
         stop(
-            f"--batch_size {args.batch_size} is not divisible by {plural(layout.copies, 'pipeline')} x "
+            f"--batch_size {args.batch_size} is not divisible by {plural(layout.replicas, 'pipeline')} x "
             f"{plural(args.num_microbatches, 'micro-batch')} x "
             f"{plural(args.gradient_accumulation_steps, 'accumulation step')}: use a multiple of {micro_batches}"
         )
@@ -218,7 +216,7 @@ def check_batch_norm(args, layout, train_data, total_steps: int) -> None:
     smallest = layout.micro_batch_size
     last_step = len(train_data) % args.batch_size
     if last_step and total_steps * args.batch_size >= len(train_data):
-        smallest = last_step // (layout.accumulation * layout.copies)
+        smallest = last_step // (layout.accumulation * layout.replicas)
     if smallest < 2:
         stop(
             f"--batch_size {args.batch_size} leads to micro-batches of one sample, with one pixel at the end, which "
@@ -240,7 +238,7 @@ def split_model(args, layout, train_data, accelerator, is_resumed):
     with accelerator.autocast():
         costs = measure_blocks({block: Stage(resnet, [block]) for block in BLOCKS}, images)
     if args.split == ["auto"]:
-        blocks = balance_stages(costs, layout.num_virtual_stages, args.balance, args.schedule, args.num_microbatches)
+        blocks = balance_stages(costs, layout.num_virtual_stages)
     else:
         boundaries = [0, *(BLOCKS.index(name) for name in args.split), len(BLOCKS)]
         blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(boundaries)]
@@ -259,7 +257,7 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
         devices: of this process.
 
     Returns:
-        The part of the model on this process; the pipeline that runs it; and the process group of all copies of this
+        The part of the model on this process; the pipeline that runs it; and the process group of all replicas of this
         part, None if there is only one.
     """
     rank, processes = accelerator.process_index, accelerator.num_processes
@@ -275,15 +273,15 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
         # naive: no overlap; gpipe: all forward passes first.
         max_in_flight = {"naive": 1, "gpipe": sys.maxsize}.get(schedule, num_stages)
         return model, OneProcess(stages, devices, max_in_flight), None
-    copies = processes // num_stages
-    ranks = torch.arange(processes).view(copies, num_stages)
+    replicas = processes // num_stages
+    ranks = torch.arange(processes).view(replicas, num_stages)
     timeout = accelerator.init_handler and accelerator.init_handler.timeout
     # nccl-lazy makes a communicator for each pair of neighbours; with one for all, their transfers wait for each other.
     backend = "nccl-lazy" if accelerator.device.type == "cuda" else None
     stage_group, _ = new_subgroups_by_enumeration(ranks.tolist(), timeout, backend)
-    copy_group, _ = new_subgroups_by_enumeration(ranks.T.tolist(), timeout) if copies > 1 else (None, None)
+    replica_group, _ = new_subgroups_by_enumeration(ranks.T.tolist(), timeout) if replicas > 1 else (None, None)
     stages = dict(zip(numbers, stages, strict=True))
-    return model, OverProcesses(stages, examples, schedule, stage_group, accelerator.device), copy_group
+    return model, OverProcesses(stages, examples, schedule, stage_group, accelerator.device), replica_group
 
 
 def make_loss_fn(count):
@@ -300,7 +298,7 @@ def make_loss_fn(count):
         correct = logits.argmax(1) == labels
         device = batch.indices.device  # with several GPUs in one process, the first stage's
         count(batch, loss=losses.detach().to(device), accuracy=correct.to(device))
-        return batch.mean_loss(losses)  # scaled so that gradients of micro-batches and copies can be summed
+        return batch.mean_loss(losses)  # scaled so that gradients of micro-batches and replicas can be summed
 
     return loss_fn
 
@@ -327,13 +325,14 @@ def main():
 
     train_data, test_data = load_images(args.dataset)
     # All processes of a pipeline get the same samples: the first stage needs the images, the last stage the labels.
-    shares = {"shard": (layout.copy, layout.copies), "accumulation": layout.accumulation}
+    shares = {"shard": (layout.replica, layout.replicas), "accumulation": layout.accumulation}
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, **shares)
     test_loader = GlobalLoader(test_data, args.batch_size, accelerator, max_samples=args.max_test_samples, **shares)
     total_steps = args.max_steps or args.num_epochs * len(train_loader)
     check_batch_norm(args, layout, train_data, total_steps)
 
-    model, pipeline, copy_group, table = split_model(args, layout, train_data, accelerator, run.folder.has_checkpoint)
+    is_resumed = run.folder.has_checkpoint
+    model, pipeline, replica_group, table = split_model(args, layout, train_data, accelerator, is_resumed)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, cycle_momentum=False)
     # Without the model, which DDP would broadcast and reduce as if it were the same on all processes.
@@ -342,16 +341,16 @@ def main():
     invariants = {"micro_batch_size": layout.micro_batch_size} if args.norm == "batch" else None
     filling = plural(args.num_microbatches, "micro-batch")
     parts = ModelParts(
-        copy=layout.copy,
-        batch=f"{layout.micro_batch_size} per micro-batch x {filling} x {plural(layout.copies, 'pipeline')}",
-        notes={"num_stages": layout.num_stages, "copies": layout.copies, "stages": table},
-        group=pipeline.group,
+        batch=f"{layout.micro_batch_size} per micro-batch x {filling} x {plural(layout.replicas, 'pipeline')}",
+        notes={"num_stages": layout.num_stages, "replicas": layout.replicas, "stages": table},
     )
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run.start(
         train_loader, test_loader, total_steps, checkpoint=checkpoint, resume_invariants=invariants, model_parts=parts
     )
-    accelerator.print(format_table(table), flush=True)
+    for stage in table:
+        row = "stage {stage}: {blocks}, {parameters:,} parameters, {time_ms} ms per micro-batch ({time_share:.0%})"
+        accelerator.print(row.format(**stage), flush=True)
 
     loss_fn = make_loss_fn(run.log_train)
     for epoch in run.epochs():
@@ -362,7 +361,7 @@ def main():
                     batches = micro_batches[first : first + args.num_microbatches]
                     images = [batch.data[0] for batch in batches]
                     pipeline.run(images, batches, loss_fn)
-            sum_over_copies(model, copy_group)
+            sum_over_replicas(model, replica_group)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

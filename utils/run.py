@@ -134,7 +134,7 @@ class Run:
         invariants = invariants_of(args, loaders, data) | {"total_steps": total_steps}
         invariants |= {"save_best": args.save_best} | (resume_invariants or {})
         folder = self.folder.path / "checkpoints"
-        self.checkpoints = Checkpoints(accelerator, folder, checkpoint, invariants, args.keep_checkpoints, model_parts)
+        self.checkpoints = Checkpoints(accelerator, folder, checkpoint, invariants, args.keep_checkpoints)
         self.step, self.extra, saved_metrics = self.checkpoints.load()
         self.best.load_state(self.extra)
         self.metrics = Metrics(accelerator, saved_metrics)
@@ -343,7 +343,7 @@ class Run:
         for name in self.checkpoints.models:
             model = self.state[name]
             model = model.module if isinstance(model, AveragedModel) else model
-            save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors", self.model_parts)
+            save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors")
 
     def finish(self) -> dict:
         """Save every model as <name>.safetensors; write summary.json and curves.png. Collective.

@@ -158,7 +158,7 @@ def other_folder(monkeypatch):
 def damaged_part(folder):
     """Of the newest checkpoint; each rank looks at some of the files."""
     newest = max((folder / "checkpoints").glob("step_*"))
-    file = newest / "optimizer.rank_1.safetensors"
+    file = newest / "model.safetensors"  # its SHA-256 is checked by rank 1
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -168,7 +168,7 @@ def damaged_part(folder):
     ("fault", "step", "sentence"),
     [
         (no_space, 2, "step_00000003 cannot be written (No space left on device): --resume goes on from the"),
-        (other_folder, None, "is not the folder of rank 0: all machines of a sharded run need the same"),
+        (other_folder, None, "is not the folder of rank 0: "),
     ],
 )
 def test_a_rank_that_cannot_write_ends_the_run_with_a_sentence(fault, step, sentence, tmp_path, small_mnist, home):
@@ -188,5 +188,5 @@ def test_a_rank_that_cannot_write_ends_the_run_with_a_sentence(fault, step, sent
     codes, _ = ended(start(2, tmp_path, [*flags, "--resume"]), 60)
     log = (tmp_path / "log").read_text()
     assert list(codes.values()) == [0, 0], log[-3000:]
-    assert "step_00000002 is skipped: optimizer.rank_1.safetensors: its SHA-256 is not the one" in log
+    assert "step_00000002 is skipped: model.safetensors: its SHA-256 is not the one" in log
     assert (tmp_path / "run" / "checkpoints" / "damaged_step_00000002").is_dir()

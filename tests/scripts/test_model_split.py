@@ -31,14 +31,11 @@ from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make
 from utils.datasets.images_in_memory import LabelledImages, load_images
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
-from utils.parallel import pipeline
 from utils.parallel.pipeline import (
     BlockCost,
-    ModelParts,
     balance_stages,
-    balanced_boundaries,
     measure_blocks,
-    sum_over_copies,
+    sum_over_replicas,
 )
 from utils.sampler import GlobalSampler
 
@@ -107,7 +104,7 @@ def reference(norm, copies, data, accelerator):
 def random_images(copies: int) -> LabelledImages:
     """One sample more than equal micro-batches would have.
 
-    The first micro-batch gets it; with two copies, the second copy has none of that size.
+    The first micro-batch gets it; with two replicas, the second has none of that size.
     """
     num_samples = 2 * MICRO_BATCHES * copies + 1
     generator = torch.Generator().manual_seed(1)
@@ -188,7 +185,7 @@ def differences(accelerator, schedule, norm, num_stages) -> dict:
     pipeline.run([batch.data[0] for batch in window], window, make_loss_fn(metrics.add))
     assert count_collectives() == calls  # the watchdog compares them between ranks
     passes = "".join(passes)
-    sum_over_copies(model, group)
+    sum_over_replicas(model, group)
     assert metrics.reduce()["samples"] == len(data)
 
     parameters = [(name, parameter.grad) for name, parameter in model.named_parameters()]
@@ -285,21 +282,11 @@ def four_processes(shared_launcher, tiny_mnist):
 
 
 @pytest.mark.slow
-def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path, monkeypatch):
-    """Weights, learning rates and the test are those of the unsplit model, with values that are not the defaults; the
-    stages are balanced by what the flag says."""
-    balanced_by = []
-    balance_stages = model_split.balance_stages
-
-    def record(costs, num_stages, by, *more):
-        balanced_by.append((num_stages, by))
-        return balance_stages(costs, num_stages, by, *more)
-
-    monkeypatch.setattr(model_split, "balance_stages", record)
+def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path):
+    """Weights, learning rates and the test are those of the unsplit model, with values that are not the defaults."""
     flags = ["--seed", 3, "--lr", 1e-3, "--weight_decay", 0.5, "--max_steps", 3]
-    flags += ["--dtype", "float64", "--num_stages", 2, "--balance", "memory", "--max_test_samples", 7]
+    flags += ["--dtype", "float64", "--num_stages", 2, "--max_test_samples", 7]
     assert train(tmp_path / "run", *FLAGS, *flags) is None
-    assert balanced_by == [(2, "memory")]
 
     data, test = load_images(str(tiny_mnist))
     torch.manual_seed(3)
@@ -381,7 +368,7 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
     assert summary["test_loss"] == pytest.approx(loss, rel=1e-5)
 
     launched = run_reader.launches(run)[0]
-    assert (launched["num_stages"], launched["copies"], len(launched["stages"])) == (2, 1, 2)
+    assert (launched["num_stages"], launched["replicas"], len(launched["stages"])) == (2, 1, 2)
     num_parameters = sum(parameter.numel() for parameter in resnet.parameters())
     assert sum(stage["parameters"] for stage in launched["stages"]) == num_parameters
     assert sum(stage["time_share"] for stage in launched["stages"]) == pytest.approx(1, abs=1e-3)
@@ -425,7 +412,7 @@ def test_copies_sum_their_gradients_and_average_their_buffers(monkeypatch):
     for part in (model, group_norm):  # with and without buffers
         for parameter in model.parameters():
             parameter.grad = torch.ones(3)
-        sum_over_copies(part, SimpleNamespace(size=lambda: 2))
+        sum_over_replicas(part, SimpleNamespace(size=lambda: 2))
         assert batch_norm.running_var.tolist() == [1, 1, 1]
         assert group_norm.weight.grad.tolist() == group_norm.bias.grad.tolist() == [2, 2, 2]
 
@@ -446,46 +433,6 @@ def test_the_groups_of_a_pipeline_have_the_timeout_of_the_run_and_on_gpus_a_lazy
     assert asked == [([[0, 1], [2, 3]], 9, backend), ([[0, 2], [1, 3]], 9)]
     assert (pipeline.group, copies) == ("[[0, 1], [2, 3]]", "[[0, 2], [1, 3]]")
     assert list(pipeline.stages) == [1]
-
-
-def test_the_parts_of_a_checkpoint_are_sent_tensor_by_tensor_into_memory_of_the_last_one(monkeypatch):
-    described, sent = [{}, {}], []
-
-    def gather(own):
-        described[rank] = own[0]
-        return described
-
-    def receive(tensor, group, group_src):
-        assert (group, group_src) == ("group", 1)
-        tensor.copy_(sent.pop(0))
-
-    monkeypatch.setattr(pipeline, "gather_object", gather)
-    monkeypatch.setattr(pipeline.distributed, "send", lambda tensor, group, group_dst: sent.append(tensor))
-    monkeypatch.setattr(pipeline.distributed, "recv", receive)
-    first = {"tensors": {"model": {"a": torch.ones(2)}}, "state": {"model": None, "groups": {"a": 0, "lr": [0.1]}}}
-    parts, copies = ModelParts(copy=0, batch="", notes={}, group="group"), {}
-    for value in (3.0, 4.0):
-        memory = [tensor.data_ptr() for tensor in copies.get("model", {}).values()]
-        last = {"b": torch.full((2, 3), value).T, "c/step": torch.tensor(value), "flags": torch.tensor([True, False])}
-        last = {"tensors": {"model": last}, "state": {"model": None, "groups": {"b": 0, "lr": [0.2]}}}
-        rank = 1
-        assert parts.join(fake_accelerator(2, rank), last, {}) is last
-        assert all(tensor.is_contiguous() for tensor in sent)
-        rank = 0
-        joined = parts.join(fake_accelerator(2), first, {"tensors": copies})
-        assert joined["state"] == {"model": None, "groups": {"a": 0, "b": 0, "lr": [0.1]}}
-        tensors = joined["tensors"]["model"]
-        assert tensors.keys() == {"a", "b", "c/step", "flags"}
-        for name, tensor in {**first["tensors"]["model"], **last["tensors"]["model"]}.items():
-            assert torch.equal(tensors[name], tensor)
-        assert not sent
-        assert {tensor.device.type for tensor in described[1]["tensors"]["model"].values()} == {"meta"}
-    assert memory == [tensor.data_ptr() for tensor in copies["model"].values()]
-    assert tensors["a"] is first["tensors"]["model"]["a"]
-    # The other copies of the model have nothing to add.
-    rank = 1
-    assert parts._replace(copy=1).join(fake_accelerator(2, 1), last, {}) is last
-    assert (described[1], sent) == ({}, [])
 
 
 def test_stages_have_the_names_and_the_numbers_of_torchvision(monkeypatch):
@@ -510,35 +457,24 @@ def test_stages_have_the_names_and_the_numbers_of_torchvision(monkeypatch):
         assert torch.equal(last(first(images)), fresh.eval()(x))
 
 
-def test_even_cut_is_the_best_of_all_cuts():
+def test_the_stages_are_the_most_even_of_all():
     generator = torch.Generator().manual_seed(0)
     for num_blocks, num_stages in ((1, 1), (5, 5), (7, 3), (9, 4)):
-        values = torch.rand(num_blocks, generator=generator).tolist()
+        seconds = torch.rand(num_blocks, generator=generator).tolist()
 
-        def cost(stage, first, last, values=values):
-            return sum(values[first:last]) * (1 + 0.3 * stage)
+        def slowest(boundaries, seconds=seconds):
+            return max(sum(seconds[first:last]) for first, last in itertools.pairwise(boundaries))
 
-        def most_expensive(boundaries, cost=cost):
-            stages = enumerate(itertools.pairwise(boundaries))
-            return max(cost(stage, first, last) for stage, (first, last) in stages)
-
-        found = balanced_boundaries(num_blocks, num_stages, cost)
-        assert [found[0], found[-1], len(found)] == [0, num_blocks, num_stages + 1]
+        stages = balance_stages({str(i): BlockCost(s, 0, None) for i, s in enumerate(seconds)}, num_stages)
+        assert [name for names in stages for name in names] == [str(i) for i in range(num_blocks)]
+        assert len(stages) == num_stages
+        assert all(stages)
         possible = itertools.combinations(range(1, num_blocks), num_stages - 1)
-        best = min(most_expensive([0, *inner, num_blocks]) for inner in possible)
-        assert most_expensive(found) == best
+        best = min(slowest([0, *inner, num_blocks]) for inner in possible)
+        assert slowest([0, *itertools.accumulate(map(len, stages))]) == best
 
 
-def test_memory_is_balanced_for_the_micro_batches_in_flight():
-    """In 1F1B, the first of two stages keeps activations of two micro-batches, the last of one."""
-    costs = {name: BlockCost(1.0, 100, 0, 0, None) for name in "abcd"}
-    costs["d"] = costs["d"]._replace(time_s=3.0, parameter_bytes=25)
-    assert balance_stages(costs, 2, "time", "1f1b", 4) == [["a", "b", "c"], ["d"]]
-    assert balance_stages(costs, 2, "memory", "1f1b", 4) == [["a"], ["b", "c", "d"]]
-    assert balance_stages(costs, 2, "memory", "gpipe", 4) == [["a", "b"], ["c", "d"]]
-
-
-def test_measuring_sees_what_autograd_keeps_and_leaves_the_blocks_alone():
+def test_measuring_leaves_the_blocks_alone():
     Accelerator(cpu=True)
     resnet = make_resnet(10)
     before = copy.deepcopy(resnet.state_dict())
@@ -550,20 +486,6 @@ def test_measuring_sees_what_autograd_keeps_and_leaves_the_blocks_alone():
     assert sum(cost.parameters for cost in costs.values()) == num_parameters
     assert all(cost.time_s > 0 for cost in costs.values())
     assert costs["layer2.3"].output.shape == (4, 32, 4, 4)
-
-    kept, weights = {}, {p.untyped_storage().data_ptr() for p in resnet.parameters()}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = Stage(resnet, BLOCKS)(images)
-    kept_bytes = logits.nbytes  # they are kept for the loss
-    for address, tensor in kept.items():
-        if address not in weights:
-            kept_bytes += tensor.untyped_storage().nbytes()
-    assert sum(cost.activation_bytes for cost in costs.values()) == kept_bytes
 
 
 def print_differences(*numbers_of_stages: int):

@@ -4,12 +4,12 @@ checkpoints/step_00000938/
     <name>.safetensors      of each model: parameters and buffers by their plain names
                             of each optimizer: its state as <parameter name>/<state name>
                             of any other object: the tensors of its state_dict
-                            of rank 0, if the model is sharded; the others' parts are <name>.rank_1.safetensors, ...
-    processes.safetensors   by rank: metrics since the last log line
-    manifest.json           written last: step, what must match when resuming, all that is not a tensor,
+    <name>.rank_1.safetensors, ...  what only rank 1 has: its rows of a sharded model, its stage of a pipeline
+    processes.safetensors   metrics since the last log line, by rank
+    manifest.json           written last: step, what must match when resuming, everything that is not a tensor,
                             SHA-256 of each file
 
-This file says when a run saves and loads; state.py, what an object is on the disk; folder.py, how files get there.
+This file: when a run saves and loads. state.py: how objects become tensors and JSON. folder.py: files on the disk.
 """
 
 import collections
@@ -34,14 +34,15 @@ from ..agree import on_main
 from ..atomic_files import write_atomically
 from ..console import show, show_error, stop
 from .folder import (
+    NEED_ONE_FOLDER,
     PROCESSES,
     RANK,
-    Board,
     Files,
+    FirstRows,
     Problem,
-    Rows,
-    Stored,
-    StoredFiles,
+    SavedFiles,
+    SavedTensor,
+    SaveMessages,
     Tensors,
     copy_to_cpu,
     header_of,
@@ -61,30 +62,29 @@ from .state import (
     layout,
     name_parameters,
     own_files,
+    parts_of,
     plain_name,
+    share_out,
 )
 
 
 class Checkpoints:
-    """The checkpoints of one run. The main process writes them; of a sharded model, each process its own rows.
+    """The checkpoints of one run. Each tensor, or part of it, is written by the first rank that has it.
 
     Args:
         state: by name, whatever has a state_dict, as `prepare` returned it.
-        invariants: what else decides the numbers (flags, data, total steps), as JSON. A checkpoint with
-            different ones is refused; so are different models, optimizers, schedules and precisions.
+        invariants: what else decides the numbers (flags, data), as JSON. A checkpoint with different ones is refused;
+            so are different models, optimizers, schedules and precisions.
         keep: how many of the newest checkpoints to keep; 0: all.
-        model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
 
     Raises:
         SystemExit: if something in `state` cannot be saved.
     """
 
-    numbers = itertools.count()  # of all saves of this process: a name on all ranks
+    numbers = itertools.count()  # counts this process's saves; the same on every rank, so it can name one
 
-    def __init__(
-        self, accelerator: Accelerator, folder: Path, state: dict, invariants: dict, keep: int = 2, model_parts=None
-    ):
-        self.accelerator, self.folder, self.keep, self.model_parts = accelerator, Path(folder), keep, model_parts
+    def __init__(self, accelerator: Accelerator, folder: Path, state: dict, invariants: dict, keep: int = 2):
+        self.accelerator, self.folder, self.keep = accelerator, Path(folder), keep
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.num_processes > 1
         self.timeout_s = accelerator.init_handler.timeout.total_seconds() if accelerator.init_handler else 600
         self.models, self.optimizers, objects = {}, {}, {}
@@ -110,24 +110,23 @@ class Checkpoints:
         self.entries |= {name: ObjectState(name, instance) for name, instance in objects.items()}
         derived = {name: entry.settings for name, entry in self.entries.items() if name not in self.models}
         derived["precision"] = accelerator.mixed_precision
-        # As they are read back: tuples become lists.
-        self.invariants = json.loads(json.dumps({"fixed": invariants, "derived": derived}))
+        self.invariants = json.loads(json.dumps({"fixed": invariants, "derived": derived}))  # tuples become lists
         self.saved_step = None
         self.writing: Future | None = None
         self.copies: Files = {}  # the next checkpoint reuses their memory
-        self.rows: Rows = {}
+        self.rows: FirstRows = {}
         self.save_time_s = 0.0  # how long training waited
 
     def save(self, step: int, metrics: Tensors, extra: dict, sync: Callable[[], None] | None = None) -> None:
-        """Copy the state after `step` steps into memory; a thread writes it to the disk. Collective.
+        """Copy the state after `step` steps; a thread writes it to the disk. Collective.
 
         Args:
             metrics: this process's tensors.
             extra: JSON of the main process.
-            sync: called by the thread first, to flush the files that `extra` counts on.
+            sync: called first by the thread, to flush the files that `extra` refers to.
 
         Raises:
-            SystemExit: on every rank, if the previous checkpoint could not be written, or had a parameter that is not
+            SystemExit: on every rank, if the previous checkpoint could not be written or had a parameter that is not
                 finite.
         """
         began = time.perf_counter()
@@ -140,13 +139,18 @@ class Checkpoints:
             saved, state[name] = entry.save()
             if saved is not None:
                 tensors[f"{name}.safetensors"] = saved
-        if self.model_parts is not None:
-            entries, copies = {"tensors": tensors, "state": state}, {"tensors": self.copies}
-            tensors, state = self.model_parts.join(self.accelerator, entries, copies).values()
-        by_rank = gather_object([metrics])
-        is_main, manifest = self.accelerator.is_main_process, None
+        rank, is_main = self.accelerator.process_index, self.accelerator.is_main_process
+        optimizers = {name: state[name] for name in self.optimizers}
+        by_rank = gather_object([(metrics, parts_of(tensors), optimizers)])
+        shares = share_out([parts for _, parts, _ in by_rank])
+        others = [other for other in range(1, len(shares)) if shares[other]]
+        manifest, name_of_save = None, f"checkpoint/{next(self.numbers)}"
         if is_main:
-            tensors[PROCESSES] = {f"{rank}/{name}": t for rank, own in enumerate(by_rank) for name, t in own.items()}
+            metrics = {f"{rank}/{name}": t for rank, (own, _, _) in enumerate(by_rank) for name, t in own.items()}
+            for _, _, optimizers in reversed(by_rank):  # the stages of a pipeline have some of the parameters each
+                for name, saved in optimizers.items():
+                    for part in ("numbers", "parameters"):
+                        state[name][part] = {**state[name][part], **saved[part]}
             manifest = {
                 **self.invariants,
                 "num_processes": self.accelerator.num_processes,
@@ -154,18 +158,19 @@ class Checkpoints:
                 "state": {name: saved for name, saved in state.items() if name not in self.models},
                 "extra": extra,
             }
-        if is_main or self.is_sharded:
-            files, self.rows = own_files(tensors, self.accelerator.process_index)
+        if is_main or rank in others:
+            files, self.rows = own_files(tensors, shares[rank], rank)
+            files |= {PROCESSES: metrics} if is_main else {}
             self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
-            board = Board(f"checkpoint/{next(self.numbers)}", self.timeout_s) if self.is_sharded else None
+            messages = SaveMessages(name_of_save, self.timeout_s) if others else None
             self.writing = Future()
             # Not a daemon: the interpreter waits for it at its end.
-            arguments = self.writing, step, manifest, board, sync
+            arguments = self.writing, step, manifest, messages, others, sync
             threading.Thread(target=self._write, args=arguments, name="checkpoint").start()
         self.save_time_s += time.perf_counter() - began
 
-    def _write(self, writing: Future, step: int, manifest: dict | None, board: Board | None, sync) -> None:
-        """Runs in the thread."""
+    def _write(self, writing: Future, step: int, manifest: dict | None, messages, others: list[int], sync) -> None:
+        """Runs in the thread. others: the other ranks that write a part of this checkpoint."""
         rank = self.accelerator.process_index
         path = self.folder / f"step_{step:08d}"
         try:
@@ -173,19 +178,18 @@ class Checkpoints:
             if rank == 0:
                 if sync is not None:
                     sync()
-                others = range(1, self.accelerator.num_processes if self.is_sharded else 1)
-                write_checkpoint(path, {"step": step, **manifest}, self.copies, self.rows, self.keep, board, others)
+                write_checkpoint(path, {"step": step, **manifest}, self.copies, self.rows, self.keep, messages, others)
             else:
-                write_part(path, self.copies, self.rows, board, rank)
+                write_part(path, self.copies, self.rows, messages, rank)
             writing.set_result(None)
         except BaseException as error:
             problem = str(error)
             if isinstance(error, OSError):
                 problem = f"{path} cannot be written ({error.strerror})"
                 problem += ": --resume goes on from the checkpoint before it, if any"
-            if board is not None:
-                board.tell(rank, problem)
-            if rank == 0 and isinstance(error, (OSError, Problem)):
+            if messages is not None:
+                messages.post(rank, problem)
+            if rank == 0 and problem and isinstance(error, (OSError, Problem)):
                 show_error(problem)
                 error = SystemExit(2)
             writing.set_exception(error)
@@ -235,23 +239,27 @@ class Checkpoints:
         self.saved_step = manifest["step"]
         return manifest["step"], manifest["extra"], self._metrics(files[PROCESSES], manifest["num_processes"])
 
-    def _read_newest(self) -> tuple[Path, dict, StoredFiles] | None:
-        """The path, manifest and tensors of the newest whole checkpoint; None if there is none at all. Collective.
+    def _read_newest(self) -> tuple[Path, dict, SavedFiles] | None:
+        """The path, manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
 
         Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*. All processes read
-        the files of a sharded model, and each compares a part of them with their SHA-256.
+        the files of a sharded model, and each checks the SHA-256 of some of them.
         """
         accelerator = self.accelerator
         paths = on_main(accelerator, lambda: list_checkpoints(self.folder))
         share = slice(accelerator.process_index, None, accelerator.num_processes) if self.is_sharded else slice(None)
         for number, path in enumerate(paths):
-            manifest, files, damage = {}, {}, None
-            try:
-                manifest, files = read_checkpoint(self.folder / path.name, share)
-            except (OSError, ValueError) as error:
-                damage = error
+            manifest, files, damage = try_to_read(self.folder / path.name, share)
             found = gather_object([(manifest, damage)])
-            damage = next((damage for _, damage in found[: None if self.is_sharded else 1] if damage), None)
+            manifest, damage = found[0]
+            is_same = [other == manifest for other, _ in found]
+            if self.is_sharded and damage is None and not all(is_same):
+                # Rank 0 alone decides whether a checkpoint is damaged: the others may not see its folder.
+                damage = on_main(accelerator, lambda path=path: try_to_read(path)[2])
+                rank = is_same.index(False)
+                if damage is None:
+                    reason = found[rank][1] or "it has a different one"
+                    stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
             if isinstance(damage, OSError):
                 stop(f"{damage.filename or path}: {damage.strerror or damage}")
             if damage is not None:
@@ -259,17 +267,17 @@ class Checkpoints:
                     show(f"warning: {path} is skipped: {damage}", "yellow")
                 continue
             on_main(accelerator, functools.partial(set_aside, paths[:number]))
-            is_same = [other == found[0][0] for other, _ in found]
             if not all(is_same):  # a machine without this folder, or with a different one
                 files = send_files(accelerator, files, is_same[accelerator.process_index])
-            return path, found[0][0], files
+            return path, manifest, files
         if paths:
             stop(
-                f"none of the {len(paths)} checkpoints in {self.folder} is whole: start anew with another --output_dir"
+                f"none of the {len(paths)} checkpoints in {self.folder} is intact: start a new run with another "
+                "--output_dir"
             )
         return None
 
-    def _metrics(self, tensors: dict[str, Stored], num_processes: int) -> Tensors:
+    def _metrics(self, tensors: dict[str, SavedTensor], num_processes: int) -> Tensors:
         """The metrics this rank saved; with a different process count, rank 0 takes them all."""
         rank, same = self.accelerator.process_index, num_processes == self.accelerator.num_processes
         metrics = {}
@@ -279,7 +287,7 @@ class Checkpoints:
                 metrics.setdefault(name, []).append(tensor.whole())
         return {name: torch.cat(parts) for name, parts in metrics.items()}
 
-    def _check_fits(self, manifest: dict, tensors: StoredFiles) -> None:
+    def _check_fits(self, manifest: dict, tensors: SavedFiles) -> None:
         """Stop at the first kind of difference: the later ones follow from it."""
         files = {file.removesuffix(".safetensors") for file in tensors if file != PROCESSES}
         names = files | manifest["state"].keys()
@@ -288,11 +296,11 @@ class Checkpoints:
             self._refuse(manifest[kind], self.invariants[kind])
         layouts = {name: layout(tensors[f"{name}.safetensors"]) for name in self.models}
         layouts |= {name: manifest["state"][name]["parameters"] for name in self.optimizers}
-        for name, saved in layouts.items():
-            now = self.entries[name].layout()
-            if self.model_parts is not None:  # this process has some of the parameters
-                saved = {parameter: saved.get(parameter) for parameter in now}
-            self._refuse(saved, now, name)
+        now = {name: {} for name in layouts}
+        for others in gather_object([{name: self.entries[name].layout() for name in layouts}]):
+            now = {name: {**now[name], **others[name]} for name in layouts}
+        for name in layouts:
+            self._refuse(layouts[name], now[name], name)
 
     def _refuse(self, saved, now, name: str = "") -> None:
         """Stop if the two are different."""
@@ -302,18 +310,26 @@ class Checkpoints:
             stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
 
 
-def save_model(accelerator: Accelerator, model: nn.Module, path: Path, model_parts=None) -> None:
+def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
     """Write a model from `prepare` by plain names: loads with strict=True into the bare nn.Module. Collective.
 
-    A sharded model is gathered one tensor after the other.
+    The tensors of a sharded model, or of other stages of a pipeline, are gathered one at a time.
     """
-    model = accelerator.unwrap_model(model, keep_torch_compile=False)
-    tensors, _ = ModelState(model).save()
-    if model_parts is not None:
-        tensors = model_parts.join(accelerator, tensors, {})
-    header = header_of(tensors)
-    parts = (tensors[name] for name in header)
-    whole = (part.full_tensor() if is_sharded(part) else part for part in parts)  # collective
+    tensors, _ = ModelState(accelerator.unwrap_model(model, keep_torch_compile=False)).save()
+    owners, shapes = {}, {}
+    for rank, others in reversed([*enumerate(gather_object([shapes_of(tensors)]))]):
+        owners |= dict.fromkeys(others, rank)
+        shapes |= others
+    header = header_of(shapes)
+
+    def whole_tensors():
+        for name in header:
+            tensor = tensors.get(name)
+            if owners[name] > 0:
+                tensor = broadcast(accelerator, tensor, shapes[name], owners[name])
+            yield tensor.full_tensor() if is_sharded(tensor) else tensor  # collective
+
+    whole = whole_tensors()
 
     def write():
         try:
@@ -326,18 +342,35 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path, model_par
     on_main(accelerator, write)
 
 
-def send_files(accelerator: Accelerator, files: StoredFiles, has_files: bool) -> StoredFiles:
-    """The main process's `files` for processes that have not the same, one tensor at a time. Collective."""
-    shapes = {}
-    for file, tensors in files.items():
-        shapes[file] = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
-    (received,) = broadcast_object_list([shapes])
+def send_files(accelerator: Accelerator, files: SavedFiles, has_files: bool) -> SavedFiles:
+    """Send the main process's `files` to processes that do not have them, one tensor at a time. Collective."""
+    (received,) = broadcast_object_list([{file: shapes_of(tensors) for file, tensors in files.items()}])
     for file, tensors in received.items():
         for name, shape in tensors.items():
-            tensor = torch.empty_like(shape, device=accelerator.device)
-            if accelerator.is_main_process:
-                tensor.copy_(files[file][name].whole())
-            torch.distributed.broadcast(tensor.flatten().view(torch.uint8), 0)  # backends lack some dtypes
+            tensor = files[file][name].whole() if accelerator.is_main_process else None
+            tensor = broadcast(accelerator, tensor, shape, 0)
             if not has_files:
-                tensors[name] = Stored([(0, tensor.cpu())])
+                tensors[name] = SavedTensor([(0, tensor.cpu())])
     return files if has_files else received
+
+
+def shapes_of(tensors: dict) -> Tensors:
+    """Tensors of these shapes and types on the meta device."""
+    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+
+
+def broadcast(accelerator: Accelerator, tensor: torch.Tensor | None, shape: torch.Tensor, rank: int) -> torch.Tensor:
+    """The `tensor` of `rank`, on the device of each process; shape: as from `shapes_of`. Collective."""
+    received = torch.empty_like(shape, device=accelerator.device)
+    if accelerator.process_index == rank:
+        received.copy_(tensor)
+    torch.distributed.broadcast(received.flatten().view(torch.uint8), rank)  # backends lack some dtypes
+    return received
+
+
+def try_to_read(path: Path, share: slice = slice(None)) -> tuple[dict, SavedFiles, Exception | None]:
+    """As `read_checkpoint`, and what is wrong with the checkpoint, if anything."""
+    try:
+        return *read_checkpoint(path, share), None
+    except (OSError, ValueError) as error:
+        return {}, {}, error

@@ -19,22 +19,24 @@ from torch import distributed
 from ..atomic_files import fsync
 
 FORMAT = 2
+NEED_ONE_FOLDER = "the machines of a run with a sharded or split model need one --output_dir that all of them see"
 PROCESSES = "processes.safetensors"
 RANK = r"\.rank_\d+(?=\.safetensors$)"  # in the name of a file of a rank other than 0
 
-# In a file's header: the first row of each tensor, as torch.distributed.checkpoint's HuggingFaceStorageReader reads it.
-ROWS = "DCP_SHARDING_INFO"
+# The key in a file's header for the first row of each tensor, as torch.distributed.checkpoint's
+# HuggingFaceStorageReader expects it.
+DCP_METADATA_KEY = "DCP_SHARDING_INFO"
 
 Tensors = dict[str, torch.Tensor]
 Files = dict[str, Tensors]
-Rows = dict[str, dict[str, int]]  # by file and tensor: the first row
+FirstRows = dict[str, dict[str, int]]  # by file and tensor
 
 
-class Stored:
-    """A tensor of a checkpoint, mapped from one file; or if it was sharded, its rows from the files of several ranks.
+class SavedTensor:
+    """A tensor in a checkpoint, memory-mapped from one file or, if it was sharded, from the files of several ranks.
 
     Args:
-        parts: pairs of the first row, by which they are sorted, and a tensor.
+        parts: (first row, tensor) pairs, sorted by the first row.
     """
 
     def __init__(self, parts: list[tuple[int, torch.Tensor]]):
@@ -43,64 +45,80 @@ class Stored:
         if self.starts != [0]:
             ends = [first + len(tensor) for first, tensor in parts]
             if self.starts != [0, *ends[:-1]]:
-                raise ValueError(f"its parts begin at the rows {self.starts}, and end before {ends}")
+                raise ValueError(f"its parts begin at the rows {self.starts} and end before {ends}")
             shape = torch.Size((ends[-1], *shape[1:]))
         self.shape = shape
 
     def whole(self) -> torch.Tensor:
         return self.tensors[0] if len(self.tensors) == 1 else torch.cat(self.tensors)
 
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """The rows from `start` on, before `end`; only these are read."""
+    def slice_rows(self, start: int, end: int) -> torch.Tensor:
+        """Rows `start` to `end` - 1; reads nothing else from the disk."""
         parts = zip(self.starts, self.tensors, strict=True)
         return torch.cat([tensor[max(start - first, 0) : max(end - first, 0)] for first, tensor in parts])
 
 
-StoredFiles = dict[str, dict[str, Stored]]
+SavedFiles = dict[str, dict[str, SavedTensor]]
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by number: as text 100000000 is below 99999999."""
-    paths = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+    """The checkpoints in a folder, the newest first."""
+    return sorted(folder.glob("step_" + "[0-9]" * 8), reverse=True)
 
 
 class Problem(Exception):
-    """Why a checkpoint cannot be written: a sentence."""
+    """The checkpoint cannot be written. The message says why; it is empty if the run is ending for another reason."""
 
 
-class Board:
-    """What the ranks' threads tell each other about one checkpoint, through the process group's store."""
+class SaveMessages:
+    """Messages between the saving threads of all ranks about one checkpoint, through the process group's store."""
 
     def __init__(self, name: str, timeout_s: float):
         self.name, self.timeout_s = name, timeout_s
         self.store = distributed.distributed_c10d._get_default_store()  # no public API
 
-    def tell(self, rank: int, problem: str | None, digests: dict[str, str] | None = None) -> None:
+    def post(self, rank: int, problem: str | None, digests: dict[str, str] | None = None) -> None:
         self.store.set(f"{self.name}/{rank}", json.dumps([problem, digests]))
 
-    def hear(self, rank: int) -> dict[str, str]:
-        """Wait for what `rank` tells. Raises: Problem: the one it has, or that the run has ended."""
+    def wait(self, rank: int) -> dict[str, str]:
+        """Wait for the message of `rank` and return its digests.
+
+        Raises:
+            Problem: the one that `rank` posted, that it posted nothing in time, or that this process is ending.
+        """
         key, began = f"{self.name}/{rank}", time.monotonic()
         while not self.store.check([key]):
-            if not threading.main_thread().is_alive() or time.monotonic() - began > self.timeout_s:
+            if not threading.main_thread().is_alive():
+                raise Problem
+            if time.monotonic() - began > self.timeout_s:
                 raise Problem(f"rank {rank} has not written its part of the checkpoint")
             time.sleep(0.01)
         problem, digests = json.loads(self.store.get(key))
-        if problem:
+        if problem is not None:
             raise Problem(problem)
         return digests
 
 
 def write_checkpoint(
-    path: Path, manifest: dict, files: Files, rows: Rows, keep: int, board: Board | None, ranks: Iterable[int]
+    path: Path,
+    manifest: dict,
+    files: Files,
+    rows: FirstRows,
+    keep: int,
+    messages: SaveMessages | None,
+    ranks: Iterable[int],
 ) -> None:
-    """Write a checkpoint of files as from `copy_to_cpu`; then remove all but the newest `keep` (0: none).
+    """Write this rank's `files`, copied to the CPU, as a checkpoint; then delete all but the newest `keep` checkpoints.
 
-    The manifest goes last, when the other `ranks` have told that their files are on the disk too, and the folder gets
-    its name when all in it is on the disk.
+    The manifest is written last, after all ranks report that their files are on disk; only then is the folder renamed
+    to its final name.
 
-    Raises: OSError, Problem.
+    Args:
+        keep: 0 keeps all.
+        ranks: the other ranks that write files of their own.
+
+    Raises:
+        OSError, Problem: it could not be written, and no part of it is left.
     """
     folder, part = path.parent, part_of(path)
     try:
@@ -108,11 +126,11 @@ def write_checkpoint(
         folder.mkdir(exist_ok=True)
         fsync(folder.parent)
         part.mkdir()
-        if board is not None:
-            board.tell(0, None)
+        if messages is not None:
+            messages.post(0, None)
         digests = write_files(part, files, rows)
         for rank in ranks:
-            digests |= board.hear(rank)
+            digests |= messages.wait(rank)
         write_manifest(part / "manifest.json", {"format": FORMAT, **manifest, "sha256": digests})
         fsync(part)
         part.rename(path)
@@ -121,25 +139,25 @@ def write_checkpoint(
         shutil.rmtree(part, ignore_errors=True)
         raise
     for old in newest_first(folder)[keep:] if keep else []:
-        # First its name, so that a kill in the middle leaves no half of a checkpoint.
+        # Renamed first, so that a kill in the middle does not leave half a checkpoint under this name.
         shutil.rmtree(old.rename(part_of(old)), ignore_errors=True)
 
 
-def write_part(path: Path, files: Files, rows: Rows, board: Board, rank: int) -> None:
-    """Write this rank's files of the checkpoint `path`, and tell rank 0 their SHA-256. Raises: OSError, Problem."""
-    board.hear(0)
+def write_part(path: Path, files: Files, rows: FirstRows, messages: SaveMessages, rank: int) -> None:
+    """Write this rank's files of the checkpoint `path`, and send rank 0 their SHA-256. Raises: OSError, Problem."""
+    messages.wait(0)
     if not part_of(path).is_dir():
-        raise Problem(f"{path.parent} is not the folder of rank 0: all machines of a sharded run need the same")
-    board.tell(rank, None, write_files(part_of(path), files, rows))
+        raise Problem(f"{path.parent} is not the folder of rank 0: {NEED_ONE_FOLDER}")
+    messages.post(rank, None, write_files(part_of(path), files, rows))
 
 
 def part_of(path: Path) -> Path:
-    """The name of a checkpoint that is not yet whole, or no longer."""
+    """The name of a checkpoint that is being written or deleted."""
     return path.with_name(f".part_{path.name}")
 
 
-def write_files(folder: Path, files: Files, rows: Rows) -> dict[str, str]:
-    """Write files as from `copy_to_cpu`; returns their SHA-256 by name."""
+def write_files(folder: Path, files: Files, rows: FirstRows) -> dict[str, str]:
+    """Write files of tensors on the CPU; returns their SHA-256 by name."""
     digests = {}
     for name, tensors in files.items():
         header = header_of(tensors, rows.get(name))
@@ -149,10 +167,10 @@ def write_files(folder: Path, files: Files, rows: Rows) -> dict[str, str]:
 
 
 def header_of(tensors: Tensors, rows: dict[str, int] | None = None) -> dict[str, dict]:
-    """The header of a file of safetensors: what is in it, by name, in the order in which it is there.
+    """The header of a safetensors file: dtype, shape and position of each tensor, in the order of the file.
 
     Args:
-        rows: where the rows of each tensor begin in a tensor that several files share.
+        rows: the first row of each tensor in this file, if several files share the tensors.
     """
     empty = safetensors.torch.save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()})
     header, end = json.loads(empty[8:]), 0
@@ -165,16 +183,16 @@ def header_of(tensors: Tensors, rows: dict[str, int] | None = None) -> dict[str,
     for name, entry in header.items():
         dimensions = len(entry["shape"])
         offsets[name] = {"saved_offsets": [rows[name], *[0] * (dimensions - 1)] if dimensions else []}
-    return {"__metadata__": {ROWS: json.dumps(offsets)}, **header}
+    return {"__metadata__": {DCP_METADATA_KEY: json.dumps(offsets)}, **header}
 
 
 def write_tensors(path: Path, header: dict[str, dict], tensors: Iterable[torch.Tensor]) -> str:
-    """Write a file of safetensors to the disk. Returns its SHA-256 in hex.
+    """Write a safetensors file and flush it to the disk. Returns its SHA-256 in hex.
 
-    safetensors itself would need all tensors in memory, and a second pass over the file for its SHA-256.
+    The safetensors library would need all tensors in memory at once, and a second pass over the file for the SHA-256.
 
     Args:
-        tensors: in the order of the header; one after the other is needed.
+        tensors: in the order of the header; taken one at a time.
     """
     digest, encoded = hashlib.sha256(), json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -204,34 +222,33 @@ def checksum(manifest: dict) -> str:
 
 
 def copy_to_cpu(tensors: Tensors, copies: Tensors) -> Tensors:
-    """Contiguous copies on the CPU, no two in the same memory, as safetensors needs them.
+    """Contiguous copies on the CPU, each in memory of its own, as safetensors needs them.
 
-    Reuses the memory of the earlier `copies`: new memory takes three times as long, because the system clears it. Where
-    a tensor is on the meta device, the memory is left as it is. Memory for what is on a GPU is page-locked: all the
-    copies are queued, and waited for once.
+    Reuses the memory of the earlier `copies`: new memory takes three times as long, because the system clears it.
+    Copies of GPU tensors are page-locked, so that all of them can be queued and waited for once.
     """
     result = {}
     for name, tensor in tensors.items():
         copy = copies.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        result[name] = copy if tensor.is_meta else copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        result[name] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
     return result
 
 
-def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, StoredFiles]:
-    """The manifest and the tensors of a checkpoint by file and name; those of several ranks' files are joined.
+def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, SavedFiles]:
+    """The manifest of a checkpoint and its tensors, by file and name; the parts of sharded tensors are joined.
 
-    The tensors are mapped, not read: whatever outlives this checkpoint must copy them.
+    The tensors are memory-mapped: copy what must outlive the files.
 
     Args:
-        share: which of its files, in the order of their names, to compare with their SHA-256.
+        share: the files, in the order of their names, whose SHA-256 is checked.
 
     Raises:
-        ValueError: naming the file that is missing or damaged.
-        OSError: if a file cannot be read for another reason, such as missing rights: it may be whole.
+        ValueError: a file is missing or damaged; the message names it.
+        OSError: a file cannot be read for another reason, such as missing permissions, and may be intact.
     """
     name, parts = "manifest.json", {}
     try:
@@ -240,7 +257,7 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Store
             raise ValueError("its checksum differs")
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, and this version of the code reads {FORMAT}")
-        if path.name != f"step_{manifest['step']:08d}":  # a copy: the run could not write the steps in between
+        if path.name != f"step_{manifest['step']:08d}":  # a copy of another checkpoint
             raise ValueError(f"it belongs to step {manifest['step']}")
         digests = sorted(manifest["sha256"].items())
         for name, digest in digests[share]:
@@ -249,15 +266,15 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Store
                     raise ValueError("its SHA-256 is not the one in manifest.json")
         for name, _ in digests:
             with safetensors.safe_open(path / name, "pt") as file:
-                offsets = json.loads((file.metadata() or {}).get(ROWS, "{}"))
+                offsets = json.loads((file.metadata() or {}).get(DCP_METADATA_KEY, "{}"))
             found = parts.setdefault(re.sub(RANK, "", name), {})
             for key, tensor in safetensors.torch.load_file(path / name).items():
                 row = offsets[key]["saved_offsets"][:1] if offsets else []
                 found.setdefault(key, []).append((sum(row), tensor))
         files = {}
         for name, found in parts.items():
-            files[name] = {key: Stored(sorted(rows, key=lambda pair: pair[0])) for key, rows in found.items()}
-    except Exception as error:  # of any type: the JSON may have any form
+            files[name] = {key: SavedTensor(sorted(rows, key=lambda pair: pair[0])) for key, rows in found.items()}
+    except Exception as error:  # of any type: the JSON may contain anything
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise
         raise ValueError(f"{name}: {error}") from error
@@ -265,14 +282,14 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Store
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first; what a kill in the middle of a save left is removed."""
+    """The checkpoints in a folder, the newest first. Also deletes what an interrupted save left behind."""
     for part in folder.glob(".part_*"):
         shutil.rmtree(part, ignore_errors=True)
     return newest_first(folder)
 
 
 def set_aside(paths: list[Path]) -> None:
-    """Rename damaged checkpoints to damaged_step_*: the run will need their names again."""
+    """Rename damaged checkpoints to damaged_step_*, since the run will write checkpoints of these steps again."""
     for path in paths:
         aside = path.with_name(f"damaged_{path.name}")
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Models, optimizers and any other object as named tensors and JSON: nothing that is read back is executed.
+"""Models, optimizers and any other object as named tensors and JSON. Nothing that is read back is executed.
 
-`save` returns both (None: no tensors, or no JSON), with sharded tensors as they are, DTensors; `load` takes the
-`Stored` tensors of any number of processes, sharded or not. `settings` and `layout` must be equal when resuming.
+`save` returns both, and None for the one that there is not; sharded tensors stay DTensors. `load` takes what any
+number of processes saved, sharded or not. `settings` and `layout` must be equal when resuming.
 """
 
 import math
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..console import stop
-from .folder import Files, Rows, Stored, Tensors
+from .folder import Files, FirstRows, SavedTensor, Tensors
 
 # Implementation switches, not hyperparameters: a resumed run may change them.
 IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
-# What a schedule keeps besides its settings: private names of torch.
+# A scheduler's counters, as opposed to its settings (private attribute names of torch).
 PROGRESS = {"_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
 
 
@@ -37,7 +37,7 @@ class ModelState:
     def save(self) -> tuple[Tensors, None]:
         return {plain_name(name): tensor for name, tensor in self.model.state_dict().items()}, None
 
-    def load(self, stored: dict[str, Stored], _) -> None:
+    def load(self, stored: dict[str, SavedTensor], _) -> None:
         state = {}
         for name, tensor in self.model.state_dict().items():
             saved = stored[plain_name(name)]
@@ -73,7 +73,7 @@ class OptimizerState:
             "parameters": self.layout(),
         }
 
-    def load(self, stored: dict[str, Stored], saved: dict) -> None:
+    def load(self, stored: dict[str, SavedTensor], saved: dict) -> None:
         for group, hyperparameters in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             for key, value in hyperparameters.items():
                 if isinstance(group.get(key), torch.Tensor):
@@ -90,13 +90,13 @@ class OptimizerState:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
 
-def load_entry(parameter: torch.Tensor, value, stored: dict[str, Stored]):
+def load_entry(parameter: torch.Tensor, value, stored: dict[str, SavedTensor]):
     """An entry of an optimizer's state: a tensor, or JSON as from `take_out_tensors`."""
-    if not isinstance(value, Stored):
+    if not isinstance(value, SavedTensor):
         return put_back_tensors(value, stored)
     if value.shape != parameter.shape:
         return value.whole().clone()
-    # With the strides of the parameter, as before the save: a fused step reads the memory of both side by side.
+    # With the strides of the parameter: a fused step reads the memory of both side by side.
     return read_like(parameter, value)
 
 
@@ -115,7 +115,7 @@ class ObjectState:
         saved = take_out_tensors(self.instance.state_dict(), tensors, self.name)
         return tensors or None, saved
 
-    def load(self, stored: dict[str, Stored], saved) -> None:
+    def load(self, stored: dict[str, SavedTensor], saved) -> None:
         state = put_back_tensors(saved, stored)
         # A schedule of a different version of torch: missing entries would keep their first values.
         if isinstance(self.instance, LRScheduler) and state.keys() != self.instance.state_dict().keys():
@@ -141,8 +141,8 @@ def take_out_tensors(state, tensors: Tensors, path: str):
     stop(f"{path} cannot be saved: it is a {what}, which is neither a tensor nor JSON")
 
 
-def put_back_tensors(state, stored: dict[str, Stored]):
-    """The inverse of `take_out_tensors`, with copies of the tensors; tuples come back as lists."""
+def put_back_tensors(state, stored: dict[str, SavedTensor]):
+    """The inverse of `take_out_tensors`. Tensors are copied; tuples come back as lists."""
     if not isinstance(state, dict):
         return state
     if "tensor" in state:
@@ -156,7 +156,7 @@ def put_back_tensors(state, stored: dict[str, Stored]):
 
 
 def plain_values(state, leave_out: set[str]):
-    """The JSON in a state_dict, without the entries in `leave_out`; None in the place of anything else."""
+    """The JSON in a state_dict, without the entries in `leave_out`; everything else becomes None."""
     if isinstance(state, dict):
         return {str(key): plain_values(value, leave_out) for key, value in state.items() if key not in leave_out}
     if isinstance(state, (list, tuple)):
@@ -167,36 +167,52 @@ def plain_values(state, leave_out: set[str]):
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, without importing the class: that takes half a second."""
+    """Whether it is a DTensor. (Importing the class takes half a second.)"""
     return hasattr(tensor, "to_local")
 
 
 def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This process's part of a tensor that is sharded by rows, and its first row; of any other tensor, all."""
+    """This process's rows of a sharded tensor, and the first of them; or the whole of any other tensor, and 0."""
     if not is_sharded(tensor):
         return tensor, 0
     mesh = tensor.device_mesh
-    first = mesh.get_local_rank() * math.ceil(len(tensor) / mesh.size())  # cut as torch.chunk does
+    first = mesh.get_local_rank() * math.ceil(len(tensor) / mesh.size())  # as torch.chunk
     return tensor.to_local(), min(first, len(tensor))
 
 
-def own_files(files: Files, rank: int) -> tuple[Files, Rows]:
-    """What a process writes of tensors by file: its rows of the sharded ones; rank 0 also the others, whole."""
+def share_out(parts_of_ranks: list[set[tuple]]) -> list[set[tuple]]:
+    """What each rank writes, of `parts_of` all ranks: what no rank before it has. Each part is written once."""
+    taken, shares = set(), []
+    for parts in parts_of_ranks:
+        shares.append(parts - taken)
+        taken |= parts
+    return shares
+
+
+def parts_of(files: Files) -> set[tuple[str, str, int]]:
+    """The file, name and first row of the tensors that this process has, whole or some rows of them."""
+    return {(file, name, own_rows(tensor)[1]) for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+def own_files(files: Files, share: set[tuple[str, str, int]], rank: int) -> tuple[Files, FirstRows]:
+    """The `share` of a rank of tensors by file, and the first row of each in the files that have shards."""
     own, rows = {}, {}
     for file, tensors in files.items():
-        name = f".rank_{rank}".join(os.path.splitext(file)) if rank else file
-        parts = {n: own_rows(t) for n, t in tensors.items() if rank == 0 or is_sharded(t)}
-        own[name] = {n: local for n, (local, _) in parts.items()}
-        if any(map(is_sharded, tensors.values())):
-            rows[name] = {n: first for n, (_, first) in parts.items()}
-    return {name: tensors for name, tensors in own.items() if tensors or rank == 0}, rows
+        parts = {name: own_rows(tensor) for name, tensor in tensors.items()}
+        parts = {name: part for name, part in parts.items() if (file, name, part[1]) in share}
+        if parts or rank == 0:
+            path = f".rank_{rank}".join(os.path.splitext(file)) if rank else file
+            own[path] = {name: local for name, (local, _) in parts.items()}
+            if any(map(is_sharded, tensors.values())):
+                rows[path] = {name: first for name, (_, first) in parts.items()}
+    return own, rows
 
 
-def read_like(tensor: torch.Tensor, stored: Stored) -> torch.Tensor:
-    """The stored values with the strides and on the device of `tensor`; if it is sharded, this process's rows."""
+def read_like(tensor: torch.Tensor, stored: SavedTensor) -> torch.Tensor:
+    """The saved values with the strides and device of `tensor`, and this process's rows of them if it is sharded."""
     result = torch.empty_like(tensor, dtype=stored.dtype, requires_grad=False)
     local, first = own_rows(result)
-    local.copy_(stored.rows(first, first + len(local)) if is_sharded(tensor) else stored.whole())
+    local.copy_(stored.slice_rows(first, first + len(local)) if is_sharded(tensor) else stored.whole())
     return result
 
 

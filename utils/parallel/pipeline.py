@@ -9,70 +9,25 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import pandas
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object, recursively_apply, send_to_device
+from accelerate.utils import gather_object
 from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-
-from ..checkpoint.folder import copy_to_cpu
 
 
 class BlockCost(NamedTuple):
     """The cost of one block for one micro-batch."""
 
     time_s: float  # forward and backward pass
-    activation_bytes: int  # saved for the backward pass, without the input of the block
     parameters: int
-    parameter_bytes: int
     output: torch.Tensor  # on the meta device, for its shape and dtype
 
 
 class ModelParts(NamedTuple):
     """Describes a model that is split over processes, for `run.start`."""
 
-    copy: int  # index of the copy of the model to which this process's part belongs
     batch: str  # how the global batch is split, for the banner
     notes: dict  # facts about this launch, for run.json
-    group: distributed.ProcessGroup | None  # the processes of this copy; None: this process has the whole model
-
-    def join(self, accelerator: Accelerator, entries: dict, copies: dict) -> dict:
-        """Merge the entries of all processes that share copy 0 of the model, on the main process. Collective.
-
-        Tensors are sent one by one: gather_object would hold several models in the main process's memory, with NCCL on
-        its GPU.
-
-        Args:
-            entries: tensors, JSON, or nested dicts of them by name. If several processes have an entry, the main
-                process's is used.
-            copies: nested like `entries`. Received tensors are put here, into the memory of earlier ones.
-        """
-
-        def send(tensor):
-            distributed.send(tensor.to(accelerator.device).contiguous(), group=self.group, group_dst=0)
-
-        own = entries if self.copy == 0 else {}
-        for rank, others in enumerate(gather_object([send_to_device(own, "meta")])):
-            if rank == accelerator.process_index > 0:
-                recursively_apply(send, own)
-            elif rank > 0 and accelerator.is_main_process:
-                entries = self._receive(rank, entries, others, copies, accelerator.device)
-        return entries
-
-    def _receive(self, rank: int, entries: dict, others: dict, copies: dict, device: torch.device) -> dict:
-        """`entries`, and those of another rank: JSON, and tensors on the meta device in the order they are sent."""
-        merged = {**others, **entries}
-        for name, other in others.items():
-            if isinstance(other, dict):
-                more = entries.get(name, {}), other, copies.setdefault(name, {})
-                merged[name] = self._receive(rank, *more, device)
-            elif isinstance(other, torch.Tensor):
-                copies |= copy_to_cpu({name: other}, copies)
-                tensor = copies[name].to(device)  # NCCL receives on a GPU
-                distributed.recv(tensor, group=self.group, group_src=rank)
-                merged[name] = entries.get(name, copies[name].copy_(tensor))
-        return merged
 
 
 def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 5) -> dict[str, BlockCost]:
@@ -91,7 +46,6 @@ def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 
     for name, original in blocks.items():
         block = copy.deepcopy(original).to(x.device).train()
         x = x.detach().requires_grad_(x.is_floating_point())
-        activation_bytes = measure_activations(block, x)
         times = []
         for _ in range(rounds + 1):
             synchronize()
@@ -100,111 +54,58 @@ def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 
             torch.autograd.backward(y, torch.ones_like(y))
             synchronize()
             times.append(time.perf_counter() - start)
-        parameters = list(block.parameters())
         costs[name] = BlockCost(
             time_s=statistics.mean(gather_object([min(times[1:])])),
-            activation_bytes=activation_bytes,
-            parameters=sum(p.numel() for p in parameters),
-            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            parameters=sum(parameter.numel() for parameter in block.parameters()),
             output=torch.empty_like(y, device="meta"),
         )
         x = y
     return costs
 
 
-def measure_activations(block: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that a block saves for its backward pass, including its output but not its input."""
-    # By address, because several operations may save the same tensor.
-    kept = {}
+def balance_stages(costs: dict[str, BlockCost], num_stages: int) -> list[list[str]]:
+    """Split blocks so that the slowest stage is as fast as possible; no stage is empty.
 
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = block(x)
-    keep(y)  # the next block needs it, or it is sent to the next stage
-    for tensor in (x, *block.parameters()):
-        kept.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def balanced_boundaries(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
-    """Split `num_blocks` blocks so that the most expensive stage is as cheap as possible; no stage is empty.
-
-    By dynamic programming: best[last] is the best split of the blocks before `last` into the stages so far, as the cost
-    of its most expensive stage and its boundaries.
+    By dynamic programming: best[last] is the best split of the blocks before `last` into the stages so far: the time of
+    its slowest stage, and its boundaries.
 
     Args:
-        cost: cost(stage, first, last) is the cost of blocks first to last - 1 as stage number `stage`.
+        costs: by block, in the order in which the model runs them.
 
     Returns:
-        num_stages + 1 boundaries: stage i has blocks boundaries[i] to boundaries[i + 1] - 1.
+        The names of the blocks of each stage.
     """
+    names, seconds = list(costs), [cost.time_s for cost in costs.values()]
     best = {0: (0.0, [0])}
     for stage in range(num_stages):
         stages_after = num_stages - stage - 1
         longer = {}
-        for last in range(stage + 1, num_blocks - stages_after + 1):
+        for last in range(stage + 1, len(names) - stages_after + 1):
             longer[last] = min(
-                (max(most_expensive, cost(stage, first, last)), [*boundaries, last])
-                for first, (most_expensive, boundaries) in best.items()
+                (max(slowest, sum(seconds[first:last])), [*boundaries, last])
+                for first, (slowest, boundaries) in best.items()
                 if first < last
             )
         best = longer
-    _, boundaries = best[num_blocks]
-    return boundaries
-
-
-def balance_stages(
-    costs: dict[str, BlockCost], num_stages: int, balance: str, schedule: str, num_microbatches: int
-) -> list[list[str]]:
-    """The names of the blocks of each stage.
-
-    Args:
-        balance: "time", or "memory" (of weights, gradients, optimizer state and activations).
-    """
-    names = list(costs)
-    costs = list(costs.values())
-
-    def time_s(_, first, last):
-        return sum(cost.time_s for cost in costs[first:last])
-
-    def memory_bytes(stage, first, last):
-        # The number of micro-batches between their forward and backward pass in this stage.
-        in_flight = {"naive": 1, "gpipe": num_microbatches, "1f1b": num_stages - stage}
-        in_flight = min(in_flight.get(schedule, num_stages), num_microbatches)
-        # A weight has a gradient and two moments of AdamW.
-        return sum(4 * cost.parameter_bytes + in_flight * cost.activation_bytes for cost in costs[first:last])
-
-    cost = time_s if balance == "time" else memory_bytes
-    boundaries = balanced_boundaries(len(names), num_stages, cost)
+    _, boundaries = best[len(names)]
     return [names[first:last] for first, last in itertools.pairwise(boundaries)]
 
 
 def stage_table(stages: list[list[str]], costs: dict[str, BlockCost]) -> list[dict]:
-    """One row per stage, for the screen and run.json. Times and activations are for one micro-batch."""
+    """One row per stage, for the screen and run.json. Times are for one micro-batch."""
     total_s = sum(cost.time_s for cost in costs.values())
     rows = []
     for index, names in enumerate(stages):
-        stage_costs = [costs[name] for name in names]
-        time_s = sum(cost.time_s for cost in stage_costs)
-        activation_bytes = sum(cost.activation_bytes for cost in stage_costs)
+        time_s = sum(costs[name].time_s for name in names)
         row = {
             "stage": index,
             "blocks": names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
-            "parameters": sum(cost.parameters for cost in stage_costs),
+            "parameters": sum(costs[name].parameters for name in names),
             "time_ms": round(1000 * time_s, 2),
             "time_share": round(time_s / total_s, 4),
-            "activations_mib": round(activation_bytes / 2**20, 2),
         }
         rows.append(row)
     return rows
-
-
-def format_table(rows: list[dict]) -> str:
-    cells = pandas.DataFrame(rows).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,}")
-    return cells.to_string(index=False)
 
 
 @dataclasses.dataclass
@@ -319,12 +220,12 @@ class OverProcesses:
         return ScheduleGPipe(stages[0], count, **options)
 
 
-def sum_over_copies(model: nn.Module, group) -> None:
-    """Sum the gradients over the copies of this part of the model, and average BatchNorm's buffers. Collective.
+def sum_over_replicas(model: nn.Module, group) -> None:
+    """Sum the gradients over the replicas of this part of the model, and average BatchNorm's buffers. Collective.
 
     DDP does not work with GPipe and the interleaved schedule.
     """
-    if group is None:  # there is only one copy
+    if group is None:  # there is only one replica
         return
     gradients = [parameter.grad for parameter in model.parameters()]
     tensors = gradients + [buffer for buffer in model.buffers() if buffer.is_floating_point()]
