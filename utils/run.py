@@ -141,8 +141,9 @@ class Run:
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
         )
-        self.completed = on_main(accelerator, lambda: self.folder.read_summary(self.step))
-        if self.completed:
+        summary = on_main(accelerator, lambda: self.folder.read_summary(self.step))
+        if summary and (self.step == total_steps or summary["stopped_early"]):
+            self.completed = summary
             done = "the run is done" if self.step == total_steps else "the run stopped early"
             return accelerator.print(f"{done}, after {plural(self.step, 'step')}: nothing to do")
         if self.step and model_parts is None:

@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, of any number of models, and refused where they do not fit."""
 
+import copy
 import errno
 import itertools
 import json
@@ -18,11 +19,11 @@ from fakes import fake_accelerator
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from utils import checkpoint
+from utils import agree, checkpoint
 from utils.checkpoint import Checkpoints, read_checkpoint, save_model
 from utils.checkpoint import folder as disk
-from utils.checkpoint.folder import PROCESSES, Stored, newest_first, write_manifest
-from utils.checkpoint.state import OptimizerState, name_parameters, own_files
+from utils.checkpoint.folder import PROCESSES, Problem, SavedTensor, newest_first, write_manifest
+from utils.checkpoint.state import OptimizerState, digest_of_factors, name_parameters, own_files, parts_of
 
 
 @pytest.fixture
@@ -274,7 +275,7 @@ def test_an_optimizer_gets_memory_of_its_own_with_the_strides_of_its_parameters(
     optimizer.step()
     entry = OptimizerState(optimizer, name_parameters({"model": model}, {"optimizer": optimizer}))
     tensors, saved = entry.save()
-    stored = {name: Stored([(0, tensor.contiguous())]) for name, tensor in tensors.items()}  # as in a file
+    stored = {name: SavedTensor([(0, tensor.contiguous())]) for name, tensor in tensors.items()}  # as in a file
     entry.load(stored, saved)
     addresses = {tensor.tensors[0].data_ptr() for tensor in stored.values()}
     for parameter, entries in optimizer.state.items():
@@ -285,13 +286,13 @@ def test_an_optimizer_gets_memory_of_its_own_with_the_strides_of_its_parameters(
 
 def test_rows_of_a_tensor_in_parts_are_read_from_the_files_that_have_them():
     whole = torch.arange(14.0).view(7, 2)
-    stored = Stored([(0, whole[:3]), (3, whole[3:4]), (4, whole[4:]), (7, whole[7:])])
+    stored = SavedTensor([(0, whole[:3]), (3, whole[3:4]), (4, whole[4:]), (7, whole[7:])])
     assert torch.equal(stored.whole(), whole)
     for start in range(8):
         for end in range(start, 8):
-            assert torch.equal(stored.rows(start, end), whole[start:end])
-    with pytest.raises(ValueError, match=r"begin at the rows \[0, 4\], and end before \[3, 7\]"):
-        Stored([(0, whole[:3]), (4, whole[4:])])
+            assert torch.equal(stored.slice_rows(start, end), whole[start:end])
+    with pytest.raises(ValueError, match=r"\[0, 4\]"):
+        SavedTensor([(0, whole[:3]), (4, whole[4:])])
 
 
 def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path):
@@ -302,7 +303,7 @@ def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     whole = {"weight": torch.randn(5, 3), "row": torch.randn(1, 4).bfloat16(), "mask": torch.rand(6) < 0.5}
-    digests = {}
+    digests, taken = {}, set()
     for rank in range(3):
         torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
         try:
@@ -312,7 +313,9 @@ def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path):
                 local = parts[rank] if rank < len(parts) else whole[name][:0]
                 options = {"shape": whole[name].shape, "stride": whole[name].stride()}
                 tensors[name] = DTensor.from_local(local, mesh, [Shard(0)], **options)
-            files, rows = own_files({"model.safetensors": tensors}, rank)
+            files = {"model.safetensors": tensors}
+            share, taken = parts_of(files) - taken, parts_of(files) | taken
+            files, rows = own_files(files, share, rank)
             digests |= disk.write_files(tmp_path, files, rows)
         finally:
             torch.distributed.destroy_process_group()
@@ -349,16 +352,12 @@ def nothing_else(folder):
     shutil.rmtree(folder)
 
 
-def damage_a_copy(folder):
-    flip_a_bit(folder / "step_00000003" / "optimizer.safetensors")
-
-
 def another_run(folder):
     """Whole, at the same step and of the same model."""
     rewrite(folder / "step_00000003", lambda manifest: manifest.update(extra={"of": "another run"}))
 
 
-@pytest.mark.parametrize("change", [None, nothing_else, damage_a_copy, another_run])
+@pytest.mark.parametrize("change", [None, nothing_else, another_run])
 def test_each_process_reads_the_checkpoint_itself_or_gets_its_tensors_one_by_one(
     tmp_path, threads, monkeypatch, change
 ):
@@ -392,7 +391,8 @@ def test_each_process_reads_the_checkpoint_itself_or_gets_its_tensors_one_by_one
         return pickle.loads(pickled[-1])
 
     broadcast = torch.distributed.broadcast
-    monkeypatch.setattr(checkpoint, "broadcast_object_list", send)
+    for module in (agree, checkpoint):
+        monkeypatch.setattr(module, "broadcast_object_list", send)
     monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
     monkeypatch.setattr(torch.distributed, "broadcast", lambda *args: (sent.append(args[0].nbytes), broadcast(*args)))
 
@@ -408,14 +408,89 @@ def test_each_process_reads_the_checkpoint_itself_or_gets_its_tensors_one_by_one
     assert not mapped(tmp_path)
 
 
-def test_the_newest_is_the_largest_number_and_not_the_last_name(tmp_path, accelerator):
-    saver = checkpoints(accelerator, tmp_path, build(0, accelerator), keep=0)
-    for step in (99_999_999, 100_000_000, 5):
-        saver.save(step, {}, {})
-    for name in ("step_notes", "step_26"):
-        (tmp_path / "checkpoints" / name).mkdir()
-    assert [path.name for path in newest_first(saver.folder)] == ["step_100000000", "step_99999999", "step_00000005"]
-    assert saver.load()[0] == 100_000_000
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_rank_0_decides_whether_a_sharded_checkpoint_is_damaged(tmp_path, threads, monkeypatch, capsys, is_damaged):
+    """A rank that does not see the folder says so, and nothing is renamed; damage in a file whose SHA-256 another rank
+    checks is found."""
+    savers = []
+    for rank in range(2):
+        more = {"scaler": None, "unwrap_model": lambda model, **_: model}
+        folder = tmp_path / f"machine{0 if is_damaged else rank}" / "checkpoints"
+        savers.append(Checkpoints(fake_accelerator(2, rank, **more), folder, {"model": nn.Linear(2, 2)}, {}))
+        savers[-1].is_sharded = True
+    (tmp_path / "machine0").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "gather_object", lambda values: values * 2)
+        for step in (1, 2):
+            savers[0].save(step, {}, {})
+            savers[0].wait()
+    newest = savers[0].folder / "step_00000002"
+    if is_damaged:
+        assert sorted(path.name for path in newest.glob("*.safetensors"))[1] == PROCESSES  # rank 1's share
+        (newest / PROCESSES).write_bytes((newest / PROCESSES).read_bytes() + b" ")
+    for module in (agree, checkpoint):
+        monkeypatch.setattr(module, "broadcast_object_list", lambda objects: threads.exchange(objects)[0])
+    monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
+    if is_damaged:
+        assert [step for step, _, _ in threads.run(2, lambda rank: savers[rank].load())] == [1, 1]
+        assert names(tmp_path / "machine0") == ["damaged_step_00000002", "step_00000001"]
+    else:
+        with pytest.raises(SystemExit):
+            threads.run(2, lambda rank: savers[rank].load())
+        assert f"{newest} is intact, but rank 1 cannot read it (manifest.json: " in capsys.readouterr().err
+        assert names(tmp_path / "machine0") == ["step_00000001", "step_00000002"]
+
+
+def test_stages_of_a_pipeline_are_written_by_the_ranks_that_have_them(tmp_path, threads, monkeypatch):
+    """And joined when read, by one process or by stages. Here: two replicas of a pipeline of two stages."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    for module in (agree, checkpoint):
+        monkeypatch.setattr(module, "broadcast_object_list", lambda objects: threads.exchange(objects)[0])
+    monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
+
+    def built(seed, stages=("0", "1")):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        for name in {"0", "1"}.difference(stages):
+            delattr(model, name)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, seed + len(parameter))
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    def saver_of(state, processes=1, rank=0):
+        more = {"scaler": None, "unwrap_model": lambda model, **_: model}
+        saver = Checkpoints(fake_accelerator(processes, rank, **more), tmp_path / "checkpoints", state, {})
+        saver.numbers = itertools.count()  # a process of its own
+        return saver
+
+    whole = built(0)
+    saved, loaded = ([built(seed, str(rank % 2)) for rank in range(4)] for seed in (0, 1))
+    for state in saved:  # the numbers of the whole model
+        state["model"].load_state_dict(whole["model"].state_dict(), strict=False)
+
+    def save_and_load(rank):
+        saver = saver_of(saved[rank], 4, rank)
+        saver.save(1, {}, {})
+        saver.wait()
+        save_model(saver.accelerator, saved[rank]["model"], tmp_path / "model.safetensors")
+        return saver_of(loaded[rank], 4, rank).load()[0]
+
+    assert threads.run(4, save_and_load) == [1] * 4
+    for one, other in zip(saved, loaded, strict=True):
+        assert_equal(one, other)
+    files = {path.name for path in (tmp_path / "checkpoints" / "step_00000001").glob("*.safetensors")}
+    assert files == {
+        f"{n}.safetensors" for n in ("model", "optimizer", "model.rank_1", "optimizer.rank_1", "processes")
+    }
+    one = built(1)
+    assert threads.run(1, lambda _: saver_of(one).load()[0]) == [1]
+    assert_equal(one, whole)
+    final = run_reader.weights(tmp_path)
+    assert final.keys() == whole["model"].state_dict().keys()
+    assert all(torch.equal(final[name], tensor) for name, tensor in whole["model"].state_dict().items())
 
 
 def build_two(seed, accelerator):
@@ -559,55 +634,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, accelerator, m
     assert_equal(loaded, expected)
 
 
-def test_the_next_save_waits_for_the_one_before_and_takes_its_memory(tmp_path, accelerator, monkeypatch):
-    disk = SlowDisk(monkeypatch)
-    state = build(0, accelerator)
-    saver = Checkpoints(accelerator, tmp_path / "checkpoints", state, {})
-    train(accelerator, state, 1)
-    saver.save(1, {}, {})
-    addresses = [tensor.data_ptr() for copies in saver.copies.values() for tensor in copies.values()]
-    threading.Timer(0.3, disk.end.set).start()
-    train(accelerator, state, 1)
-    saver.save(2, {}, {})
-    assert (tmp_path / "checkpoints" / "step_00000001").exists()
-    saver.wait()
-    assert addresses == [tensor.data_ptr() for copies in saver.copies.values() for tensor in copies.values()]
-    for step in (1, 2):
-        read_checkpoint(tmp_path / "checkpoints" / f"step_{step:08d}")
-
-
-def test_copies_from_a_gpu_are_queued_into_pinned_memory_and_waited_for_once(monkeypatch):
-    """On a GPU a copy into other memory ends before the next one begins, at a third of the speed."""
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-
-    made, calls, empty, copy = [], [], torch.empty, torch.Tensor.copy_
-
-    def record_empty(shape, dtype, pin_memory):
-        made.append(pin_memory)
-        return empty(shape, dtype=dtype)
-
-    def record_copy(target, source, non_blocking):
-        calls.append(non_blocking)
-        return copy(target, source.as_subclass(torch.Tensor))
-
-    monkeypatch.setattr(torch, "empty", record_empty)
-    monkeypatch.setattr(torch.Tensor, "copy_", record_copy)
-    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
-    on_cpu = {"weight": torch.ones(2, 3), "bias": torch.ones(3), "step": torch.tensor(1.0)}
-    on_gpu = {name: tensor.as_subclass(OnGpu) for name, tensor in on_cpu.items()}
-    copies = disk.copy_to_cpu(on_gpu, {})
-    again = disk.copy_to_cpu(on_gpu, copies)
-    assert made == [True] * 3  # kept
-    assert calls == [True, True, True, torch.device("cpu")] * 2
-    assert all(copies[name] is again[name] and torch.equal(again[name], tensor) for name, tensor in on_cpu.items())
-    made.clear()
-    calls.clear()
-    disk.copy_to_cpu(on_cpu, {})
-    assert (made, calls) == ([False] * 3, [False] * 3)
-
-
 def test_no_file_of_an_older_checkpoint_is_in_a_newer_one(tmp_path, accelerator):
     queue = Queue({"items": torch.ones(2)})
     saver = checkpoints(accelerator, tmp_path, {"queue": queue})
@@ -644,16 +670,6 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, acc
         (".part_step_00000001", False),
         ("checkpoints", True),
     ]
-
-
-def test_those_who_may_read_the_folder_may_read_the_files(tmp_path, accelerator):
-    before = os.umask(0o027)
-    try:
-        checkpoints(accelerator, tmp_path, build(0, accelerator)).save(1, {}, {})
-    finally:
-        os.umask(before)
-    files = list((tmp_path / "checkpoints" / "step_00000001").iterdir())
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 def test_tied_weights_are_saved_for_both_names_and_stay_tied(tmp_path, accelerator):
@@ -717,6 +733,8 @@ class WithExtraState(nn.Module):
         (Queue({"a": {"b": {1, 2}}}), "x/a/b cannot be saved: it is a set"),
         (Queue({"a": {(1, 2): 3}}), "x/a cannot be saved: it is a dict with the keys [(1, 2)]"),
         (nn.Sequential(WithExtraState()), "0._extra_state"),
+        (nn.Linear(2, 2, dtype=torch.complex128), "weight cannot be saved: safetensors has no torch.complex128"),
+        (Queue({"a": torch.zeros(2, dtype=torch.complex128)}), "x/a cannot be saved: safetensors has no"),
     ],
 )
 def test_what_cannot_be_saved_is_named_at_the_start(tmp_path, accelerator, capsys, part, sentence):
@@ -814,6 +832,95 @@ def test_another_model_is_refused_by_what_differs(tmp_path, accelerator, capsys,
     assert f"model.{sentence}" in capsys.readouterr().err
 
 
+def lambda_lr(function):
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, function)
+
+
+def warm_up(steps):
+    return lambda step: min(1, (step + 1) / steps) if step else 0.1
+
+
+class Rate:
+    """A factor of the learning rate with a state: how often it was called."""
+
+    def __init__(self, decay):
+        self.decay, self.calls = decay, 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return self.decay**self.calls
+
+
+def in_sequence(function):
+    def schedule(optimizer):
+        inner = [lambda_lr(lambda step: 1.0)(optimizer), lambda_lr(function)(optimizer)]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, inner, [2])
+
+    return schedule
+
+
+def chained(function):
+    return lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler([lambda_lr(function)(optimizer)])
+
+
+@pytest.mark.parametrize("schedule", [lambda_lr, in_sequence, chained])
+@pytest.mark.parametrize(("then", "now"), [(warm_up(2), warm_up(6)), (Rate(0.5), Rate(0.7))])
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+def test_a_function_of_the_learning_rate_that_changed_is_refused(tmp_path, accelerator, capsys, schedule, then, now):
+    """Though its first value is the same."""
+    steps = {"total_steps": 40}
+    saved(accelerator, tmp_path, build(0, accelerator, scheduler=schedule(copy.deepcopy(then))), steps)
+    same = build(0, accelerator, scheduler=schedule(copy.deepcopy(then)))
+    assert checkpoints(accelerator, tmp_path, same, steps).load()[0] == 2
+    refused(accelerator, tmp_path, build(0, accelerator, scheduler=schedule(copy.deepcopy(now))), steps)
+    assert "scheduler.factors.0 was " in capsys.readouterr().err.replace("factors.1", "factors.0")
+
+
+def test_a_function_of_the_learning_rate_is_asked_ahead_at_little_cost_and_with_no_effect():
+    calls, rates = [], iter([0.5] * 10)
+    digest_of_factors(lambda step: calls.append(step) or 1.0, 1_000_000)
+    assert calls == []  # the list was a copy
+    count = 0
+
+    def counted(step):
+        nonlocal count
+        count += 1
+        return count
+
+    assert digest_of_factors(counted, 10) is not None
+    assert count == 0
+    seen = set()
+    Steps.seen = seen
+    digest_of_factors(Steps(), 1_000_000)
+    assert len(seen) <= 1001
+    assert seen >= {*range(500), 1_000_000 - 1_500}
+    assert digest_of_factors(lambda step: torch.rand(()), 10) is None
+    assert digest_of_factors((0.5 for _ in rates).__next__, 10) is None  # cannot be copied
+    assert digest_of_factors(lambda step: 1 / (step - 3), 10) != digest_of_factors(lambda step: 1 / (step - 4), 10)
+
+
+class Steps:
+    def __call__(self, step):
+        self.seen.add(step)
+        return 1.0
+
+
+def test_a_longer_run_goes_on_where_no_schedule_depends_on_the_length(tmp_path, accelerator, capsys):
+    plateau = {"scheduler": SCHEDULERS["plateau"]}
+    for name, options in {"plateau": plateau, "warm_up": {"scheduler": lambda_lr(warm_up(4))}}.items():
+        (tmp_path / name).mkdir()
+        saved(accelerator, tmp_path / name, build(0, accelerator, **options), {"total_steps": 40})
+        longer = build(1, accelerator, **options)
+        assert checkpoints(accelerator, tmp_path / name, longer, {"total_steps": 60}).load()[0] == 2
+        refused(accelerator, tmp_path / name, build(1, accelerator, **options), {"total_steps": 1})
+        assert "total_steps was 40 and is 1" in capsys.readouterr().err
+    (tmp_path / "linear").mkdir()
+    states = [build(0, accelerator, scheduler=lambda_lr(lambda s, n=steps: 1 - s / n)) for steps in (40, 60)]
+    saved(accelerator, tmp_path / "linear", states[0], {"total_steps": 40})
+    refused(accelerator, tmp_path / "linear", states[1], {"total_steps": 60})
+    assert "scheduler.factors.0 was " in capsys.readouterr().err
+
+
 def test_a_different_set_of_names_is_refused(tmp_path, accelerator, capsys):
     state = build(0, accelerator)
     saved(accelerator, tmp_path, state)
@@ -909,6 +1016,13 @@ def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path, accelerator, caps
     assert names(tmp_path) == ["step_00000001"]
 
 
+def test_a_number_that_is_not_finite_is_found_in_the_rows_of_any_rank(tmp_path, accelerator):
+    saver = checkpoints(accelerator, tmp_path, {"model": nn.Linear(2, 2)})
+    saver.copies = {"model.rank_1.safetensors": {"weight": torch.tensor([1.0, torch.nan])}}
+    with pytest.raises(Problem, match=r"model\.weight is not finite after step 3"):
+        saver._check_finite(3)
+
+
 # --- what was damaged ---------------------------------------------------------------------------
 
 
@@ -937,24 +1051,16 @@ def put_a_folder_in_its_place(file):
     file.mkdir()
 
 
-def put_a_file_in_the_place_of_its_folder(file):
-    shutil.rmtree(file.parent)
-    file.parent.touch()
-
-
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *itertools.product(
-            ["manifest.json", "model.safetensors"], [truncate, flip_a_bit, lose_the_content, Path.unlink]
-        ),
-        ("optimizer.safetensors", flip_a_bit),
+        ("manifest.json", truncate),
+        ("manifest.json", Path.unlink),
+        *itertools.product(["model.safetensors"], [truncate, flip_a_bit, lose_the_content, Path.unlink]),
         (PROCESSES, flip_a_bit),
         ("manifest.json", lambda file: file.write_text(file.read_text().replace('"step": 2', '"step": 3'))),
         ("manifest.json", lambda file: file.write_text("null")),
-        ("manifest.json", lambda file: file.write_text("[" * 100_000)),
         ("manifest.json", lambda file: rewrite(file.parent, lambda manifest: manifest.update(sha256=[1]))),
-        ("manifest.json", put_a_file_in_the_place_of_its_folder),
         ("manifest.json", put_another_checkpoint_in_the_place_of_its_folder),
         ("model.safetensors", put_a_folder_in_its_place),
     ],
@@ -1006,7 +1112,10 @@ def test_state_of_another_version_that_cannot_be_loaded_is_one_sentence(tmp_path
 def test_another_number_of_processes_takes_all_metrics(tmp_path, accelerator):
     saver = checkpoints(accelerator, tmp_path, {})
     saver.accelerator = fake_accelerator(3)
-    tensors = {"0/indices": Stored([(0, torch.tensor([1, 2]))]), "1/indices": Stored([(0, torch.tensor([3]))])}
+    tensors = {
+        "0/indices": SavedTensor([(0, torch.tensor([1, 2]))]),
+        "1/indices": SavedTensor([(0, torch.tensor([3]))]),
+    }
     assert [(name, each.tolist()) for name, each in saver._metrics(tensors, 2).items()] == [("indices", [1, 2, 3])]
     saver.accelerator.process_index = 1
     assert saver._metrics(tensors, 2) == {}

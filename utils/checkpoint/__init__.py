@@ -74,7 +74,8 @@ class Checkpoints:
     Args:
         state: by name, whatever has a state_dict, as `prepare` returned it.
         invariants: what else decides the numbers (flags, data), as JSON. A checkpoint with different ones is refused;
-            so are different models, optimizers, schedules and precisions.
+            so are different models, optimizers, schedules and precisions. "total_steps" may change where no schedule
+            depends on it.
         keep: how many of the newest checkpoints to keep; 0: all.
 
     Raises:
@@ -108,14 +109,20 @@ class Checkpoints:
         self.entries = {name: ModelState(model) for name, model in self.models.items()}
         self.entries |= {name: OptimizerState(optimizer, names) for name, optimizer in self.optimizers.items()}
         self.entries |= {name: ObjectState(name, instance) for name, instance in objects.items()}
-        derived = {name: entry.settings for name, entry in self.entries.items() if name not in self.models}
-        derived["precision"] = accelerator.mixed_precision
+        derived = self._derived(invariants.get("total_steps", 0))
         self.invariants = json.loads(json.dumps({"fixed": invariants, "derived": derived}))  # tuples become lists
         self.saved_step = None
         self.writing: Future | None = None
         self.copies: Files = {}  # the next checkpoint reuses their memory
         self.rows: FirstRows = {}
         self.save_time_s = 0.0  # how long training waited
+
+    def _derived(self, total_steps: int) -> dict:
+        """What optimizers and schedules must have the same when resuming a run of `total_steps`."""
+        derived = {name: entry.settings for name, entry in self.entries.items() if name not in self.models}
+        for name in derived.keys() - self.optimizers.keys():
+            derived[name] = {**derived[name], **self.entries[name].factors(total_steps)}
+        return {**derived, "precision": self.accelerator.mixed_precision}
 
     def save(self, step: int, metrics: Tensors, extra: dict, sync: Callable[[], None] | None = None) -> None:
         """Copy the state after `step` steps; a thread writes it to the disk. Collective.
@@ -292,8 +299,14 @@ class Checkpoints:
         files = {file.removesuffix(".safetensors") for file in tensors if file != PROCESSES}
         names = files | manifest["state"].keys()
         self._refuse(", ".join(sorted(names)), ", ".join(sorted(self.entries)), "checkpoint")
-        for kind in ("fixed", "derived"):
-            self._refuse(manifest[kind], self.invariants[kind])
+        saved, now = dict(manifest["fixed"]), dict(self.invariants["fixed"])
+        before, total_steps = saved.pop("total_steps", 0), now.pop("total_steps", 0)
+        self._refuse(saved, now)
+        advice = f"; to train for {total_steps} steps instead of {before}, use a schedule that does not depend on it"
+        derived = json.loads(json.dumps(self._derived(before)))
+        self._refuse(manifest["derived"], derived, advice=advice if total_steps != before else "")
+        if total_steps < manifest["step"]:
+            self._refuse(before, total_steps, "total_steps")
         layouts = {name: layout(tensors[f"{name}.safetensors"]) for name in self.models}
         layouts |= {name: manifest["state"][name]["parameters"] for name in self.optimizers}
         now = {name: {} for name in layouts}
@@ -302,12 +315,12 @@ class Checkpoints:
         for name in layouts:
             self._refuse(layouts[name], now[name], name)
 
-    def _refuse(self, saved, now, name: str = "") -> None:
+    def _refuse(self, saved, now, name: str = "", advice: str = "") -> None:
         """Stop if the two are different."""
         # Classes first: other differences follow from them.
         if reasons := sorted(differences(saved, now, name), key=lambda reason: ".class was " not in reason):
             shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
-            stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
+            stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}{advice}")
 
 
 def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:

@@ -4,9 +4,13 @@
 number of processes saved, sharded or not. `settings` and `layout` must be equal when resuming.
 """
 
+import copy
+import hashlib
 import math
 import os
+import types
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -14,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..console import stop
-from .folder import Files, FirstRows, SavedTensor, Tensors
+from .folder import Files, FirstRows, SavedTensor, Tensors, header_of
 
 # Implementation switches, not hyperparameters: a resumed run may change them.
 IMPLEMENTATION = {"params", "fused", "foreach", "capturable"}
@@ -30,6 +34,7 @@ class ModelState:
         for name, value in model.state_dict().items():
             if not isinstance(value, torch.Tensor):
                 stop(f"{name} of a model cannot be saved: it is a {type(value).__name__}, not a tensor like a buffer")
+        check_dtypes(model.state_dict())
 
     def layout(self) -> dict[str, str]:
         return layout(self.model.state_dict())
@@ -105,10 +110,17 @@ class ObjectState:
 
     def __init__(self, name: str, instance):
         self.name, self.instance = name, instance
-        self.save()  # stops now, and not at the first checkpoint
+        tensors, _ = self.save()  # stops now, and not at the first checkpoint
+        check_dtypes(tensors or {})
         self.settings = {"class": type(instance).__name__}
         if isinstance(instance, LRScheduler):
             self.settings |= plain_values(instance.state_dict(), leave_out=PROGRESS)
+
+    def factors(self, total_steps: int) -> dict:
+        """More settings, which `total_steps` decides: the factors of LambdaLR, also inside of other schedules."""
+        functions = factor_functions(self.instance) if isinstance(self.instance, LRScheduler) else []
+        factors = [digest_of_factors(function, total_steps) for function in functions]
+        return {"factors": factors} if factors else {}
 
     def save(self) -> tuple[Tensors | None, object]:
         tensors = {}
@@ -121,6 +133,44 @@ class ObjectState:
         if isinstance(self.instance, LRScheduler) and state.keys() != self.instance.state_dict().keys():
             raise ValueError(f"it has {', '.join(state)}")
         self.instance.load_state_dict(state)
+
+
+def factor_functions(schedule) -> list[Callable[[int], float]]:
+    """The functions of LambdaLR and MultiplicativeLR, also inside of SequentialLR and ChainedScheduler."""
+    inner = getattr(schedule, "_schedulers", [])  # no public API
+    return [*getattr(schedule, "lr_lambdas", []), *(function for part in inner for function in factor_functions(part))]
+
+
+def digest_of_factors(function: Callable[[int], float], total_steps: int) -> str | None:
+    """A digest of a learning rate's factors at steps 0 to `total_steps`: at each of the first 500, and 500 later ones.
+
+    None if nobody can tell them ahead: they are random, or the function's state cannot be copied.
+    """
+    steps = [*range(min(total_steps + 1, 500)), *range(500, total_steps + 1, max(total_steps // 500, 1))]
+    try:
+        first, second = ([factor_at(function, step) for step in steps] for function in map(copied, [function] * 2))
+    except Exception:  # of any type: it is the user's
+        return None
+    if first != second:
+        return None
+    return f"SHA-256 {hashlib.sha256(' '.join(first).encode()).hexdigest()[:16]} at steps 0 to {total_steps}"
+
+
+def factor_at(function: Callable[[int], float], step: int) -> str:
+    """The factor, without the last digits, which differ between machines; or the error, as at the end of a list."""
+    try:
+        return f"{float(function(step)):.6g}"
+    except Exception as error:
+        return type(error).__name__
+
+
+def copied(function: Callable) -> Callable:
+    """A copy whose calls do not change the state of `function`, such as the variables of its closure."""
+    if not isinstance(function, types.FunctionType):
+        return copy.deepcopy(function)
+    cells = tuple(types.CellType(copy.deepcopy(cell.cell_contents)) for cell in function.__closure__ or ())
+    defaults = copy.deepcopy(function.__defaults__)
+    return types.FunctionType(function.__code__, function.__globals__, None, defaults, cells)
 
 
 def take_out_tensors(state, tensors: Tensors, path: str):
@@ -214,6 +264,18 @@ def read_like(tensor: torch.Tensor, stored: SavedTensor) -> torch.Tensor:
     local, first = own_rows(result)
     local.copy_(stored.slice_rows(first, first + len(local)) if is_sharded(tensor) else stored.whole())
     return result
+
+
+def check_dtypes(tensors: Tensors) -> None:
+    """Stop at a tensor of a type that a checkpoint cannot hold."""
+    for name, tensor in tensors.items():
+        try:
+            header_of({name: tensor})
+        except KeyError:
+            stop(
+                f"{name} cannot be saved: safetensors has no {tensor.dtype}; use complex64, or a real tensor, as from "
+                "torch.view_as_real"
+            )
 
 
 def plain_name(name: str) -> str:
