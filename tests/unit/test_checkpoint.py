@@ -896,7 +896,7 @@ def test_a_function_of_the_learning_rate_is_asked_ahead_at_little_cost_and_with_
     assert seen >= {*range(500), 1_000_000 - 1_500}
     assert digest_of_factors(lambda step: torch.rand(()), 10) is None
     assert digest_of_factors((0.5 for _ in rates).__next__, 10) is None  # cannot be copied
-    assert digest_of_factors(lambda step: 1 / (step - 3), 10) != digest_of_factors(lambda step: 1 / (step - 4), 10)
+    assert digest_of_factors(lambda step: 1 / (step - 3), 10) is None
 
 
 class Steps:

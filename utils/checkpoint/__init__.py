@@ -58,13 +58,14 @@ from .state import (
     ObjectState,
     OptimizerState,
     differences,
+    digest_of_factors,
+    factor_functions,
     is_sharded,
     layout,
     name_parameters,
     own_files,
     parts_of,
     plain_name,
-    share_out,
 )
 
 
@@ -88,7 +89,7 @@ class Checkpoints:
         self.accelerator, self.folder, self.keep = accelerator, Path(folder), keep
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.num_processes > 1
         self.timeout_s = accelerator.init_handler.timeout.total_seconds() if accelerator.init_handler else 600
-        self.models, self.optimizers, objects = {}, {}, {}
+        self.models, self.optimizers, self.objects = {}, {}, {}
         if accelerator.scaler is not None:
             state = {**state, "scaler": accelerator.scaler}
         for name, instance in state.items():  # without the wrappers of `prepare`
@@ -100,7 +101,7 @@ class Checkpoints:
             elif isinstance(instance, (AcceleratedOptimizer, torch.optim.Optimizer)):
                 self.optimizers[name] = getattr(instance, "optimizer", instance)
             elif hasattr(instance, "state_dict") and hasattr(instance, "load_state_dict"):
-                objects[name] = instance.scheduler if isinstance(instance, AcceleratedScheduler) else instance
+                self.objects[name] = instance.scheduler if isinstance(instance, AcceleratedScheduler) else instance
             else:
                 stop(f"{name} cannot be saved: a {type(instance).__name__} has no state_dict and load_state_dict")
         names = name_parameters(self.models, self.optimizers)
@@ -108,7 +109,7 @@ class Checkpoints:
         # a model shards them again.
         self.entries = {name: ModelState(model) for name, model in self.models.items()}
         self.entries |= {name: OptimizerState(optimizer, names) for name, optimizer in self.optimizers.items()}
-        self.entries |= {name: ObjectState(name, instance) for name, instance in objects.items()}
+        self.entries |= {name: ObjectState(name, instance) for name, instance in self.objects.items()}
         derived = self._derived(invariants.get("total_steps", 0))
         self.invariants = json.loads(json.dumps({"fixed": invariants, "derived": derived}))  # tuples become lists
         self.saved_step = None
@@ -120,8 +121,10 @@ class Checkpoints:
     def _derived(self, total_steps: int) -> dict:
         """What optimizers and schedules must have the same when resuming a run of `total_steps`."""
         derived = {name: entry.settings for name, entry in self.entries.items() if name not in self.models}
-        for name in derived.keys() - self.optimizers.keys():
-            derived[name] = {**derived[name], **self.entries[name].factors(total_steps)}
+        for name, schedule in self.objects.items():
+            if functions := factor_functions(schedule):
+                factors = [digest_of_factors(function, total_steps) for function in functions]
+                derived[name] = {**derived[name], "factors": factors}
         return {**derived, "precision": self.accelerator.mixed_precision}
 
     def save(self, step: int, metrics: Tensors, extra: dict, sync: Callable[[], None] | None = None) -> None:
@@ -149,7 +152,10 @@ class Checkpoints:
         rank, is_main = self.accelerator.process_index, self.accelerator.is_main_process
         optimizers = {name: state[name] for name in self.optimizers}
         by_rank = gather_object([(metrics, parts_of(tensors), optimizers)])
-        shares = share_out([parts for _, parts, _ in by_rank])
+        shares, taken = [], set()
+        for _, parts, _ in by_rank:
+            shares.append(parts - taken)
+            taken |= parts
         others = [other for other in range(1, len(shares)) if shares[other]]
         manifest, name_of_save = None, f"checkpoint/{next(self.numbers)}"
         if is_main:
@@ -169,15 +175,15 @@ class Checkpoints:
             files, self.rows = own_files(tensors, shares[rank], rank)
             files |= {PROCESSES: metrics} if is_main else {}
             self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
-            messages = SaveMessages(name_of_save, self.timeout_s) if others else None
+            messages = SaveMessages(name_of_save, others, self.timeout_s) if others else None
             self.writing = Future()
             # Not a daemon: the interpreter waits for it at its end.
-            arguments = self.writing, step, manifest, messages, others, sync
+            arguments = self.writing, step, manifest, messages, sync
             threading.Thread(target=self._write, args=arguments, name="checkpoint").start()
         self.save_time_s += time.perf_counter() - began
 
-    def _write(self, writing: Future, step: int, manifest: dict | None, messages, others: list[int], sync) -> None:
-        """Runs in the thread. others: the other ranks that write a part of this checkpoint."""
+    def _write(self, writing: Future, step: int, manifest: dict | None, messages, sync) -> None:
+        """Runs in the thread."""
         rank = self.accelerator.process_index
         path = self.folder / f"step_{step:08d}"
         try:
@@ -185,7 +191,7 @@ class Checkpoints:
             if rank == 0:
                 if sync is not None:
                     sync()
-                write_checkpoint(path, {"step": step, **manifest}, self.copies, self.rows, self.keep, messages, others)
+                write_checkpoint(path, {"step": step, **manifest}, self.copies, self.rows, self.keep, messages)
             else:
                 write_part(path, self.copies, self.rows, messages, rank)
             writing.set_result(None)

@@ -71,10 +71,14 @@ class Problem(Exception):
 
 
 class SaveMessages:
-    """Messages between the saving threads of all ranks about one checkpoint, through the process group's store."""
+    """Messages between the saving threads of all ranks about one checkpoint, through the process group's store.
 
-    def __init__(self, name: str, timeout_s: float):
-        self.name, self.timeout_s = name, timeout_s
+    Args:
+        ranks: those, besides rank 0, that write files.
+    """
+
+    def __init__(self, name: str, ranks: list[int], timeout_s: float):
+        self.name, self.ranks, self.timeout_s = name, ranks, timeout_s
         self.store = distributed.distributed_c10d._get_default_store()  # no public API
 
     def post(self, rank: int, problem: str | None, digests: dict[str, str] | None = None) -> None:
@@ -100,13 +104,7 @@ class SaveMessages:
 
 
 def write_checkpoint(
-    path: Path,
-    manifest: dict,
-    files: Files,
-    rows: FirstRows,
-    keep: int,
-    messages: SaveMessages | None,
-    ranks: Iterable[int],
+    path: Path, manifest: dict, files: Files, rows: FirstRows, keep: int, messages: SaveMessages | None
 ) -> None:
     """Write this rank's `files`, copied to the CPU, as a checkpoint; then delete all but the newest `keep` checkpoints.
 
@@ -115,7 +113,7 @@ def write_checkpoint(
 
     Args:
         keep: 0 keeps all.
-        ranks: the other ranks that write files of their own.
+        messages: None: no other rank has files of its own.
 
     Raises:
         OSError, Problem: it could not be written, and no part of it is left.
@@ -129,7 +127,7 @@ def write_checkpoint(
         if messages is not None:
             messages.post(0, None)
         digests = write_files(part, files, rows)
-        for rank in ranks:
+        for rank in messages.ranks if messages else ():
             digests |= messages.wait(rank)
         write_manifest(part / "manifest.json", {"format": FORMAT, **manifest, "sha256": digests})
         fsync(part)

@@ -116,12 +116,6 @@ class ObjectState:
         if isinstance(instance, LRScheduler):
             self.settings |= plain_values(instance.state_dict(), leave_out=PROGRESS)
 
-    def factors(self, total_steps: int) -> dict:
-        """More settings, which `total_steps` decides: the factors of LambdaLR, also inside of other schedules."""
-        functions = factor_functions(self.instance) if isinstance(self.instance, LRScheduler) else []
-        factors = [digest_of_factors(function, total_steps) for function in functions]
-        return {"factors": factors} if factors else {}
-
     def save(self) -> tuple[Tensors | None, object]:
         tensors = {}
         saved = take_out_tensors(self.instance.state_dict(), tensors, self.name)
@@ -137,6 +131,8 @@ class ObjectState:
 
 def factor_functions(schedule) -> list[Callable[[int], float]]:
     """The functions of LambdaLR and MultiplicativeLR, also inside of SequentialLR and ChainedScheduler."""
+    if not isinstance(schedule, LRScheduler):
+        return []
     inner = getattr(schedule, "_schedulers", [])  # no public API
     return [*getattr(schedule, "lr_lambdas", []), *(function for part in inner for function in factor_functions(part))]
 
@@ -144,24 +140,16 @@ def factor_functions(schedule) -> list[Callable[[int], float]]:
 def digest_of_factors(function: Callable[[int], float], total_steps: int) -> str | None:
     """A digest of a learning rate's factors at steps 0 to `total_steps`: at each of the first 500, and 500 later ones.
 
-    None if nobody can tell them ahead: they are random, or the function's state cannot be copied.
+    None if they cannot be known ahead: they are random, or there is an error, also in copying the function's state.
     """
     steps = [*range(min(total_steps + 1, 500)), *range(500, total_steps + 1, max(total_steps // 500, 1))]
     try:
-        first, second = ([factor_at(function, step) for step in steps] for function in map(copied, [function] * 2))
+        # Without the last digits, which differ between machines.
+        first, second = ([f"{float(f(step)):.6g}" for step in steps] for f in map(copied, [function] * 2))
     except Exception:  # of any type: it is the user's
         return None
-    if first != second:
-        return None
-    return f"SHA-256 {hashlib.sha256(' '.join(first).encode()).hexdigest()[:16]} at steps 0 to {total_steps}"
-
-
-def factor_at(function: Callable[[int], float], step: int) -> str:
-    """The factor, without the last digits, which differ between machines; or the error, as at the end of a list."""
-    try:
-        return f"{float(function(step)):.6g}"
-    except Exception as error:
-        return type(error).__name__
+    digest = hashlib.sha256(" ".join(first).encode()).hexdigest()[:16]
+    return f"SHA-256 {digest} at steps 0 to {total_steps}" if first == second else None
 
 
 def copied(function: Callable) -> Callable:
@@ -230,15 +218,6 @@ def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor.to_local(), min(first, len(tensor))
 
 
-def share_out(parts_of_ranks: list[set[tuple]]) -> list[set[tuple]]:
-    """What each rank writes, of `parts_of` all ranks: what no rank before it has. Each part is written once."""
-    taken, shares = set(), []
-    for parts in parts_of_ranks:
-        shares.append(parts - taken)
-        taken |= parts
-    return shares
-
-
 def parts_of(files: Files) -> set[tuple[str, str, int]]:
     """The file, name and first row of the tensors that this process has, whole or some rows of them."""
     return {(file, name, own_rows(tensor)[1]) for file, tensors in files.items() for name, tensor in tensors.items()}
@@ -272,10 +251,7 @@ def check_dtypes(tensors: Tensors) -> None:
         try:
             header_of({name: tensor})
         except KeyError:
-            stop(
-                f"{name} cannot be saved: safetensors has no {tensor.dtype}; use complex64, or a real tensor, as from "
-                "torch.view_as_real"
-            )
+            stop(f"{name} cannot be saved: safetensors has no {tensor.dtype}; use complex64, or its torch.view_as_real")
 
 
 def plain_name(name: str) -> str:
