@@ -146,6 +146,11 @@ class Run:
             self.completed = summary
             done = "the run is done" if self.step == total_steps else "the run stopped early"
             return accelerator.print(f"{done}, after {plural(self.step, 'step')}: nothing to do")
+        if summary and args.save_best and self.step % self.steps_per_epoch:
+            stop(
+                f"the run ended after {plural(self.step, 'step')}, in the middle of an epoch, with a test that a "
+                "longer run does not have; --save_best may have kept its model: start a new run in another folder"
+            )
         if self.step and model_parts is None:
             warn_of_other_numbers(accelerator, self.folder.path, topology)
         self._attach(models)

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import run_reader
+import torch
 from conftest import ROOT
 
 from utils.checkpoint import Checkpoints
@@ -87,6 +88,31 @@ def test_other_arguments_are_refused_by_both_values(train, tmp_path, capsys, fla
     assert train("run", "--resume", *flags) == 2
     assert sentence in capsys.readouterr().err
     assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+def warm_up(steps):
+    """In the place of OneCycleLR, a schedule that does not depend on the length of the run."""
+
+    def schedule(optimizer, *_, **__):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / steps) if step else 0.1)
+
+    return schedule
+
+
+def test_a_longer_run_is_the_run_that_was_as_long_from_its_start(train, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.lr_scheduler, "OneCycleLR", warm_up(6))
+        assert train("whole") is None
+        assert train("run", "--num_epochs", 1) is None
+        assert train("run", "--num_epochs", 2, "--resume") is None
+        assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+        for flags in (["--max_steps", 6, "--save_best", "loss"], ["--resume", "--save_best", "loss"]):
+            code = train("best", *flags)  # the test after step 6 would be forgotten
+        assert code == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.lr_scheduler, "OneCycleLR", warm_up(2))
+        assert train("run", "--num_epochs", 3, "--resume") == 2
+    assert "scheduler.factors.0 was " in capsys.readouterr().err
 
 
 def truncate(file):
