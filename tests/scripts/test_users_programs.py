@@ -80,13 +80,12 @@ COMPARED = [
     for one, other in PAIRS
     if one != "one_1" or name not in SAMPLES_IN_MICRO_BATCHES
 ]
-each_program = pytest.mark.parametrize("name", [param(name) for name in PROGRAMS])
 
 
 @pytest.fixture(scope="module")
 def runs(request, shared_launcher, small_mnist):
-    """Runs of each program that a chosen test looks at: on one process with 1, 2 and 4 accumulation steps, on two
-    processes with 1 and 2; and the first and the fourth of these resumed from step 3, in the middle of an epoch."""
+    """Runs of each program that a chosen test looks at: on one process with 1, 2 and 4 accumulation steps, and on
+    two processes with 1 and 2."""
     top = shared_launcher.folder
     tests = [item for item in request.session.items if item.path == request.path and "runs" in item.fixturenames]
     chosen = {item.callspec.params["name"] for item in tests if not item.get_closest_marker("skip")}
@@ -100,8 +99,6 @@ def runs(request, shared_launcher, small_mnist):
             for k in steps:
                 accumulation = ["--gradient_accumulation_steps", k]
                 launches.append([*script, *flags, *accumulation, "--output_dir", top / program / f"{name}_{k}"])
-            folder, again = top / program / f"{name}_1", top / program / f"{name}_resumed"
-            launches.append([*script, "--back_to", folder, 3, again, *flags, "--resume", "--output_dir", again])
         shared_launcher(config, *run_many.words("mlp", *launches), script=run_many.FILE, timeout=400)
     return top
 
@@ -112,16 +109,6 @@ def test_processes_and_accumulation_change_no_number(runs, name, one, other):
     largest = largest_difference(runs / name / one, runs / name / other)
     print(f"{name}, {other} against {one}: largest relative difference {largest:.1e}")
     assert largest <= PROGRAMS[name].tolerance
-
-
-@pytest.mark.slow
-@each_program
-@pytest.mark.parametrize("run", ["one", "two"])
-def test_a_resume_in_the_middle_of_an_epoch_is_bit_by_bit_the_same(runs, name, run):
-    whole, resumed = runs / name / f"{run}_1", runs / name / f"{run}_resumed"
-    assert run_reader.launches(resumed)[1]["from_step"] == 3
-    assert lines(resumed) == lines(whole)
-    assert run_reader.final_models(resumed) == run_reader.final_models(whole)
 
 
 @pytest.mark.slow
