@@ -179,7 +179,8 @@ class Checkpoints:
             self.writing = Future()
             # Not a daemon: the interpreter waits for it at its end.
             arguments = self.writing, step, manifest, messages, sync
-            threading.Thread(target=self._write, args=arguments, name="checkpoint").start()
+            self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+            self.thread.start()
         self.save_time_s += time.perf_counter() - began
 
     def _write(self, writing: Future, step: int, manifest: dict | None, messages, sync) -> None:
@@ -227,6 +228,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk; on every rank, stop if it failed. Collective."""
         writing, self.writing = self.writing, None
+        if writing is not None:
+            self.thread.join()  # it may still hold the folder of the run
         on_main(self.accelerator, lambda: writing and writing.result())
 
     def load(self) -> tuple[int, dict, Tensors]:
