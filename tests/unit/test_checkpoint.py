@@ -8,7 +8,9 @@ import os
 import pickle
 import shutil
 import threading
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import run_reader
@@ -1121,3 +1123,17 @@ def test_another_number_of_processes_takes_all_metrics(tmp_path, accelerator):
     assert saver._metrics(tensors, 2) == {}
     saver.accelerator.num_processes = 2
     assert saver._metrics(tensors, 2)["indices"].tolist() == [3]
+
+
+def test_a_run_that_ends_for_another_reason_is_not_said_to_lack_a_part_of_a_checkpoint(monkeypatch, tmp_path, capsys):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    saver = Checkpoints(fake_accelerator(2, scaler=None), tmp_path / "checkpoints", {}, {})
+    manifest, messages = {"state": {}}, disk.SaveMessages("checkpoint/0", [1], 0.1)
+    for number, is_ending in enumerate((False, True)):
+        monkeypatch.setattr(disk.threading, "main_thread", lambda e=is_ending: SimpleNamespace(is_alive=lambda: not e))
+        writing = Future()
+        saver._write(writing, number, manifest, messages, None)
+        assert writing.exception() is not None
+        assert ("rank 1 has not written its part" in capsys.readouterr().err) is not is_ending
+    assert not list((tmp_path / "checkpoints").iterdir())
