@@ -367,10 +367,13 @@ def test_what_a_loop_draws_depends_on_its_place_in_the_run_and_not_on_what_was_d
     assert [len(set(numbers)) for numbers in zip(*first.drawn, strict=True)] == [expected] * 3
 
 
-def test_a_run_without_a_schedule_is_not_resumed_to_a_different_length(start, capsys):
-    assert start(Regression(epochs=2, stop_at=(3, "step"))) == EXIT_REQUEUE
-    assert start(Regression(epochs=3), resume=True) == 2
-    assert "total_steps was 8 and is 12" in capsys.readouterr().err
+def test_a_run_without_a_schedule_is_made_longer_but_not_shorter_than_it_is(start, tmp_path, capsys):
+    assert start(Regression(epochs=1)) is None
+    assert start(Regression(epochs=2, stop_at=(7, "step")), resume=True) == EXIT_REQUEUE
+    assert start(Regression(epochs=1), resume=True) == 2
+    assert "total_steps was 8 and is 4" in capsys.readouterr().err
+    assert start(Regression(epochs=3), resume=True) is None
+    assert summary(tmp_path / "run")["step"] == 12
 
 
 class Drawing:
