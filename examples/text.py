@@ -80,7 +80,7 @@ def evaluate(model, loader, run):
     metrics = run.new_metrics()
     for batch in run.test_batches(loader):
         losses, accuracies = losses_and_accuracies(model, batch.data)
-        metrics.add(batch, loss=losses, accuracy=accuracies)
+        metrics.add(batch, weights=batch.weights, loss=losses, accuracy=accuracies)
     return metrics.reduce()
 
 
@@ -116,7 +116,7 @@ def main():
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            run.log_train(batch, loss=losses, accuracy=accuracies)
+            run.log_train(batch, weights=batch.weights, loss=losses, accuracy=accuracies)
         run.log_test(evaluate(model, test_loader, run))
     run.finish()
 

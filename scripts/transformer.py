@@ -226,7 +226,8 @@ def evaluate(model, loader, run) -> dict:
     metrics = run.new_metrics()
     for batch in run.test_batches(loader):
         losses = model(*batch.data)
-        metrics.add(batch, loss=losses, bits_per_byte=loader.dataset.bits_per_byte(losses))
+        bits = loader.dataset.bits_per_byte(losses)
+        metrics.add(batch, weights=batch.weights, loss=losses, bits_per_byte=bits)  # means over tokens
     return metrics.reduce()
 
 
@@ -284,7 +285,8 @@ def main():
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            run.log_train(batch, loss=losses, bits_per_byte=train_data.bits_per_byte(losses))
+            bits = train_data.bits_per_byte(losses)
+            run.log_train(batch, weights=batch.weights, loss=losses, bits_per_byte=bits)  # means over tokens
         result = evaluate(model, test_loader, run)
         bare = accelerator.unwrap_model(model)
         sample = tokenizer.decode(generate(bare, [], args.num_tokens, args.context, args.temperature, args.seed))

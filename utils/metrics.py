@@ -46,10 +46,11 @@ class Metrics:
         """Count the samples of a Batch: `add(batch, loss=losses, accuracy=logits.argmax(1) == labels)`.
 
         Args:
-            values: (n,), one per sample, of any number type or bool, or a scalar, their mean: tensors, or what
-                torch.as_tensor makes one of. A further call for the same batch adds further metrics.
-            weights: (n,); None: those of the batch, else all samples count alike. A value of weight 0 may be nan, as
-                the mean loss of a text without tokens to predict is.
+            values: one value per sample, shape (n,), or a scalar that is their mean. Anything torch.as_tensor accepts.
+                A further call for the same batch adds further metrics.
+            weights: (n,), of all these values, such as `batch.weights`. None: a loss (see `is_loss`) has the batch's
+                weights, if there are any; in other metrics all samples count equally. A value of weight 0 may be nan,
+                as the mean loss of a text without tokens to predict is.
             step: for the message about a loss that is not finite.
 
         Raises:
@@ -57,7 +58,7 @@ class Metrics:
         """
         for name in RESERVED & values.keys():
             raise ValueError(f"a metric cannot be named {name}: the names {', '.join(sorted(RESERVED))} are taken")
-        weights = batch.weights if weights is None else weights
+        loss_weights = batch.weights if weights is None else weights
         columns = {} if weights is None else {"weights": weights}
         for name, value in values.items():
             value = torch.as_tensor(value, device=self.accelerator.device).detach()
@@ -74,7 +75,9 @@ class Metrics:
             rows = self.rows.setdefault(name, [])
             if rows and rows[-1]["index"] is indices:
                 raise ValueError(f"metric {name} is added twice for one batch")
-            rows.append({"value": batch.counted(columns[f"metric {name}"]), **row})
+            value, weight = columns[f"metric {name}"], loss_weights if is_loss(name) else weights
+            weight = None if weight is None else batch.counted(weight)
+            rows.append({"value": batch.counted(value), "weight": weight, "index": indices, "step": step})
         if batch.indices is not self.last_indices:
             self.samples += len(indices)
         self.last_indices = batch.indices
@@ -153,5 +156,5 @@ class Metrics:
 
 
 def is_loss(name: str) -> bool:
-    """Whether a metric is a loss: it must be finite, and less of it is better."""
+    """Whether a metric is a loss: it must be finite, less of it is better, and the batch's weights are its own."""
     return name == "loss" or name.endswith("_loss")

@@ -290,7 +290,7 @@ class Run:
 
         Args:
             values: (n,), one per sample; each metric is the mean over the micro-batches that have it.
-            weights: (n,); None: the batch's weights, if it has any, else all samples count equally.
+            weights: (n,); None: losses have the batch's weights, and in other metrics all samples count equally.
         """
         self.metrics.add(batch, weights=weights, step=self.step, **values)
 

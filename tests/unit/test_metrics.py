@@ -64,7 +64,17 @@ def test_every_sample_counts_the_same_whatever_its_batch(accelerator):
     assert stats.state() == {}
 
 
-def test_weights_are_those_of_the_batch_or_of_the_call(accelerator):
+def test_losses_have_the_weights_of_the_batch_and_other_metrics_count_samples(accelerator):
+    """A sentence of 1 token, which is right, and one of 9, which is not."""
+    stats = Metrics(accelerator)
+    batch = batch_of([0, 1], torch.tensor([1, 9]))
+    losses, is_right = torch.tensor([1.0, 3.0]), torch.tensor([True, False])
+    stats.add(batch, loss=losses, text_loss=losses, exact_match=is_right)
+    stats.add(batch, token_match=is_right, weights=batch.weights)
+    assert stats.reduce() == {"loss": 2.8, "text_loss": 2.8, "exact_match": 0.5, "token_match": 0.1, "samples": 2}
+
+
+def test_weights_of_the_call_replace_those_of_the_batch(accelerator):
     losses = torch.tensor([1.0, 4.0])
     stats = Metrics(accelerator)
     stats.add(batch_of([0, 1], torch.tensor([3.0, 1.0])), loss=losses)
@@ -101,7 +111,7 @@ def test_what_has_no_weight_does_not_count_even_if_it_is_nan(accelerator):
     stats = Metrics(accelerator)
     stats.add(batch_of([0, 1], torch.tensor([1, 3])), loss=torch.tensor(2.0), hit=torch.tensor([True, False]))
     stats.add(batch_of([2], torch.tensor([0])), loss=torch.tensor(torch.nan), hit=torch.tensor([True]))
-    assert stats.reduce() == {"loss": 2.0, "hit": 0.25, "samples": 3}
+    assert stats.reduce() == {"loss": 2.0, "hit": 2 / 3, "samples": 3}
 
 
 def test_values_are_kept_without_their_graph(accelerator):
@@ -118,8 +128,8 @@ def test_each_metric_has_its_own_samples_and_weights(accelerator, monkeypatch, v
     monkeypatch.setattr(metrics, "gather_object", lambda names: [["of_another_rank"], *names])
     stats = Metrics(accelerator)
     stats.add(batch_of([1, 2]), b_loss=torch.tensor([1.0, 2.0]))
-    batch = batch_of([3, 4, 5], weights=torch.tensor([1.0, 0.0, 3.0]))
-    stats.add(batch, accuracy=torch.tensor([1.0, 7.0, 0.0]))
+    batch = batch_of([3, 4, 5])
+    stats.add(batch, accuracy=torch.tensor([1.0, 7.0, 0.0]), weights=torch.tensor([1.0, 0.0, 3.0]))
     stats.add(batch, a_loss=4.0, weights=torch.tensor([1.0, 1.0, 0.0]))
     with pytest.raises(ValueError, match="metric accuracy is added twice for one batch"):
         stats.add(batch, accuracy=torch.tensor([1.0, 7.0, 0.0]))
