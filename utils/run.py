@@ -6,6 +6,7 @@ Forward, loss, backward, clipping and the optimizer's step stay in the script; n
 import argparse
 import atexit
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -187,8 +188,8 @@ class Run:
     def epochs(self) -> Iterator[int]:
         """Yield the remaining epochs, until `total_steps` steps are done or --patience ends the run.
 
-        A run resumed at the end of an epoch begins with that epoch's test. The generators of torch, Python and NumPy
-        are seeded here, after `batches` and after tests: what a script draws there is the same resumed, on any rank.
+        A run resumed at the end of an epoch begins with that epoch's test. Reseeds torch, Python and NumPy at the start
+        of each epoch and after each test, so random numbers drawn there are the same on every rank and after resuming.
         """
         if self.completed:
             return
@@ -211,40 +212,44 @@ class Run:
         optimizers = self.checkpoints.optimizers.values()
         if loader.sampler.num_slots > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             stop("LBFGS needs all micro-batches of a step in its closure: use `run.steps` instead of `run.batches`")
-        batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
-        yield from self._loop(batches, loader.sampler.accumulation, epoch, self._seed_model)
+        for step in self._steps(loader, epoch):
+            for batch in step:
+                self._seed_model(batch)
+                yield batch
+                self._check_accumulation(batch.micro_step + 1 == loader.sampler.accumulation)
 
     def steps(self, loader: GlobalLoader, epoch: int) -> Iterator[list[Batch]]:
         """As `batches`, but yield all micro-batches of a step as a list. Collective."""
-        batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
-        windows = zip(*[batches] * loader.sampler.accumulation, strict=True)
-        windows = (MicroBatches(window, self._seed_model) for window in windows)
-        yield from self._loop(windows, 1, epoch, lambda window: self._seed_model(window[0]))
+        for step in self._steps(loader, epoch):
+            step = MicroBatches(step, self._seed_model)
+            self._seed_model(step[0])
+            yield step
+            self._check_accumulation(is_last=True)
 
-    def _loop(self, items: Iterable, items_per_step: int, epoch: int, seed: Callable) -> Iterator:
+    def _steps(self, loader: GlobalLoader, epoch: int) -> Iterator[Iterator[Batch]]:
+        """Yield an iterator over the micro-batches of each remaining step of an epoch. Collective."""
         if self.completed:
             return
+        batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
         if self.profiler is not None:
-            items = self.profiler.waits(items)
-        for number, item in enumerate(self.progress.timed(items), 1):
-            if number % items_per_step == 1 or items_per_step == 1:
-                rates = {name: float(o.param_groups[0]["lr"]) for name, o in self.checkpoints.optimizers.items()}
-                names = ["lr"] if len(rates) == 1 else [f"{name}_lr" for name in rates]
-                self.learning_rates = dict(zip(names, rates.values(), strict=True))
-            seed(item)
-            yield item
-            is_last = number % items_per_step == 0
-            if self.accelerator.sync_gradients != is_last:
-                raise RuntimeError(
-                    "gradient accumulation is out of step with the batches: put forward, backward and the "
-                    "optimizer's step into one `with accelerator.accumulate(model):` per batch, with all models in "
-                    "one call"
-                )
-            if is_last:
-                self._step_done(epoch)
-                if self.step == self.total_steps:
-                    break
+            batches = self.profiler.waits(batches)
+        batches = self.progress.timed(batches)
+        for first in batches:
+            rates = {name: float(o.param_groups[0]["lr"]) for name, o in self.checkpoints.optimizers.items()}
+            names = ["lr"] if len(rates) == 1 else [f"{name}_lr" for name in rates]
+            self.learning_rates = dict(zip(names, rates.values(), strict=True))
+            yield itertools.chain([first], itertools.islice(batches, loader.sampler.accumulation - 1))
+            self._step_done(epoch)
+            if self.step == self.total_steps:
+                break
         seed_generators(combine(self.args.seed, epoch, 2), self.devices)
+
+    def _check_accumulation(self, is_last: bool) -> None:
+        if self.accelerator.sync_gradients != is_last:
+            raise RuntimeError(
+                "gradient accumulation is out of step with the batches: put forward, backward and the optimizer's step "
+                "into one `with accelerator.accumulate(model):` per batch, with all models in one call"
+            )
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 during training; the test batch's number, from 1, during testing."""

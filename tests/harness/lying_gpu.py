@@ -225,11 +225,11 @@ def phases(enter):
 
     The loading of a micro-batch is part of its step; log lines, checkpoints and tests between two steps are not.
     """
-    loop, step_done = Run._loop, Run._step_done
+    steps, step_done = Run._steps, Run._step_done
 
-    def told_loop(run, *args):
+    def told_steps(run, *args):
         enter("step" if run.step >= WARM_UP else "warm-up")
-        yield from loop(run, *args)
+        yield from steps(run, *args)
         enter("outside")
 
     def told_step_done(run, epoch):
@@ -237,7 +237,7 @@ def phases(enter):
         step_done(run, epoch)
         enter("step" if run.step >= WARM_UP else "warm-up")
 
-    with mock.patch.multiple(Run, _loop=told_loop, _step_done=told_step_done):
+    with mock.patch.multiple(Run, _steps=told_steps, _step_done=told_step_done):
         yield
 
 
