@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, Dataset, default_collate
+from accelerate.utils import find_batch_size, send_to_device
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, default_collate
 
 from .console import is_local_main, show, stop
 from .fingerprint import digest
@@ -39,11 +39,24 @@ def stop_at_unreadable_items() -> Iterator[None]:
         stop(f"{reason}: if memory ran out, use fewer --num_workers", alone=True)
 
 
+def set_epoch(dataset, epoch: int) -> None:
+    """Call `set_epoch` of a dataset that has it, also inside of a Subset, a ConcatDataset or a similar wrapper."""
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            set_epoch(part, epoch)
+    elif hasattr(dataset, "dataset"):
+        set_epoch(dataset.dataset, epoch)
+
+
 class ItemFetcher(Dataset):
     """Reads the items of a request, all at once if the dataset has __getitems__ and is deterministic."""
 
+    newest = None  # the fetcher that read last in this process, and its epoch: two may share a dataset
+
     def __init__(self, dataset, collate_fn: Callable, seed: int, deterministic: bool | None):
-        self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
+        self.dataset, self.own_collate_fn, self.seed = dataset, collate_fn, seed
         self.deterministic = getattr(dataset, "deterministic", False) if deterministic is None else deterministic
 
     def fetch(self, request: Request) -> Any:
@@ -54,6 +67,9 @@ class ItemFetcher(Dataset):
     def __getitems__(self, request: Request) -> list:
         """The items of a request; afterwards the generators are seeded for collate_fn."""
         epoch, indices, random_ids = request
+        if ItemFetcher.newest != (self, epoch):
+            set_epoch(self.dataset, epoch)
+            ItemFetcher.newest = self, epoch
         if self.deterministic:
             read = getattr(self.dataset, "__getitems__", None)
             return read(indices) if read else [self.dataset[index] for index in indices]
@@ -63,6 +79,20 @@ class ItemFetcher(Dataset):
             items.append(self.dataset[index])
         seed_generators(combine(self.seed, epoch, random_ids[0], COLLATE))
         return items
+
+    def collate_fn(self, items: list) -> Any:
+        """The batch of the items; ends the run if the user's function leaves out those that are None."""
+        batch, size = self.own_collate_fn(items), None
+        left = sum(item is not None for item in items)
+        if left < len(items):
+            with contextlib.suppress(TypeError, ValueError, IndexError):  # its first part may be no tensor
+                size = find_batch_size(batch)
+        if size == left:
+            raise UnreadableItem(
+                f"collate_fn leaves out {len(items) - left} of {len(items)} items, so a mean loss would depend on the "
+                "number of processes: filter the dataset instead, or keep them, with a weight of 0 by loss_weights"
+            )
+        return batch
 
 
 class Requests:
@@ -94,6 +124,7 @@ class ItemReader:
         """Each micro-batch and its data, both on the device."""
         micro_batches, requested = itertools.tee(micro_batches)
         requests = ((epoch, micro_batch.indices.tolist(), micro_batch.random_ids.tolist()) for micro_batch in requested)
+        ItemFetcher.newest = None  # the dataset may have changed
         with stop_at_unreadable_items():
             for micro_batch, data in zip(micro_batches, self._batches(requests), strict=True):
                 if self.device.type != "cpu":

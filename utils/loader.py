@@ -58,7 +58,8 @@ class Batch(MicroBatch):
         if losses.shape != self.indices.shape:
             raise ValueError(
                 f"mean_loss takes one loss per sample, shape ({len(self)},), or their mean, shape (), but got "
-                f"{tuple(losses.shape)}"
+                f"{tuple(losses.shape)}; if collate_fn leaves items out, filter the dataset instead, or keep them, "
+                "with a weight of 0 by loss_weights"
             )
         losses = self.counted(losses)
         if self.weights is None:
@@ -264,7 +265,7 @@ def describe_data(loaders: dict[str, GlobalLoader], known: dict) -> dict:
 def gives_its_tensors(dataset) -> bool:
     """Whether the items are slices of `dataset.tensors`: a TensorDataset, not a subclass that changes the items."""
     is_plain = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
-    return is_plain and not hasattr(dataset, "__getitems__")
+    return is_plain and not hasattr(dataset, "__getitems__") and not hasattr(dataset, "set_epoch")
 
 
 def check_dataset(dataset) -> None:
