@@ -49,7 +49,8 @@ from utils.topology import data_parallel_gpus
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 TEST_BATCH_SIZE = 256
 
-# torchvision's recipes for ImageNet, as flags. The defaults are for a quick run on MNIST at 32 pixels.
+# torchvision's recipes for ImageNet, as flags; v2 without its repeated augmentation (4 copies of an image in a step).
+# The defaults are for a quick run on MNIST at 32 pixels.
 PRESETS = {
     "v1": """
         --image_size 224 --eval_resize 256 --min_crop 0.08 --flip 0.5
@@ -59,7 +60,7 @@ PRESETS = {
         --image_size 176 --eval_size 224 --eval_resize 232 --min_crop 0.08 --flip 0.5
         --num_epochs 600 --batch_size 1024 --lr 0.125 --schedule cosine --warmup_epochs 5
         --weight_decay 2e-5 --norm_weight_decay 0 --no-nesterov --no-zero_init --label_smoothing 0.1
-        --mixup 0.2 --cutmix 1 --trivial_augment --erase 0.1 --repeats 4 --ema_decay 0.9989 --ema_every 32""",
+        --mixup 0.2 --cutmix 1 --trivial_augment --erase 0.1 --ema_decay 0.9989 --ema_every 32""",
 }
 
 
@@ -85,7 +86,6 @@ def parse_args():
     image.add_argument("--erase", type=fraction, default=0.0, help="probability of erasing a random rectangle")
     image.add_argument("--mixup", type=non_negative_float, default=0.0, help="alpha of the Beta distribution; 0: off")
     image.add_argument("--cutmix", type=non_negative_float, default=0.0, help="as --mixup; both: half of the steps")
-    image.add_argument("--repeats", type=positive_int, default=1, help="augmented copies of a sample in one step")
 
     model = parser.add_argument_group("model and training", resume_invariant=True)
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
@@ -129,11 +129,10 @@ def check_args(args, accelerator):
     num_slots = args.virtual_processes or num_slots
     micro_batch = args.batch_size // num_slots
     is_odd = micro_batch % 2 == 1 and (args.mixup or args.cutmix)
-    if micro_batch < 2 or is_odd or args.batch_size % args.repeats:
+    if micro_batch < 2 or is_odd:
         stop(
-            f"--batch_size {args.batch_size} makes micro-batches of {micro_batch}: BatchNorm needs "
-            "2 images or more, mixup and cutmix an even number, and --repeats "
-            f"{args.repeats} must divide the batch"
+            f"--batch_size {args.batch_size} makes micro-batches of {micro_batch}: BatchNorm needs 2 images or more, "
+            "mixup and cutmix an even number"
         )
     if args.bn == "sync" and accelerator.device.type not in ("cuda", "xpu", "hpu"):
         stop("--bn sync works on GPUs only: omit it")  # of the kinds for which PyTorch has SyncBatchNorm
@@ -306,7 +305,6 @@ def make_loaders(args, train_data, test_data, accelerator):
         accelerator,
         seed=args.seed,
         drop_last=True,  # a micro-batch of one image has no variance
-        repeats=args.repeats,
         **options,
     )
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator, max_samples=args.max_test_samples, **options)

@@ -12,7 +12,6 @@ import run_reader
 import safetensors.torch
 import torch
 import torchvision
-from accelerate import Accelerator
 from conftest import ROOT
 from PIL import Image
 from run_reader import lines
@@ -25,13 +24,14 @@ from scripts import resnet50
 from utils.datasets import image_files as images
 from utils.datasets.images_in_memory import load_splits
 from utils.extras.pretrained import load_pretrained
+from utils.launch import TrainingAccelerator
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.fsdp import update_average
 from utils.sampler import GlobalSampler
 
 FLOAT64 = ROOT / "tests" / "programs" / "float64_resnet"
 RECIPE = ["--mixup", 0.2, "--cutmix", 1, "--trivial_augment", "--erase", 0.2, "--flip", 0.5]
-RECIPE += ["--label_smoothing", 0.1, "--ema_decay", 0.9, "--repeats", 2]
+RECIPE += ["--label_smoothing", 0.1, "--ema_decay", 0.9]
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_mixing_does_not_depend_on_how_the_batch_is_cut(mixup, cutmix):
 
 @pytest.mark.parametrize(("accumulation", "momentum"), [(1, 0.3), (2, 0.3), (5, 0.3), (2, None)])
 def test_all_micro_batches_count_alike_in_the_running_statistics(accumulation, momentum):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    accelerator = TrainingAccelerator(cpu=True, gradient_accumulation_steps=accumulation)
     accelerator.reduce = lambda tensor, kind: {"mean": tensor / 2}[kind]  # a second process has zeros
     norm = nn.BatchNorm2d(3, momentum=momentum).double()
     batch_norms = BatchNorms(norm, accelerator)
@@ -156,7 +156,7 @@ def test_all_micro_batches_count_alike_in_the_running_statistics(accumulation, m
 
 
 def test_frozen_statistics_stay_as_they_are():
-    accelerator = Accelerator(cpu=True)
+    accelerator = TrainingAccelerator(cpu=True)
     frozen = nn.BatchNorm1d(3).eval()
     frozen.running_mean.copy_(torch.tensor([0.1, 0.2, 0.3]))
     model = nn.Sequential(nn.BatchNorm1d(3), frozen)
@@ -179,7 +179,7 @@ class Operations(TorchDispatchMode):
 
 def test_layers_are_averaged_together():
     """ResNet-50 has 53: one operation for each of them and each step would be a good part of a step on a GPU."""
-    counts, accelerator = [], Accelerator(cpu=True)
+    counts, accelerator = [], TrainingAccelerator(cpu=True)
     for layers in (2, 20):
         model = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(layers))
         batch_norms = BatchNorms(model, accelerator)
@@ -216,7 +216,7 @@ def test_presets_are_those_of_torchvision_and_flags_count_beside_them(monkeypatc
     v2 = parse(monkeypatch, "--preset", "v2", "--lr", 0.3, "--no-trivial_augment")
     assert (v2.batch_size, v2.num_epochs) == (1024, 600)
     assert (v2.image_size, v2.eval_size, v2.eval_resize) == (176, 224, 232)
-    assert (v2.mixup, v2.cutmix, v2.label_smoothing, v2.repeats) == (0.2, 1.0, 0.1, 4)
+    assert (v2.mixup, v2.cutmix, v2.label_smoothing) == (0.2, 1.0, 0.1)
     assert (v2.lr, v2.trivial_augment) == (0.3, False)
     assert parse(monkeypatch, "--preset", "v2").lr * 1024 / 256 == 0.5
     assert not v1.nesterov
@@ -228,7 +228,6 @@ def test_presets_are_those_of_torchvision_and_flags_count_beside_them(monkeypatc
     [
         (["--batch_size", 1], "makes micro-batches of 1: BatchNorm needs 2 images or more"),
         (["--batch_size", 6, "--gradient_accumulation_steps", 2, "--mixup", 0.2], "cutmix an even number"),
-        (["--batch_size", 8, "--repeats", 3], "--repeats 3 must divide the batch"),
         (["--bn", "sync"], "--bn sync works on GPUs only"),
     ],
 )
@@ -397,7 +396,7 @@ def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monke
     for name in ("mix", "losses_and_predictions", "lr_factor", "update_average"):
         record(resnet50, name)
     flags = ["--image_size", 20, "--eval_size", 24, "--eval_resize", 28, "--min_crop", 0.3]
-    flags += ["--flip", 0.25, "--trivial_augment", "--erase", 0.125, "--repeats", 2, "--seed", 7]
+    flags += ["--flip", 0.25, "--trivial_augment", "--erase", 0.125, "--seed", 7]
     flags += ["--mixup", 0.2, "--cutmix", 0.9, "--label_smoothing", 0.15, "--schedule", "step"]
     flags += ["--ema_decay", 0.9, "--ema_every", 2, "--warmup_epochs", 0, "--max_steps", 4]
     assert run_4_blocks("run", *flags) is None
@@ -416,7 +415,7 @@ def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monke
 
 
 def test_residual_blocks_start_as_the_identity_if_asked_to():
-    accelerator = Accelerator(cpu=True)
+    accelerator = TrainingAccelerator(cpu=True)
     for zero_init in (True, False):
         args = SimpleNamespace(zero_init=zero_init, pretrained=None, bn="local")
         model = resnet50.make_model(args, 10, accelerator)

@@ -179,15 +179,6 @@ def test_the_processes_of_a_machine_share_its_cores(monkeypatch, device, workers
     assert images.default_num_workers(fake_accelerator(device=device)) == workers
 
 
-def test_with_repeats_mixup_finds_another_image():
-    data = torch.utils.data.TensorDataset(torch.arange(103))
-    loader = GlobalLoader(data, 12, fake_accelerator(), seed=0, drop_last=True, repeats=3)
-    batches = list(loader.epoch(5))
-    assert len(batches) == len(loader) == 103 // 12
-    for batch in batches:
-        assert not (batch.indices[::2] == batch.indices[1::2]).any()
-
-
 def fingerprint_of(split):
     return images.ImageFiles(split, images.CenterCrop(8, 8)).fingerprint
 
