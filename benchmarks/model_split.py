@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import TensorDataset
 
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts import model_split
+from utils.launch import TrainingAccelerator
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.parallel import pipeline
@@ -44,7 +44,7 @@ def worker(args) -> list[list]:
     number of micro-batches: that number, images/s unsplit and split, and the fraction of a step in which each stage is
     idle.
     """
-    accelerator = Accelerator(cpu=True)
+    accelerator = TrainingAccelerator(cpu=True)
     torch.set_num_threads(1)
     data = TensorDataset(
         torch.randint(256, (args.batch_size, 3, 64, 64), dtype=torch.uint8), torch.arange(args.batch_size)

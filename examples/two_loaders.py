@@ -59,7 +59,8 @@ def main():
     run = Run(accelerator, args)
 
     labelled_loader = GlobalLoader(make_spirals(100), args.batch_size, accelerator, seed=args.seed)
-    unlabelled_loader = GlobalLoader(make_spirals(args.unlabelled), 3 * args.batch_size, accelerator, seed=args.seed)
+    unlabelled = make_spirals(args.unlabelled)
+    unlabelled_loader = GlobalLoader(unlabelled, 3 * args.batch_size, accelerator, seed=args.seed, name="unlabelled")
     test_loader = GlobalLoader(make_spirals(61), 30, accelerator)
     total_steps = args.num_epochs * len(labelled_loader)
 

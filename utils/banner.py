@@ -18,7 +18,6 @@ from torch import distributed
 
 from .atomic_files import read_entry
 from .console import plural, printable, show
-from .sampler import virtual_processes
 from .topology import data_parallel_gpus, requested_topology
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "numpy")
@@ -49,7 +48,7 @@ def describe_topology(accelerator: Accelerator) -> dict:
         "mixed_precision": accelerator.mixed_precision,
         "torch": torch.__version__,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-        "virtual_processes": virtual_processes(accelerator),
+        "virtual_processes": accelerator.virtual_processes,
         "processes": gather_object([this_process]),
     }
 

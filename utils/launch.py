@@ -56,6 +56,7 @@ class TrainingAccelerator(Accelerator):
         super().__init__(*args, **kwargs)
         # Functions that return a context manager, entered around every backward pass, the last one outermost.
         self.around_backward = []
+        self.loaders = {}  # by name; None after run.start
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
             plugin = FullyShardedDataParallelPlugin()  # Accelerate would use DDP
             if self.mixed_precision != "no":

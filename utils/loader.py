@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from .console import stop
 from .fingerprint import digest
 from .randomness import combine, random_normal, random_uniform, widest_float
-from .sampler import GlobalSampler, MicroBatch, virtual_processes
+from .sampler import GlobalSampler, MicroBatch
 
 
 @dataclasses.dataclass
@@ -92,8 +92,14 @@ class GlobalLoader:
         dataset: a torch.utils.data.Dataset, a datasets.Dataset, a list: anything with __len__ and __getitem__.
             A TensorDataset moves to the accelerator's device, unless it exceeds a quarter of a GPU's free memory.
         batch_size: samples per step, over all processes and accumulation steps.
-        seed: shuffles by (seed, epoch), for training; None: dataset order, for testing. Each loader of an accelerator
-            has its own order and random numbers, by the number of loaders made before it with or without a seed.
+        accelerator: from make_accelerator.
+        seed: shuffles by (seed, epoch), for training; None: dataset order, for testing.
+        name: of the loader, in a run each has its own; None: "train" with a seed, else "test". Its order and random
+            numbers depend on (seed, name).
+        order: function of the epoch that returns the indices of its items in order, int64 (n,), instead of a
+            permutation. Items may repeat or be missing; n must be the same in each epoch. Before each call, the global
+            generators of torch, Python and NumPy are seeded by (seed, name, epoch). Random numbers of an item then
+            depend on its position in the epoch, so they differ between its occurrences.
         collate_fn: makes a batch from a list of items; None: torch's default_collate.
         num_workers: processes that read items ahead; 0: this process reads them.
         loss_weights: function from a batch's data to the weight of each sample, (n,), such as its number of tokens
@@ -105,7 +111,7 @@ class GlobalLoader:
             the accelerator's.
         accumulation: micro-batches per step on each process; None: the accelerator's in training, 1 in testing.
             Ignored with virtual processes.
-        drop_last, repeats: see GlobalSampler.
+        drop_last: see GlobalSampler.
     """
 
     def __init__(
@@ -115,6 +121,8 @@ class GlobalLoader:
         accelerator: Accelerator,
         *,
         seed: int | None = None,
+        name: str | None = None,
+        order: Callable[[int], torch.Tensor] | None = None,
         collate_fn: Callable | None = None,
         num_workers: int = 0,
         loss_weights: Callable[[Any], torch.Tensor] | None = None,
@@ -123,36 +131,36 @@ class GlobalLoader:
         shard: tuple[int, int] | None = None,
         accumulation: int | None = None,
         drop_last: bool = False,
-        repeats: int = 1,
     ):
         check_dataset(dataset)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if repeats > 1 and (seed is None or batch_size % repeats):
-            raise ValueError(f"repeats={repeats} needs a seed and must divide batch_size {batch_size}")
         if loss_weights is not None and shard is not None:
             raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")
         length = min(len(dataset), max_samples or len(dataset))
         if accumulation is None:
             accumulation = 1 if seed is None else accelerator.gradient_accumulation_steps
         self.dataset, self.accelerator, self.loss_weights, self.seed = dataset, accelerator, loss_weights, seed
-        made = vars(accelerator).setdefault("loaders", [])  # a plain Accelerator lacks it
-        if isinstance(made, tuple):
+        kind = "test" if seed is None else "train"
+        self.name = name or kind
+        if accelerator.loaders is None:
             stop("a loader is part of the run, which compares its data when resuming: make it before run.start")
-        self.number = sum((loader.seed is None) == (seed is None) for loader in made)
-        self.own_seed = seed
-        if seed is None or self.number:  # -1 is not a seed of a training loader
-            self.own_seed = combine(-1 if seed is None else seed, self.number, 5)
-        self.sums_gradients = shard is not None or virtual_processes(accelerator) > 0
+        if self.name in accelerator.loaders:
+            stop(f"two loaders are named {self.name!r}: give the second a name, as in GlobalLoader(..., name='other')")
+        self.stream_seed = seed
+        if seed is None or self.name != kind:
+            number = 0 if self.name == kind else int(digest(self.name), 16)
+            self.stream_seed = combine(-1 if seed is None else seed, number, 5)  # -1 is not a seed of a training loader
+        self.sums_gradients = shard is not None or accelerator.virtual_processes > 0
         self.sampler = GlobalSampler(
             length,
             batch_size,
             *(shard or (accelerator.process_index, accelerator.num_processes)),
-            seed=None if seed is None else self.own_seed,
+            seed=None if seed is None else self.stream_seed,
             accumulation=accumulation,
             drop_last=drop_last,
-            repeats=repeats,
-            virtual_processes=virtual_processes(accelerator),
+            order=order,
+            virtual_processes=accelerator.virtual_processes,
             strided=accelerator.distributed_type == DistributedType.FSDP,
         )
         if len(self) == 0:
@@ -165,8 +173,8 @@ class GlobalLoader:
         else:
             from .items import ItemReader  # not needed for images in memory
 
-            self.reader = ItemReader(dataset, collate_fn, self.own_seed, deterministic, num_workers, device)
-        made.append(self)
+            self.reader = ItemReader(dataset, collate_fn, self.stream_seed, deterministic, num_workers, device)
+        accelerator.loaders[self.name] = self
 
     def __len__(self) -> int:
         """Steps per epoch."""
@@ -183,7 +191,7 @@ class GlobalLoader:
     def epoch(self, epoch: int = 0, first_step: int = 0) -> Iterator[Batch]:
         """This process's micro-batches of an epoch, from step `first_step` on. Collective if `loss_weights` is set."""
         grad_divisor = 1 if self.sums_gradients else self.sampler.num_slots
-        key = combine(self.own_seed, epoch, 3)
+        key = combine(self.stream_seed, epoch, 3)
         read = self._read(epoch, first_step)
         batches = (Batch(*vars(part).values(), data, grad_divisor, key) for part, data in read)
         return batches if self.loss_weights is None else self._weighted(batches)
@@ -232,34 +240,30 @@ class GlobalLoader:
         """The size of the data and a fingerprint, which must be the same on all processes and when resuming.
 
         The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of the first and last item.
+        With `order`, a digest of the first two epochs is added.
         """
         fingerprint = getattr(self.dataset, "fingerprint", None)
         if not isinstance(fingerprint, str):
             whole = gives_its_tensors(self.dataset)
             fingerprint = digest(self.dataset.tensors) if whole else self.reader.fingerprint()
-        return {"items": self.sampler.length, "fingerprint": fingerprint}
+        facts = {"items": self.sampler.dataset_length, "fingerprint": fingerprint}
+        if self.sampler.order is not None:
+            facts["order"] = digest([self.sampler.items(epoch)[0] for epoch in (0, 1)])
+        return facts
 
     def resume_invariants(self) -> dict:
         """Settings that must not change when resuming."""
-        names = ("batch_size", "drop_last", "repeats", "virtual_processes")
+        names = ("batch_size", "drop_last", "virtual_processes")
         return {"seed": self.seed} | {name: getattr(self.sampler, name) for name in names}
 
 
-def name_loaders(train_loader: GlobalLoader, test_loader: GlobalLoader | None) -> dict[str, GlobalLoader]:
-    """All loaders of the run: "train", "test", and by kind and number those that the script made besides."""
-    loaders = {"train": train_loader} | ({} if test_loader is None else {"test": test_loader})
-    for loader in train_loader.accelerator.loaders:
-        if loader not in loaders.values():
-            loaders[f"{'test' if loader.seed is None else 'train'}_{loader.number + 1}"] = loader
-    return loaders
-
-
-def describe_data(loaders: dict[str, GlobalLoader], known: dict) -> dict:
-    """The data's facts for run.json and the banner; those in `known`, from the script, replace the loaders'."""
+def describe_data(loaders: dict[str, GlobalLoader]) -> dict:
+    """The data's facts for run.json and the banner, by the names of the loaders."""
     described = {name: loader.describe() for name, loader in loaders.items()}
-    items = {split: facts["items"] for split, facts in described.items()}
+    items = {name: facts["items"] for name, facts in described.items()}
+    orders = {f"{name}_order": facts["order"] for name, facts in described.items() if "order" in facts}
     fingerprints = dict.fromkeys(facts["fingerprint"] for facts in described.values())
-    return {**items, "fingerprint": "-".join(fingerprints), **known}
+    return {**items, **orders, "fingerprint": "-".join(fingerprints)}
 
 
 def gives_its_tensors(dataset) -> bool:

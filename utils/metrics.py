@@ -8,7 +8,6 @@ from accelerate.utils import gather_object
 
 from .console import stop
 from .randomness import widest_float
-from .sampler import virtual_processes
 
 # What a line of metrics.jsonl has beside the metrics.
 RESERVED = {"split", "step", "epoch", "samples", "lr", "samples_per_s", "data_wait_pct"}
@@ -70,7 +69,6 @@ class Metrics:
                     f"shape ({len(batch)},)"
                 )
         indices = batch.counted(batch.indices)
-        row = {"index": indices, "step": step, "weight": None if weights is None else batch.counted(weights)}
         for name in values:
             rows = self.rows.setdefault(name, [])
             if rows and rows[-1]["index"] is indices:
@@ -101,13 +99,13 @@ class Metrics:
     def _sums(self) -> dict[str, tuple[float, float]]:
         """By metric and for "samples": the weighted sum and the sum of the weights, over all processes."""
         by_rank = gather_object([list(self.rows)])
-        all_add = getattr(self.accelerator, "split_batch", True)  # in a pipeline, only the last stage has losses
-        if all_add and [] in by_rank and any(by_rank):
+        # In a pipeline, only the last stage has losses.
+        if self.accelerator.split_batch and [] in by_rank and any(by_rank):
             stop(f"rank {by_rank.index([])} added no metrics and others did: add them on every rank")
         # Sorted: a checkpoint may have restored them in a different order.
         names = sorted({name for names in by_rank for name in names}, key=lambda name: (not is_loss(name), name))
         columns = [self._columns(name) for name in names] + [(self.ones * self.samples, self.ones)]
-        if virtual_processes(self.accelerator):
+        if self.accelerator.virtual_processes:
             from .parallel.virtual_processes import exact_sums
 
             sums = exact_sums(self.accelerator, columns)

@@ -26,14 +26,14 @@ from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
 from .curves import plot_curves
 from .flags import with_defaults
-from .loader import Batch, GlobalLoader, describe_data, name_loaders
+from .loader import Batch, GlobalLoader, describe_data
 from .memory import peak_memory_gib
 from .metrics import Metrics
 from .parallel import same_weights
 from .progress import Progress
 from .randomness import combine, device_generators, seed_generators
 from .run_folder import RunFolder
-from .sampler import GlobalSampler, virtual_processes
+from .sampler import GlobalSampler
 from .signals import StopSignal
 from .watchdog import Watchdog, end_process_group
 
@@ -45,8 +45,8 @@ def invariants_of(args: argparse.Namespace, loaders: dict[str, GlobalLoader], da
         if name == "train":
             invariants |= loader.resume_invariants()
         elif loader.seed is not None:
-            invariants[name] = loader.resume_invariants()
-    return invariants | {"data": {name: data[name] for name in ("fingerprint", *loaders)}}
+            invariants[f"{name}_loader"] = loader.resume_invariants()
+    return invariants | {"data": data}
 
 
 def check_batch_norm(models: list[nn.Module], sampler: GlobalSampler) -> None:
@@ -129,10 +129,11 @@ class Run:
         self.batch_size, self.state, self.model_parts = train_loader.sampler.batch_size, checkpoint, model_parts
         models = [part for part in checkpoint.values() if isinstance(part, nn.Module)]
         check_batch_norm(models, train_loader.sampler)
-        loaders = name_loaders(train_loader, test_loader)
-        accelerator.loaders = tuple(accelerator.loaders)  # a later one would not be compared when resuming
-        data = same_on_all(describe_data(loaders, data or {}))
-        invariants = invariants_of(args, loaders, data) | {"total_steps": total_steps}
+        loaders, accelerator.loaders = accelerator.loaders, None  # a later one would not be compared when resuming
+        described = describe_data(loaders)
+        data = same_on_all(described | (data or {}))
+        invariants = invariants_of(args, loaders, {name: data[name] for name in described})
+        invariants["total_steps"] = total_steps
         invariants |= {"save_best": args.save_best} | (resume_invariants or {})
         folder = self.folder.path / "checkpoints"
         self.checkpoints = Checkpoints(accelerator, folder, checkpoint, invariants, args.keep_checkpoints)
@@ -166,7 +167,7 @@ class Run:
         accelerator, args = self.accelerator, self.args
         if args.save_best or args.patience:
             accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
-        if virtual_processes(accelerator):
+        if accelerator.virtual_processes:
             from .parallel.virtual_processes import sum_gradients_by_tree
 
             sum_gradients_by_tree(accelerator, models, self.checkpoints.optimizers.values())
@@ -366,7 +367,7 @@ class Run:
         """
         seed_generators(combine(self.args.seed, self.total_steps, 4), self.devices)
         atexit.register(end_process_group)  # not after an error: NCCL would wait for the other ranks
-        self.accelerator.loaders = []  # a later run has its own
+        self.accelerator.loaders = {}  # a later run has its own
         if self.completed:
             return self.completed
         self.checkpoints.wait()

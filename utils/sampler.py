@@ -2,17 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from accelerate import Accelerator
 
-from .randomness import combine
-
-
-def virtual_processes(accelerator: Accelerator) -> int:
-    """The value of --virtual_processes; 0: off."""
-    return getattr(accelerator, "virtual_processes", 0)  # a plain Accelerator lacks it
+from .console import stop
+from .randomness import combine, generators_restored, seed_generators
 
 
 def logical_ranks(rank: int, world_size: int, number: int, strided: bool = False) -> range:
@@ -30,7 +25,7 @@ class MicroBatch:
     """What one process reads for one micro-batch: at least one item."""
 
     indices: torch.Tensor  # int64 (n,): indices into the dataset
-    random_ids: torch.Tensor  # int64 (n,): seeds of the items' random numbers; the index, unless items repeat
+    random_ids: torch.Tensor  # int64 (n,): seeds of the items' random numbers: the index; with `order`, the position
     is_stand_in: bool  # no item is left for this micro-batch: the one it reads has weight zero
     _step_samples: int  # over all processes; private, because `losses.sum() / step_samples` would count stand-ins
     micro_step: int  # index of the micro-batch within the step on this process
@@ -40,11 +35,11 @@ class MicroBatch:
 class GlobalSampler:
     """Assigns items to processes, for steps of `batch_size` items over all processes and accumulation steps.
 
-    The order of an epoch is a permutation by (seed, epoch), or the dataset's with `seed=None`. Step s takes the items
-    from s x batch_size on and splits them into accumulation x world_size micro-batches, whose sizes differ by at most
-    one. The last step takes the items that are left; micro-batches for which there are none get a stand-in of weight
-    zero. So each item is used once per epoch, every process has the same number of micro-batches, and a resumed run
-    skips to any step without reading data.
+    The order of an epoch is a permutation by (seed, epoch), the dataset's with `seed=None`, or that of `order`. Step s
+    takes the items from s x batch_size on and splits them into accumulation x world_size micro-batches, whose sizes
+    differ by at most one. The last step takes the items that are left; micro-batches for which there are none get a
+    stand-in of weight zero. So each item is used once per epoch, every process has the same number of micro-batches,
+    and a resumed run skips to any step without reading data.
 
     Accelerate's own sharding pads the last batch with items that were already used, or gives some processes one batch
     fewer than others, and it resumes by reading all earlier batches.
@@ -52,8 +47,7 @@ class GlobalSampler:
     Args:
         seed: None: dataset order.
         drop_last: skip a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
-        repeats: use 1/repeats of the items per epoch, each `repeats` times within a step.
-            Source: repeated augmentation, E. Hoffer et al., https://arxiv.org/abs/1901.09335.
+        order: function of the epoch that returns the indices of its items in order; see GlobalLoader.
         virtual_processes: number of micro-batches per step, instead of accumulation x world_size; each process
             computes consecutive ones, and some compute one more than others. 0: off.
         strided: with virtual processes too, each process computes every world_size-th micro-batch, as FSDP needs.
@@ -69,12 +63,17 @@ class GlobalSampler:
         seed: int | None = None,
         accumulation: int = 1,
         drop_last: bool = False,
-        repeats: int = 1,
+        order: Callable[[int], torch.Tensor] | None = None,
         virtual_processes: int = 0,
         strided: bool = False,
     ):
-        self.length, self.batch_size, self.seed = length, batch_size, seed
-        self.drop_last, self.repeats, self.virtual_processes = drop_last, repeats, virtual_processes
+        self.dataset_length, self.batch_size, self.seed = length, batch_size, seed
+        self.drop_last, self.order, self.virtual_processes = drop_last, order, virtual_processes
+        self.length = length if order is None else None  # items per epoch
+        if order is not None:
+            self.length = len(self.items(0)[0])
+            if not torch.equal(self.items(0)[0], self.items(0)[0]):
+                stop("order(0) differs when called twice: draw from the global generators of torch, Python or NumPy")
         self.num_slots = virtual_processes or accumulation * world_size
         self.slots = logical_ranks(rank, world_size, self.num_slots, strided or not virtual_processes)
         self.accumulation = len(self.slots)
@@ -87,16 +86,22 @@ class GlobalSampler:
 
     def items(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices of an epoch in order, and their random ids; both int64 (length,)."""
-        positions = torch.arange(self.length)
-        if self.seed is None:
-            return positions, positions
-        items = torch.randperm(self.length, generator=torch.Generator().manual_seed(combine(self.seed, epoch)))
-        if self.repeats == 1:
-            return items, items
-        different = self.batch_size // self.repeats
-        step, within = positions // self.batch_size, positions % self.batch_size
-        items = items[step * different + within % different]
-        return items, items + self.length * (within // different)  # each repeat has its own random numbers
+        if self.order is None:
+            if self.seed is None:
+                items = torch.arange(self.length)
+            else:
+                items = torch.randperm(self.length, generator=torch.Generator().manual_seed(combine(self.seed, epoch)))
+            return items, items  # one tensor: 8 bytes per item
+        with generators_restored():
+            seed_generators(combine(self.seed or 0, epoch))
+            items = torch.as_tensor(self.order(epoch))
+        wanted, count = (self.length or max(items.numel(), 1),), self.dataset_length
+        if items.dtype != torch.int64 or items.shape != wanted or not (0 <= items.min() <= items.max() < count):
+            stop(
+                f"order({epoch}) must return indices from 0 to {count - 1}, int64 of shape {wanted}, as many in each "
+                f"epoch, but returned {items.dtype} of shape {tuple(items.shape)}: {items.tolist()!s:.100}"
+            )
+        return items, torch.arange(len(items))
 
     def micro_batches(self, epoch: int = 0, first_step: int = 0, device="cpu") -> Iterator[MicroBatch]:
         """This process's micro-batches of an epoch, `accumulation` per step, from `first_step` on."""

@@ -119,8 +119,7 @@ def bind_gloo_to_the_route() -> None:
 def data_parallel_gpus(accelerator: Accelerator) -> int:
     """Number of GPUs that this process uses through nn.DataParallel (dp.yaml); 1 with any other config."""
     is_alone = accelerator.device.type == "cuda" and accelerator.distributed_type == DistributedType.NO
-    splits_batch = getattr(accelerator, "split_batch", True)  # a plain Accelerator lacks it
-    return torch.cuda.device_count() if is_alone and splits_batch else 1
+    return torch.cuda.device_count() if is_alone and accelerator.split_batch else 1
 
 
 def share_of_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

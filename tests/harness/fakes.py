@@ -18,6 +18,8 @@ def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no
         "mixed_precision": precision,
         "gradient_accumulation_steps": 1,
         "virtual_processes": 0,
+        "split_batch": True,
+        "loaders": {},
         "init_handler": None,
         "project_dir": "run",
         "print": print,

@@ -4,14 +4,14 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from utils.launch import TrainingAccelerator
 from utils.metrics import Metrics
 from utils.parallel.gather_samples import gather_samples
 
-accelerator = Accelerator(cpu=True)
+accelerator = TrainingAccelerator(cpu=True)
 rank = accelerator.process_index
 # 4 samples on rank 0, none on rank 1, 2 on rank 2.
 own = [[torch.tensor([-1, 2]), torch.tensor([-3, -4])], [torch.zeros(0, dtype=torch.int64)], [torch.tensor([5, 0])]][

@@ -5,10 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from accelerate import Accelerator
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from utils.launch import TrainingAccelerator
 from utils.loader import GlobalLoader
 
 
@@ -23,4 +22,4 @@ class Stuck:
         time.sleep(1000)
 
 
-next(iter(GlobalLoader(Stuck(), 4, Accelerator(cpu=True), seed=0, num_workers=1)))
+next(iter(GlobalLoader(Stuck(), 4, TrainingAccelerator(cpu=True), seed=0, num_workers=1)))

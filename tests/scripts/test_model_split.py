@@ -19,7 +19,6 @@ import run_reader
 import same_numbers
 import torch
 import torchvision
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from conftest import first_images
 from fakes import fake_accelerator
@@ -29,6 +28,7 @@ from torchvision.models.resnet import resnet50
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
 from utils.datasets.images_in_memory import LabelledImages, load_images
+from utils.launch import TrainingAccelerator
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.parallel.pipeline import (
@@ -65,7 +65,7 @@ def seeded_resnet(norm):
 def load(data, accelerator, copy_index=0, copies=1, micro_batches=MICRO_BATCHES, seed=0):
     """A loader whose only step has all samples; each copy of the pipeline gets its part."""
     shard = (copy_index, copies)
-    accelerator.loaders = []  # the order of the first loader, each time
+    accelerator.loaders = {}  # each loader is the first one
     return GlobalLoader(data, 40, accelerator, seed=seed, shard=shard, accumulation=micro_batches)
 
 
@@ -230,7 +230,7 @@ def check(found):
 def test_a_split_in_one_process_changes_no_number(norm):
     passes = {"naive": "fb" * 6, "gpipe": "ffffffbbbbbb", "1f1b": "fffbfbfbfbbb"}
     for schedule in SCHEDULES:
-        found = differences(Accelerator(cpu=True), schedule, norm, 3)
+        found = differences(TrainingAccelerator(cpu=True), schedule, norm, 3)
         check(found)
         assert found["passes"] == passes.get(schedule, passes["1f1b"])
 
@@ -475,7 +475,7 @@ def test_the_stages_are_the_most_even_of_all():
 
 
 def test_measuring_leaves_the_blocks_alone():
-    Accelerator(cpu=True)
+    TrainingAccelerator(cpu=True)
     resnet = make_resnet(10)
     before = copy.deepcopy(resnet.state_dict())
     images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
@@ -490,7 +490,7 @@ def test_measuring_leaves_the_blocks_alone():
 
 def print_differences(*numbers_of_stages: int):
     """Print those of each case as a line of JSON. Collective."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = TrainingAccelerator(cpu=True)
     torch.set_num_threads(1)
     norms = ("group", "batch")
     for num_stages, norm, schedule in itertools.product(numbers_of_stages, norms, SCHEDULES):

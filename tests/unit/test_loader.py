@@ -1,6 +1,7 @@
 """Batches of any map-style dataset, the same on any number of processes, workers and steps."""
 
 import collections
+import dataclasses
 import itertools
 import math
 import os
@@ -14,7 +15,7 @@ import pytest
 import torch
 from fakes import fake_accelerator
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from utils.items import UnreadableItem
 from utils.loader import GlobalLoader, describe_data
@@ -25,6 +26,7 @@ TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
 
 
 MADE = []
+OWN_GENERATOR = np.random.default_rng(0)
 
 
 def make(dataset, batch_size=4, processes=1, rank=0, accumulation=1, seed=5, virtual=0, **options):
@@ -235,29 +237,95 @@ def test_max_samples_takes_the_first_ones(max_samples):
     assert sorted(indices(each)) == list(range(expected))
 
 
+# --- an order of the user's own ---------------------------------------------------------------
+
+
+def drawn_with_repeats(epoch):
+    return torch.multinomial(torch.arange(23.0), 30, replacement=True)  # item 0 is never drawn
+
+
 @pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
-def test_repeats_are_in_one_step_with_draws_of_their_own(processes, accumulation):
-    data = Noisy(64)
-    options = {"dataset": data, "batch_size": 12, "repeats": 4}
-    steps = by_step(processes, accumulation, 1, **options)
-    for parts in steps:
-        counts = collections.Counter(indices(parts))
-        if counts.total() == 12:
-            assert sorted(counts.values()) == [4, 4, 4]
-        random_ids = torch.cat([batch.counted(batch.random_ids) for batch in parts])
-        assert len(random_ids.unique()) == len(random_ids)
-        noise = torch.cat([batch.counted(batch.data[1])[:, 0] for batch in parts])
-        assert len(noise.unique()) == len(noise)
-    plain = by_step(1, 1, 1, **options)
-    assert list(map(indices, steps)) == list(map(indices, plain))
-    assert len(set(itertools.chain(*map(indices, steps)))) == pytest.approx(64 / 4, abs=3)
+def test_an_order_may_repeat_and_leave_out_items_and_is_the_same_on_any_topology(processes, accumulation):
+    options = {"dataset": Noisy(), "batch_size": 8, "order": drawn_with_repeats}
+    plain, steps = by_step(1, 1, 1, **options), by_step(processes, accumulation, 1, **options)
+    torch.default_generator.manual_seed(combine(5, 1))
+    expected = drawn_with_repeats(1).split(8)
+    assert list(map(indices, steps)) == list(map(indices, plain)) == [part.tolist() for part in expected]
+    drawn = [torch.cat([b.counted(torch.cat([b.data[1], b.rand(2)], 1)) for b in parts]) for parts in steps]
+    others = [torch.cat([b.counted(torch.cat([b.data[1], b.rand(2)], 1)) for b in parts]) for parts in plain]
+    assert torch.equal(torch.cat(drawn), torch.cat(others))
+    assert len(torch.cat(drawn)) == 30
+    assert len(torch.cat(drawn).unique()) == 30 * 4  # occurrences of an item have different numbers
+    resumed = by_step(processes, accumulation, 1, first_step=2, **options)
+    assert list(map(indices, resumed)) == list(map(indices, steps[2:]))
+
+
+def test_an_order_draws_from_any_global_generator_and_leaves_it_alone():
+    def order(epoch):
+        torch_s, python_s, numpy_s = torch.randperm(23), random.sample(range(23), 23), np.random.permutation(23)
+        return [torch_s, python_s, numpy_s][epoch]  # a tensor, a list, an array
+
+    each = make(Squares(), 23, order=order)
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    found = [next(each.epoch(epoch)).indices.tolist() for epoch in (0, 1, 2, 1)]
+    assert state[0].equal(torch.get_rng_state())
+    assert state[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert found[1] == found[3]
+    assert len(set(map(tuple, found))) == 3
+    assert found[0] == indices(make(Squares(), 23))  # a permutation drawn like this is the default
+    assert found[0] != next(make(Squares(), 23, order=order, name="other").epoch()).indices.tolist()
+    assert indices(make(Squares(), seed=None, order=lambda epoch: [3, 1])) == [3, 1]
+
+
+def test_an_order_with_virtual_processes_and_a_smaller_last_step():
+    for processes in (1, 2, 3):
+        options = {"batch_size": 16, "virtual": 6, "order": lambda epoch: torch.arange(49, 14, -1)}
+        ranks = [list(make(Noisy(50), processes=processes, rank=rank, **options)) for rank in range(processes)]
+        read = sorted((index for batches in ranks for index in indices(batches)), reverse=True)
+        assert read == list(range(49, 14, -1))
+        each = make(Noisy(50), **options)
+        assert (len(each), each.num_samples, each.describe()["items"]) == (3, 35, 50)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda epoch: [0, 23],
+        lambda epoch: [-1, 3],
+        lambda epoch: torch.ones(5),
+        lambda epoch: torch.ones(23, dtype=torch.bool),
+        lambda epoch: torch.zeros(5, 1, dtype=torch.int64),
+        lambda epoch: torch.tensor(3),
+        lambda epoch: [],
+        lambda epoch: list(range(23 - epoch)),
+        lambda epoch: OWN_GENERATOR.permutation(23),
+    ],
+)
+def test_a_bad_order_is_refused(order, capsys):
+    with pytest.raises(SystemExit):
+        list(make(Squares(), order=order).epoch(2))
+    assert capsys.readouterr().err.startswith("error: order(")
+
+
+def test_the_order_is_part_of_what_is_compared():
+    def facts(order):
+        return describe_data({"train": make(Squares(), order=order)})
+
+    known = facts(lambda epoch: [1, 2, 3])
+    assert known == facts(lambda epoch: torch.arange(1, 4))
+    for other in (None, lambda epoch: [1, 3, 2], lambda epoch: [1, 2, 3 + epoch]):
+        assert facts(other) != known
+
+
+def test_an_epoch_takes_8_bytes_per_item():
+    items, random_ids = GlobalSampler(1000, 10, seed=0).items(0)
+    assert items.data_ptr() == random_ids.data_ptr()
+    assert items.nbytes == 8000
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"seed": None, "repeats": 2}, "needs a seed"),
-        ({"repeats": 3}, "must divide batch_size 4"),
         ({"batch_size": 0}, "at least 1"),
         ({"shard": (0, 1), "loss_weights": len}, "cannot be combined with shard"),
     ],
@@ -357,6 +425,123 @@ def test_collate_fn_makes_the_batch(workers):
         assert batch.data["texts"] == [f"sentence {index}" for index in batch.indices.tolist()]
         assert torch.equal(batch.data["lengths"], batch.indices % 5 + 1)
         assert torch.equal(batch.data["tokens"][:, 0], batch.indices)
+
+
+@dataclasses.dataclass
+class Numbers:
+    numbers: torch.Tensor
+    texts: list
+
+    def to(self, device, non_blocking=False):
+        return dataclasses.replace(self, numbers=self.numbers.to(device, non_blocking=non_blocking))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_batch_may_be_a_dataclass_that_can_move(workers, device):
+    def collate(items):
+        return Numbers(torch.tensor(items), list(map(str, items)))
+
+    for rank in range(4):  # 6 items: the last step is a sample and three stand-ins
+        options = {"num_workers": workers, "collate_fn": collate}
+        accelerator = fake_accelerator(4, rank, device=device)
+        MADE.append(GlobalLoader(list(range(5)), 4, accelerator, seed=5, **options))
+        for batch in MADE[-1]:
+            assert batch.data.numbers.device.type == device
+            assert batch.data.texts == list(map(str, batch.indices.tolist() if device == "cpu" else batch.data.texts))
+            assert len(batch.data.texts) == len(batch)
+
+
+class Curriculum(Squares):
+    """Items that change from epoch to epoch."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return index, self.epoch
+
+
+class Wrapper(Squares):
+    def __init__(self, dataset):
+        super().__init__()
+        self.dataset = dataset
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
+class NewTensors(TensorDataset):
+    def set_epoch(self, epoch):
+        self.tensors = (torch.arange(23), torch.full((23,), epoch))
+
+
+TOLD = {
+    "bare": Curriculum,
+    "subset": lambda: Subset(Curriculum(40), range(23)),
+    "concatenated": lambda: ConcatDataset([Curriculum(11), Subset(Curriculum(20), range(12))]),
+    "wrapped": lambda: Wrapper(Subset(Curriculum(), range(23))),
+    "tensors": lambda: NewTensors(torch.arange(23), torch.zeros(23)),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", TOLD)
+def test_a_dataset_is_told_the_epoch(name, workers):
+    each = make(TOLD[name](), num_workers=workers)
+    each.describe()
+    for epoch, first_step in ((0, 0), (1, 0), (3, 4), (0, 5)):
+        for batch in each.epoch(epoch, first_step):
+            assert batch.data[1].tolist() == [epoch] * len(batch)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_that_share_a_dataset_tell_it_their_own_epochs(workers):
+    """As for a test between two epochs, or a second loader that is in a different epoch."""
+    data = Curriculum()
+    one, other = make(data, num_workers=workers), make(data, seed=None, num_workers=workers)
+    for epoch in range(3):
+        for batch, of_test in zip(one.epoch(epoch), other.epoch(), strict=True):
+            assert set(batch.data[1].tolist()) == {epoch}
+            assert set(of_test.data[1].tolist()) == {0}
+        data.set_epoch(9)  # by the user
+
+
+class Holes(Squares):
+    """Every fifth item cannot be read."""
+
+    def __getitem__(self, index):
+        return None if index % 5 == 0 else (torch.full((index,), 1.0), index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_fn_that_leaves_out_items_ends_the_run(capsys, workers):
+    def collate(items):
+        return default_collate([{"number": number} for _, number in filter(None, items)])
+
+    with pytest.raises(SystemExit):
+        list(make(Holes(), 10, num_workers=workers, collate_fn=collate))
+    assert capsys.readouterr().err.startswith("error: collate_fn leaves out 3 of 10 items")
+
+
+def replaced(items):
+    return torch.tensor([0 if item is None else item[1] for item in items])
+
+
+def packed(items):
+    return torch.cat([item[0] for item in items if item], 0)[None], torch.tensor([item is None for item in items])
+
+
+def names_first(items):
+    return ["a name"] * len(items), replaced(items)
+
+
+@pytest.mark.parametrize("collate_fn", [replaced, packed, names_first, list])
+def test_a_collate_fn_that_makes_something_of_none_is_right(collate_fn):
+    each = make(Holes(), 10, collate_fn=collate_fn)
+    assert sum(len(batch) for batch in each) == 23
 
 
 class Stream(IterableDataset):
@@ -483,23 +668,31 @@ def test_batch_random_numbers_are_those_of_the_sample():
     assert torch.equal(numbers(1, 2, first_step=5)[0], plain[5])
 
 
-def test_each_loader_of_an_accelerator_has_an_order_and_random_numbers_of_its_own():
+def test_loaders_of_different_names_have_orders_and_random_numbers_of_their_own(capsys):
     accelerator = fake_accelerator()
-    seeds = (5, 5, None, None, 6)
-    first, *others = [GlobalLoader(Noisy(64), 64, accelerator, seed=seed) for seed in seeds]
-    (batch,), *_ = found = [list(loader.epoch()) for loader in (first, *others)]
-    # The first one's are those of its seed alone, whatever else a script makes.
-    assert torch.equal(batch.indices, GlobalSampler(64, 64, seed=5).items(0)[0])
+    settings = ((5, None), (5, "other"), (5, "more"), (6, "six"), (None, None), (None, "val"), (5, "test_too"))
+    loaders = [GlobalLoader(Noisy(64), 64, accelerator, seed=seed, name=name) for seed, name in settings]
+    assert list(accelerator.loaders) == ["train", "other", "more", "six", "test", "val", "test_too"]
+    (batch,), *_ = found = [list(loader.epoch()) for loader in loaders]
+    # A default name changes nothing: figures of the pages depend on it.
+    assert torch.equal(batch.indices, torch.randperm(64, generator=torch.Generator().manual_seed(combine(5, 0))))
     assert torch.equal(batch.rand(2), random_uniform(combine(combine(5, 0, 3), 0), batch.indices, (2,)))
+    (of_test,) = found[4]
+    key = combine(combine(combine(-1, 0, 5), 0, 3), 0)
+    assert torch.equal(of_test.rand(2), random_uniform(key, torch.arange(64), (2,)))
     shuffled = {tuple(batch.indices.tolist()) for (batch,) in found}
-    assert len(shuffled) == 4  # the tests' are in the order of the data
+    assert len(shuffled) == 6  # those without a seed are in the order of the data
     drawn, in_loop = [], []
     for (batch,) in found:
         order = batch.indices.argsort()
         drawn.append(tuple(batch.data[2][order].tolist()))
         in_loop.append(batch.randn(2)[order])
-    assert len(set(drawn)) == len(seeds)
+    assert len(set(drawn)) == len(settings)
     assert not any(torch.isclose(one, other).all(1).any() for one, other in itertools.combinations(in_loop, 2))
+    for seed, name in ((5, None), (6, None), (None, None), (None, "other"), (7, "test")):
+        with pytest.raises(SystemExit):  # a forgotten name
+            GlobalLoader(Noisy(64), 64, accelerator, seed=seed, name=name)
+    assert capsys.readouterr().err.count("error: two loaders are named") == 5
 
 
 @pytest.mark.parametrize("step", [0, 3, 5, 6, 14])
@@ -758,12 +951,7 @@ def test_the_fingerprint_of_other_data_is_of_the_first_and_last_item():
 def test_the_facts_that_a_resume_compares():
     facts = make(Squares(), 4, accumulation=2, processes=2).resume_invariants()
     assert facts == make(Squares(), 4).resume_invariants()
-    for options in (
-        {"seed": 6},
-        {"batch_size": 6},
-        {"drop_last": True},
-        {"repeats": 2},
-    ):
+    for options in ({"seed": 6}, {"batch_size": 6}, {"drop_last": True}):
         assert make(Squares(), **options).resume_invariants() != facts
     assert make(Squares(), max_samples=9).describe() != make(Squares()).describe()
 
@@ -781,5 +969,5 @@ def test_a_tensor_dataset_with_batches_of_its_own_is_asked_for_them():
 
 def test_different_test_data_are_different_data():
     train, one, other = (TensorDataset(torch.full((3,), value)) for value in (0, 1, 2))
-    facts = [describe_data({"train": make(train), "test": make(test)}, {})["fingerprint"] for test in (one, other)]
+    facts = [describe_data({"train": make(train), "test": make(test)})["fingerprint"] for test in (one, other)]
     assert facts[0] != facts[1]

@@ -485,18 +485,20 @@ def test_data_with_an_item_less_in_its_middle_is_other_data(start, capsys, train
 class TwoLoaders:
     """Reads a second loader in each step."""
 
-    def __init__(self, count=50, batch_size=20, late=False, stop_after=None):
+    def __init__(self, count=50, batch_size=20, late=False, stop_after=None, order=torch.randperm):
         self.count, self.batch_size, self.late, self.stop_after = count, batch_size, late, stop_after
+        self.order = order
 
     def __call__(self, args):
         accelerator = launch.make_accelerator(args, cpu_threads=1)
         self.run = run = Run(accelerator, args)
         loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        options = {"seed": args.seed, "name": "other", "order": lambda epoch: self.order(self.count)}
         if not self.late:
-            other = GlobalLoader(data(self.count), self.batch_size, accelerator, seed=args.seed)
+            other = GlobalLoader(data(self.count), self.batch_size, accelerator, **options)
         run.start(loader, None, 8, checkpoint={"model": accelerator.prepare(nn.Linear(3, 1))})
         if self.late:
-            other = GlobalLoader(data(self.count), self.batch_size, accelerator, seed=args.seed)
+            other = GlobalLoader(data(self.count), self.batch_size, accelerator, **options)
         others = other.from_step(run.step)
         self.read = {}
         for epoch in run.epochs():
@@ -511,8 +513,9 @@ class TwoLoaders:
     ("changed", "said"),
     [
         ({}, ""),
-        ({"count": 51}, "data.train_2 was 50 and is 51"),
-        ({"batch_size": 25}, "train_2.batch_size was 20 and is 25"),
+        ({"count": 51}, "data.other was 50 and is 51"),
+        ({"batch_size": 25}, "other_loader.batch_size was 20 and is 25"),
+        ({"order": torch.arange}, "data.other_order was"),
         ({"late": True}, "make it before run.start"),
     ],
 )

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..sampler import virtual_processes
 from .virtual_processes import Node, TreeSum, current_logical_rank, tree_push
 
 
@@ -36,7 +35,7 @@ class BatchNorms:
         self.accelerator = accelerator
         layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self.momentum = {layer: layer.momentum for layer in layers if layer.track_running_stats}
-        self.tree = TreeSum(accelerator) if virtual_processes(accelerator) else None
+        self.tree = TreeSum(accelerator) if accelerator.virtual_processes else None
         self.sums = []  # over the micro-batches of this step, as nodes of the tree
 
     @contextlib.contextmanager
@@ -72,7 +71,7 @@ class BatchNorms:
     def _step(self, layers: list[nn.Module], statistics: list[torch.Tensor]) -> None:
         accumulation = self.accelerator.gradient_accumulation_steps
         if self.tree is not None:
-            means = self.tree.total(self.sums).div_(virtual_processes(self.accelerator))
+            means = self.tree.total(self.sums).div_(self.accelerator.virtual_processes)
         else:
             means = self.accelerator.reduce(self.sums[0].value.div_(accumulation), "mean")
         self.sums = []

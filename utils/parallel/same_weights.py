@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..agree import compare
 from ..checkpoint.state import plain_name
 from ..console import stop
-from ..sampler import virtual_processes
 
 AVERAGE_BUFFERS = "for BatchNorm, use BatchNorms from utils/parallel/batch_norm.py, as in resnet50.py"
 
@@ -28,7 +27,7 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
     for owner, model in models.items():
         ddp = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         broadcast = {buffer for part in ddp if part.forward_sync_buffers for buffer in part.buffers()}
-        if virtual_processes(accelerator):  # no forward pass changes them
+        if accelerator.virtual_processes:  # no forward pass changes them
             broadcast.clear()
         for name, tensor in model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor) and tensor not in broadcast and not hasattr(tensor, "full_tensor"):

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.state import is_sharded, own_rows
 from ..console import plural, stop
-from ..sampler import logical_ranks, virtual_processes
+from ..sampler import logical_ranks
 from ..topology import data_parallel_gpus
 from .same_weights import AVERAGE_BUFFERS, sum_of_bits
 
@@ -82,7 +82,7 @@ def own_logical_ranks(accelerator: Accelerator, rank: int | None = None) -> rang
     """The logical ranks of process `rank`; None: this one."""
     rank = accelerator.process_index if rank is None else rank
     strided = accelerator.distributed_type == DistributedType.FSDP
-    return logical_ranks(rank, accelerator.num_processes, virtual_processes(accelerator), strided)
+    return logical_ranks(rank, accelerator.num_processes, accelerator.virtual_processes, strided)
 
 
 def current_logical_rank(accelerator: Accelerator) -> int:
