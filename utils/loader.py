@@ -27,7 +27,7 @@ class Batch(MicroBatch):
     data: Any  # the collated items, on the accelerator's device
     grad_divisor: int  # what DDP and accelerator.backward will divide the gradient by; 1 in a pipeline
     key: int  # seed of the epoch's random numbers
-    weights: torch.Tensor | None = None  # (n,): weight of each sample in means; None: all equal
+    weights: torch.Tensor | None = None  # (n,): weight of each sample in mean losses; None: all equal
     step_weight: torch.Tensor | None = None  # sum of the weights over the whole step
 
     def __len__(self) -> int:
@@ -90,20 +90,21 @@ class GlobalLoader:
 
     Args:
         dataset: a torch.utils.data.Dataset, a datasets.Dataset, a list: anything with __len__ and __getitem__.
-            A TensorDataset moves to the accelerator's device, unless it exceeds a quarter of a GPU's free memory.
+            A TensorDataset moves to the accelerator's device, unless it exceeds a quarter of a GPU's free memory. A
+            method set_epoch(epoch) is called before the items of an epoch are read, also in workers; in tests with 0.
         batch_size: samples per step, over all processes and accumulation steps.
         accelerator: from make_accelerator.
         seed: shuffles by (seed, epoch), for training; None: dataset order, for testing.
-        name: of the loader, in a run each has its own; None: "train" with a seed, else "test". Its order and random
-            numbers depend on (seed, name).
-        order: function of the epoch that returns the indices of its items in order, int64 (n,), instead of a
-            permutation. Items may repeat or be missing; n must be the same in each epoch. Before each call, the global
-            generators of torch, Python and NumPy are seeded by (seed, name, epoch). Random numbers of an item then
-            depend on its position in the epoch, so they differ between its occurrences.
+        name: each loader of a run has its own, and its order and random numbers depend on (seed, name). None: "train"
+            with a seed, "test" without.
+        order: function of the epoch that returns the indices of its items, int64 (n,), with the same n in each epoch;
+            items may repeat or be missing. Before each call, the global generators of torch, Python and NumPy are
+            seeded by (seed, epoch). The random numbers of an item then depend on its position instead of its index.
         collate_fn: makes a batch from a list of items; None: torch's default_collate.
         num_workers: processes that read items ahead; 0: this process reads them.
         loss_weights: function from a batch's data to the weight of each sample, (n,), such as its number of tokens
-            that are not padding. Their sum over the step is then known before its first backward pass.
+            that are not padding. Their sum over the step is then known before its first backward pass. Metrics whose
+            name is a loss have these weights, too.
         deterministic: promises that neither items nor collate_fn draw random numbers; None: the dataset's attribute of
             that name, else False.
         max_samples: use only the first ones.
@@ -164,7 +165,7 @@ class GlobalLoader:
             strided=accelerator.distributed_type == DistributedType.FSDP,
         )
         if len(self) == 0:
-            stop(f"--batch_size {batch_size} is more than the {length} items of the training set: use a smaller one")
+            stop(f"--batch_size {batch_size} is more than the {self.sampler.length} items of an epoch: use fewer")
         self.tensors, self.reader, device = None, None, accelerator.device
         is_plain = gives_its_tensors(dataset) and collate_fn is None
         free_bytes = torch.cuda.mem_get_info(device)[0] if is_plain and device.type == "cuda" else float("inf")

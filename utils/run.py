@@ -40,13 +40,9 @@ from .watchdog import Watchdog, end_process_group
 
 def invariants_of(args: argparse.Namespace, loaders: dict[str, GlobalLoader], data: dict) -> dict:
     """The flags and the facts of the loaders and their data that must be the same when resuming."""
-    invariants = {name: vars(args)[name] for name in args.resume_invariants}
-    for name, loader in loaders.items():
-        if name == "train":
-            invariants |= loader.resume_invariants()
-        elif loader.seed is not None:
-            invariants[f"{name}_loader"] = loader.resume_invariants()
-    return invariants | {"data": data}
+    settings = {f"{n}_loader": loader.resume_invariants() for n, loader in loaders.items() if loader.seed is not None}
+    flags = {name: vars(args)[name] for name in args.resume_invariants}
+    return flags | settings.pop("train_loader", {}) | settings | {"data": data}
 
 
 def check_batch_norm(models: list[nn.Module], sampler: GlobalSampler) -> None:
@@ -133,8 +129,7 @@ class Run:
         described = describe_data(loaders)
         data = same_on_all(described | (data or {}))
         invariants = invariants_of(args, loaders, {name: data[name] for name in described})
-        invariants["total_steps"] = total_steps
-        invariants |= {"save_best": args.save_best} | (resume_invariants or {})
+        invariants |= {"total_steps": total_steps, "save_best": args.save_best} | (resume_invariants or {})
         folder = self.folder.path / "checkpoints"
         self.checkpoints = Checkpoints(accelerator, folder, checkpoint, invariants, args.keep_checkpoints)
         self.step, self.extra, saved_metrics = self.checkpoints.load()

@@ -506,7 +506,9 @@ def test_loaders_that_share_a_dataset_tell_it_their_own_epochs(workers):
         for batch, of_test in zip(one.epoch(epoch), other.epoch(), strict=True):
             assert set(batch.data[1].tolist()) == {epoch}
             assert set(of_test.data[1].tolist()) == {0}
+    for _ in range(2):
         data.set_epoch(9)  # by the user
+        assert {number for batch in one.epoch(2) for number in batch.data[1].tolist()} == {2}
 
 
 class Holes(Squares):
