@@ -402,7 +402,7 @@ class Drawing:
         run.finish()
 
 
-@pytest.mark.parametrize(("step", "in_steps"), [(2, False), (4, False), (7, False), (12, False), (4, True)])
+@pytest.mark.parametrize(("step", "in_steps"), [(2, False), (4, False), (7, False), (12, False), (2, True)])
 def test_what_a_script_draws_is_the_same_when_resumed(start, monkeypatch, step, in_steps):
     gpus = [torch.Generator(), torch.Generator()]
     monkeypatch.setattr("utils.run.device_generators", lambda accelerator: gpus)
@@ -422,6 +422,20 @@ def test_what_a_script_draws_is_the_same_when_resumed(start, monkeypatch, step, 
 def test_accumulate_that_was_forgotten_is_an_error(start, accumulation):
     with pytest.raises(RuntimeError, match="gradient accumulation is out of step"):
         start(Small(accumulate=False), gradient_accumulation_steps=accumulation)
+
+
+def test_accumulate_once_per_step_instead_of_once_per_micro_batch_is_an_error(start):
+    def main(args):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
+        run = Run(accelerator, args)
+        loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
+        run.start(loader, None, 4, checkpoint={})
+        for _ in run.steps(loader, epoch=0):
+            with accelerator.accumulate(nn.Identity()):
+                pass
+
+    with pytest.raises(RuntimeError, match="gradient accumulation is out of step"):
+        start(main, gradient_accumulation_steps=2)
 
 
 def test_without_accumulation_steps_accumulate_may_be_left_out(start):
