@@ -336,8 +336,7 @@ def main():
     if ema is not None:
         shard(accelerator, ema.module)  # with fsdp.yaml, like the model in `prepare`
         checkpoint["model_ema"] = ema
-    # DDP would copy rank 0's running statistics to all ranks. Instead they are averaged over the ranks, once per step.
-    model.forward_sync_buffers = False
+    # DDP would copy rank 0's running statistics to all ranks. Instead they are averaged over all micro-batches.
     batch_norms = BatchNorms(model, accelerator)
     run.start(train_loader, test_loader, total_steps, data=about_data, checkpoint=checkpoint)
 

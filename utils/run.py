@@ -55,6 +55,20 @@ def check_batch_norm(models: list[nn.Module], sampler: GlobalSampler) -> None:
         )
 
 
+def warn_of_batch_norm(models: list[nn.Module], sampler: GlobalSampler) -> None:
+    """Warn if a model in training has BatchNorm whose running statistics will depend on the topology."""
+    modules = [module for model in models if not isinstance(model, AveragedModel) for module in model.modules()]
+    layers = [module for module in modules if isinstance(module, _BatchNorm) and module.training]
+    layers = [layer for layer in layers if layer.track_running_stats and not isinstance(layer, nn.SyncBatchNorm)]
+    if sampler.num_slots > 1 and not all(hasattr(layer, "is_averaged") for layer in layers):
+        show(
+            f"warning: the model has BatchNorm, and a step has {sampler.num_slots} micro-batches: its running "
+            "statistics will depend on how many each process has; average them with BatchNorms of "
+            "utils/parallel/batch_norm.py",
+            "yellow",
+        )
+
+
 class MicroBatches(list):
     """The micro-batches of a step. Whenever they are iterated, `seed(batch)` is called before each."""
 
@@ -150,6 +164,8 @@ class Run:
             )
         if self.step and model_parts is None:
             warn_of_other_numbers(accelerator, self.folder.path, topology)
+        if accelerator.is_main_process and model_parts is None:
+            warn_of_batch_norm(models, train_loader.sampler)
         self._attach(models)
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         if accelerator.is_main_process:

@@ -18,15 +18,12 @@ from run_reader import lines
 from same_numbers import largest_difference
 from small_resnets import use_4_blocks, use_float64
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts import resnet50
 from utils.datasets import image_files as images
 from utils.datasets.images_in_memory import load_splits
 from utils.extras.pretrained import load_pretrained
 from utils.launch import TrainingAccelerator
-from utils.parallel.batch_norm import BatchNorms
-from utils.parallel.fsdp import update_average
 from utils.sampler import GlobalSampler
 
 FLOAT64 = ROOT / "tests" / "programs" / "float64_resnet"
@@ -132,65 +129,6 @@ def test_mixing_does_not_depend_on_how_the_batch_is_cut(mixup, cutmix):
             torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-3)
     assert len(kinds) == 1 + bool(mixup and cutmix)
     assert len(fractions) > 12  # of 2 seeds x 8 steps; CutMix rounds them to pixels
-
-
-@pytest.mark.parametrize(("accumulation", "momentum"), [(1, 0.3), (2, 0.3), (5, 0.3), (2, None)])
-def test_all_micro_batches_count_alike_in_the_running_statistics(accumulation, momentum):
-    accelerator = TrainingAccelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    accelerator.reduce = lambda tensor, kind: {"mean": tensor / 2}[kind]  # a second process has zeros
-    norm = nn.BatchNorm2d(3, momentum=momentum).double()
-    batch_norms = BatchNorms(norm, accelerator)
-    mean, variance = torch.zeros(3).double(), torch.ones(3).double()
-    for step in range(1, 4):
-        micro_batches = torch.randn(accumulation, 4, 3, 2, 2, dtype=torch.float64)
-        for piece in micro_batches:
-            with accelerator.accumulate(norm), batch_norms.averaged():
-                norm(piece)
-        new = momentum or 1 / step
-        mean = (1 - new) * mean + new / 2 * micro_batches.mean((0, 1, 3, 4))
-        variance = (1 - new) * variance + new / 2 * micro_batches.transpose(1, 2).flatten(2).var(2).mean(0)
-        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(norm.running_var, variance, rtol=1e-12, atol=1e-14)
-        assert norm.num_batches_tracked == step
-        assert norm.momentum == momentum
-
-
-def test_frozen_statistics_stay_as_they_are():
-    accelerator = TrainingAccelerator(cpu=True)
-    frozen = nn.BatchNorm1d(3).eval()
-    frozen.running_mean.copy_(torch.tensor([0.1, 0.2, 0.3]))
-    model = nn.Sequential(nn.BatchNorm1d(3), frozen)
-    batch_norms = BatchNorms(model, accelerator)
-    with accelerator.accumulate(model), batch_norms.averaged():
-        model(torch.randn(8, 3))
-    assert torch.equal(frozen.running_mean, torch.tensor([0.1, 0.2, 0.3]))
-    assert model[0].running_mean.abs().sum() > 0
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations that compute: on a GPU each is at least one launch."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.count += not operation.is_view
-        return operation(*args, **kwargs or {})
-
-
-def test_layers_are_averaged_together():
-    """ResNet-50 has 53: one operation for each of them and each step would be a good part of a step on a GPU."""
-    counts, accelerator = [], TrainingAccelerator(cpu=True)
-    for layers in (2, 20):
-        model = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(layers))
-        batch_norms = BatchNorms(model, accelerator)
-        with Operations() as statistics, accelerator.accumulate(model), batch_norms.averaged():
-            pass
-        average = copy.deepcopy(model)
-        with Operations() as averaging:
-            update_average(average, model, decay=0.0)
-            update_average(average, model, decay=0.9)
-        counts.append((statistics.count, averaging.count))
-    assert counts[0] == counts[1]
 
 
 def test_learning_rate():

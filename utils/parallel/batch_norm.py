@@ -1,9 +1,11 @@
 """BatchNorm statistics that do not depend on the number of processes.
 
 P processes with k accumulation steps get exactly the weights and running statistics of one process with P x k
-accumulation steps: all micro-batches of a step have the same weight, and each step updates the statistics once:
+accumulation steps: all micro-batches of a step have the same weight. Each of them updates the running statistics that
+the step began with, as PyTorch does, once per call of the layer; the step ends with the mean of the results. So on one
+process without accumulation, they are PyTorch's. With C calls of a layer in each micro-batch:
 
-    running = (1 - momentum) x running + momentum x mean of the micro-batches' statistics
+    for call in 1 ... C: running = (1 - momentum) x running + momentum x mean of the micro-batches' statistics in it
 
 Gradients still depend on the size of the micro-batches, because BatchNorm normalises each one by its own statistics.
 (SyncBatchNorm normalises by the statistics of all processes' micro-batches.)
@@ -15,49 +17,58 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from .virtual_processes import Node, TreeSum, current_logical_rank, tree_push
 
 
 class BatchNorms:
-    """The BatchNorm layers of a model, whose running statistics are updated once per optimizer step. Collective.
+    """The BatchNorm layers of a model, whose running statistics are averaged over the micro-batches of each step.
 
-        batch_norms = BatchNorms(model, accelerator)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        batch_norms = BatchNorms(model, accelerator)  # before run.start
         ...
             with accelerator.accumulate(model), batch_norms.averaged():
                 ...
 
-    Set `model.forward_sync_buffers = False`: DDP would replace the statistics by rank 0's. Frozen layers (in
-    evaluation mode) keep their statistics.
+    All micro-batches must have the same size: GlobalLoader(..., drop_last=True), and a batch size divisible by their
+    number. DDP no longer replaces the model's buffers by rank 0's. Frozen layers (in evaluation mode) keep their
+    statistics.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
         self.accelerator = accelerator
-        layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        self.momentum = {layer: layer.momentum for layer in layers if layer.track_running_stats}
+        self.layers = [
+            layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats
+        ]
+        for layer in self.layers:
+            layer.is_averaged = False  # not yet: for the checks of Run and of virtual processes
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                module.broadcast_buffers = False
         self.tree = TreeSum(accelerator) if accelerator.virtual_processes else None
         self.sums = []  # over the micro-batches of this step, as nodes of the tree
 
     @contextlib.contextmanager
     def averaged(self):
         """Wrap each micro-batch in it, in `accelerator.accumulate`. Collective in the last micro-batch of a step."""
-        layers = [layer for layer in self.momentum if layer.training]
+        layers = [layer for layer in self.layers if layer.training]
         if not layers:
             yield
             return
-        statistics = [layer.running_mean for layer in layers]
-        statistics += [layer.running_var for layer in layers]
-        if not self.sums:
-            self.before = torch.cat(statistics)
         for layer in layers:
-            layer.momentum = 1.0  # records the micro-batch's own statistics
-            layer.is_averaged = True  # for the check of virtual processes
+            layer.is_averaged = True
+        counts = [layer.num_batches_tracked for layer in layers]
+        statistics = [layer.running_mean for layer in layers] + [layer.running_var for layer in layers]
+        counts_before, before = torch.stack(counts), torch.cat(statistics)
         yield
-        for layer in layers:
-            layer.momentum = self.momentum[layer]
         self._add(torch.cat(statistics))
         if self.accelerator.sync_gradients:
-            self._step(layers, statistics)
+            result = self._mean()
+        else:  # the next micro-batch begins with the same statistics
+            result = before
+            torch._foreach_copy_(counts, list(counts_before))
+        torch._foreach_copy_(statistics, result.split([len(tensor) for tensor in statistics]))
 
     def _add(self, flat: torch.Tensor) -> None:
         if self.tree is not None:
@@ -67,21 +78,9 @@ class BatchNorms:
         else:
             self.sums.append(Node(0, 1, flat))
 
-    @torch.no_grad()
-    def _step(self, layers: list[nn.Module], statistics: list[torch.Tensor]) -> None:
-        accumulation = self.accelerator.gradient_accumulation_steps
+    def _mean(self) -> torch.Tensor:
+        """The mean over all micro-batches of the step. Collective."""
+        sums, self.sums = self.sums, []
         if self.tree is not None:
-            means = self.tree.total(self.sums).div_(self.accelerator.virtual_processes)
-        else:
-            means = self.accelerator.reduce(self.sums[0].value.div_(accumulation), "mean")
-        self.sums = []
-        before, means = (flat.split([len(tensor) for tensor in statistics]) for flat in (self.before, means))
-        # Counts as one, however many micro-batches this process had.
-        counts = [layer.num_batches_tracked for layer in layers]
-        torch._foreach_sub_(counts, accumulation - 1)
-        momentum = [self.momentum[layer] for layer in layers]
-        # None: the mean over all steps
-        momentum = [1 / int(count) if m is None else m for m, count in zip(momentum, counts, strict=True)] * 2
-        torch._foreach_mul_(before, [1 - value for value in momentum])
-        torch._foreach_add_(before, torch._foreach_mul(means, momentum))
-        torch._foreach_copy_(statistics, before)
+            return self.tree.total(sums).div_(self.accelerator.virtual_processes)
+        return self.accelerator.reduce(sums[0].value.div_(self.accelerator.gradient_accumulation_steps), "mean")

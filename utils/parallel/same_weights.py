@@ -26,7 +26,7 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
     tensors = {}
     for owner, model in models.items():
         ddp = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-        broadcast = {buffer for part in ddp if part.forward_sync_buffers for buffer in part.buffers()}
+        broadcast = {buffer for part in ddp if part.broadcast_buffers for buffer in part.buffers()}
         if accelerator.virtual_processes:  # no forward pass changes them
             broadcast.clear()
         for name, tensor in model.state_dict(keep_vars=True).items():

@@ -423,7 +423,7 @@ def check_dense(models: list[nn.Module]) -> None:
 
 def bits_of_buffers(models: list[nn.Module]) -> dict[tuple[nn.Module, str], int]:
     """`sum_of_bits` of each saved buffer by model and name, except those that `BatchNorms.averaged` changes."""
-    averaged = [layer for model in models for layer in model.modules() if hasattr(layer, "is_averaged")]
+    averaged = [layer for model in models for layer in model.modules() if getattr(layer, "is_averaged", False)]
     buffers = {buffer for model in models for buffer in model.buffers()}
     buffers -= {buffer for layer in averaged for buffer in layer.buffers()}
     saved = {(model, name): t for model in models for name, t in model.state_dict(keep_vars=True).items()}
