@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/gradient_accumulation.py \
         --batch_size 512 --gradient_accumulation_steps 4
     accelerate launch --config_file accelerate_configs/ddp.yaml scripts/gradient_accumulation.py \
-        --batch_size 16384 --micro_batch_size auto
+        --batch_size 16384 --gradient_accumulation_steps 8
 
 The model is a small CNN, not the MLP of mnist_mlp.py, because accumulation saves memory for activations, and most of an
 MLP's memory is taken by its weights.
@@ -15,33 +15,24 @@ Sources: samples of different lengths, https://huggingface.co/blog/gradient_accu
 communication, S. Li et al., https://arxiv.org/abs/2006.15704.
 """
 
-import math
 import sys
 from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import launch
-from utils.console import stop
 from utils.datasets.images_in_memory import load_images
 from utils.flags import ArgumentParser, non_negative_float, positive_int
 from utils.loader import GlobalLoader
-from utils.memory import largest_that_fits
-from utils.parallel.data_parallel import data_parallel
 from utils.run import Run
 
 # Mean and standard deviation of the pixels of the 60,000 training images, 0 to 255.
 MEAN, STD = 33.3184, 78.5675
 NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
-
-
-def auto_or_size(text: str) -> int | str:
-    return text if text == "auto" else positive_int(text)
 
 
 def parse_args():
@@ -63,15 +54,11 @@ def parse_args():
     length.add_argument("--num_epochs", type=positive_int, default=3, help="passes over the training images")
     length.add_argument("--max_steps", type=positive_int, default=None, help="optimizer steps, instead of --num_epochs")
     length.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")
-    length.add_argument("--micro_batch_size", type=auto_or_size, metavar="N|auto", help="samples; auto: as many as fit")
-    length.add_argument("--cpu_memory_gib", type=non_negative_float, default=0, help="limit for auto; 0: free memory")
 
     parser.add_run_flags(log_every=20)
     args = parser.parse_args()
-    if args.micro_batch_size and args.gradient_accumulation_steps > 1:
-        parser.error("use --micro_batch_size or --gradient_accumulation_steps, not both")
-    if args.virtual_processes and (args.micro_batch_size or args.norm == "batch"):
-        parser.error("--virtual_processes sets the micro-batches: omit --micro_batch_size and --norm batch")
+    if args.virtual_processes and args.norm == "batch":
+        parser.error("--virtual_processes needs statistics that are the same on all processes: omit --norm batch")
     return args
 
 
@@ -146,37 +133,6 @@ def evaluate(model, loader, run) -> dict:
     return metrics.reduce()
 
 
-def largest_micro_batch(args, model, data, accelerator) -> int:
-    """How many samples fit into the memory of a process at once; the same number on all ranks. Collective."""
-    if accelerator.distributed_type == DistributedType.FSDP:
-        stop("--micro_batch_size auto does not work with FSDP, which shards the model: give a number")
-
-    def attempt(size):
-        # Other tensors that training keeps: earlier micro-batches' gradients, AdamW's two moments, DDP's buckets.
-        others = [torch.empty_like(p) for p in model.parameters() for _ in range(4)]
-        rows = torch.arange(size) % len(data)
-        images, labels = (tensor.to(accelerator.device) for tensor in data[rows])
-        with accelerator.autocast():
-            losses, _ = losses_and_predictions(model, images, labels)
-        losses.sum().backward()
-        del others  # held until the backward pass is over
-
-    model = data_parallel(model.to(accelerator.device), accelerator)  # wrapped as `prepare` will do it
-    size = largest_that_fits(attempt, args.batch_size // accelerator.num_processes, accelerator, args.cpu_memory_gib)
-    model.zero_grad()
-    if not size:
-        stop("--micro_batch_size auto: not even one sample fits into memory: use a smaller model or a device with more")
-    return size
-
-
-def accumulation_steps(per_process: int, micro_batch_size: int) -> int:
-    """The smallest number of equal micro-batches, of at most micro_batch_size samples, that make a process's batch."""
-    steps = math.ceil(per_process / micro_batch_size)
-    while per_process % steps:
-        steps += 1
-    return steps
-
-
 def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args, cpu_threads=1)  # a second thread would slow matrices this small down
@@ -184,13 +140,6 @@ def main():
 
     train_data, test_data = load_images(args.dataset)
     model = CellNet(train_data.tensors[0].shape[1], len(train_data.classes), args.norm, args.variable_length)
-    if args.micro_batch_size:
-        per_process, size = args.batch_size // accelerator.num_processes, args.micro_batch_size
-        if size == "auto":
-            size = largest_micro_batch(args, model, train_data, accelerator)
-        steps = accelerator.gradient_accumulation_steps = accumulation_steps(per_process, size)
-        accelerator.print(f"micro-batch   {per_process // steps} per process ({size} would fit), {steps} per step")
-
     # Samples of different lengths are weighted by their length. The loader sums the weights of a step over all
     # micro-batches and processes before the first backward pass; the mean of the micro-batches' means would be wrong.
     weights = count_ink_cells if args.variable_length else None

@@ -13,7 +13,7 @@ import run_many
 import run_reader
 import small_resnets
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from conftest import ROOT
 from torch import nn
@@ -328,26 +328,6 @@ def test_what_sharding_would_not_train_is_refused(one_process_shards, capsys):
     with pytest.raises(SystemExit):
         one_process_shards.backward(models[0](torch.ones(3)).sum(), inputs=[*models[0].parameters()])
     assert "accelerator.backward(inputs=...)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("script", "flags", "sentence"),
-    [
-        (
-            "gradient_accumulation",
-            ["--micro_batch_size", "auto"],
-            "--micro_batch_size auto does not work with FSDP",
-        ),
-    ],
-)
-def test_what_shards_cannot_do_is_refused(tmp_path, monkeypatch, capsys, small_mnist, script, flags, sentence):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setattr(Accelerator, "is_fsdp2", True)
-    words = ["--dataset", small_mnist, "--output_dir", tmp_path / "run", *flags]
-    assert run_many.run(script, words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {sentence}")
-    assert len(error.splitlines()) == 1
 
 
 if __name__ == "__main__":

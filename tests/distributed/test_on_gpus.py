@@ -95,9 +95,6 @@ def main():
             patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=SCALE))
         elif fault == "counted masks":
             patch.setattr(nn.Dropout, "forward", dropout_that_counts)
-        elif fault == "little memory":
-            if torch.cuda.is_available():
-                torch.cuda.set_per_process_memory_fraction(2**29 / torch.cuda.get_device_properties(0).total_memory)
         else:
             log_train = Run.log_train
 
@@ -297,16 +294,6 @@ def test_each_replica_has_its_own_masks_and_a_resumed_run_the_same(launcher, gpu
     record_property("figure", f"{different} different masks of {len(masks)}: {str(again)[:100]}")
     assert different == len(masks) == (gpus if torch.cuda.is_available() else 1)
     assert again == {device: counts[len(counts) // 2 :] for device, counts in masks.items()}
-
-
-def test_auto_finds_what_fits_and_less_than_the_batch(launcher, small_mnist, record_property):
-    """Into 0.5 GiB of a GPU; the size above, twice as large, does not."""
-    flags = ["little memory", "gradient_accumulation", "--dataset", small_mnist, "--micro_batch_size", "auto"]
-    flags += ["--batch_size", 16384, "--max_steps", 2, "--cpu_memory_gib", 0.1, "--output_dir", "run"]
-    done = launcher("single_gpu", *run_many.words("mlp", ["--script", Path(__file__), *flags]), script=run_many.FILE)
-    found = re.search(r"micro-batch .*\((\d+) would fit\)", done.stdout)
-    record_property("figure", f"{found[1]} of 16384 samples")
-    assert 0 < int(found[1]) < 16384
 
 
 def test_memory_of_a_resume_and_of_sharding_is_reported(launcher, gpus, texts, record_property, request):

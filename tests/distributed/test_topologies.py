@@ -186,7 +186,6 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
             saved, own = f"../{other.name}/virtual", f"{other.name}_virtual"
             runs[own] = [*script, "--back_to", saved, CUT, own, *mlp, *virtual, "--resume"]
         runs["recomputed"] = [*transformer, "--checkpoint_activations"]
-        runs["auto"] = [*accumulation[:-2], "--micro_batch_size", "auto"]
     if is_reference and topology.gpus:  # a compiler takes a minute for it on a CPU
         runs["compiled"] = [*transformer, "--compile"]
     return runs
@@ -355,12 +354,12 @@ def test_losses_of_other_scripts_are_those_of_one_process(topology, script, laun
 @on("cpu", "single_gpu", **PLAIN)
 @pytest.mark.parametrize(
     ("name", "flag"),
-    [("recomputed", "checkpoint_activations"), ("compiled", "compile"), ("auto", "micro_batch_size auto")],
+    [("recomputed", "checkpoint_activations"), ("compiled", "compile")],
 )
 def test_a_flag_changes_no_numbers(topology, name, flag, launches, at_most):
     if name == "compiled" and not topology.gpus:
         pytest.skip("a compiler takes a minute on a CPU")
-    plain = launches.run(topology, "gradient_accumulation" if name == "auto" else "transformer")
+    plain = launches.run(topology, "transformer")
     at_most({"loss": of_losses(plain, launches.run(topology, name))}, {"loss": TOLERANCE["float32"]})
 
 

@@ -12,8 +12,7 @@ from plain_loop import assert_same_as_plain, batches_of
 from run_reader import lines, summary
 from same_numbers import largest_difference
 
-from scripts import gradient_accumulation
-from scripts.gradient_accumulation import CellNet, accumulation_steps, ink_cells, losses_and_predictions
+from scripts.gradient_accumulation import CellNet, ink_cells, losses_and_predictions
 from utils.datasets.images_in_memory import load_images
 from utils.sampler import GlobalSampler
 
@@ -36,14 +35,12 @@ def train(home, tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_equal_those_of_the_whole_batch_whatever_auto_chooses(launcher, train, small_mnist):
+def test_steps_of_five_micro_batches_on_two_processes_equal_those_of_the_whole_batch(launcher, train, small_mnist):
     data = ["--dataset", small_mnist, *FLAGS]
-    auto = ["--micro_batch_size", "auto", "--cpu_memory_gib", 0.008, "--output_dir", "auto"]
-    words = run_many.words("gradient_accumulation", [*data, *auto])
-    printed = launcher("cpu_ddp", *words, script=count_all_reduces.FILE).stdout
-    folder = launcher.folder / "auto"
-    # 125 images a process, halved: 63, 32. The first number of steps from 4 on to divide 125: 5.
-    assert "micro-batch   25 per process (32 would fit), 5 per step" in printed
+    accumulated = ["--gradient_accumulation_steps", 5, "--output_dir", "accumulated"]
+    words = run_many.words("gradient_accumulation", [*data, *accumulated])
+    launcher("cpu_ddp", *words, script=count_all_reduces.FILE)
+    folder = launcher.folder / "accumulated"
     (launch,) = run_reader.launches(folder)
     assert launch["gradient_accumulation_steps"] == 5
 
@@ -101,22 +98,6 @@ def test_it_is_the_plain_loop(train, small_mnist, max_grad_norm):
     assert tested["accuracy"] == pytest.approx((predicted == test.tensors[1]).double().mean().item())
 
 
-@pytest.mark.parametrize("flags", ["--micro_batch_size 8 --gradient_accumulation_steps 2", "--micro_batch_size none"])
-def test_a_wrong_micro_batch_is_refused_in_one_sentence(flags, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["gradient_accumulation.py", *flags.split()])
-    with pytest.raises(SystemExit) as stopped:
-        gradient_accumulation.parse_args()
-    assert stopped.value.code == 2
-    assert "--micro_batch_size" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "micro_batch_size", "steps"), [(128, 32, 4), (125, 32, 5), (7, 2, 7), (8, 9, 1)]
-)
-def test_micro_batches_are_of_one_size_and_no_larger_than_asked(batch_size, micro_batch_size, steps):
-    assert accumulation_steps(batch_size, micro_batch_size) == steps
-
-
 def test_samples_of_different_length_count_by_their_cells(train, small_mnist):
     """A step of accumulation is that of the mean over all cells with ink, and not of a mean of means."""
     flags = ["--dataset", small_mnist, "--batch_size", 250, "--max_steps", 1, "--log_every", 1, "--float64"]
@@ -143,7 +124,7 @@ def test_a_resume_goes_on_with_different_micro_batches(train, small_mnist, tmp_p
     flags = ["--dataset", small_mnist, *FLAGS, "--checkpoint_every", 2, "--keep_checkpoints", 0]
     whole = train("whole", *flags)
     resumed = run_many.back_to(whole, 2, tmp_path / "resumed")
-    train("resumed", *flags, "--resume", "--micro_batch_size", 50)
+    train("resumed", *flags, "--resume", "--gradient_accumulation_steps", 5)
     assert largest_difference(whole, resumed) <= 1e-10
 
 

@@ -122,7 +122,7 @@ FREE = {
 FREE_IN = {
     # virtual_processes is compared by what the loader says of itself.
     "mnist_mlp": {"virtual_processes", "whole_gradients"},
-    "gradient_accumulation": {"cpu_memory_gib", "micro_batch_size", "virtual_processes", "whole_gradients"},
+    "gradient_accumulation": {"virtual_processes", "whole_gradients"},
     # compile is how the model is computed, as a dynamo_config of the config file.
     "resnet50": {
         *{"compile", "max_test_samples", "num_workers", "preset", "skip_bad_images", "virtual_processes"},

@@ -1,95 +1,16 @@
 import re
 import subprocess
 import sys
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fakes import fake_accelerator
 
 from utils import memory
 from utils.console import explain_errors
-from utils.memory import (
-    is_out_of_memory,
-    largest_that_fits,
-    limit_of_kept_tensors,
-    own_peak_memory_gib,
-    peak_memory_gib,
-)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), MemoryError, None],
-    ids=["cuda", "python", "cpu allocator"],
-)
-def test_halves_until_it_fits_everywhere_and_frees_what_failed(error, monkeypatch):
-    tried = []
-    left = []
-
-    def attempt(size):
-        assert all(tensor() is None for tensor in left), "the last attempt is still in memory"
-        tried.append(size)
-        activations = torch.zeros(size)
-        left.append(weakref.ref(activations))
-        if size > 13:
-            if error is None:
-                torch.empty(2**55)
-            raise error()
-
-    monkeypatch.setattr(memory, "gather_object", lambda mine: [*mine, 9])
-    assert largest_that_fits(attempt, 100, Accelerator(cpu=True)) == 9
-    assert tried == [100, 50, 25, 13]
-
-
-def test_an_error_that_is_not_about_memory_is_raised():
-    def attempt(size):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="shapes"):
-        largest_that_fits(attempt, 100, Accelerator(cpu=True))
-
-
-def test_zero_if_nothing_fits():
-    def attempt(size):
-        raise MemoryError
-
-    assert largest_that_fits(attempt, 5, Accelerator(cpu=True)) == 0
-
-
-def test_on_a_cpu_the_limit_is_cpu_memory_gib():
-    weight = torch.ones(1, requires_grad=True)
-
-    def attempt(size):
-        (torch.ones(size * 2**18) * weight).sum()  # keeps size MiB
-
-    accelerator = Accelerator(cpu=True)
-    assert largest_that_fits(attempt, 32, accelerator, cpu_memory_gib=9 / 1024) == 8
-    assert largest_that_fits(attempt, 32, accelerator) == 32
-
-
-def test_on_a_cpu_the_processes_share_the_free_memory(monkeypatch):
-    weight = torch.ones(1, requires_grad=True)
-
-    def attempt(size):
-        (torch.ones(size * 2**18) * weight).sum()  # keeps size MiB
-
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=33 * 2**20))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # of 8 processes on two machines
-    assert largest_that_fits(attempt, 16, fake_accelerator(processes=8)) == 8
-
-
-def test_the_limit_counts_what_autograd_keeps():
-    weight = torch.ones(1000, requires_grad=True)
-    with limit_of_kept_tensors(4 * 3000):
-        (weight.exp().exp() * 2).sum()  # keeps two results of 4000 bytes
-    with pytest.raises(MemoryError), limit_of_kept_tensors(4 * 1500):
-        (weight.exp().exp() * 2).sum()
+from utils.memory import is_out_of_memory, own_peak_memory_gib, peak_memory_gib
 
 
 def test_a_failed_allocation_of_a_library_is_out_of_memory():
@@ -135,13 +56,6 @@ def test_the_peak_of_several_gpus_is_the_fullest_ones(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: (2**30, 3 * 2**30, 0)[device or 0])
     assert own_peak_memory_gib(torch.device("cuda")) == 3
-
-
-@pytest.mark.slow
-def test_processes_agree_on_the_smallest_and_none_waits_for_ever(launcher):
-    printed = launcher("cpu_ddp", script=ROOT / "tests" / "programs" / "memory_probe", timeout=60).stdout
-    # Two processes may write into one line.
-    assert [printed.count(f"process {rank}: 8") for rank in (0, 1)] == [1, 1]
 
 
 @pytest.mark.parametrize(
