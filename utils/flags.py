@@ -1,6 +1,7 @@
 """Command-line flags: argparse with one-line errors, and the flags that every script has."""
 
 import argparse
+import math
 import sys
 import textwrap
 
@@ -100,13 +101,13 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(parser.parse_args([])), **vars(args)})
 
 
-def at_least(minimum: float, kind: type = int, below: float = float("inf")):
-    """An argparse type: a number with minimum <= number < below."""
+def at_least(minimum: float, kind: type = int, below: float = math.inf, most: float = math.inf):
+    """An argparse type: a number with minimum <= number < below, and number <= most."""
 
     def number(text: str):
         value = kind(text)
-        if not minimum <= value < below:  # also true for NaN
-            limit = "" if below == float("inf") else f" and below {below}"
+        if not (minimum <= value < below and value <= most):  # also true for NaN
+            limit = f" and below {below}" if below < math.inf else f" and at most {most}" if most < math.inf else ""
             raise argparse.ArgumentTypeError(f"must be at least {minimum}{limit}, got {text}")
         return value
 

@@ -14,7 +14,9 @@ def test_numbers_in_flags_are_checked(capsys):
     parser = ArgumentParser()
     parser.add_argument("--count", type=at_least(1))
     parser.add_argument("--share", type=at_least(0.0, float, below=1.0))
+    parser.add_argument("--flip", type=at_least(0.0, float, most=1.0))
     assert parser.parse_args(["--count", "3", "--share", "0.5"]).count == 3
+    assert parser.parse_args(["--flip", "1"]).flip == 1
     parser.add_run_flags(log_every=1)
     assert parser.parse_args(["--seed", str(2**32 - 1)]).seed == 2**32 - 1
     wrong = (
@@ -23,6 +25,7 @@ def test_numbers_in_flags_are_checked(capsys):
         ["--count", "x"],
         ["--share", "1"],
         ["--share", "nan"],
+        ["--flip", "1.005"],
         ["--cou", "3"],
         ["--no"],
     )
@@ -125,7 +128,7 @@ FREE_IN = {
     "gradient_accumulation": {"virtual_processes", "whole_gradients"},
     # compile is how the model is computed, as a dynamo_config of the config file.
     "resnet50": {
-        *{"compile", "max_test_samples", "num_workers", "preset", "skip_bad_images", "virtual_processes"},
+        *{"compile", "max_test_samples", "num_workers", "preset", "virtual_processes"},
         "whole_gradients",
     },
     "model_split": {
