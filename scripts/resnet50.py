@@ -27,21 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of ut
 
 from utils import launch
 from utils.console import stop
-from utils.curves import plot_confusion
-from utils.datasets.image_files import (
-    CenterCrop,
-    ImageFiles,
-    RandomAugment,
-    default_num_workers,
-    without_bad_images,
-)
+from utils.datasets.image_files import CenterCrop, ImageFiles, RandomAugment, default_num_workers
 from utils.datasets.images_in_memory import load_splits
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.fsdp import shard, supports_fused_step, update_average
-from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
 from utils.topology import data_parallel_gpus
 
@@ -71,7 +63,6 @@ def parse_args():
 
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of images")
-    data.add_argument("--skip_bad_images", action="store_true", help="decode all images first, and leave out bad ones")
     data.add_argument("--num_workers", type=non_negative_int, help="processes that decode (default: by the cores)")
     data.add_argument("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
@@ -80,8 +71,8 @@ def parse_args():
     image.add_argument("--image_size", type=positive_int, default=32, help="size of the training images, in pixels")
     image.add_argument("--eval_size", type=non_negative_int, default=0, help="size of the test images; 0: image_size")
     image.add_argument("--eval_resize", type=non_negative_int, default=0, help="resize before the crop; 0: eval_size")
-    image.add_argument("--min_crop", type=at_least(0.01, float, below=1.01), default=0.85, help="minimum crop area")
-    image.add_argument("--flip", type=at_least(0.0, float, below=1.01), default=0.0, help="probability of a flip")
+    image.add_argument("--min_crop", type=at_least(0.01, float, most=1.0), default=0.85, help="minimum crop area")
+    image.add_argument("--flip", type=at_least(0.0, float, most=1.0), default=0.0, help="probability of a flip")
     image.add_argument("--trivial_augment", action=switch, default=False, help="one random operation")
     image.add_argument("--erase", type=fraction, default=0.0, help="probability of erasing a random rectangle")
     image.add_argument("--mixup", type=non_negative_float, default=0.0, help="alpha of the Beta distribution; 0: off")
@@ -143,21 +134,13 @@ def check_args(args, accelerator):
         stop("--bn sync depends on the number of processes, --virtual_processes must not: omit one of them")
 
 
-def load_data(args, accelerator):
+def load_data(args):
     """The training set, the test set, and their description for run.json."""
-    splits, num_bad = [], 0
-    for split in load_splits(args.dataset):
-        if args.skip_bad_images:
-            split, bad = without_bad_images(split, accelerator, args.num_workers)
-            num_bad += len(bad)
-            for reason in bad.values():
-                accelerator.print(f"left out: {reason}")
-        splits.append(split)
+    train_split, test_split = load_splits(args.dataset)
     augment = RandomAugment(args.image_size, args.min_crop, args.flip, args.trivial_augment, args.erase)
-    train_data = ImageFiles(splits[0], augment)
-    test_data = ImageFiles(splits[1], CenterCrop(args.eval_size, args.eval_resize))
-    about = {"dataset": args.dataset, "classes": len(train_data.classes), "bad_images": num_bad}
-    return train_data, test_data, about
+    train_data = ImageFiles(train_split, augment)
+    test_data = ImageFiles(test_split, CenterCrop(args.eval_size, args.eval_resize))
+    return train_data, test_data, {"dataset": args.dataset, "classes": len(train_data.classes)}
 
 
 def start_as_identity(model):
@@ -273,27 +256,25 @@ def losses_and_predictions(model, images, labels, partners=None, kept=1.0, label
 
 @torch.no_grad()
 def evaluate(model, loader, run, num_classes=None) -> dict:
-    """Loss, top-1 and top-5 accuracy over all test images; each counts once.
-
-    With num_classes also macro F1 and the confusion matrix [true][predicted].
-    """
+    """Loss, top-1 and top-5 accuracy over all test images; each counts once. With num_classes also macro F1."""
     model.eval()
-    metrics, cells = run.new_metrics(), []
+    metrics, pairs = run.new_metrics(), []
     for batch in run.test_batches(loader):
         images, labels = batch.data
         with run.accelerator.autocast():  # the moving average was not passed to `prepare`
             losses, predicted, num_larger = losses_and_predictions(model, images, labels)
         correct = predicted == labels
         metrics.add(batch, loss=losses, accuracy=correct, top5_accuracy=num_larger < 5)
-        if num_classes is not None:
-            cells.append(batch.counted(labels * num_classes + predicted))  # of the confusion matrix
+        pairs.append(batch.counted(torch.stack([labels, predicted], 1)))
     result = metrics.reduce()
     if num_classes is None:
         return result
-    confusion = torch.bincount(gather_samples(run.accelerator, cells), minlength=num_classes**2)
-    confusion = confusion.view(num_classes, num_classes)
-    f1 = 2 * confusion.diag() / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
-    return result | {"f1_macro": f1.mean(), "confusion": confusion.tolist()}
+    # F1 of a class: 2 x hits / (images of it + predictions of it), counted over all processes.
+    labels, predicted = torch.cat(pairs).unbind(1)
+    counts = [labels.bincount(minlength=num_classes), predicted.bincount(minlength=num_classes)]
+    counts.append(labels[labels == predicted].bincount(minlength=num_classes))
+    num_true, num_predicted, hits = run.accelerator.reduce(torch.stack(counts), "sum")
+    return result | {"f1_macro": (2 * hits / (num_true + num_predicted).clamp(min=1)).mean()}
 
 
 def make_loaders(args, train_data, test_data, accelerator):
@@ -317,7 +298,7 @@ def main():
     check_args(args, accelerator)
     run = Run(accelerator, args)
 
-    train_data, test_data, about_data = load_data(args, accelerator)
+    train_data, test_data, about_data = load_data(args)
     train_loader, test_loader = make_loaders(args, train_data, test_data, accelerator)
     steps_per_epoch = len(train_loader)
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
@@ -340,7 +321,6 @@ def main():
     batch_norms = BatchNorms(model, accelerator)
     run.start(train_loader, test_loader, total_steps, data=about_data, checkpoint=checkpoint)
 
-    result = None  # of a run that was already complete
     for epoch in run.epochs():
         model.train()
         for batch in run.batches(train_loader, epoch):
@@ -365,8 +345,6 @@ def main():
             result |= {f"ema_{name}": value for name, value in averaged.items() if name != "samples"}
         run.log_test(result)
     run.finish()
-    if result and accelerator.is_main_process:
-        plot_confusion(result["confusion"], test_data.classes, Path(args.output_dir) / "confusion.png")
 
 
 if __name__ == "__main__":

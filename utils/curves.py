@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from .atomic_files import write_atomically
 from .best import is_number
 from .console import show
@@ -21,7 +19,6 @@ NOT_PLOTTED = ("split", "step", "epoch", "samples_per_s", "data_wait_pct", "samp
 MAX_PANELS = 6
 MAX_COLUMNS = 3
 MARKERS_BELOW = 30  # curves with fewer points show each one
-MAX_NAMED_CLASSES = 30
 
 
 def save_picture(picture: Path, draw: Callable) -> None:
@@ -105,27 +102,3 @@ def draw_panel(axes, name: str, splits: dict[str, list[tuple[int, float]]]) -> N
         axes.set_yscale("log")
     if kind == "accuracy":
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-
-
-def plot_confusion(confusion: list[list[int]], classes: list[str], picture: Path) -> None:
-    """Plot a confusion matrix of counts [true][predicted], coloured by the fraction of each true class."""
-    save_picture(picture, lambda: draw_confusion(np.array(confusion), classes, picture.parent.name))
-
-
-def draw_confusion(counts: np.ndarray, classes: list[str], title: str):
-    from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
-
-    fractions = counts / counts.sum(1, keepdims=True).clip(1)
-    figure = Figure(figsize=(10, 9), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(fractions, cmap="Blues", norm=PowerNorm(0.4, 0, 1))  # shows error rates of a few percent
-    figure.colorbar(image, label="fraction of the true class")
-    axes.set(xlabel="predicted", ylabel="true", title=title)
-    if len(classes) <= MAX_NAMED_CLASSES:
-        axes.set_xticks(range(len(classes)), classes, rotation=90)
-        axes.set_yticks(range(len(classes)), classes)
-        for (row, column), count in np.ndenumerate(counts):
-            colour = "white" if fractions[row, column] > 0.2 else "black"
-            axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=8)
-    return figure

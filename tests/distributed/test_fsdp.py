@@ -41,7 +41,6 @@ TRANSFORMER += ["--num_tokens", 8, "--batch_size", 8, "--max_steps", 3, *CHECKPO
 
 def use_small_resnet(setattr):
     small_resnets.use_float64(setattr)
-    small_resnets.draw_nothing(setattr)
 
 
 def main():

@@ -22,11 +22,6 @@ def use_4_blocks(setattr) -> None:
     setattr(Bottleneck, "expansion", 2)
 
 
-def draw_nothing(setattr) -> None:
-    """The picture takes longer than a short training."""
-    setattr(resnet50, "plot_confusion", lambda *_: None)
-
-
 def use_float64(setattr, blocks=4) -> None:
     """There "equal" and "close" differ. The default type of torch stays float64."""
     if blocks == 4:
@@ -55,7 +50,6 @@ def use_narrow(setattr) -> None:
 
 
 def use_quick(setattr) -> None:
-    """Narrow, without the picture, and with blocks that are measured once."""
+    """Narrow, and with blocks that are measured once."""
     use_narrow(setattr)
-    draw_nothing(setattr)
     setattr(model_split, "measure_blocks", partial(model_split.measure_blocks, rounds=1))

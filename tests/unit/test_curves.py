@@ -27,7 +27,7 @@ def pixels(path):
 def test_all_metrics_are_read_but_learning_rates_and_timings(tmp_path):
     lines = [
         line("train", 1, loss=2.0, lr=0.1, head_lr=0.1, samples_per_s=9.0, data_wait_pct=3.0),
-        line("test", 1, loss=1.5, error_px=4, confusion=[[1]], note="x", best=True),
+        line("test", 1, loss=1.5, error_px=4, recall=[0.5, 1.0], note="x", best=True),
         line("validation", 1, other=1.0),
         line("train", 2, loss=math.nan),
         line("train", 3, loss=math.inf),
@@ -113,20 +113,6 @@ def test_curves_are_a_picture_and_no_metrics_are_none(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
-@pytest.mark.parametrize("classes", [1, 10, 100])
-def test_a_confusion_matrix_is_a_picture_of_its_counts(tmp_path, classes, capsys):
-    """The darker, the more of a class; each cell in its place."""
-    confusion = np.random.default_rng(0).integers(0, 50, (classes, classes)).tolist()
-    confusion[0] = [0] * classes  # a class without samples
-    names = [f"class {number}" for number in range(classes)]
-    plots.plot_confusion(confusion, names, tmp_path / "confusion.png")
-    assert capsys.readouterr().out == ""
-    assert len(np.unique(pixels(tmp_path / "confusion.png"))) > 1
-    counts = np.array(confusion)
-    shown = plots.draw_confusion(counts, names, "run").axes[0].images[0].get_array()
-    assert np.allclose(shown * np.maximum(counts.sum(1, keepdims=True), 1), counts)
-
-
 def test_a_mean_of_few_steps_at_the_end_of_an_epoch_is_not_drawn(tmp_path):
     lines = [
         line("train", 100, loss=2.0),
@@ -141,12 +127,13 @@ def test_a_mean_of_few_steps_at_the_end_of_an_epoch_is_not_drawn(tmp_path):
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys):
-    (tmp_path / ".part_confusion.png").symlink_to("/dev/full")
-    plots.plot_confusion([[1]], ["a"], tmp_path / "confusion.png")
+    curves(tmp_path, [line("train", 1, loss=1.0)])
+    (tmp_path / ".part_curves.png").symlink_to("/dev/full")
+    plots.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     said = capsys.readouterr().out
     assert said.startswith("warning: ")
     assert "No space left on device" in said
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path, capsys, monkeypatch):
@@ -160,6 +147,6 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path, capsys, monkeypat
         return real_import(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
-    plots.plot_confusion([[1]], ["a"], tmp_path / "confusion.png")
+    plots.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert "No module named 'matplotlib" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -95,19 +95,6 @@ def test_a_bad_file_is_named(tmp_path, capsys, kind, num_workers):
     assert error.startswith("error: --dataset ")
     assert len(error.splitlines()) == 1
     assert f"cat/{kind}.png" in error
-    assert error.endswith("; --skip_bad_images skips it\n")
-
-
-def test_bad_files_are_left_out_and_told(tmp_path):
-    split = split_of(tmp_path, BAD)
-    kept, bad = images.without_bad_images(split, fake_accelerator())
-    assert len(split.labels) == 6 + len(BAD)
-    assert len(kept.labels) == len(kept.rows) == 6
-    assert sorted(kept.labels.tolist()) == [0, 0, 0, 1, 1, 1]
-    for kind in BAD:
-        assert any(f"cat/{kind}.png" in reason for reason in bad.values())
-    batches = list(loader_of(kept, images.CenterCrop(8, 8)))
-    assert [tuple(batch.data[0].shape) for batch in batches] == [(4, 3, 8, 8), (2, 3, 8, 8)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

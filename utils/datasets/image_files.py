@@ -3,13 +3,11 @@
 import functools
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from PIL import Image
 from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
@@ -114,13 +112,10 @@ class ImageFiles(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         try:
-            return self.read(index), int(self.split.labels[index])
-        except ValueError as error:
-            raise UnreadableItem(f"--dataset {self.split.dataset}: {error}; --skip_bad_images skips it") from error
-
-    def read(self, index: int) -> torch.Tensor:
-        """The image only. Raises: ValueError, with the name of the file, if it cannot be decoded."""
-        return read_image(self.split.rows[int(index)][self.split.image_column], index, self.transform)
+            cell = self.split.rows[int(index)][self.split.image_column]
+            return read_image(cell, index, self.transform), int(self.split.labels[index])
+        except ValueError as error:  # names the file
+            raise UnreadableItem(f"--dataset {self.split.dataset}: {error}") from error
 
     @staticmethod
     def collate(items: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
@@ -151,28 +146,3 @@ class ImageFiles(Dataset):
 def default_num_workers(accelerator: Accelerator) -> int:
     """Worker processes for ImageFiles: this process's share of the cores, at most 16; 0 when training on the CPU."""
     return 0 if accelerator.device.type == "cpu" else min(16, share_of_cores())
-
-
-def without_bad_images(split, accelerator: Accelerator, num_workers: int | None = None):
-    """Read all images, in `num_workers` threads, and skip those that cannot be decoded. Collective.
-
-    Returns:
-        The split without the bad images, and {row: why it cannot be decoded}.
-    """
-    dataset = ImageFiles(split, CenterCrop(8, 8))  # tiny: decoding takes longest in any case
-
-    def why_bad(row: int) -> str | None:
-        try:
-            dataset.read(row)
-            return None
-        except ValueError as error:
-            return str(error)
-
-    rows = range(accelerator.process_index, len(dataset), accelerator.num_processes)
-    with ThreadPoolExecutor(num_workers or share_of_cores()) as pool:
-        reasons = list(pool.map(why_bad, rows))
-    bad = dict(gather_object([(row, reason) for row, reason in zip(rows, reasons, strict=True) if reason]))
-    if not bad:
-        return split, bad
-    good = [row for row in range(len(dataset)) if row not in bad]
-    return split._replace(rows=split.rows.select(good), labels=split.labels[good]), bad
