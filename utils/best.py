@@ -1,4 +1,4 @@
-"""The best test results so far, for --save_best, --patience and summary.json."""
+"""The best test result so far, for --save_best, --patience and summary.json."""
 
 import math
 
@@ -10,15 +10,15 @@ HIGHER_IS_BETTER = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auro
 
 
 class Best:
-    """The best value of each number in the test results whose name says whether lower or higher is better.
+    """The best value of one number in the test results.
 
     Args:
         save_best: METRIC, min:METRIC or max:METRIC, as in --save_best; None: the loss.
         patience: stop after this many tests without improvement; 0: never.
 
     Attributes:
-        values: [best value, its step] by name.
-        tests_since_best: tests since the best value of the monitored metric.
+        best: [best value, its step]; empty before the first one.
+        tests_since_best: tests since then.
     """
 
     def __init__(self, save_best: str | None = None, patience: int = 0):
@@ -29,21 +29,18 @@ class Best:
         self.load_state({})
 
     def add(self, numbers: dict[str, float], step: int) -> bool:
-        """Add a test result; returns whether it is the best so far by the monitored metric."""
+        """Add a test result; returns whether it is the best so far. NaN never is."""
         if (self.save_best or self.patience) and self.monitor not in numbers:
             known = ", ".join(name for name in numbers if name != "samples") or "none"
             flag = f"--save_best {self.monitor}" if self.save_best else "--patience"
             stop(f"{flag} needs the metric {self.monitor}, but the test has {known}: name one with --save_best")
-        better = {name: [value, step] for name, value in numbers.items() if self._is_better(name, value)}
-        self.values |= better
-        self.tests_since_best = 0 if self.monitor in better else self.tests_since_best + 1
-        return self.monitor in better
-
-    def _is_better(self, name: str, value: float) -> bool:
-        """Whether a value is the best so far; NaN never is."""
-        direction = self.direction if name == self.monitor else metric_direction(name)[1]
-        best, _ = self.values.get(name, (math.inf if direction == "min" else -math.inf, 0))
-        return bool(direction) and (value < best if direction == "min" else value > best)
+        value = numbers.get(self.monitor, math.nan)
+        best, _ = self.best or (math.inf if self.direction == "min" else -math.inf, 0)
+        is_better = value < best if self.direction == "min" else value > best
+        if is_better:
+            self.best = [value, step]
+        self.tests_since_best = 0 if is_better else self.tests_since_best + 1
+        return is_better
 
     def is_stuck(self, shows: bool) -> bool:
         """Whether --patience has run out; shows: whether this process prints it."""
@@ -55,18 +52,15 @@ class Best:
 
     def state(self) -> dict:
         """The state for a checkpoint, as JSON."""
-        return {"best": dict(self.values), "tests_since_best": self.tests_since_best}
+        return {"best": self.best, "tests_since_best": self.tests_since_best}
 
     def load_state(self, state: dict) -> None:
-        self.values: dict[str, list] = state.get("best", {})
+        self.best: list = state.get("best", [])
         self.tests_since_best = state.get("tests_since_best", 0)
 
     def summary(self) -> dict:
-        """For summary.json: the best values and, with --save_best, the step of the saved model."""
-        best = {f"best_{name}": value for name, (value, _) in self.values.items()}
-        if self.save_best and self.monitor in self.values:
-            best["best_step"] = self.values[self.monitor][1]
-        return best
+        """For summary.json: the best value and its step."""
+        return {f"best_{self.monitor}": self.best[0], "best_step": self.best[1]} if self.best else {}
 
 
 def to_python(value):

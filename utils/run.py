@@ -348,7 +348,7 @@ class Run:
     def log_test(self, result: dict) -> None:
         """Log a test result, which must be the same on every rank: rank 0's counts. Collective.
 
-        The best value of each number is kept, and with --save_best the model that reached it.
+        The best loss is remembered; with --save_best, the best METRIC and the model that reached it.
 
         Args:
             result: values by name. Numbers are logged; arrays and lists go to summary.json only.

@@ -126,7 +126,7 @@ def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsy
     assert "stopped early: 3 tests in a row without a better score" in capsys.readouterr().out
     found = summary(tmp_path / "run")
     assert (found["step"], found["stopped_early"], found["best_step"]) == (20, True, 8)
-    assert (found["test_f1"], found["test_confusion"], found["best_f1"]) == (0.9, [[1]], 0.9)
+    assert (found["test_f1"], found["test_confusion"], "best_f1" in found) == (0.9, [[1]], False)
     tests = [(line["step"], line["epoch"]) for line in lines(tmp_path / "run", "test")]
     assert tests == [(4, 1), (8, 2), (12, 3), (16, 4), (20, 5)]
     # Resumed, it knows that it is complete: its last step was saved, whatever --checkpoint_every says.
@@ -185,7 +185,7 @@ def test_regression_metrics_may_be_negative(start, tmp_path):
     assert best["bias"] < 0
     found = summary(tmp_path / "run")
     assert (found["best_bias"], found["best_step"]) == (best["bias"], best["step"])
-    assert found["best_loss"] == min(line["loss"] for line in tests)
+    assert "best_loss" not in found
 
 
 def test_a_metric_that_begins_with_nan_can_still_be_best(start, tmp_path):
@@ -222,12 +222,12 @@ def test_a_metric_that_does_not_say_which_value_is_best_is_refused_before_there_
     assert not (tmp_path / "run").exists()
 
 
-def test_the_direction_decides_and_is_shown_and_others_have_no_best_value(start, tmp_path, capsys):
+def test_the_direction_decides_and_is_shown(start, tmp_path, capsys):
     results = {4: {"ppl": 9.0, "fid": 1.0}, 8: {"ppl": 3.0, "fid": 2.0}, 12: {"ppl": 5.0, "fid": 3.0}}
     assert start(Regression(results, epochs=3), save_best="min:ppl") is None
     assert "minimum of the test ppl" in capsys.readouterr().out
     found = summary(tmp_path / "run")
-    assert (found["best_ppl"], found["best_step"], "best_fid" in found) == (3.0, 8, False)
+    assert (found["best_ppl"], found["best_step"]) == (3.0, 8)
 
 
 def test_the_result_of_rank_0_decides_on_every_rank(start, tmp_path, monkeypatch):
@@ -245,7 +245,7 @@ def test_what_a_checkpoint_gets_of_the_best_results_is_not_changed_by_later_ones
     best.add({"score": 1.0}, 4)
     state = best.state()
     best.add({"score": 2.0}, 8)
-    assert state == {"best": {"score": [1.0, 4]}, "tests_since_best": 0}
+    assert state == {"best": [1.0, 4], "tests_since_best": 0}
 
 
 # --- the smallest runs ------------------------------------------------------------------------
@@ -693,5 +693,5 @@ def test_numbers_of_torch_and_numpy_are_logged_and_summarised(start, tmp_path):
     assert not {"recall", "shares", "marker"} & test.keys()
     assert [line["norm"] for line in lines(tmp_path / "run", "own")] == [2.5] * 4
     found = summary(tmp_path / "run")
-    assert (found["test_f1"], found["best_ema_loss"], found["test_recall"]) == (0.5, 0.25, [1.0, 0.5])
+    assert (found["test_f1"], found["test_ema_loss"], found["test_recall"]) == (0.5, 0.25, [1.0, 0.5])
     assert (found["test_shares"], found["test_marker"]) == ([[1, 2]], str(marker))
