@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -185,10 +184,9 @@ class Run:
         if args.profile:
             from .extras.profiling import WARM_UP, Profiler
 
-            optimizers = [part for part in self.state.values() if isinstance(part, AcceleratedOptimizer)]
             steps = min(args.profile, self.total_steps - self.step - WARM_UP)
             if steps > 0:
-                self.profiler = Profiler(accelerator, self.folder.path, steps, models, optimizers)
+                self.profiler = Profiler(accelerator, self.folder.path, steps, models)
             elif accelerator.is_main_process:
                 show(f"warning: no profile: it needs {WARM_UP + 1} steps, and fewer are left", "yellow")
         if accelerator.log_with:

@@ -382,17 +382,14 @@ def test_a_prompt_is_continued_as_by_the_processes_of_the_run(topology, launches
 
 
 @on("cpu", "cpu_ddp", "single_gpu", "ddp", **PLAIN)
-def test_a_profile_has_the_kernels_of_the_device_and_their_overlap(topology, launches, record_property):
-    """Several processes communicate, and a part of that during the backward pass."""
+def test_a_profile_has_the_kernels_of_the_device_and_the_communication(topology, launches, record_property):
     table = (launches.run(topology, "profiled") / "profile" / "table.txt").read_text()
     found = re.search(rf"Self {'CUDA' if topology.gpus else 'CPU'} time total: ([\d.]+)(\w+)", table)
     assert found, table[-1000:]
-    sent, overlapped = (float(re.search(rf"{name} +([\d.]+)", table)[1]) for name in ("communication", "overlapped"))
-    record_property("figure", f"{found[1]} {found[2]}, communication {sent} ms per step, overlapped {overlapped} ms")
+    record_property("figure", f"{found[1]} {found[2]}")
     assert float(found[1]) > 0
     if topology.processes() > 1:
-        assert sent > 0
-        assert overlapped > 0
+        assert re.search("nccl.*AllReduce" if topology.gpus else "gloo:all_reduce", table)
 
 
 @on(precisions=("bf16",))
