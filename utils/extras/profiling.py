@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from ..console import show
 
 WARM_UP = 10  # steps before the recording: memory is allocated, kernels are chosen, DDP rebuilds its buckets
-ROWS = 12  # of the table on the screen
+ROWS = 24  # of the table on the screen
 
 
 class Profiler:
