@@ -43,19 +43,9 @@ def plot_curves(metrics_file: Path, picture: Path, title: str = "") -> None:
 
 
 def read_curves(metrics_file: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Read metrics.jsonl as {metric: {split: [(step, value), ...]}}, with finite values only.
-
-    The last line of an epoch is left out if it is the mean of less than a quarter of the previous line's steps: so
-    noisy a mean would look like a cliff.
-    """
-    curves, last, last_steps = {}, {"step": 0, "epoch": 0}, 0
+    """Read metrics.jsonl as {metric: {split: [(step, value), ...]}}, with finite values only."""
+    curves = {}
     for line in map(json.loads, metrics_file.read_text().splitlines()):
-        if line["split"] == "train":
-            steps, is_same_epoch = line["step"] - last["step"], line["epoch"] == last["epoch"]
-            is_short = is_same_epoch and 4 * steps < last_steps
-            last, last_steps = line, steps
-            if is_short:
-                continue
         for name, value in line.items() if line["split"] in COLOURS else ():
             if name not in NOT_PLOTTED and not name.endswith("lr") and is_number(value) and math.isfinite(value):
                 curves.setdefault(name, {}).setdefault(line["split"], []).append((line["step"], value))

@@ -113,19 +113,6 @@ def test_curves_are_a_picture_and_no_metrics_are_none(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
-def test_a_mean_of_few_steps_at_the_end_of_an_epoch_is_not_drawn(tmp_path):
-    lines = [
-        line("train", 100, loss=2.0),
-        line("train", 120, loss=1.0),  # a fifth of the steps
-        line("test", 120, loss=1.5),
-        {**line("train", 125, loss=9.0), "epoch": 2},  # few steps, but at the beginning of an epoch
-        {**line("train", 225, loss=4.0), "epoch": 2},
-        {**line("train", 250, loss=8.0), "epoch": 2},  # a quarter
-    ]
-    train = [(100, 2.0), (125, 9.0), (225, 4.0), (250, 8.0)]
-    assert curves(tmp_path, lines) == {"loss": {"train": train, "test": [(120, 1.5)]}}
-
-
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     curves(tmp_path, [line("train", 1, loss=1.0)])
     (tmp_path / ".part_curves.png").symlink_to("/dev/full")
