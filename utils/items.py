@@ -14,7 +14,7 @@ from .console import is_local_main, show, stop
 from .fingerprint import digest
 from .randomness import combine, generators_restored, seed_generators
 from .sampler import MicroBatch
-from .signals import end_with_parent
+from .signals import obey_only_parent
 
 COLLATE = 1  # keeps the random numbers of collate_fn apart from those of the items
 Request = tuple[int, list[int], list[int]]  # epoch, items, their random ids
@@ -143,7 +143,7 @@ class ItemReader:
                 batch_sampler=self._requests,
                 collate_fn=self.fetcher.collate_fn,
                 num_workers=self.num_workers,
-                worker_init_fn=end_with_parent,
+                worker_init_fn=obey_only_parent,
                 persistent_workers=True,
                 pin_memory=self.device.type == "cuda",
                 generator=torch.Generator(),  # without one, DataLoader draws from the global generator in every epoch

@@ -63,7 +63,7 @@ def follow_launcher() -> None:
     # These are set by `accelerate launch` and by torchrun.
     by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     if sys.platform == "linux" and (by_environment or launcher_words() is not None):
-        end_with_parent(number=signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
         if is_orphan():
             stop("the launcher was killed: start the run again", alone=True)
 

@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -19,13 +20,29 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 CHECK_EVERY_S = 0.25  # how often a process asks the others
 
 
-def end_with_parent(_worker: int = 0, number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when its parent ends.
-
-    Also for `worker_init_fn` of a DataLoader: a worker that is stuck in a read would outlive a process that is killed.
-    """
+def end_with_parent(number: int) -> None:
+    """Have Linux send this process a signal when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def obey_only_parent(_worker: int = 0) -> None:
+    """For `worker_init_fn` of a DataLoader: the worker ends with its parent, or when the parent sends SIGTERM.
+
+    Slurm and Kubernetes send SIGTERM to every process of a job, but the parent needs the worker's data to finish the
+    step that it then saves. Programs that the dataset starts inherit the blocked SIGTERM.
+    """
+    if sys.platform != "linux":
+        return
+    end_with_parent(signal.SIGKILL)  # the worker may be stuck in a read
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def end_when_told() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=end_when_told, daemon=True).start()
 
 
 class StopSignal:

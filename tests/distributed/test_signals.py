@@ -15,12 +15,14 @@ import time
 
 import psutil
 import pytest
+import run_many
 import run_reader
-from conftest import ROOT
+from conftest import ROOT, free_port
 from fakes import fake_accelerator
 
 from utils import signals
 from utils.console import explain_errors
+from utils.run import Run
 
 FLAGS = ["--hidden", 32, "--batch_size", 128, "--log_every", 100, "--output_dir", "run"]
 
@@ -176,6 +178,61 @@ def test_a_worker_that_is_stuck_ends_with_its_process(launcher):
     assert worker.ppid() == process.pid
     process.kill()
     worker.wait(20)
+
+
+WORKERS = ROOT / "tests" / "programs" / "data_workers.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are spawned")
+def test_a_signal_to_every_process_of_a_job_saves_a_whole_step(launcher, monkeypatch):
+    """As Slurm and Kubernetes send it: to the ranks and to their data workers, and the workers get it first."""
+    group = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in {**group, "CUDA_VISIBLE_DEVICES": -1}.items():
+        monkeypatch.setenv(name, str(value))
+    ranks = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        flags = ["--output_dir", "stopped", "--item_s", 0.005, "--checkpoint_every", 10**6]
+        ranks.append(launcher.start_python(WORKERS, *flags))
+    for name in (*group, "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
+    wait_for_line(ranks[0], "step 10/")
+    readers = [psutil.Process(rank.pid).children() for rank in ranks]
+    assert [len(own) for own in readers] == [2, 2]
+    for process in (*readers[0], *readers[1], *ranks):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    ends = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [signals.EXIT_REQUEUE] * 2, ends
+    assert not any(psutil.pid_exists(reader.pid) for own in readers for reader in own)
+    stopped = launcher.folder / "stopped"
+    saved = int(run_reader.last_checkpoint(stopped).name[5:])
+    assert 10 <= saved < 200
+    runs = [["--output_dir", "whole"], ["--output_dir", "stopped", "--resume"]]
+    launcher("cpu_ddp", *run_many.words("data_workers", *runs), script=run_many.FILE)
+    assert run_reader.launches(stopped)[1]["from_step"] == saved
+    assert run_reader.lines(stopped) == run_reader.lines(launcher.folder / "whole")
+    assert run_reader.final_models(stopped) == run_reader.final_models(launcher.folder / "whole")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are spawned")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_to_a_process_and_its_data_workers_saves(tmp_path, monkeypatch, name):
+    here, step_done = psutil.Process(), Run._step_done
+    others = here.children()
+
+    def step_done_with_signal(run, epoch):
+        if run.step == 4:
+            for process in (*[child for child in here.children() if child not in others], here):
+                process.send_signal(getattr(signal, name))
+                time.sleep(0.05)
+        step_done(run, epoch)
+
+    monkeypatch.setattr(Run, "_step_done", step_done_with_signal)
+    assert run_many.run("data_workers", ["--output_dir", tmp_path / "run"]) == signals.EXIT_REQUEUE
+    assert run_reader.last_checkpoint(tmp_path / "run").name == "step_00000005"
 
 
 def is_script(process: psutil.Process) -> bool:
