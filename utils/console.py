@@ -30,19 +30,29 @@ def printable(text: str) -> str:
 def show(text: str, colour: str = "", file=None) -> None:
     """Print a line. On a terminal, clear a progress bar first, and colour the first word.
 
+    If the reader has gone (Ctrl-C ends the `tee` of `script | tee log` at once) or the disk of a log file is full, all
+    further output is dropped, and the run goes on to its next checkpoint.
+
     Args:
         colour: a key of COLOURS, or "". Ignored if NO_COLOR is set or `file` is not a terminal.
         file: stdout by default.
     """
     file = file or sys.stdout
     text = printable(text)
-    if sys.stderr is not None and sys.stderr.isatty():
+    if sys.stderr.isatty():
         sys.stderr.write(CLEAR_LINE)  # a progress bar does not end its line
         sys.stderr.flush()
     if colour and file.isatty() and not os.environ.get("NO_COLOR"):
         first, space, rest = text.partition(" ")
         text = f"\033[1;{COLOURS[colour]}m{first}\033[0m{space}{rest}"
-    print(text, file=file, flush=True)
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        # /dev/null also takes what is still buffered, and what the script and libraries print.
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), file.fileno())
+        if file is sys.stdout:
+            show(f"warning: the run goes on without output: {error.strerror}", "yellow", sys.stderr)
 
 
 def report_to_launcher(sentence: str) -> None:

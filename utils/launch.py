@@ -31,7 +31,7 @@ from .agree import same_on_all
 from .banner import code_digest
 from .console import explain_errors, stop
 from .flags import with_defaults
-from .processes import check_restarts, follow_launcher, outlive_readers, was_restarted
+from .processes import check_restarts, follow_launcher, has_launcher, was_restarted
 from .topology import (
     bind_gloo_to_the_route,
     check_gpus,
@@ -219,8 +219,7 @@ def create_accelerator(settings: argparse.Namespace, accumulation: int, handlers
 
 
 def attach_to_process(args: argparse.Namespace) -> Watchdog | None:
-    """Set up output, the launcher's death signal, error messages and, if there is a launcher, the watchdog."""
-    outlive_readers()
+    """Set up the launcher's death signal, error messages and, if there is a launcher, the watchdog."""
     follow_launcher()
     # Accelerate's optimizer searches the disk for an optional package twice per step: 8 % of a step of mnist_mlp.py
     # with batches of 64.
@@ -263,7 +262,7 @@ def set_cpu_threads(cpu_threads: int | None) -> None:
     """Set the threads of this process; None: OMP_NUM_THREADS as the user set it, else `share_of_cores`."""
     if cpu_threads is None:
         environment = os.environ
-        if {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys():  # both launchers set a default
+        if has_launcher():  # it sets a default
             try:
                 environment = psutil.Process().parent().environ()
             except (psutil.Error, AttributeError):  # somebody else's process, or in another container

@@ -1,57 +1,21 @@
-"""Survive a closed output; follow the launcher when it is killed, or restarts the processes."""
+"""Follow the launcher when it is killed, or when it restarts the processes."""
 
 import os
 import signal
 import sys
-from collections.abc import Callable
 
 import psutil
 from accelerate.utils import gather_object
 
-from .console import show, stop
+from .console import stop
 from .signals import end_with_parent
 from .topology import launcher_words
 
 
-class LastingOutput:
-    """A stream that survives a closed pipe or a full disk: output is dropped, the run goes on.
-
-    Ctrl-C ends the `tee` of `script | tee log` at once; the script's next print would then end it before it saves.
-    """
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        return self._try(self.stream.write, text) or len(text)
-
-    def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, call: Callable, *args) -> int | None:
-        try:
-            return call(*args)
-        except OSError as error:
-            # /dev/null also swallows what is still buffered, and what libraries write to the file descriptor.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.stream.fileno())
-            os.close(null)
-            if self is sys.stdout:
-                reason = error.strerror or error
-                show(f"warning: the run goes on without output: {reason}", "yellow", sys.stderr)
-
-
-def outlive_readers() -> None:
-    """Turn stdout and stderr into `LastingOutput`s. A second call changes nothing."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by the parent process
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  stays open
-        elif not isinstance(stream, LastingOutput):
-            setattr(sys, name, LastingOutput(stream))
+def has_launcher() -> bool:
+    """Whether `accelerate launch` or torchrun started this process; they set these variables."""
+    by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    return bool(by_environment) or launcher_words() is not None
 
 
 def follow_launcher() -> None:
@@ -60,9 +24,7 @@ def follow_launcher() -> None:
     Otherwise it would keep running in the background with its folder locked. Without a launcher nothing changes: the
     parent is then a shell, which may exit before the run does. The watchdog ends a process that is stuck.
     """
-    # These are set by `accelerate launch` and by torchrun.
-    by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    if sys.platform == "linux" and (by_environment or launcher_words() is not None):
+    if sys.platform == "linux" and has_launcher():
         end_with_parent(signal.SIGTERM)
         if is_orphan():
             stop("the launcher was killed: start the run again", alone=True)

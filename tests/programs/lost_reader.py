@@ -7,10 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils.console import show
-from utils.processes import outlive_readers
 
-outlive_readers()
-outlive_readers()  # a second call changes nothing
 show("first")
 sys.stdin.readline()  # until the reader has gone
 for number in range(3):

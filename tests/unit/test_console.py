@@ -106,12 +106,11 @@ def test_a_reader_that_goes_ends_the_output_and_not_the_process():
     assert said == "warning: the run goes on without output: Broken pipe\n"
 
 
-@pytest.mark.parametrize("words", [">/dev/full", "2>/dev/full", ">&-", "2>&-", ">&- 2>&- <&-"])
-def test_output_that_cannot_be_written_ends_no_process(words):
-    command = f'"$0" "$1" {words} </dev/null'
-    done = subprocess.run(["bash", "-c", command, sys.executable, LOST_READER], capture_output=True, timeout=60)
-    assert done.returncode == 7, done.stderr
-    assert b"Traceback" not in done.stderr
+def test_a_full_disk_ends_the_output_and_not_the_process():
+    words = ["bash", "-c", '"$0" "$1" >/dev/full </dev/null', sys.executable, LOST_READER]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7
+    assert done.stderr == "warning: the run goes on without output: No space left on device\n"
 
 
 def test_control_characters_do_not_reach_the_terminal(capsys):
