@@ -57,7 +57,7 @@ def wants_cpu() -> bool:
 
 
 def check_gpus() -> None:
-    """Stop if processes would share a GPU. Call it before the process group exists: NCCL's error is a riddle."""
+    """Stop if processes would share a GPU. Call it before the process group exists: NCCL's error does not say so."""
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if 0 < gpus < processes and not wants_cpu():
         stop(
