@@ -1,11 +1,8 @@
-"""Hang watchdog: reports which rank the others wait for, or which one is lost, with its line of code.
+"""Hang watchdog: reports which rank the others wait for, with its line of code.
 
 In each process, a thread writes to the process group's store which step its rank is in, how many collectives it has
 started, and where its main thread is. If all ranks stand still, the one that has started the fewest is behind. This
 works with NCCL too, whose calls return before the collective has finished.
-
-With NCCL the main thread then waits for the GPU, where it can neither raise an error nor handle a signal. The thread
-ends the process instead, and torch's NCCL backend says when it gives up.
 """
 
 import argparse
@@ -14,28 +11,25 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 
-import psutil
-import torch.distributed.nn.functional  # noqa: F401  before a process group exists: its defaults would keep the group
+import torch.distributed.nn.functional  # noqa: F401  imported later, its default arguments would keep the group alive
 from accelerate.utils import gather_object
 from torch import distributed
 
 from .console import own_line, show, show_error
-from .topology import resume_command, route_address
+from .processes import has_launcher
+from .topology import resume_command
 
 PATIENCE = 0.1  # waits longer than this fraction of the timeout are reported,
 SHORTEST_S = 6.0  # unless they are shorter than this: a busy machine may stop a thread for a second or two
 MAX_LATE = 5  # ranks in one message
-REACTION_S = 2.0  # time for the main thread to end the process after a signal
 
-# Errors of gloo, NCCL and their store that mean a process is gone or does not answer; others, such as wrong shapes, do
-# not match.
+# A process is gone or does not answer. Other errors of torch.distributed, such as wrong shapes, do not match.
 LOST = re.compile(
     "connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process"
     "|unhandled system error|communicator was aborted",
@@ -44,7 +38,11 @@ LOST = re.compile(
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
+    """Whether gloo, NCCL or their store raised this error because of another process."""
+    # gloo raises plain RuntimeErrors, which begin with the line of its source: [.../gloo/transport/tcp/pair.cc:545]
+    is_of_gloo_or_nccl = isinstance(error, RuntimeError) and re.search(r"/gloo/\S+\]|NCCL", str(error))
+    is_distributed = isinstance(error, distributed.DistError) or is_of_gloo_or_nccl
+    return bool(is_distributed and LOST.search(str(error)))
 
 
 class Watchdog(threading.Thread):
@@ -64,30 +62,23 @@ class Watchdog(threading.Thread):
     def __init__(self, args: argparse.Namespace):
         super().__init__(name="watchdog", daemon=True)
         self.args, self.watched = args, threading.get_ident()
+        self.launcher = os.getppid() if has_launcher() else None
         self.ranks: list[dict] = []
         self.found: str | None = None
         self.beats, self.beat_at, self.progress, self.since = 0, 0.0, None, 0.0
         self.ended = threading.Event()
-        self.received, self.received_at = [], 0.0  # signals that end the run
 
     def watch(self, timeout_s: float) -> None:
-        """Exchange host names and start watching; does nothing with one process. Collective."""
+        """Start watching; does nothing with one process. Collective."""
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return
-        self.end()  # that of an earlier run
+        self.end()  # the watchdog of an earlier run
         self.timeout_s, self.patience_s = timeout_s, max(PATIENCE * timeout_s, SHORTEST_S)
         self.rank = distributed.get_rank()
         self.store = distributed.distributed_c10d._get_default_store()  # no public API
-        host, launcher = socket.gethostname(), os.getppid()
-        self.me = {"host": host, "address": route_address(), "launcher": launcher, "pid": os.getpid()}
         self.ranks = gather_object([self.publish(time.monotonic())])
         # A thread inside a call of the store would crash the interpreter's shutdown.
         atexit.register(self.end)
-        self.signals, writer = os.pipe()
-        os.set_blocking(self.signals, False)
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the signals of a child are its own
         group = distributed.group.WORLD  # not kept: see end_process_group
         if group.supports_abort_hooks:  # torch's NCCL backend calls them before it aborts the process
             group.register_abort_hook(id(self), self.nccl_aborts)
@@ -102,32 +93,16 @@ class Watchdog(threading.Thread):
             cls.current.join(10)  # in vain if the link to the store is cut
 
     def run(self) -> None:
-        with contextlib.suppress(Exception):  # the store disappears with the process that hosts it
-            while self.wait():
-                self.look()
-        while self.wait():
-            pass
-
-    def wait(self) -> bool:
-        """Wait for the next look; end the process where a signal asks for it but the main thread cannot."""
-        ended = self.ended.wait(min(self.patience_s / 20, 1))
-        with contextlib.suppress(BlockingIOError):
-            for number in {signal.SIGINT, signal.SIGTERM}.intersection(os.read(self.signals, 64)):
-                self.received, self.received_at = [*self.received, number], time.monotonic()
-        waited_s = time.monotonic() - self.received_at
-        if ended or not self.received or waited_s < REACTION_S or not threading.main_thread().is_alive():
-            return not ended
-        if signal.SIGINT in self.received[:-1]:
-            if self.rank == 0:
-                show(f"stopped at once{self.advice()}", "yellow", sys.stderr)
-            os._exit(130)
-        if os.getppid() != self.me["launcher"] and waited_s > self.timeout_s:
-            os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
-        # When a process has failed, its launcher ends the others: they can neither go on nor save.
-        if signal.SIGTERM in self.received and self.ended_ranks():
-            show_error(self.message("its process has ended"))
-            os._exit(1)
-        return True
+        has_store = True
+        while not self.ended.wait(min(self.patience_s / 20, 1)):
+            # The kernel has sent SIGTERM, but a main thread that waits for a GPU cannot handle it.
+            if self.launcher not in (None, os.getppid()) and not self.ended.wait(self.timeout_s):
+                os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
+            try:
+                if has_store:
+                    self.look()
+            except Exception:  # the store disappears with the process that hosts it
+                has_store = False
 
     def nccl_aborts(self) -> None:
         if not self.ended.is_set():
@@ -161,7 +136,8 @@ class Watchdog(threading.Thread):
         self.beats, self.beat_at = self.beats + 1, now
         at = own_line(traceback.walk_stack(sys._current_frames().get(self.watched)))
         still_s = now - self.since
-        state = {**self.me, "at": at, "progress": self.progress, "still_s": still_s, "beats": self.beats}
+        me = {"host": socket.gethostname(), "at": at, "progress": self.progress}
+        state = {**me, "still_s": still_s, "beats": self.beats}
         self.store.set(f"watchdog/{self.rank}", json.dumps(state))
         return state
 
@@ -173,32 +149,16 @@ class Watchdog(threading.Thread):
     def sentence(self, error: BaseException, line: str) -> str:
         """The message for a failed collective."""
         self.ended.set()  # the main thread ends the process
-        # Without gloo's "[source file:line] " before it and its advice after it.
+        # Without gloo's "[source file:line] " before the reason and its advice after it.
         reason = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].partition(". This is typically")[0]
         return self.message(reason, line)
 
     def message(self, reason: str, line: str | None = None) -> str:
-        """This rank, its line of code, and the ranks that it lost."""
-        lost = " or ".join(f"rank {rank} on {self.ranks[rank]['host']}" for rank in self.lost_ranks(reason))
+        """This rank, its line of code, and what happened."""
         line = line or own_line(traceback.walk_stack(sys._current_frames().get(self.watched)))
         behind = f"; {self.found}" if self.found and self.progress[0] == self.step else ""
         this_rank = f"rank {os.environ['RANK']} on {socket.gethostname()}"
-        return f"{this_rank} lost {lost or 'another process'} at {line}: {reason}{behind}{self.advice()}"
-
-    def lost_ranks(self, reason: str) -> list[int]:
-        """The ranks on the machine in `reason`; or else those that have ended; or those silent on other machines."""
-        others = {rank: state for rank, state in enumerate(self.ranks) if state["host"] != self.me["host"]}
-        named = [rank for rank, state in others.items() if state["address"] in re.findall(r"[\d.]+", reason)]
-        silent = [rank for rank, state in others.items() if state.get("silent")]
-        if not named and 0 in others and time.monotonic() - self.beat_at > self.patience_s / 3:
-            return [0]  # the store, on rank 0's machine, does not answer
-        return named or self.ended_ranks() or silent
-
-    def ended_ranks(self) -> list[int]:
-        """The ranks of this launcher whose process has ended."""
-        keys = ("host", "launcher")
-        here = [rank for rank, state in enumerate(self.ranks) if all(state[key] == self.me[key] for key in keys)]
-        return [rank for rank in here if not psutil.pid_exists(self.ranks[rank]["pid"])]
+        return f"{this_rank} lost another process at {line}: {reason}{behind}{self.advice()}"
 
 
 def end_process_group() -> None:

@@ -160,7 +160,7 @@ def test_a_second_ctrl_c_ends_every_process_at_once(launcher, config):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_a_process_that_is_stuck_ends_after_its_launcher(launcher):
-    process, ranks = stuck_processes(launcher, "cpu_ddp", "--timeout_s", 3)
+    process, ranks = stuck_processes(launcher, "cpu_ddp", "--timeout_s", 3, "--as_for_a_gpu")
     process.kill()
     _, alive = psutil.wait_procs(ranks, timeout=1)
     assert len(alive) == 2  # a save may take its time

@@ -1,4 +1,4 @@
-"""A step that does not come to its end: it waits for a tracker's server, or, with several processes, for the GPU."""
+"""A step that does not end: it waits for a tracker's server or, with --as_for_a_gpu, in a call that no signal ends."""
 
 import argparse
 import ctypes
@@ -22,11 +22,13 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--timeout_s", type=int, default=600)
-    accelerator = launch.make_accelerator(argparse.Namespace(**vars(parser.parse_args()), output_dir="run"))
+    parser.add_argument("--as_for_a_gpu", action="store_true")
+    args = parser.parse_args()
+    accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=args.timeout_s, output_dir="run"))
     StopSignal(accelerator)
     accelerator.wait_for_everyone()
     accelerator.print("stuck", flush=True)
-    if accelerator.num_processes > 1:
+    if args.as_for_a_gpu:
         wait_as_for_a_gpu()
     while True:
         time.sleep(1000)
