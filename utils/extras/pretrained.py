@@ -11,15 +11,11 @@ from ..console import stop
 
 def load_rows(model: nn.Module, source: str) -> None:
     """Read from a .safetensors file the rows of a sharded model that this process has."""
-    shapes = {}
-    with safetensors.safe_open(source, "pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            shapes[name] = torch.Size(file.get_slice(name).get_shape())
     state = model.state_dict()
-    now = {name: tensor.shape for name, tensor in state.items()}
-    different = sorted(name for name in shapes.keys() | now.keys() if shapes.get(name) != now.get(name))
-    if different:
-        raise ValueError(f"names or shapes differ: {', '.join(different)}")
+    with safetensors.safe_open(source, "pt") as file:
+        in_file = {(name, *file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if different := in_file ^ {(name, *tensor.shape) for name, tensor in state.items()}:
+        raise ValueError(f"names or shapes differ: {', '.join(sorted(name for name, *_ in different))}")
     for name, tensor in state.items():
         local, first = own_rows(tensor)
         # Opened for each tensor: what was read of an open file stays in memory.
