@@ -12,7 +12,7 @@ from pathlib import Path
 
 CLEAR_LINE = "\r\033[K"
 LIBRARY = sysconfig.get_path("stdlib")
-LAUNCH = str(Path(__file__).with_name("launch.py"))  # every backward pass goes through it
+PASSED_THROUGH = tuple(str(Path(__file__).parent / name) for name in ("launch.py", "parallel/fsdp.py"))
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
@@ -85,10 +85,10 @@ def stop(sentence: str, alone: bool = False) -> None:
 
 
 def own_line(frames: Iterable[tuple]) -> str:
-    """FILE:LINE of the innermost of `frames`, as from traceback.walk_stack, outside libraries and launch.py."""
+    """FILE:LINE of the innermost of `frames`, as from traceback.walk_stack, outside libraries and what calls them."""
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if "-packages" not in file and not file.startswith((LIBRARY, LAUNCH, "<")):
+        if "-packages" not in file and not file.startswith((LIBRARY, *PASSED_THROUGH, "<")):
             return f"{os.path.relpath(file)}:{line}"
     return "an unknown line"
 
@@ -106,7 +106,7 @@ def explain_errors(*explanations: tuple[Callable, Callable]) -> None:
             if is_local_main():
                 show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
             return
-        for matches, sentence in (*explanations, (is_used_outside, used_outside)):
+        for matches, sentence in (*explanations, (is_of_shards, shards_used)):
             if matches(error):
                 return show_error(sentence(error, own_line(reversed([*traceback.walk_tb(trace)]))))
         hook.other_hook(kind, error, trace)
@@ -116,15 +116,17 @@ def explain_errors(*explanations: tuple[Callable, Callable]) -> None:
     sys.excepthook = hook
 
 
-def is_used_outside(error: BaseException) -> bool:
-    """Whether a weight that FSDP has sharded was used while it was not gathered."""
-    return "got mixed torch.Tensor and DTensor" in str(error)
+def is_of_shards(error: BaseException) -> bool:
+    return any(sign in str(error) for sign in ("got mixed torch.Tensor and DTensor", "FSDP does not support deepcopy"))
 
 
-def used_outside(error: BaseException, line: str) -> str:
+def shards_used(error: BaseException, line: str) -> str:
+    if "deepcopy" in str(error):
+        return f"a sharded model is copied at {line}: copy it before prepare, and give prepare the copy, too"
     return (
-        f"a weight is used outside of the forward of its module, at {line}: FSDP gathers it only while that module is "
-        "called, so call the module, or raise fsdp_min_num_params of the config file above the module's parameters"
+        f"a sharded weight meets a whole tensor at {line}: FSDP gathers a weight only while its module is called, so "
+        "call the module, or raise fsdp_min_num_params of the config file above the module's parameters. For averages, "
+        "use shard and update_average of utils/parallel/fsdp.py, or copy the weights after prepare"
     )
 
 

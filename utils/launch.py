@@ -92,14 +92,26 @@ class TrainingAccelerator(Accelerator):
         return super().no_sync(model)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
-        """As in Accelerate; with virtual processes, the 2-norm is added up in an order that no sharding changes."""
-        if not self.virtual_processes or norm_type != 2:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        from .parallel.virtual_processes import total_norm
+        """As in Accelerate, also of a part of the parameters, sharded or with a GradScaler. Collective.
 
-        self.unscale_gradients()
+        With virtual processes, the 2-norm is added up in an order that no sharding changes.
+        """
         parameters = list(parameters)
-        norm = total_norm(self, parameters)
+        if self.is_fsdp2:
+            from .parallel.fsdp import shards_of
+
+            parameters = shards_of(parameters)
+        for optimizer in self._optimizers if self.scaler else []:
+            if not {p for group in optimizer.param_groups for p in group["params"]}.isdisjoint(parameters):
+                with contextlib.suppress(RuntimeError):  # another part of its parameters was clipped before
+                    self.unscale_gradients(optimizer)
+        if self.virtual_processes and norm_type == 2:
+            from .parallel.virtual_processes import total_norm
+
+            norm = total_norm(self, parameters)
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
@@ -107,14 +119,14 @@ class TrainingAccelerator(Accelerator):
         """As in Accelerate, which under FSDP takes only one model, and leaves whole or refuses some kinds."""
         if not self.is_fsdp2:
             return super().prepare(*args, device_placement=device_placement)
-        from .parallel.fsdp import check_sharded, shard
+        from .parallel.fsdp import shard, train_shards
 
-        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         for model in [arg for arg in args if isinstance(arg, torch.nn.Module)]:
-            shard(self, model, optimizers)
+            shard(self, model)
             model._is_accelerate_prepared = True
             self._models.append(model)
-        check_sharded(optimizers)
+        for optimizer in [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]:
+            train_shards(optimizer)
         for first_pass in (True, False):  # schedulers second
             args = [
                 arg if isinstance(arg, torch.nn.Module) else self._prepare_one(arg, first_pass=first_pass)

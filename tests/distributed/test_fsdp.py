@@ -7,6 +7,7 @@ float64 of small_resnets.py.
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import run_many
@@ -221,6 +222,43 @@ def test_any_model_is_sharded_and_has_the_numbers_of_a_whole_one(differences, mo
     assert len(gathered_alone) > 2  # the model and its blocks
 
 
+# By case of parameters.py, what a user can do instead: the same with DDP needs nothing else.
+REFUSED_UNDER_FSDP = {
+    "clip by value": "Use `clip_grad_norm_` instead",
+    "tied after": "do so before",
+    "hooked before": "use register_post_accumulate_grad_hook after prepare",
+    "hooked after": "use register_post_accumulate_grad_hook after prepare",
+    "hooked by module": "use register_post_accumulate_grad_hook after prepare",
+    "initialized at random after": "initialize weights before prepare",
+    "reset after": "initialize weights before prepare",
+    "average of a list made before": "copy the weights after prepare",
+    "average of a model that is whole": "call shard(accelerator, average.module) after prepare",
+    "average by torch": "use shard and update_average",
+    "copied after": "copy it before prepare",
+    "lbfgs": "use DDP, or sizes that the number of processes divides",
+}
+
+
+@pytest.mark.slow
+def test_what_is_done_to_parameters_gives_the_same_numbers_on_every_topology_or_a_remedy(launcher, monkeypatch):
+    monkeypatch.chdir(launcher.folder)
+    assert run_many.run("parameters", ["cpu.json"]) is None
+    for config, flags in ("cpu_ddp", []), ("cpu_fsdp", ["--fsdp_min_num_params", 10]):
+        program = ROOT / "tests" / "programs" / "parameters"
+        launcher(config, f"{config}.json", script=program, launch_flags=flags)
+    found = {config: json.loads(Path(f"{config}.json").read_text()) for config in ("cpu", "cpu_ddp", "cpu_fsdp")}
+    assert not [case for case, numbers in found["cpu"].items() if isinstance(numbers, str)]
+    only_with_ddp = found["cpu_ddp"].pop("unfrozen that was frozen at prepare")
+    assert "the processes have different weights" in only_with_ddp
+    assert {case: n for case, n in found["cpu_fsdp"].items() if isinstance(n, str)}.keys() == REFUSED_UNDER_FSDP.keys()
+    for config in ("cpu_ddp", "cpu_fsdp"):
+        for case, numbers in found[config].items():
+            if isinstance(numbers, str):
+                assert REFUSED_UNDER_FSDP[case] in numbers
+            else:
+                assert numbers == pytest.approx(found["cpu"][case], rel=1e-12, abs=1e-13), (config, case)
+
+
 @pytest.fixture
 def one_process_shards():
     """A TrainingAccelerator that shards over one process."""
@@ -260,7 +298,67 @@ def test_a_weight_that_is_used_outside_of_its_module_is_explained(one_process_sh
     explain_errors()
     sys.excepthook(raised.type, raised.value, raised.tb)
     error = capsys.readouterr().err
-    assert re.match(r"error: a weight is used outside .* at tests/distributed/test_fsdp.py:\d+: FSDP gathers", error)
+    assert re.match(r"error: .* at tests/distributed/test_fsdp.py:\d+: ", error)
+
+
+def test_each_of_two_models_and_optimizers_in_one_prepare_trains_shards(one_process_shards):
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    before = [[*model.parameters()] for model in models]
+    pairs = [*models, *(torch.optim.SGD(parameters, 1.0) for parameters in before)]
+    *_, first, second = one_process_shards.prepare(*pairs)
+    loss = sum(model(torch.ones(3)).square().sum() for model in models)
+    one_process_shards.backward(loss)
+    parameters = before[0] + before[1]
+    norm = torch.cat([parameter.grad.full_tensor().flatten() for parameter in parameters]).norm().item()
+    assert one_process_shards.clip_grad_norm_(parameters, 0.5).item() == pytest.approx(norm)
+    assert one_process_shards.clip_grad_norm_(parameters, 0.5).item() == pytest.approx(0.5, rel=1e-4)
+    for model, optimizer in (models[0], first), (models[1], second):
+        (group,) = optimizer.param_groups
+        assert all(one is other for one, other in zip(group["params"], model.parameters(), strict=True))
+
+
+class Scaler:
+    """As torch.amp.GradScaler with a scale of 1024, on any device."""
+
+    def __init__(self):
+        self.unscaled = set()
+
+    def unscale_(self, optimizer):
+        if optimizer in self.unscaled:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        self.unscaled.add(optimizer)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad /= 1024
+
+
+@pytest.mark.parametrize("virtual_processes", [0, 2])
+def test_parts_are_clipped_with_a_scaler_after_their_optimizer_is_unscaled_once(monkeypatch, virtual_processes):
+    accelerator, models = TrainingAccelerator(cpu=True), [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 1.0) for model in models]
+    accelerator.prepare(*models, *optimizers)
+    monkeypatch.setattr(accelerator, "virtual_processes", virtual_processes)
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")
+    accelerator.native_amp, accelerator.scaler = True, Scaler()
+    for model in models:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1024.0)
+    model = models[0]
+    assert accelerator.clip_grad_norm_([model.weight], 9.0).item() == pytest.approx(6**0.5)
+    assert accelerator.clip_grad_norm_([model.bias], 9.0).item() == pytest.approx(2**0.5)
+    assert accelerator.clip_grad_norm_(model.parameters(), 0.5, torch.inf).item() == pytest.approx(1)
+    assert model.weight.grad.max().item() == pytest.approx(0.5)
+    assert models[1].weight.grad.max() == 1024  # its optimizer's step unscales it
+
+
+def test_a_list_of_parameters_does_not_keep_whole_weights_in_memory(one_process_shards):
+    model = nn.Linear(30, 20)
+    parameters, storage = [*model.parameters()], model.weight.untyped_storage()
+    one_process_shards.prepare(model)
+    assert parameters[0].shape == (20, 30)
+    assert parameters[0].shard is model.weight
+    assert torch.Tensor.untyped_storage(model.weight.to_local()).data_ptr() != storage.data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert parameters[0].untyped_storage().nbytes() == 0
 
 
 class Normed(nn.Module):
@@ -319,11 +417,17 @@ def test_what_sharding_would_not_train_is_refused(one_process_shards, capsys):
     assert [*models[0].parameters()] == optimizers[0].param_groups[0]["params"]
     with pytest.raises(SystemExit):
         one_process_shards.prepare(optimizers[1])
-    assert "an optimizer trains a parameter that FSDP has not sharded" in capsys.readouterr().err
+    assert "is not sharded" in capsys.readouterr().err
+    mixed = torch.optim.SGD([*models[0].parameters(), nn.Parameter(torch.ones(2))])
+    with pytest.raises(SystemExit):
+        one_process_shards.prepare(mixed)
+    with pytest.raises(SystemExit):
+        one_process_shards.clip_grad_norm_(models[1].parameters(), 1.0)
+    capsys.readouterr()
     models[1].temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(SystemExit):
         one_process_shards.prepare(models[1], optimizers[1])
-    assert "of shape (), and temperature is one" in capsys.readouterr().err
+    assert "0-dimensional parameters such as temperature" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         one_process_shards.backward(models[0](torch.ones(3)).sum(), inputs=[*models[0].parameters()])
     assert "accelerator.backward(inputs=...)" in capsys.readouterr().err

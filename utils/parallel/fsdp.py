@@ -3,17 +3,68 @@
 import dataclasses
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..checkpoint.state import own_rows
 from ..console import stop
 from ..randomness import combine, generators_restored, seed_generators
+
+HOOKS = (
+    "FSDP calls no hooks set by register_hook or before prepare: use register_post_accumulate_grad_hook after prepare, "
+    "where parameter.grad is a shard of the average over the processes"
+)
+RANDOM = "under FSDP, random numbers of a shard depend on the number of processes: initialize weights before prepare"
+REFUSED = {"register_hook": HOOKS, "normal_": RANDOM, "uniform_": RANDOM}  # torch.nn.init calls one of the last two
+
+
+class Replaced(nn.Parameter):
+    """A parameter that a shard has replaced in the model: what is done to it is done to its `shard`.
+
+    So a list of parameters made before `prepare` can be clipped, frozen or given to an optimizer, as with DDP.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if sentence := REFUSED.get(getattr(func, "__name__", None)):
+            stop(sentence)
+        args, kwargs = tree_map_only(cls, lambda parameter: parameter.shard, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def replace(parameter: nn.Parameter, shard: nn.Parameter) -> None:
+    """Free the numbers of a parameter, and have it stand for its shard."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        stop(HOOKS)
+    parameter.data = parameter.data.new_empty(0)
+    parameter.__class__, parameter.shard = Replaced, shard
+    for name, sentence in REFUSED.items():
+        setattr(shard, name, lambda *_, sentence=sentence, **__: stop(sentence))
+
+
+def shards_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The shards of `parameters`, which may be from before `prepare`."""
+    shards = [getattr(parameter, "shard", parameter) for parameter in parameters]
+    if not all(hasattr(shard, "to_local") for shard in shards):
+        stop(
+            "a parameter to train or to clip is not sharded, so its gradient would not be averaged: register it in a "
+            "model, and give accelerator.prepare that model and its optimizers in one call"
+        )
+    return shards
+
+
+def train_shards(optimizer: Optimizer) -> None:
+    """Replace the parameters of an optimizer by their shards."""
+    for group in optimizer.param_groups:
+        group["params"][:] = shards_of(group["params"])
+        if isinstance(optimizer, torch.optim.LBFGS) and any(len(p) % p.device_mesh.size() for p in group["params"]):
+            stop("LBFGS cannot join shards of unequal size: use DDP, or sizes that the number of processes divides")
 
 
 def supports_fused_step(accelerator: Accelerator) -> bool:
@@ -41,8 +92,8 @@ def units(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     return found
 
 
-def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer] = ()) -> None:
-    """Shard a model in place with torch's fully_shard, and have `optimizers` train its shards. Collective.
+def shard(accelerator: Accelerator, model: nn.Module) -> None:
+    """Shard a model in place with torch's fully_shard. Collective.
 
     The config file says what is gathered on its own (fsdp_min_num_params), in which precision (mixed_precision), what
     is freed after the forward pass, whether shards are kept on the CPU, and what compiles the model (dynamo_config).
@@ -64,7 +115,7 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
         return
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     if scalars:
-        stop(f"FSDP cannot shard a parameter of shape (), and {', '.join(scalars)} is one: give it shape (1,)")
+        stop(f"FSDP cannot shard 0-dimensional parameters such as {scalars[0]}: give it shape (1,)")
     plugin, dynamo = accelerator.state.fsdp_plugin, accelerator.state.dynamo_plugin
     is_set = {key: getattr(plugin, key) for key in ("cpu_ram_efficient_loading", "activation_checkpointing")}
     is_set["offload_params"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy) and accelerator.device.type == "cpu"
@@ -76,29 +127,32 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: list[Optimizer
         "offload_policy": plugin.cpu_offload,
     }
     model.to(memory_format=torch.contiguous_format)  # fully_shard takes no other; images may stay channels_last
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    for group in groups:  # without the whole parameters, which would stay in memory
-        group[:] = [names.get(parameter, parameter) for parameter in group]
-    names.clear()
-    alone = units(model, plugin.min_num_params or 0)
-    policy = policy_of_model = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    policies = dict.fromkeys([*units(model, plugin.min_num_params or 0), model], policy)
     if policy.param_dtype:
         # Autocast, as with DDP: fully_shard would cast arguments only, and copy lists of them, such as caches.
         model.forward = torch.autocast(accelerator.device.type, policy.param_dtype)(model.forward)
-        policy = dataclasses.replace(policy, cast_forward_inputs=False)
-        policy_of_model = dataclasses.replace(policy, output_dtype=torch.float32)  # for the loss
-        for module in [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]:
-            fully_shard(module, **options)  # float32, like its statistics
-        alone = [module for module in alone if not isinstance(module, FSDPModule)]
-    for module in alone:
-        fully_shard(module, mp_policy=policy, **options)
-    fully_shard(model, mp_policy=policy_of_model, **options)
+        norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        policies = dict.fromkeys([*norms, *policies], dataclasses.replace(policy, cast_forward_inputs=False))
+        policies[model] = dataclasses.replace(policies[model], output_dtype=torch.float32)  # for the loss
+        policies |= dict.fromkeys(norms, MixedPrecisionPolicy())  # float32, like their statistics
+    for module, policy_of_module in policies.items():
+        whole = list(module.parameters())
+        fully_shard(module, mp_policy=policy_of_module, **options)
+        for parameter, replacement in zip(whole, module.parameters(), strict=True):
+            if parameter is not replacement:
+                replace(parameter, replacement)
+    ids = [*map(id, model.parameters())]
+
+    def check(*_) -> None:
+        """Before the first forward pass, which gives each module its own shard again."""
+        if [*map(id, model.parameters())] != ids:
+            stop("FSDP does not see parameters that are tied or replaced after prepare: do so before")
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(check, prepend=True)
     if dynamo.backend != DynamoBackend.NO:
         model.compile(**dynamo.to_kwargs())
-    shards = dict(model.named_parameters())
-    for group in groups:
-        group[:] = [shards.get(parameter, parameter) for parameter in group]
 
 
 def build(accelerator: Accelerator, make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -111,7 +165,7 @@ def build(accelerator: Accelerator, make_model: Callable[[], nn.Module], seed: i
             numbers of a parameter. Under FSDP its constructor runs on the meta device: nothing has numbers yet.
 
     Raises:
-        SystemExit: if the model has buffers: nobody would know their numbers.
+        SystemExit: if the model has buffers: `make_model` has no way to initialize them.
     """
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     with torch.device("meta" if is_fsdp else "cpu"):
@@ -131,30 +185,20 @@ def build(accelerator: Accelerator, make_model: Callable[[], nn.Module], seed: i
     return model
 
 
-def check_sharded(optimizers: list[Optimizer]) -> None:
-    """Stop if an optimizer trains what no model in the same `prepare` owns: nobody would average its gradients."""
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    if not all(hasattr(parameter, "to_local") for parameter in parameters):
-        stop(
-            "an optimizer trains a parameter that FSDP has not sharded: give accelerator.prepare a model and its "
-            "optimizers in one call, and register each parameter in a model"
-        )
-
-
 @torch.no_grad()
 def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
     """average = decay x average + (1 - decay) x model, on each process for its own shards; integers are copied.
 
     AveragedModel.update_parameters waits for the GPU, and takes four operations for each of BatchNorm's counts.
     """
-    by_type = {}
+    to_average, to_copy = [], []
     for pair in zip(*([*part.parameters(), *part.buffers()] for part in (average, model)), strict=True):
         # Not as DTensors: a model also has plain buffers, and torch does not accept mixed lists.
         shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in pair]
-        by_type.setdefault(shards[0].dtype, []).append(shards)
-    for dtype, pairs in by_type.items():
-        averages, values = zip(*pairs, strict=True)
-        if decay and dtype.is_floating_point:
-            torch._foreach_lerp_(averages, values, 1 - decay)
-        else:
-            torch._foreach_copy_(averages, values)
+        if shards[0].shape != shards[1].shape:
+            stop("the average of a sharded model is whole: call shard(accelerator, average.module) after prepare")
+        (to_average if decay and shards[0].is_floating_point() else to_copy).append(shards)
+    if to_average:
+        torch._foreach_lerp_(*zip(*to_average, strict=True), 1 - decay)
+    if to_copy:
+        torch._foreach_copy_(*zip(*to_copy, strict=True))
