@@ -41,8 +41,9 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
         advice = f"this buffer depends on the process's own samples: {AVERAGE_BUFFERS}"
         if isinstance(tensors[name], nn.Parameter):
             advice = (
-                "DDP averages gradients only in accelerator.backward, and only of parameters that had requires_grad "
-                "when prepare() was called: unfreeze layers before prepare(), and call no other backward"
+                "DDP averages gradients only in accelerator.backward, and only of parameters that required them at "
+                "prepare(): to unfreeze layers later, freeze them after prepare(), and create the accelerator with "
+                "find_unused_parameters=True"
             )
         stop(f"the processes have different weights: {name} differs between rank 0 and {ranks[0]}. {advice}")
 
