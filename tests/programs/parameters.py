@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -38,6 +39,21 @@ class Model(nn.Module):
     def forward(self, x):
         x = self.body(x)
         return self.head(x) + self.other_head(x).sin()
+
+
+class Shared(nn.Module):
+    """A block that comes twice, with its activations computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.blocks, self.head = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh())]), nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
 
 
 class Case:
@@ -83,6 +99,12 @@ class Case:
 def whole(tensor):
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shared_layers_recomputed(case):
+    case.model = case.bare = Shared()
+    case.optimizers = [case.sgd(case.model.parameters())]
+    case.prepare().steps()
 
 
 def clip(parameters, max_norm, norm_type=2):
@@ -326,6 +348,7 @@ CASES = {
     "clip a part, listed after": clip(lambda case: case.bare.head.parameters(), 0.01),
     "clip a part by its largest": clip(lambda case: case.body, 0.01, math.inf),
     "clip by value": clip_by_value,
+    "shared layers, recomputed": shared_layers_recomputed,
 }
 CASES |= {
     case.__name__.replace("_", " "): case
