@@ -39,6 +39,7 @@ from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.banner import describe_topology
 from utils.console import show, stop
+from utils.curves import save_picture
 from utils.datasets.images_in_memory import load_images
 from utils.loader import GlobalLoader
 from utils.run_folder import RunFolder
@@ -51,6 +52,18 @@ WAYS = {
     "plain": "autograd alone, on one device",
     "gathered": "DataParallel: logits gathered on the first device, loss computed there",
     "inside": "DataParallel: loss computed inside the replicas, one number per sample gathered",
+}
+COLOURS = {  # of the phases of a step, in the picture
+    "scatter": "#999999",
+    "replicate": "#e69f00",
+    "forward": "#56b4e9",
+    "gather": "#f0e442",
+    "loss": "#d55e00",
+    "loss backward": "#a03000",
+    "scatter grads": "#444444",
+    "backward": "#0072b2",
+    "reduce": "#009e73",
+    "step": "#cc79a7",
 }
 
 
@@ -189,7 +202,7 @@ class Devices:
     """What each phase costs on each device.
 
     Attributes:
-        seconds: {(phase, device): time}.
+        spans: [(phase, device, start, end)] of all work, in seconds.
         moved: {(phase, device): bytes}; a byte that is copied counts for the sender and for the receiver.
         peaks: {(phase, device): the most bytes held at once}.
     """
@@ -199,7 +212,14 @@ class Devices:
         self.reset()
 
     def reset(self):
-        self.seconds, self.moved, self.peaks = Counter(), Counter(), {}
+        self.spans, self.moved, self.peaks = [], Counter(), {}
+
+    def seconds(self):
+        """{(phase, device): the time that the device worked in this phase}."""
+        total = Counter()
+        for phase, device, start, end in self.spans:
+            total[phase, device] += end - start
+        return total
 
     def count_copy(self, tensor, source, target):
         for device in (source, target):
@@ -236,7 +256,7 @@ class CpuDevices(Devices):
         start = time.perf_counter()
         with self.memories[device] if self.counts_memory else contextlib.nullcontext():
             yield
-        self.seconds[self.current_phase, device] += time.perf_counter() - start
+        self.spans.append((self.current_phase, device, start, time.perf_counter()))
 
     def add_to_first(self, tensors):
         """Count the memory of existing tensors for the first device."""
@@ -350,7 +370,7 @@ class Gpus(Devices):
         yield
         for device in self.ids:  # a device's time includes waiting for the devices before it
             torch.cuda.synchronize(device)
-            self.seconds[name, device] = time.perf_counter() - start
+            self.spans.append((name, device, start, time.perf_counter()))
             self.peaks[name, device] = torch.cuda.max_memory_allocated(device)
 
     def on(self, device):
@@ -451,14 +471,15 @@ def train_plain(args, batches):
 
 
 def train(args, batches, devices, loss_inside):
-    """Train by hand. Returns the final weights and, for each step but the first, its time in ms and its phases' s."""
+    """Train by hand. Returns the final weights, and (time in ms, seconds, spans) of each step but the first."""
     model, optimizer = make_model(args, batches)
     steps = []
     for images in batches:
         devices.reset()
         start = time.perf_counter()
         data_parallel_step(model, optimizer, images, devices, loss_inside)
-        steps.append((1000 * (time.perf_counter() - start), devices.seconds))
+        time_ms = 1000 * (time.perf_counter() - start)
+        steps.append((time_ms, devices.seconds(), devices.spans))
     return flat_weights(model), steps[1:]
 
 
@@ -469,8 +490,8 @@ def measure(args, batches, device_class, loss_inside, reference):
         reference: the weights after training with plain autograd.
 
     Returns:
-        The record for run.json. Its "phases" are {phase: {"time_ms": [one number per device], "moved_mib": ...,
-        "peak_mib": ...}}.
+        The record for run.json, whose "phases" are {phase: {"time_ms": [one number per device], "moved_mib": ...,
+        "peak_mib": ...}}; and the spans of each phase where it was fastest.
     """
     weights, steps = train(args, batches, device_class(args.num_devices), loss_inside)
     counting = device_class(args.num_devices, counts_memory=True)
@@ -486,18 +507,35 @@ def measure(args, batches, device_class, loss_inside, reference):
     for phase in dict.fromkeys(phase for phase, _ in counting.peaks):
         costs[phase] = {"time_ms": [], "moved_mib": [], "peak_mib": []}
         for device in range(args.num_devices):
-            time_s = statistics.median(seconds[phase, device] for _, seconds in steps)
+            time_s = statistics.median(seconds[phase, device] for _, seconds, _ in steps)
             costs[phase]["time_ms"].append(1000 * time_s)
             costs[phase]["moved_mib"].append(counting.moved[phase, device] / MIB)
             costs[phase]["peak_mib"].append(counting.peaks[phase, device] / MIB)
     peaks = zip(*(cost["peak_mib"] for cost in costs.values()), strict=True)
-    return {
-        "step_time_ms": statistics.median(time_ms for time_ms, _ in steps),
+    record = {
+        "step_time_ms": statistics.median(time_ms for time_ms, _, _ in steps),
         "difference_to_plain": (weights - reference).abs().max().item(),
         "moved_mib": sum(sum(cost["moved_mib"]) for cost in costs.values()) / 2,
         "peak_mib": [max(device_peaks) for device_peaks in peaks],
         "phases": costs,
     }
+    return record, fastest_phases([spans for *_, spans in steps])
+
+
+def fastest_phases(steps):
+    """The spans of each phase from the step in which it was fastest, one phase after the other, from time 0."""
+    timeline, now = [], 0.0
+    for phase in COLOURS:
+        repetitions = []
+        for spans in steps:
+            of_phase = [span for span in spans if span[0] == phase]
+            first = min((start for _, _, start, _ in of_phase), default=0)
+            repetitions.append([(phase, device, start - first, end - first) for _, device, start, end in of_phase])
+        lengths = [max((end for *_, end in spans), default=0) for spans in repetitions]
+        fastest = repetitions[lengths.index(min(lengths))]
+        timeline += [(phase, device, now + start, now + end) for _, device, start, end in fastest]
+        now += min(lengths)
+    return timeline
 
 
 def phase_table(costs, count):
@@ -523,6 +561,31 @@ def way_table(results):
     return "\n".join(lines)
 
 
+def draw(results, spans, count):
+    """For both ways: when each device works, and the peak memory of each phase."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    panels = figure.subplots(2, 2, sharex="row", sharey="row", height_ratios=(1, 1.4))
+    titles = {"gathered": "logits gathered, loss on device 0", "inside": "loss inside the replicas"}
+    for (way, title), (timeline, memory) in zip(titles.items(), panels.T, strict=True):
+        for phase, device, start, end in spans[way]:
+            timeline.barh(device, 1000 * (end - start), 0.7, 1000 * start, color=COLOURS[phase])
+        timeline.set(title=title, xlabel="ms, each phase from its fastest step", ylim=(count - 0.5, -0.5))
+        timeline.set_yticks(range(count), [f"device {device}" for device in range(count)])
+        costs = results[way]["phases"]
+        for device in range(count):
+            places = [number + 0.8 * ((device + 0.5) / count - 0.5) for number in range(len(costs))]
+            peaks = [cost["peak_mib"][device] for cost in costs.values()]
+            memory.bar(places, peaks, 0.8 / count, color=COLOURS.values(), edgecolor="white")
+        memory.set(xlabel="one bar per phase and device, in order", xticks=[])
+    panels[0, 0].set_ylabel("who works")
+    panels[1, 0].set_ylabel("peak memory, MiB")
+    figure.legend(handles=[Patch(color=colour, label=phase) for phase, colour in COLOURS.items()], loc="outside right")
+    return figure
+
+
 def main():
     args = parse_args()
     accelerator = launch.make_accelerator(args, cpu_threads=1)  # each virtual device stands for one thread
@@ -530,14 +593,15 @@ def main():
     folder = RunFolder(accelerator, args.output_dir, resume=None)  # this object holds the folder's lock
     batches = load_batches(args, accelerator, device_class)
     reference, time_ms = train_plain(args, batches)
-    results = {"plain": {"step_time_ms": time_ms, "difference_to_plain": 0.0}}
+    results, spans = {"plain": {"step_time_ms": time_ms, "difference_to_plain": 0.0}}, {}
     for way in ("gathered", "inside"):
-        results[way] = measure(args, batches, device_class, way == "inside", reference)
+        results[way], spans[way] = measure(args, batches, device_class, way == "inside", reference)
         print(f"{WAYS[way]}\n{phase_table(results[way]['phases'], args.num_devices)}\n", flush=True)
     print(way_table(results), flush=True)
     facts = {"arguments": vars(args), **describe_topology(accelerator)}
     write_json(folder.path / "run.json", {**facts, "results": results})
-    show(f"done: these numbers are in {folder.path}/run.json", "green")
+    save_picture(folder.path / "data_parallel.png", lambda: draw(results, spans, args.num_devices))
+    show(f"done: these numbers are in {folder.path}/run.json, a picture in data_parallel.png", "green")
 
 
 if __name__ == "__main__":

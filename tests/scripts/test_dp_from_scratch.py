@@ -74,7 +74,14 @@ def test_pytorchs_own_functions_make_the_same_step_and_move_as_much(args, batche
     for devices in (by_pytorch, by_hand):
         one_step(devices, batches[0], loss_inside)
     assert by_pytorch.moved == by_hand.moved
-    assert list(dict.fromkeys(phase for phase, _ in by_pytorch.seconds)) == PHASES
+    assert list(dict.fromkeys(phase for phase, *_ in by_pytorch.spans)) == PHASES
+
+
+def test_the_picture_shows_each_phase_from_the_step_in_which_it_was_fastest():
+    slow = [("forward", 0, 10, 16), ("forward", 1, 12, 18), ("loss", 0, 18, 19)]
+    fast = [("forward", 0, 20, 23), ("forward", 1, 21, 24), ("loss", 0, 24, 27)]
+    timeline = [("forward", 0, 0, 3), ("forward", 1, 1, 4), ("loss", 0, 4, 5)]
+    assert data_parallel.fastest_phases([slow, fast]) == timeline
 
 
 @pytest.mark.parametrize("loss_inside", [False, True])
@@ -109,6 +116,7 @@ def test_a_run_records_each_way(launcher, small_mnist):
     printed = launcher("cpu", *flags, script="from_scratch/data_parallel").stdout
     results = run_reader.record(launcher.folder / "run")["results"]
     assert list(results) == ["plain", "gathered", "inside"]
+    assert (launcher.folder / "run" / "data_parallel.png").is_file()
     for way in ("gathered", "inside"):
         assert results[way]["difference_to_plain"] < 1e-12
         assert list(results[way]["phases"]) == PHASES
