@@ -19,6 +19,19 @@ from utils.launch import make_accelerator
 from utils.loader import GlobalLoader
 from utils.run import Run
 
+
+def parse_args():
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add("--order", choices=("balanced", "several_per_class", "similar_length"), default="balanced")
+    add("--batch_size", type=positive_int, default=48, help="samples per step, over all processes")
+    add = parser.add_argument_group("length and memory").add_argument
+    add("--num_epochs", type=positive_int, default=2)
+    add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")
+    parser.add_run_flags(log_every=1)
+    return parser.parse_args()
+
+
 # An order is a function of the epoch that returns indices. It draws from the global generator, which is seeded by
 # (seed, epoch) before each call, so each process gets the same order, and so does a resumed run.
 
@@ -98,15 +111,7 @@ def evaluate(model, loader, run):
 
 
 def main():
-    parser = ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
-    add("--order", choices=("balanced", "several_per_class", "similar_length"), default="balanced")
-    add("--batch_size", type=positive_int, default=48, help="samples per step, over all processes")
-    add = parser.add_argument_group("length and memory").add_argument
-    add("--num_epochs", type=positive_int, default=2)
-    add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")
-    parser.add_run_flags(log_every=1)
-    args = parser.parse_args()
+    args = parse_args()
     accelerator = make_accelerator(args, cpu_threads=1)
     run = Run(accelerator, args)
 
