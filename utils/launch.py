@@ -83,7 +83,13 @@ class TrainingAccelerator(Accelerator):
             from .parallel.data_parallel import data_parallel
 
             model = data_parallel(model, self)
-        return super().prepare_model(model, device_placement, evaluation_mode)
+        model = super().prepare_model(model, device_placement, evaluation_mode)
+        for part in model.modules() if is_new else ():
+            if isinstance(part, torch.nn.parallel.DistributedDataParallel):
+                from .parallel.ddp import fix_buckets
+
+                fix_buckets(part)
+        return model
 
     def no_sync(self, model):
         """As in Accelerate, but FSDP, which would keep whole gradients, reduces them after each micro-batch."""
