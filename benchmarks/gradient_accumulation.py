@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from scripts.gradient_accumulation import CellNet, count_ink_cells, losses_and_predictions
 from utils.datasets.images_in_memory import load_images
+from utils.launch import TrainingAccelerator
 from utils.sampler import GlobalSampler
 
 NUM_IMAGES, BATCH, MEMORY_BATCH = 1069, 128, 16384
@@ -53,29 +54,34 @@ class Recorder:
 
     def __enter__(self):
         self.gradients, self.all_reduces = [], 0
-        ddp, recorder, clip = torch.nn.parallel.DistributedDataParallel, self, Accelerator.clip_grad_norm_
+        ddp, recorder = torch.nn.parallel.DistributedDataParallel, self
 
         class CountingDDP(ddp):
             def __init__(self, *args, **options):
                 super().__init__(*args, **options)
                 self.register_comm_hook(None, recorder.all_reduce)
 
-        def record_and_clip(accelerator, parameters, *norms):
-            self.parameters = list(parameters)
-            self.gradients.append(flat(parameter.grad for parameter in self.parameters))
-            return clip(accelerator, self.parameters, *norms)
+        def recording(clip):
+            def record_and_clip(accelerator, parameters, *norms):
+                self.parameters = list(parameters)
+                self.gradients.append(flat(parameter.grad for parameter in self.parameters))
+                return clip(accelerator, self.parameters, *norms)
+
+            return record_and_clip
 
         self.patches = contextlib.ExitStack()
         self.patches.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", CountingDDP))
-        self.patches.enter_context(mock.patch.object(Accelerator, "clip_grad_norm_", record_and_clip))
+        for kind in (Accelerator, TrainingAccelerator):
+            recorded = recording(kind.clip_grad_norm_)
+            self.patches.enter_context(mock.patch.object(kind, "clip_grad_norm_", recorded))
         return self
 
     def __exit__(self, *_):
         self.patches.close()
 
     def all_reduce(self, group, bucket):
-        """DDP calls it for each bucket of gradients, in place of its own all-reduce."""
-        self.all_reduces += 1
+        """DDP calls it for each bucket of gradients, in place of its own all-reduce; before training, with zeros."""
+        self.all_reduces += bool(bucket.buffer().any())
         return allreduce_hook(group, bucket)
 
     def differences(self, batches, norm: str, variable_length: bool) -> list[float]:

@@ -10,7 +10,7 @@ A single process splits the model over its devices (dp.yaml: all GPUs). With sev
 Measured by benchmarks/model_split.py on 2 CPU cores, torch 2.15: two processes with one thread each reach 1.40 times
 the images/s of the unsplit model on one thread (4 micro-batches of 16 images of 64 pixels; the ideal is 1.60).
 
-Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B and interleaved 1F1B, D. Narayanan et al.,
+Sources: GPipe, Y. Huang et al., https://arxiv.org/abs/1811.06965; 1F1B, D. Narayanan et al.,
 https://arxiv.org/abs/2104.04473; ResNet-50, K. He et al., https://arxiv.org/abs/1512.03385.
 """
 
@@ -54,7 +54,6 @@ for layer, count in (("layer1", 3), ("layer2", 4), ("layer3", 6), ("layer4", 3))
     BLOCKS += [f"{layer}.{number}" for number in range(count)]
 BLOCKS += ["head"]
 PARTS = {"stem": ("conv1", "bn1", "relu", "maxpool"), "head": ("avgpool", "flatten", "fc")}
-STAGES_PER_PROCESS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2}
 
 
 def parse_args():
@@ -78,7 +77,7 @@ def parse_args():
     pipe = parser.add_argument_group("pipeline")
     pipe.add_argument("--num_stages", type=non_negative_int, default=0, help="stages; 0: one per process, or device")
     pipe.add_argument("--num_microbatches", type=positive_int, default=4, help="micro-batches per pass of the pipeline")
-    pipe.add_argument("--schedule", choices=STAGES_PER_PROCESS, default="1f1b", help="pipeline schedule")
+    pipe.add_argument("--schedule", choices=("naive", "gpipe", "1f1b"), default="1f1b", help="pipeline schedule")
     pipe.add_argument("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of stages 2, 3, ...")
     pipe.add_argument("--cpu_threads", type=non_negative_int, default=0, help="threads per process; 0: share of cores")
     pipe.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="pipeline passes per step")
@@ -146,7 +145,6 @@ class Layout(NamedTuple):
     """How the processes share the model and the batch."""
 
     num_stages: int  # processes in a pipeline, or devices of one process
-    num_virtual_stages: int  # parts of the model: an interleaved schedule has two per process
     devices: list[torch.device]  # of this process
     replicas: int  # of the pipeline
     replica: int  # which of them this process belongs to
@@ -164,7 +162,6 @@ def choose_layout(args, accelerator) -> Layout:
     accumulation = args.num_microbatches * args.gradient_accumulation_steps
     return Layout(
         num_stages=num_stages,
-        num_virtual_stages=num_stages * STAGES_PER_PROCESS[args.schedule],
         devices=devices,
         replicas=replicas,
         replica=accelerator.process_index // num_stages,
@@ -186,8 +183,8 @@ def check_layout(args, layout: Layout, accelerator) -> None:
         stop(f"{processes} processes are not divisible by --num_stages {num_stages}")
     if processes > 1 and num_stages == 1:
         stop("--num_stages 1 on several processes does not split the model: use another value, or resnet50.py")
-    if layout.num_virtual_stages > len(BLOCKS):
-        stop(f"{layout.num_virtual_stages} stages are more than the {len(BLOCKS)} blocks of ResNet-50")
+    if layout.num_stages > len(BLOCKS):
+        stop(f"{layout.num_stages} stages are more than the {len(BLOCKS)} blocks of ResNet-50")
     micro_batches = layout.accumulation * layout.replicas
     if args.batch_size % micro_batches:
         stop(
@@ -198,10 +195,10 @@ def check_layout(args, layout: Layout, accelerator) -> None:
     if args.split != ["auto"]:
         first_blocks = [BLOCKS.index(name) if name in BLOCKS else -1 for name in args.split]
         in_order = first_blocks == sorted(set(first_blocks)) and min(first_blocks) > 0
-        if len(first_blocks) != layout.num_virtual_stages - 1 or not in_order:
+        if len(first_blocks) != layout.num_stages - 1 or not in_order:
             stop(
-                f"--split {' '.join(args.split)} must be {plural(layout.num_virtual_stages - 1, 'block')} "
-                f"in order, for {plural(layout.num_virtual_stages, 'stage')}; the blocks are {' '.join(BLOCKS[1:])}"
+                f"--split {' '.join(args.split)} must be {plural(layout.num_stages - 1, 'block')} "
+                f"in order, for {plural(layout.num_stages, 'stage')}; the blocks are {' '.join(BLOCKS[1:])}"
             )
 
 
@@ -238,7 +235,7 @@ def split_model(args, layout, train_data, accelerator, is_resumed):
     with accelerator.autocast():
         costs = measure_blocks({block: Stage(resnet, [block]) for block in BLOCKS}, images)
     if args.split == ["auto"]:
-        blocks = balance_stages(costs, layout.num_virtual_stages)
+        blocks = balance_stages(costs, layout.num_stages)
     else:
         boundaries = [0, *(BLOCKS.index(name) for name in args.split), len(BLOCKS)]
         blocks = [BLOCKS[first:last] for first, last in itertools.pairwise(boundaries)]
@@ -261,15 +258,11 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
         part, None if there is only one.
     """
     rank, processes = accelerator.process_index, accelerator.num_processes
-    numbers = range(len(blocks))  # of the stages of this process
-    if processes > 1:
-        numbers = range(rank % num_stages, len(blocks), num_stages)
-    # An interleaved schedule puts several stages on each device.
-    devices = [devices[index % num_stages % len(devices)] for index in numbers]
-    stages = [Stage(resnet, blocks[index]).to(device) for index, device in zip(numbers, devices, strict=True)]
-    # The same modules in one object, for the optimizer and the checkpoints.
-    model = Stage(resnet, [block for index in numbers for block in blocks[index]])
     if processes == 1:
+        devices = [devices[index % len(devices)] for index in range(num_stages)]
+        stages = [Stage(resnet, names).to(device) for names, device in zip(blocks, devices, strict=True)]
+        # The same modules in one object, for the optimizer and the checkpoints.
+        model = Stage(resnet, BLOCKS)
         # naive: no overlap; gpipe: all forward passes first.
         max_in_flight = {"naive": 1, "gpipe": sys.maxsize}.get(schedule, num_stages)
         return model, OneProcess(stages, devices, max_in_flight), None
@@ -280,8 +273,9 @@ def make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, d
     backend = "nccl-lazy" if accelerator.device.type == "cuda" else None
     stage_group, _ = new_subgroups_by_enumeration(ranks.tolist(), timeout, backend)
     replica_group, _ = new_subgroups_by_enumeration(ranks.T.tolist(), timeout) if replicas > 1 else (None, None)
-    stages = dict(zip(numbers, stages, strict=True))
-    return model, OverProcesses(stages, examples, schedule, stage_group, accelerator.device), replica_group
+    index = rank % num_stages
+    model = Stage(resnet, blocks[index]).to(devices[0])
+    return model, OverProcesses(model, index, examples, schedule, stage_group, accelerator.device), replica_group
 
 
 def make_loss_fn(count):

@@ -54,8 +54,7 @@ class TrainingAccelerator(Accelerator):
         if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") != "2":
             stop("FSDP needs `fsdp_version: 2` in the config file, as in accelerate_configs/fsdp.yaml")
         super().__init__(*args, **kwargs)
-        # Functions that return a context manager, entered around every backward pass, the last one outermost.
-        self.around_backward = []
+        self.around_backward = contextlib.nullcontext  # returns the context manager of every backward pass
         self.loaders = {}  # by name; None after run.start
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
             plugin = FullyShardedDataParallelPlugin()  # Accelerate would use DDP
@@ -67,9 +66,7 @@ class TrainingAccelerator(Accelerator):
     def backward(self, loss, **kwargs):
         if self.is_fsdp2 and kwargs.get("inputs") is not None:
             stop("accelerator.backward(inputs=...) gives sharded models no gradients: omit it, and use zero_grad")
-        with contextlib.ExitStack() as stack:
-            for around in reversed(self.around_backward):
-                stack.enter_context(around())
+        with self.around_backward():
             super().backward(loss, **kwargs)
 
     def end_training(self):

@@ -186,7 +186,7 @@ class Run:
 
             steps = min(args.profile, self.total_steps - self.step - WARM_UP)
             if steps > 0:
-                self.profiler = Profiler(accelerator, self.folder.path, steps, models)
+                self.profiler = Profiler(accelerator, self.folder.path, steps)
             elif accelerator.is_main_process:
                 show(f"warning: no profile: it needs {WARM_UP + 1} steps, and fewer are left", "yellow")
         if accelerator.log_with:
@@ -240,10 +240,7 @@ class Run:
         """Yield an iterator over the micro-batches of each remaining step of an epoch. Collective."""
         if self.completed:
             return
-        batches = loader.epoch(epoch, self.step - epoch * self.steps_per_epoch)
-        if self.profiler is not None:
-            batches = self.profiler.waits(batches)
-        batches = self.progress.timed(batches)
+        batches = self.progress.timed(loader.epoch(epoch, self.step - epoch * self.steps_per_epoch))
         for first in batches:
             rates = {name: float(o.param_groups[0]["lr"]) for name, o in self.checkpoints.optimizers.items()}
             names = ["lr"] if len(rates) == 1 else [f"{name}_lr" for name in rates]

@@ -53,7 +53,7 @@ def test_shards_have_the_numbers_of_one_process_and_no_process_holds_the_model(l
         assert built["digest"] == builds.whole(expected)
         assert loaded["digest"] == builds.whole(pretrained)
         assert built["is_tied"]
-        assert built["peak_mib"] < 75  # of 150, of which a third is its shards
+        assert built["peak_mib"] < 80  # of 150, of which a third is its shards
         assert loaded["peak_mib"] < 85
     stopped = launcher("cpu_fsdp", "--output_dir", "refused", "--pretrained", other, check=False, **options)
     assert (

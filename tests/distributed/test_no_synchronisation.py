@@ -42,7 +42,7 @@ TWO_PROCESSES = {
     "gradient_accumulation": ["--batch_size 8 --variable_length --gradient_accumulation_steps 2"],
     "transformer": ["--layers 2 --dim 32 --checkpoint_activations"],
     "resnet50": ["--batch_size 8 --ema_decay 0.9 --gradient_accumulation_steps 2"],
-    "model_split": [f"--batch_size 8 --schedule {schedule}" for schedule in ("naive", "gpipe", "1f1b", "interleaved")],
+    "model_split": [f"--batch_size 8 --schedule {schedule}" for schedule in ("naive", "gpipe", "1f1b")],
 }
 SMALL = {
     "transformer": "--vocabulary 257 --num_tokens 3",

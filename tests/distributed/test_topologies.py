@@ -193,7 +193,7 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
 
 def schedules(topology: Topology) -> list[str]:
     """Of model_split.py; all of them over GPUs. On CPUs they are in test_model_split.py."""
-    return ["1f1b", "gpipe", "interleaved", "naive"] if topology.config == "ddp" else ["1f1b"]
+    return ["1f1b", "gpipe", "naive"] if topology.config == "ddp" else ["1f1b"]
 
 
 def speed_runs(topology: Topology, small: list, texts: Path) -> dict[str, list]:

@@ -1,17 +1,14 @@
-"""--profile: the parts of a step have rows of their own, and the numbers of the run stay the same."""
+"""--profile: the table and the trace have the steps asked for, and the numbers of the run stay the same."""
 
 import gzip
 import json
 import re
-from collections import Counter
 
 import pytest
 
-ROW = r"^ *(\S.*\S)  +[\d.]+% +[\d.]+\w+ +([\d.]+)% .* (\d+) *$"
-
 
 @pytest.mark.parametrize("cut", [["--virtual_processes", 4], ["--gradient_accumulation_steps", 2]])
-def test_a_profile_changes_no_bit_and_leaves_tests_out(train, tmp_path, capfd, cut):
+def test_a_profile_changes_no_bit(train, tmp_path, capfd, cut):
     flags = ["--batch_size", 100, "--max_steps", 22, *cut]  # 11 steps in an epoch; the run goes on after the profile
     train("plain", *flags)
     capfd.readouterr()
@@ -22,23 +19,17 @@ def test_a_profile_changes_no_bit_and_leaves_tests_out(train, tmp_path, capfd, c
     assert (plain / "model.safetensors").read_bytes() == (profiled / "model.safetensors").read_bytes()
     table = (profiled / "profile" / "table.txt").read_text()
     assert "aten::addmm" in table
-    # Per cent of the total, and calls, by row.
-    rows = {name: (float(total), int(calls)) for name, total, calls in re.findall(ROW, table, re.M)}
-    micro_batches = 3 * cut[1]
-    parts = {"forward": micro_batches, "backward": micro_batches, "Optimizer.step#AdamW.step": 3}
-    assert {name: rows[name][1] for name in parts} == parts
-    assert 0 < sum(rows[name][0] for name in ("data wait", *parts)) < rows["step"][0]
-    assert re.search(r"^ +step +[\d.]+%", out, re.M)
+    assert re.search(r"^ +Optimizer.step#AdamW.step .* 3 *$", table, re.M)
+    assert "Optimizer.step#AdamW.step" in out
     trace = json.loads(gzip.decompress((profiled / "profile" / "trace_rank0.json.gz").read_bytes()))
-    counts = Counter(event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
-    # Steps 11 to 13: an epoch ends after the 11th, and a test and a checkpoint follow.
-    assert (counts["forward"], counts["backward"]) == (micro_batches, micro_batches)
+    names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert [name for name in names if name.startswith("ProfilerStep")] == [f"ProfilerStep#{n}" for n in (10, 11, 12)]
 
 
 def test_fewer_steps_than_asked_for_are_recorded_near_the_end_and_then_none(train, tmp_path, capfd):
     train("run", "--batch_size", 100, "--max_steps", 12, "--profile", 5)
     table = (tmp_path / "run" / "profile" / "table.txt").read_text()
-    assert re.search(r"^ +forward .* 2 *$", table, re.M)
+    assert re.search(r"^ +Optimizer.step#AdamW.step .* 2 *$", table, re.M)
     capfd.readouterr()
     train("short", "--batch_size", 100, "--max_steps", 10, "--profile", 5)
     assert "warning: no profile: it needs 11 steps, and fewer are left" in capfd.readouterr().out

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from accelerate.utils import gather_object
 from torch import distributed, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 
 class BlockCost(NamedTuple):
@@ -158,9 +158,10 @@ class OneProcess:
 
 @dataclasses.dataclass
 class OverProcesses:
-    """This process's stages of a pipeline over several processes, with one of torch's schedules."""
+    """This process's stage of a pipeline over several processes, with one of torch's schedules."""
 
-    stages: dict[int, nn.Module]  # by their index in the model
+    stage: nn.Module
+    index: int  # of the stage in the model
     examples: list[torch.Tensor]  # the input of the first stage and the outputs of all stages, on the meta device
     schedule: str
     group: distributed.ProcessGroup  # the processes of this pipeline
@@ -177,18 +178,9 @@ class OverProcesses:
         micro_batches = zip(inputs, targets, strict=True)
         for size, same_size in itertools.groupby(micro_batches, lambda pair: len(pair[0])):
             same_size = list(same_size)
-            at_once = self._micro_batches_at_once(len(same_size))
+            at_once = 1 if self.schedule == "naive" else len(same_size)
             for start in range(0, len(same_size), at_once):
                 self._fill_and_drain(size, same_size[start : start + at_once])
-
-    def _micro_batches_at_once(self, count: int) -> int:
-        if self.schedule == "naive":
-            return 1
-        processes = self.group.size()
-        if self.schedule == "interleaved" and count > processes:
-            # It needs a multiple of the number of processes, or fewer micro-batches than processes.
-            return count - count % processes
-        return count
 
     def _fill_and_drain(self, size: int, micro_batches: list[tuple]) -> None:
         training = torch.is_grad_enabled()
@@ -202,28 +194,20 @@ class OverProcesses:
         # Given the shapes, torch need not run a forward and a backward pass to infer them.
         examples = [example.new_empty((size, *example.shape[1:])) for example in self.examples]
         num_stages = len(examples) - 1
-        stages = []
-        for index, module in self.stages.items():
-            x, y = examples[index], examples[index + 1]
-            x.requires_grad_(training and x.is_floating_point())
-            y.requires_grad_(training and y.is_floating_point())
-            stages.append(PipelineStage(module, index, num_stages, self.device, x, y, group=self.group))
-        options = {
-            "loss_fn": lambda output, target: self.loss_fn(output, target),
-            "scale_grads": False,  # True divides by the number of micro-batches; loss_fn divides by the samples
-        }
-        if self.schedule == "interleaved":
-            return ScheduleInterleaved1F1B(stages, count, **options)
+        x, y = examples[self.index : self.index + 2]
+        for example in (x, y):
+            example.requires_grad_(training and example.is_floating_point())
+        stage = PipelineStage(self.stage, self.index, num_stages, self.device, x, y, group=self.group)
         # 1F1B refuses fewer micro-batches than stages, for which it would equal GPipe.
-        if self.schedule == "1f1b" and training and count >= num_stages:
-            return Schedule1F1B(stages[0], count, **options)
-        return ScheduleGPipe(stages[0], count, **options)
+        kind = Schedule1F1B if self.schedule == "1f1b" and training and count >= num_stages else ScheduleGPipe
+        # scale_grads would divide by the number of micro-batches; loss_fn divides by the samples.
+        return kind(stage, count, loss_fn=lambda output, target: self.loss_fn(output, target), scale_grads=False)
 
 
 def sum_over_replicas(model: nn.Module, group) -> None:
     """Sum the gradients over the replicas of this part of the model, and average BatchNorm's buffers. Collective.
 
-    DDP does not work with GPipe and the interleaved schedule.
+    DDP does not work with GPipe.
     """
     if group is None:  # there is only one replica
         return

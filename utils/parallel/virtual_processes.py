@@ -400,7 +400,7 @@ def sum_gradients_by_tree(
         for gradient_sum in sums:
             gradient_sum.collect()
 
-    accelerator.around_backward.append(collect_gradients)
+    accelerator.around_backward = collect_gradients
 
 
 def unfuse(optimizer: Optimizer) -> None:
