@@ -132,7 +132,7 @@ FREE_IN = {
         "whole_gradients",
     },
     "model_split": {
-        *{"balance", "cpu_threads", "max_test_samples", "num_microbatches", "num_stages", "schedule", "split"},
+        *{"cpu_threads", "max_test_samples", "num_microbatches", "num_stages", "schedule", "split"},
     },
 }
 

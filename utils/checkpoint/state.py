@@ -8,7 +8,6 @@ import copy
 import hashlib
 import math
 import os
-import types
 from collections import Counter
 from collections.abc import Callable
 
@@ -144,21 +143,13 @@ def digest_of_factors(function: Callable[[int], float], total_steps: int) -> str
     """
     steps = [*range(min(total_steps + 1, 500)), *range(500, total_steps + 1, max(total_steps // 500, 1))]
     try:
-        # Without the last digits, which differ between machines.
-        first, second = ([f"{float(f(step)):.6g}" for step in steps] for f in map(copied, [function] * 2))
+        # Without the last digits, which differ between machines. Calling a copy leaves an object's own state alone.
+        copies = copy.deepcopy(function), copy.deepcopy(function)
+        first, second = ([f"{float(each(step)):.6g}" for step in steps] for each in copies)
     except Exception:  # of any type: it is the user's
         return None
     digest = hashlib.sha256(" ".join(first).encode()).hexdigest()[:16]
     return f"SHA-256 {digest} at steps 0 to {total_steps}" if first == second else None
-
-
-def copied(function: Callable) -> Callable:
-    """A copy whose calls do not change the state of `function`, such as the variables of its closure."""
-    if not isinstance(function, types.FunctionType):
-        return copy.deepcopy(function)
-    cells = tuple(types.CellType(copy.deepcopy(cell.cell_contents)) for cell in function.__closure__ or ())
-    defaults = copy.deepcopy(function.__defaults__)
-    return types.FunctionType(function.__code__, function.__globals__, None, defaults, cells)
 
 
 def take_out_tensors(state, tensors: Tensors, path: str):
