@@ -14,13 +14,13 @@ from .same_work import Tagged
 from .starting import watch_devices
 from .where import before, wrap
 
-FILES = ("loader", "run", "checkpoint", "trainer", "fabric")  # in which the watched classes are
+FILES = ("launch", "loader", "run", "checkpoint", "trainer", "fabric")  # in which the watched classes are
 
 
 def install(recording) -> None:
     """Wrap classes of these names when they are defined: the modules are not imported yet, and may be anywhere."""
     watchers = {"GlobalLoader": watch_loader, "Run": watch_run, "Checkpoints": watch_checkpoints}
-    watchers |= {"Trainer": watch_devices, "Fabric": watch_devices}
+    watchers |= {"TrainingAccelerator": watch_accelerator, "Trainer": watch_devices, "Fabric": watch_devices}
     build = builtins.__build_class__
 
     def build_class(body, name, *bases, **options):
@@ -30,6 +30,18 @@ def install(recording) -> None:
         return made
 
     builtins.__build_class__ = build_class
+
+
+def watch_accelerator(cls: type, recording) -> None:
+    models = recording.models
+
+    @wrap(cls, "prepare_model")
+    def prepare_model(original, *args, **kwargs):
+        models.depth, models.in_backward = models.depth + 1, True  # the pass that arranges DDP's buckets is not a step
+        try:
+            return original(*args, **kwargs)
+        finally:
+            models.depth, models.in_backward = models.depth - 1, False
 
 
 def watch_loader(cls: type, recording) -> None:
