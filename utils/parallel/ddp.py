@@ -12,8 +12,8 @@ class SumOfParameters(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self) -> torch.Tensor:
-        return sum((parameter * 0).abs().sum() for parameter in self.model.parameters() if parameter.requires_grad)
+    def forward(self, total: float) -> torch.Tensor:
+        return sum((p * 0).abs().sum() for p in self.model.parameters() if p.requires_grad) + total
 
 
 def fix_buckets(ddp: DistributedDataParallel) -> None:
@@ -28,6 +28,6 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
         return
     model = ddp.module
     ddp.module = SumOfParameters(model)
-    ddp().backward()
+    ddp(0.0).backward()  # with an argument: on GPUs, DDP needs one
     ddp.module = model
     ddp.zero_grad()
