@@ -30,4 +30,5 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
     ddp.module = SumOfParameters(model)
     ddp(0.0).backward()  # with an argument: on GPUs, DDP needs one
     ddp.module = model
+    ddp.reducer._rebuild_buckets()  # no public API; a collective that would be part of the next forward pass
     ddp.zero_grad()
