@@ -91,13 +91,19 @@ def medians(values: dict[str, list[float]]) -> dict[str, float]:
     return {way: statistics.median(each) for way, each in values.items()}
 
 
-def compare(values: dict[str, list[float]], unit: str, base: str, format: str) -> str:
-    """A table of the ways: median, range and ratio to `base`."""
-    columns = {"way": "{}", f"median {unit}": format, "min": format, "max": format, f"/ {base}": "{:.2f}"}
-    middles = medians(values)
-    rows = [
-        [way, middles[way], min(numbers), max(numbers), middles[way] / middles[base]] for way, numbers in values.items()
-    ]
+def compare(group: str, groups, unit: str, base: str, format: str) -> str:
+    """A table of the ways of each group: median, range and ratio to its first way, which is called `base`.
+
+    Args:
+        group: the header of the column with the names of the groups.
+        groups: pairs of a group's name and its results by way.
+    """
+    columns = {group: "{}", "way": "{}", f"median {unit}": format, "min": format, "max": format, f"/ {base}": "{:.2f}"}
+    rows = []
+    for name, values in groups:
+        first, *_ = middles = list(medians(values).values())
+        for (way, numbers), median in zip(values.items(), middles, strict=True):
+            rows.append([name, way, median, min(numbers), max(numbers), median / first])
     return table(columns, rows)
 
 

@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import distributed, nn
 from torch.nn import functional as F
@@ -36,7 +35,6 @@ from scripts import mnist_mlp
 BATCH, HIDDEN, LR = 64, 192, 6e-3
 OURS, TENSORS = "mnist_mlp.py", "loop over tensors"
 EXAMPLE, BLOG = "PyTorch's MNIST example", "DDP loop of blog posts"
-PICTURE = Path(__file__).with_suffix(".png")
 
 
 def parse_args():
@@ -124,40 +122,7 @@ def measure(args) -> dict:
 
 
 def report(measured) -> list[str]:
-    columns = {
-        "on": "{}",
-        "way": "{}",
-        "median s": "{:.2f}",
-        "min": "{:.2f}",
-        "max": "{:.2f}",
-        "/ mnist_mlp.py": "{:.2f}",
-    }
-    rows = []
-    for on, ways in measured.items():
-        medians = common.medians(ways)
-        for way, seconds in ways.items():
-            rows.append([on, way, medians[way], min(seconds), max(seconds), medians[way] / medians[OURS]])
-    return [f"![seconds per epoch]({PICTURE.name})", common.table(columns, rows)]
-
-
-def draw(measured, device: str) -> Figure:
-    """Bars of the medians: ours blue, the others grey."""
-    bars = [(on, way, median) for on, ways in measured.items() for way, median in common.medians(ways).items()]
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots()
-    places = [row + (on != bars[0][0]) * 0.6 for row, (on, _, _) in enumerate(bars)]
-    axes.barh(places, [median for *_, median in bars], color=["C0" if way == OURS else "0.65" for _, way, _ in bars])
-    axes.set_yticks(places, [f"{way}, {on}" for on, way, _ in bars])
-    for place, (_, _, median) in zip(places, bars, strict=True):
-        axes.annotate(f"{median:.1f} s", (median, place), (4, 0), textcoords="offset points", va="center")
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max(median for *_, median in bars))
-    axes.set_xlabel("seconds per epoch, median")
-    axes.set_title(
-        f"MNIST, MLP 784-{HIDDEN}-10, batches of {BATCH} over all processes\n{device}", fontsize=10, loc="left"
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    return [common.compare("on", measured.items(), "s", OURS, "{:.2f}")]
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def plain_loop(batch_size: int, steps: int) -> float:
 
 def train(args) -> dict[str, list[float]]:
     ways = {
-        "resnet50.py": lambda: rate(common.run_script("resnet50", *script_flags(args.batch_size, args.steps))[1]),
         "plain loop": functools.partial(plain_loop, args.batch_size, args.steps),
+        "resnet50.py": lambda: rate(common.run_script("resnet50", *script_flags(args.batch_size, args.steps))[1]),
     }
     return common.take_turns(ways, args.rounds)
 
@@ -147,8 +147,8 @@ def files(args, width: int, height: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         write_photos(Path(folder), content, count)
         ways = {
-            "resnet50.py": functools.partial(decode_by_script, folder, count),
             "reference": functools.partial(decode_by_reference, content, count),
+            "resnet50.py": functools.partial(decode_by_script, folder, count),
         }
         common.take_turns(ways, 1)  # warm-up
         return common.take_turns(ways, args.rounds)
@@ -162,11 +162,7 @@ def measure(args) -> dict:
 
 
 def report(measured) -> list[str]:
-    bases = {"Train": "plain loop", "Scaling": "1 process"}
-    return [
-        f"{part}:\n\n{common.compare(rates, 'images/s', bases.get(part, 'reference'), '{:.1f}')}"
-        for part, rates in measured.items()
-    ]
+    return [common.compare("part", measured.items(), "images/s", "first", "{:.1f}")]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     python benchmarks/run.py                          # all of them; RESULTS.md says how long it took
     python benchmarks/run.py mnist_epoch elastic      # these; the others keep the numbers that they have
     python benchmarks/run.py --draw                   # measure nothing: make the page and pictures from results.json
-    python benchmarks/run.py --quick                  # all as small as possible, to see that they work; writes no file
 
 results.json holds the results of one machine with one set of versions; those of any other are dropped. `git diff
 benchmarks/results.json` compares with the last commit. Each benchmark also runs alone, with its flags in --help, and
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 
-# In the order of RESULTS.md, with the flags of --quick.
+# In the order of RESULTS.md, with the flags with which tests run them.
 BENCHMARKS = {
     "mnist_epoch": "--rounds 1",
     "same_curve": "--num_epochs 1",
@@ -51,7 +50,6 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none: all")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
-    parser.add_argument("--quick", action="store_true", help="see that they work; write no file")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(BENCHMARKS))
     if unknown:
@@ -63,7 +61,7 @@ def module(name: str):
     return importlib.import_module(f"benchmarks.{name}")
 
 
-def measure(name: str, flags: str = "") -> dict:
+def measure(name: str) -> dict:
     """The entry of a benchmark in results.json.
 
     Raises:
@@ -71,7 +69,7 @@ def measure(name: str, flags: str = "") -> dict:
     """
     with tempfile.TemporaryDirectory() as folder:
         out, began = Path(folder) / "out.json", time.perf_counter()
-        command = [sys.executable, HERE / f"{name}.py", *shlex.split(flags), "--json", out]
+        command = [sys.executable, HERE / f"{name}.py", "--json", out]
         subprocess.run(command, cwd=common.ROOT, check=True)
         facts = {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.perf_counter() - began)}
         return {**common.machine(), **facts, "measured": json.loads(out.read_text())}
@@ -130,13 +128,12 @@ def main():
     for name in [] if args.draw else args.names or BENCHMARKS:
         print(f"{name} ...", flush=True)
         try:
-            entry = measure(name, BENCHMARKS[name] if args.quick else "")
+            entry = measure(name)
         except subprocess.CalledProcessError:
             failed.append(name)
             continue
-        if not args.quick:
-            results = merge(results, name, entry)
-            write(results)  # at once: the next one may fail
+        results = merge(results, name, entry)
+        write(results)  # at once: the next one may fail
     if args.draw:
         write(results)
     if failed:

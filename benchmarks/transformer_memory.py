@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 from benchmarks import common
 from scripts.transformer import Transformer
 from utils.memory import own_peak_memory_gib
@@ -52,14 +51,8 @@ SIZES = {
     "large": Size(16384, 768, 12, 12, 2),
 }
 # By name, the config that launches it.
-WAYS = {
-    "one process": "cpu",
-    f"{PARTS} micro-batches": "cpu",
-    "activation checkpointing": "cpu",
-    "bf16": "cpu",
-    "DDP": "cpu_ddp",
-    "FSDP": "cpu_ddp",
-}
+WAYS = dict.fromkeys(("one process", f"{PARTS} micro-batches", "activation checkpointing", "bf16"), "cpu")
+WAYS |= dict.fromkeys(("DDP", "FSDP"), "cpu_ddp")
 
 
 def parse_args():

@@ -60,15 +60,7 @@ def measure(args) -> list:
 
 
 def report(measured) -> list[str]:
-    columns = {"run": "{}", "way": "{}", "median ms per step": "{:.2f}"}
-    columns |= {"min": "{:.2f}", "max": "{:.2f}", "/ plain": "{:.2f}"}
-    rows = []
-    for workload, ways in measured:
-        medians = common.medians(ways)
-        base = next(iter(medians.values()))
-        for way, ms in ways.items():
-            rows.append([workload, way, medians[way], min(ms), max(ms), medians[way] / base])
-    return [common.table(columns, rows)]
+    return [common.compare("run", measured, "ms per step", "plain", "{:.2f}")]
 
 
 if __name__ == "__main__":

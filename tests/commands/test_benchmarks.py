@@ -2,20 +2,16 @@
 
 import importlib
 import json
-import math
 import os
 import runpy
 import shlex
-from argparse import Namespace
-from collections import Counter
 from unittest import mock
 
 import pytest
 from conftest import ROOT
 from PIL import Image
 
-from benchmarks import common, compressors, run
-from benchmarks.compressors import order3
+from benchmarks import common, run
 
 FOLDER = ROOT / "benchmarks"
 RESULTS = json.loads((FOLDER / "results.json").read_text())
@@ -104,33 +100,3 @@ def test_ways_take_turns_in_both_orders():
     ways = {way: lambda way=way: called.append(way) or len(called) for way in "ab"}
     assert common.take_turns(ways, 3) == {"a": [1, 4, 5], "b": [2, 3, 6]}
     assert "".join(called) == "abbaab"
-
-
-def test_the_order3_model_is_the_one_of_witten_and_bell():
-    """By hand, one byte after the other; and its probabilities of all bytes after a context add up to 1."""
-    train, test = [b"abracadabra", b"abraham"], [b"abrad", b"xabr"]
-    seen = b"\0\0\0abracadabra\0abraham\0"
-
-    def probability(context, byte):
-        mixed = 1 / 256
-        for order in range(4):
-            before = context[3 - order :]
-            places = range(3, len(seen))
-            after = Counter(seen[place] for place in places if seen[place - order : place] == before)
-            if after:
-                mixed = (after[byte] + len(after) * mixed) / (after.total() + len(after))
-        return mixed
-
-    assert sum(probability(b"abr", byte) for byte in range(256)) == pytest.approx(1)
-    stream = b"\0\0\0abrad\0xabr\0"
-    bits = [-math.log2(probability(stream[place - 3 : place], stream[place])) for place in range(3, len(stream))]
-    assert order3(train, test) == pytest.approx(sum(bits) / 9, rel=1e-12)
-
-
-def test_the_order3_model_learns_from_the_training_text_alone(monkeypatch):
-    texts = ["abracadabra"] * 9, ["xyzzy", "abrad"]
-    monkeypatch.setattr(compressors, "load_text", lambda dataset: texts)
-    monkeypatch.setattr(common, "run_script", lambda *words: ({"test_bits_per_byte": 1.5}, []))
-    measured = compressors.measure(Namespace(dataset="made up", steps=2))
-    assert measured["order 3"] == order3(*([text.encode() for text in split] for split in texts))
-    assert measured["transformer.py, 2 steps"] == 1.5
