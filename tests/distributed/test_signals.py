@@ -17,7 +17,7 @@ import psutil
 import pytest
 import run_many
 import run_reader
-from conftest import ROOT, free_port
+from conftest import ROOT
 from fakes import fake_accelerator
 
 from utils import signals
@@ -92,31 +92,6 @@ def test_a_signal_saves_and_ends_every_process(launcher, small_mnist, config):
 
 
 @pytest.mark.slow
-def test_a_run_whose_reader_is_gone_goes_on_and_saves_at_a_signal(launcher, small_mnist):
-    """`| head` leaves after some lines, and a Ctrl-C ends `| tee log` before the run has saved."""
-    flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 5000, "--log_every", 1]
-    process = launcher.start("cpu_ddp", *flags, "--checkpoint_every", 10**6)
-    shown = int(wait_for_line(process, "train epoch").partition("step ")[2].partition("/")[0])
-    ranks = workers(process, 2)
-    process.stdout.close()
-    process.stderr.close()
-    run = launcher.folder / "run"
-    while last_step(run) < shown + 100:  # it goes on
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    _, alive = psutil.wait_procs(ranks, timeout=30)
-    assert not alive
-    (saved,) = (run / "checkpoints").iterdir()
-    assert int(saved.name[5:]) >= shown + 100
-
-
-def last_step(run) -> int:
-    lines = (run / "metrics.jsonl").read_text().split("\n")
-    return json.loads(lines[-2])["step"]  # the last one may not be whole yet
-
-
-@pytest.mark.slow
 def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, small_mnist):
     # A fork of the tests has imported everything already, and would end by the kernel's signal, without a word.
     flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 5000]
@@ -178,43 +153,6 @@ def test_a_worker_that_is_stuck_ends_with_its_process(launcher):
     assert worker.ppid() == process.pid
     process.kill()
     worker.wait(20)
-
-
-WORKERS = ROOT / "tests" / "programs" / "data_workers.py"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are spawned")
-def test_a_signal_to_every_process_of_a_job_saves_a_whole_step(launcher, monkeypatch):
-    """As Slurm and Kubernetes send it: to the ranks and to their data workers, and the workers get it first."""
-    group = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in {**group, "CUDA_VISIBLE_DEVICES": -1}.items():
-        monkeypatch.setenv(name, str(value))
-    ranks = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        flags = ["--output_dir", "stopped", "--item_s", 0.005, "--checkpoint_every", 10**6]
-        ranks.append(launcher.start_python(WORKERS, *flags))
-    for name in (*group, "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name)
-    wait_for_line(ranks[0], "step 10/")
-    readers = [psutil.Process(rank.pid).children() for rank in ranks]
-    assert [len(own) for own in readers] == [2, 2]
-    for process in (*readers[0], *readers[1], *ranks):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.02)
-    ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [signals.EXIT_REQUEUE] * 2, ends
-    assert not any(psutil.pid_exists(reader.pid) for own in readers for reader in own)
-    stopped = launcher.folder / "stopped"
-    saved = int(run_reader.last_checkpoint(stopped).name[5:])
-    assert 10 <= saved < 200
-    runs = [["--output_dir", "whole"], ["--output_dir", "stopped", "--resume"]]
-    launcher("cpu_ddp", *run_many.words("data_workers", *runs), script=run_many.FILE)
-    assert run_reader.launches(stopped)[1]["from_step"] == saved
-    assert run_reader.lines(stopped) == run_reader.lines(launcher.folder / "whole")
-    assert run_reader.final_models(stopped) == run_reader.final_models(launcher.folder / "whole")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are spawned")

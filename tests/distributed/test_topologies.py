@@ -39,9 +39,8 @@ BF16_TOLERANCE = 2**-7
 # In float64. A deep network makes rounding larger, most of all with BatchNorm.
 SPLIT_TOLERANCE, BATCH_NORM_TOLERANCE = 1e-10, 1e-6
 TIMEOUT_S = 600
-# Of transformer.py: small, yet FSDP shards its blocks on their own, and for a figure of its speed (that of GPT-2).
+# Of transformer.py: small, yet FSDP shards its blocks on their own.
 TEXT = ["--vocabulary", 290, "--context", 64, "--dim", 128, "--layers", 2, "--heads", 2, "--num_tokens", 8]
-GPT2 = {"vocabulary": 1024, "context": 1024, "dim": 768, "layers": 12, "heads": 12}
 
 
 class Topology(NamedTuple):
@@ -161,7 +160,6 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
     transformer = [*small, "transformer", "float32", *text]
     accumulation = ["--script", "gradient_accumulation", *cells]
     runs |= {"transformer": transformer, "gradient_accumulation": accumulation}
-    runs |= speed_runs(topology, small, texts)
     if not plain:
         return runs
 
@@ -194,29 +192,6 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
 def schedules(topology: Topology) -> list[str]:
     """Of model_split.py; all of them over GPUs. On CPUs they are in test_model_split.py."""
     return ["1f1b", "gpipe", "naive"] if topology.config == "ddp" else ["1f1b"]
-
-
-def speed_runs(topology: Topology, small: list, texts: Path) -> dict[str, list]:
-    """Of each script, as a user runs it on GPUs; on a CPU, small ones. As many samples for each device."""
-    devices, runs = topology.devices(), {}
-    steps, log_every = (1200, 50) if topology.gpus else (30, 5)
-    speed = ["--batch_size", 1024, "--max_steps", steps, "--log_every", log_every]
-    runs["mnist_mlp"] = ["--script", "mnist_mlp", *speed]
-    steps = 60 if topology.gpus else 6
-    speed = ["--batch_size", 512 * devices, "--max_steps", steps, "--log_every", steps // 3]
-    runs["gradient_accumulation"] = ["--script", "gradient_accumulation", *speed]
-    resnet50 = ["--script", "resnet50"] if topology.gpus else [*small, "resnet50", "float32"]
-    image_size, batch, steps = (224, 64, 30) if topology.gpus else (32, 8, 6)
-    speed = ["--image_size", image_size, "--batch_size", batch * devices]
-    speed += ["--max_steps", steps, "--log_every", steps // 3, "--max_test_samples", 128]
-    runs["resnet50"] = [*resnet50, *speed]
-    data, model, batch = texts, TEXT, 4
-    if topology.gpus:
-        data = ROOT / "tests"
-        model = ["--num_tokens", 8, *itertools.chain(*((f"--{name}", value) for name, value in GPT2.items()))]
-    speed = ["--batch_size", batch * devices, "--max_steps", steps, "--log_every", steps // 3]
-    runs["transformer"] = ["--script", "transformer", "--dataset", data, *model, *speed]
-    return {f"{name}_speed": flags for name, flags in runs.items()}
 
 
 def saves_for(topology: Topology, reference: Topology) -> bool:
@@ -486,24 +461,6 @@ def test_a_model_that_is_split_has_the_numbers_of_the_whole_one(topology, launch
         assert stages == [1, topology.devices()]
         found[schedule] = largest_difference(one, run)
     at_most(found, dict.fromkeys(found, SPLIT_TOLERANCE))
-
-
-def samples_per_s(folder: Path) -> float:
-    """The median of the log lines but the first, which has the start in it."""
-    speeds = [line["samples_per_s"] for line in lines(folder, "train", timings=True)]
-    return statistics.median(speeds[1:])
-
-
-@on()
-def test_speed_is_reported(topology, launches, record_property):
-    for script in ("mnist_mlp", "gradient_accumulation", "resnet50", "transformer"):
-        folder = launches.run(topology, f"{script}_speed")
-        per_s = samples_per_s(folder)
-        tokens = run_reader.record(folder)["arguments"].get("context", 1)
-        gib = run_reader.summary(folder)["peak_memory_gib"]
-        unit = "tokens" if tokens > 1 else "images"
-        record_property(script, f"{per_s * tokens:,.0f} {unit}/s, peak memory {gib:.2f} GiB")
-        assert per_s > 0
 
 
 # The tests of these tests.

@@ -390,8 +390,6 @@ SCRIPTS = {
         *("--virtual_processes", 4, "--batch_size", 8, "--max_steps", 4, "--num_workers", 0),
         *("--mixup", 0.2, "--ema_decay", 0.9, "--max_test_samples", 10, "--image_size", 16),
     ],
-    # 3 steps an epoch, the last of 10 points.
-    "gan": ["--virtual_processes", 4, "--batch_size", 120, "--num_epochs", 2],
     # The generator trains in the fifth and in the last step; on 3 processes one has 2 micro-batches.
     "wgan": ["--virtual_processes", 4, "--batch_size", 56, "--num_epochs", 2],
     "two_loaders": ["--virtual_processes", 5, "--num_epochs", 2],
@@ -410,7 +408,7 @@ def runs(shared_launcher, small_mnist):
         words = []
         for name, flags in SCRIPTS.items():
             script = name.split()[0]
-            if script in ("gan", "wgan", "two_loaders", "sometimes"):
+            if script in ("wgan", "two_loaders", "sometimes"):
                 script = run_many.path_of(script)
             else:
                 flags = [*flags, "--dataset", small_mnist]

@@ -1,15 +1,11 @@
 """Every config file is accepted by Accelerate, says how it is used, and starts what it says."""
 
-import os
 import re
 import shlex
 import subprocess
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed.run
-from accelerate.commands import launch
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -40,58 +36,6 @@ def test_config_is_accepted_and_its_header_command_parses(path):
         assert options.config_file == f"accelerate_configs/{path.name}"
         assert (ROOT / options.training_script).is_file()
         assert defaults.num_processes in (1, 2, 8, "gpu")
-
-
-@pytest.fixture
-def four_gpus(monkeypatch):
-    """A machine with 4 GPUs, as far as the launcher asks CUDA: `four_gpus(*words)` is what `accelerate launch` does.
-
-    As in CUDA, CUDA_VISIBLE_DEVICES has no effect once CUDA is initialized.
-    """
-    seen_when_initialized = []
-
-    def count():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return (seen_when_initialized or [4 if visible is None else len(visible.split(","))])[0]
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", count)
-    monkeypatch.setattr(torch._C, "_cuda_init", lambda: seen_when_initialized.append(count()))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
-    monkeypatch.setattr(launch, "check_cuda_p2p_ib_support", lambda: True)
-
-    def start(*words) -> tuple[int, bool]:
-        """The number of processes, and whether the launcher has initialized CUDA."""
-        started = []
-        monkeypatch.setattr(torch.cuda, "_initialized", False)
-        monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
-        monkeypatch.setattr(torch.cuda, "_queued_calls", [])
-        monkeypatch.setattr(torch.cuda, "_lazy_seed_tracker", torch.cuda._LazySeedTracker())
-        monkeypatch.setattr(
-            torch.distributed.run, "elastic_launch", lambda config, **_: lambda *_: started.append(config)
-        )
-        seen_when_initialized.clear()
-        words = [*words, "--main_process_port", str(free_port()), "script.py"]
-        launch.launch_command(launch_command_parser().parse_args(words))
-        return started[0].nproc_per_node, bool(seen_when_initialized)
-
-    return start
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_some_of_the_gpus_and_bf16_start_the_processes_that_the_header_promises(four_gpus, tmp_path, name):
-    """If the launcher asks CUDA about bf16, it sees all GPUs from then on, and keeps a context on the first."""
-    config = ROOT / "accelerate_configs" / f"{name}.yaml"
-    edited = tmp_path / "edited.yaml"
-    edited.write_text(config.read_text().replace("gpu_ids: all", 'gpu_ids: "0,1"').replace('"no"', "bf16"))
-    assert four_gpus("--config_file", str(config)) == (4, False)
-    assert four_gpus("--config_file", str(edited)) == (2, False)
-    assert four_gpus("--config_file", str(config), "--gpu_ids", "0,1") == (2, False)
-    as_flags = ["--config_file", str(config), "--gpu_ids", "0,1", "--mixed_precision", "bf16"]
-    assert four_gpus(*as_flags, "--num_processes", "2") == (2, True)
-    assert four_gpus(*as_flags) == (4, True)  # once this is 2, headers and pages need not warn any more
 
 
 def launched_environment(name: str) -> dict[str, str]:
@@ -129,26 +73,6 @@ def test_cpu_configs_want_the_cpu_also_beside_gpus(name, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     monkeypatch.setattr(topology, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
     assert topology.wants_cpu()
-
-
-OWN_SCRIPT = """
-import sys
-from accelerate import Accelerator
-accelerator = Accelerator(cpu=True) if "cpu" in sys.argv else Accelerator()
-sys.stdout.write(f"{accelerator.num_processes}\\n")  # one write: two processes write at a time
-"""
-
-
-@pytest.mark.slow
-def test_an_own_script_must_ask_for_the_cpu_as_the_header_says(launcher, monkeypatch):
-    (launcher.folder / "own.py").write_text(OWN_SCRIPT)
-    script = launcher.folder / "own"
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    if not torch.accelerator.is_available():
-        assert launcher("cpu_ddp", script=script).stdout.split() == ["1", "1"]
-    assert launcher("cpu_ddp", "cpu", script=script).stdout.split() == ["2", "2"]
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert launcher("cpu_ddp", script=script).stdout.split() == ["2", "2"]
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - ON_CPUS))

@@ -22,10 +22,9 @@ def use_4_blocks(setattr) -> None:
     setattr(Bottleneck, "expansion", 2)
 
 
-def use_float64(setattr, blocks=4) -> None:
+def use_float64(setattr) -> None:
     """There "equal" and "close" differ. The default type of torch stays float64."""
-    if blocks == 4:
-        use_4_blocks(setattr)
+    use_4_blocks(setattr)
     setattr(resnet50, "TEST_BATCH_SIZE", 64)
     torch.set_default_dtype(torch.float64)
 

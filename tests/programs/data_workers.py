@@ -1,7 +1,6 @@
-"""Two workers read noisy points, each item in `--item_s` seconds; a step has two micro-batches."""
+"""Two workers read noisy points; a step has two micro-batches."""
 
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,30 +13,25 @@ from utils.loader import GlobalLoader
 from utils.run import Run
 
 
-class SlowPoints(torch.utils.data.Dataset):
-    fingerprint = "slow points"
-
-    def __init__(self, item_s):
-        self.item_s = item_s
+class NoisyPoints(torch.utils.data.Dataset):
+    fingerprint = "noisy points"
 
     def __len__(self):
         return 800
 
     def __getitem__(self, index):
-        time.sleep(self.item_s)
         x = torch.tensor([index / 800, 1.0])
         return x + torch.rand(2) / 8, x[:1].sin()
 
 
 def main():
     parser = flags.ArgumentParser(__doc__)
-    parser.add_argument("--item_s", type=float, default=0.0)
     parser.add_run_flags(log_every=10)
     args = parser.parse_args()
     args.gradient_accumulation_steps = 2
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     run = Run(accelerator, args)
-    loader = GlobalLoader(SlowPoints(args.item_s), 8, accelerator, seed=args.seed, num_workers=2)
+    loader = GlobalLoader(NoisyPoints(), 8, accelerator, seed=args.seed, num_workers=2)
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)

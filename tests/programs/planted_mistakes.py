@@ -31,27 +31,7 @@ class Planted(NamedTuple):
 
 
 MISTAKES = {
-    "an own generator": Planted(
-        [
-            ("self.length = length", "self.length = length; self.rng = np.random.default_rng(0)"),
-            ("np.random.randn(4)", "self.rng.standard_normal(4)"),
-        ],
-        kind="items",
-    ),
     "the mean of the micro-batch": Planted([(BACKWARD, "accelerator.backward(losses.mean())")], kind="mean_of_means"),
-    "the sum over the samples that are here": Planted(
-        [(BACKWARD, "accelerator.backward(losses.sum() / max(len(batch), 1))")],
-        kind="mean_of_means",
-    ),
-    "the schedule steps once a process": Planted(
-        [
-            (
-                "                scheduler.step()",
-                "                for _ in range(accelerator.num_processes):\n                    scheduler.step()",
-            )
-        ],
-        kind="schedule",
-    ),
     "BatchNorm with the statistics of rank 0": Planted(BATCH_NORM, kind="statistics"),
     "noise drawn in the loop": Planted(
         [
@@ -117,24 +97,6 @@ MISTAKES = {
         ],
         kind="weights",
     ),
-    "a test batch counted twice": Planted(
-        [
-            (
-                "    for batch in run.test_batches(loader):",
-                "    for batch in [*run.test_batches(loader), *run.test_batches(loader)]:",
-            )
-        ],
-        kind="eval_repeated",
-    ),
-    "a test of the samples that are here": Planted(
-        [
-            (
-                "    return metrics.reduce()",
-                '    metrics.reduce()\n    return {"loss": losses.sum() / max(len(losses), 1)}',
-            )
-        ],
-        kind="eval_mean",
-    ),
     "a test in training mode": Planted(
         [
             ("self.between = nn.Tanh()", "self.between = nn.Sequential(nn.Tanh(), nn.Dropout(0.5))"),
@@ -195,17 +157,6 @@ MISTAKES = {
         ],
         kind="clipped",
     ),
-    "weights of rank 2": Planted(
-        [
-            (
-                AFTER_SCHEDULE,
-                AFTER_SCHEDULE
-                + f"                if {RANK_2}:\n"
-                + "                    accelerator.unwrap_model(model).head.bias.data += 0.01\n",
-            )
-        ],
-        kind="weights",
-    ),
     "the optimizer's state scaled by what this process saw": Planted(
         [
             (
@@ -227,17 +178,6 @@ MISTAKES = {
             )
         ],
         kind="eval_mean",
-    ),
-    "mixup in the loop, with BatchNorm": Planted(
-        [
-            *BATCH_NORM,
-            *AVERAGED,
-            (
-                TRAIN_FORWARD,
-                "points = 0.7 * points + 0.3 * points[torch.randperm(len(points))]\n" + " " * 16 + TRAIN_FORWARD,
-            ),
-        ],
-        kind="draws",
     ),
 }
 AVERAGE = [

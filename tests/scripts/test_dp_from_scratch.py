@@ -77,13 +77,6 @@ def test_pytorchs_own_functions_make_the_same_step_and_move_as_much(args, batche
     assert list(dict.fromkeys(phase for phase, *_ in by_pytorch.spans)) == PHASES
 
 
-def test_the_picture_shows_each_phase_from_the_step_in_which_it_was_fastest():
-    slow = [("forward", 0, 10, 16), ("forward", 1, 12, 18), ("loss", 0, 18, 19)]
-    fast = [("forward", 0, 20, 23), ("forward", 1, 21, 24), ("loss", 0, 24, 27)]
-    timeline = [("forward", 0, 0, 3), ("forward", 1, 1, 4), ("loss", 0, 4, 5)]
-    assert data_parallel.fastest_phases([slow, fast]) == timeline
-
-
 @pytest.mark.parametrize("loss_inside", [False, True])
 def test_moved_bytes_are_those_of_the_tensors(batches, loss_inside):
     devices = CpuDevices(3)

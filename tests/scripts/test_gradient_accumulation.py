@@ -118,23 +118,3 @@ def test_samples_of_different_length_count_by_their_cells(train, small_mnist):
     weights = run_reader.weights(folder)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-7, atol=1e-10)
-
-
-def test_a_resume_goes_on_with_different_micro_batches(train, small_mnist, tmp_path):
-    flags = ["--dataset", small_mnist, *FLAGS, "--checkpoint_every", 2, "--keep_checkpoints", 0]
-    whole = train("whole", *flags)
-    resumed = run_many.back_to(whole, 2, tmp_path / "resumed")
-    train("resumed", *flags, "--resume", "--gradient_accumulation_steps", 5)
-    assert largest_difference(whole, resumed) <= 1e-10
-
-
-@pytest.mark.slow
-def test_peak_memory_falls(launcher, monkeypatch):
-    """In processes of their own: a process does not forget its peak."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    peaks = []
-    for steps in (1, 8):
-        flags = ["--batch_size", 8192, "--max_steps", 1, "--gradient_accumulation_steps", steps]
-        launcher.python(run_many.path_of("gradient_accumulation"), *flags, "--output_dir", f"k{steps}")
-        peaks.append(summary(launcher.folder / f"k{steps}")["peak_memory_gib"])
-    assert peaks[1] < peaks[0] - 0.4

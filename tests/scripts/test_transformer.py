@@ -377,18 +377,3 @@ def test_training_goes_on_from_the_weights_and_the_tokenizer_of_another_run(trai
     (second / "summary.json").unlink()
     train("second", "--max_steps", 1, "--lr", 0, *pretrained, "--resume")
     assert lines(second, "test")[0]["loss"] == lines(first, "test")[0]["loss"]
-
-
-@pytest.mark.slow
-def test_two_sharded_processes_have_the_numbers_of_one(shared_launcher, texts, home):
-    """The embedding is used twice: for tokens and for logits."""
-    flags = ["--dataset", texts, *FLAGS, "--float64", "--dim", 512, "--layers", 1, "--max_steps", 4, "--lr", 1e-3]
-    folder = shared_launcher.folder
-    assert run_many.run("transformer", [*flags, "--output_dir", folder / "whole"]) is None
-    checkpointed = ["--checkpoint_activations", "--gradient_accumulation_steps", 2, "--output_dir", "sharded_twice"]
-    words = run_many.words("transformer", [*flags, "--output_dir", "sharded"], [*flags, *checkpointed])
-    shared_launcher("cpu_fsdp", *words, timeout=300, script=run_many.FILE)
-    for run in ("sharded", "sharded_twice"):
-        assert run_reader.launches(folder / run)[0]["distributed_type"] == "FSDP"
-        assert losses(folder / run) == pytest.approx(losses(folder / "whole"), rel=1e-10)
-        assert run_reader.summary(folder / run)["test_sample"] == run_reader.summary(folder / "whole")["test_sample"]

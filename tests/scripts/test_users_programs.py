@@ -8,15 +8,12 @@ single sample, and all micro-batches but one get a stand-in.
 import json
 import re
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
 import run_many
 import run_reader
-import torch
 from conftest import ROOT
-from fakes import fake_accelerator
 from run_reader import lines
 from same_numbers import largest_difference
 
@@ -185,28 +182,3 @@ def test_folds_in_one_launch_train_alike_on_any_number_of_processes_and_when_res
             results[name, processes] = json.loads(files[0].read_text())["losses"]
             assert results[name, processes] == pytest.approx(results[name, 1], rel=1e-12)
         assert lines(top / "contrastive") == lines(launcher.folder / "1" / "contrastive")
-
-
-def test_lbfgs_lowers_the_loss_in_each_step(tmp_path):
-    run_many.run("others_models", ["--model", "lbfgs", "--output_dir", tmp_path / "run"])
-    losses = run_reader.losses(tmp_path / "run")
-    assert len(losses) == 10
-    assert all(after < before for before, after in pairwise(losses))
-
-
-def test_weights_of_a_mean_are_those_of_the_words():
-    """The text program's loss over a step is the mean over its tokens, however they are spread over processes."""
-    from examples import text
-    from utils.loader import GlobalLoader
-
-    texts = text.make_lines(11, 0)
-    model = text.CharGRU().double()
-    tokens = text.pad(texts)
-    losses, _ = text.losses_and_accuracies(model, tokens)
-    expected = (losses * text.count_targets(tokens)).sum() / text.count_targets(tokens).sum()
-    options = {"collate_fn": text.pad, "loss_weights": text.count_targets}
-    for accumulation in (1, 3):
-        loader = GlobalLoader(texts, 11, fake_accelerator(), seed=0, accumulation=accumulation, **options)
-        parts = [batch.mean_loss(text.losses_and_accuracies(model, batch.data)[0]) for batch in loader.epoch()]
-        # accelerator.backward divides by the number of micro-batches.
-        torch.testing.assert_close(sum(parts) / accumulation, expected, rtol=1e-12, atol=0)

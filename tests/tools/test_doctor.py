@@ -167,15 +167,3 @@ def test_requirements_that_are_not_met(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text("\n".join(lines))
     found = doctor.untested_packages(tmp_path / "requirements.txt")
     assert found == {"no-such-package": (None, ">=1"), "ruff": ("0.1", "~=9.0")}
-
-
-def test_what_torch_warns_of_is_a_problem(monkeypatch):
-    """A GPU that this torch has no kernels for; too old a driver is one more of its warnings."""
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0), (7, 0)][device])
-    monkeypatch.setattr(torch.cuda, "get_device_name", ["H100", "V100"].__getitem__)
-    monkeypatch.setattr(torch.cuda, "is_available", torch.cuda._check_capability)
-    (complaint,) = doctor.gather().complaints
-    assert complaint.startswith("Found GPU1 V100 which is of compute capability (CC) 7.0")
-    assert "pip install torch==" in complaint

@@ -484,22 +484,6 @@ def test_lightning_has_a_device_for_each_process(tmp_path):
     assert Fabric(strategy="fsdp").options["strategy"] == "fsdp"
 
 
-def test_a_loader_that_reads_one_batch_ahead_is_followed(tmp_path):
-    batches, parts = made_recording(tmp_path, processes=1).batches, []
-    current = batches.begin_pass(None)
-    for digest in "abc":
-        batches.deliver(current, [digest], None)
-        if digest != "a":
-            batches.model_called([])
-            parts += batches.of_backward()
-    batches.end_pass(current)
-    batches.model_called([])
-    parts += batches.of_backward()
-    assert [part["digests"] for part in parts] == [["a"], ["b"], ["c"]]
-    batches.model_called([])
-    assert batches.of_backward() == [], "another backward pass over the last batch"
-
-
 def test_batches_that_are_read_before_the_first_is_used_are_told_apart_by_their_memory(tmp_path):
     batches = made_recording(tmp_path, processes=1).batches
     batches.new_loader(argparse.Namespace())
@@ -762,14 +746,6 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
         ("unused", "weight has a gradient on 1 process only"),
         lambda one, ranks: [rank["steps"][0]["gradients"].clear() for rank in ranks],
     ),
-    "initial weights of the third process": (
-        ("initial_weights", "ranks 0 and 2"),
-        lambda one, ranks: scale(ranks[2]["initial"], 1.001),
-    ),
-    "gradients of zeros": (
-        ("untrained", "all gradients are zero"),
-        lambda one, ranks: every_step([one, *ranks], at_step={"weight": sampled(torch.zeros(3))}),
-    ),
     "the same noise in a model": (
         ("", "randn draws the same"),
         lambda one, ranks: every_step(ranks, drawn=drawn("a", in_model=True)),
@@ -777,10 +753,6 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
     "the same augmentation": (
         ("", "the augmentation draws the same"),
         lambda one, ranks: [rank["facts"].update(draws_items=True) for rank in ranks],
-    ),
-    "a learning rate": (
-        ("schedule", "0.05 on rank 0 instead of 0.064"),
-        lambda one, ranks: [rank["steps"][2].update(rates=[0.05]) for rank in ranks],
     ),
 }
 

@@ -25,7 +25,7 @@ from utils import agree, checkpoint
 from utils.checkpoint import Checkpoints, read_checkpoint, save_model
 from utils.checkpoint import folder as disk
 from utils.checkpoint.folder import PROCESSES, Problem, SavedTensor, newest_first, write_manifest
-from utils.checkpoint.state import OptimizerState, digest_of_factors, name_parameters, own_files, parts_of
+from utils.checkpoint.state import digest_of_factors, own_files, parts_of
 
 
 @pytest.fixture
@@ -270,22 +270,6 @@ def test_names_are_those_of_the_bare_model(tmp_path, accelerator, name):
             assert torch.equal(tensor, expected)
 
 
-def test_an_optimizer_gets_memory_of_its_own_with_the_strides_of_its_parameters(accelerator):
-    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3, 4, 4)).sum().backward()
-    optimizer.step()
-    entry = OptimizerState(optimizer, name_parameters({"model": model}, {"optimizer": optimizer}))
-    tensors, saved = entry.save()
-    stored = {name: SavedTensor([(0, tensor.contiguous())]) for name, tensor in tensors.items()}  # as in a file
-    entry.load(stored, saved)
-    addresses = {tensor.tensors[0].data_ptr() for tensor in stored.values()}
-    for parameter, entries in optimizer.state.items():
-        for name, value in entries.items():
-            assert value.data_ptr() not in addresses
-            assert name == "step" or value.stride() == parameter.stride()
-
-
 def test_rows_of_a_tensor_in_parts_are_read_from_the_files_that_have_them():
     whole = torch.arange(14.0).view(7, 2)
     stored = SavedTensor([(0, whole[:3]), (3, whole[3:4]), (4, whole[4:]), (7, whole[7:])])
@@ -521,21 +505,6 @@ def train_two(accelerator, state, steps):
             state["maker_optimizer"].zero_grad()
             state["judge_optimizer"].zero_grad()
         state["maker_ema"].update_parameters(state["maker"])
-
-
-def test_two_models_and_two_optimizers_are_one_checkpoint(tmp_path, accelerator):
-    first = build_two(0, accelerator)
-    saver = checkpoints(accelerator, tmp_path, first)
-    train_two(accelerator, first, 4)
-    saver.save(4, {}, {})
-    _, tensors = run_reader.checkpoint(tmp_path / "checkpoints" / "step_00000004")
-    assert set(tensors) == {f"{name}.safetensors" for name in (*first, "processes")}
-    second = build_two(1, accelerator)
-    assert checkpoints(accelerator, tmp_path, second).load()[0] == 4
-    assert second["maker_ema"].n_averaged == 4
-    for state in (first, second):
-        train_two(accelerator, state, 3)
-    assert_equal(first, second)
 
 
 def as_text(states):

@@ -603,22 +603,6 @@ def test_what_items_draw_depends_on_nothing_but_seed_epoch_and_item(kind):
         assert all(item[1:] != plain[index][1:] for index, item in other.items())
 
 
-def test_a_transform_of_the_hub_draws_the_same_on_any_topology():
-    options = {"dataset": hub_dataset().with_transform(jitter), "batch_size": 6}
-
-    def numbers(steps):
-        found = {}
-        for batch in itertools.chain(*steps):
-            found |= dict(zip(batch.indices.tolist(), batch.data["number"].tolist(), strict=True))
-        return found
-
-    plain = numbers(by_step(1, 1, 1, **options))
-    assert len({number % 1 for number in plain.values()}) == 23
-    for processes, accumulation in ((2, 1), (2, 3)):
-        assert numbers(by_step(processes, accumulation, 1, **options)) == plain
-    assert numbers(by_step(1, 1, 1, num_workers=2, **options)) == plain
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Squares, BatchedSquares, Noisy, BatchedNoisy])
 def test_reading_leaves_the_random_numbers_of_this_process_alone(kind, workers):

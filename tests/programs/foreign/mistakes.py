@@ -83,11 +83,6 @@ MISTAKES = {
         ],
         *("schedule", "2 times too fast", f"{HUGGING_FACE}/accelerate/issues/2926"),
     ),
-    "a warm-up of a fixed number of steps": Mistake(
-        "accelerate_nlp",
-        [("num_warmup_steps=len(train_dataloader) // 2", "num_warmup_steps=6")],
-        *("schedule", "2 times too fast", f"{HUGGING_FACE}/accelerate/issues/662"),
-    ),
     "a step of the schedule per micro-batch": Mistake(
         "own_trainer",
         [
@@ -211,11 +206,6 @@ MISTAKES = {
         ],
         *("all_the_data", "each counts 2 times", "https://github.com/Parskatt/RoMa/issues/32"),
     ),
-    "a sampler with another seed on each process": Mistake(
-        "ddp_series",
-        [("DistributedSampler(dataset)", "DistributedSampler(dataset, seed=int(os.environ['RANK']))")],
-        *("samples", "are in no process's part", "https://github.com/NVlabs/LongLive/issues/71"),
-    ),
     "a forward pass around DistributedDataParallel": Mistake(
         "ddp_series",
         [("output = self.model(source)", "output = self.model.module(source)")],
@@ -269,24 +259,6 @@ MISTAKES = {
         "ddp_mnist",
         [("    dist.all_reduce(totals)\n", "")],
         *("eval_share", "nothing adds up", "https://github.com/NVIDIA/apex/pull/22"),
-    ),
-    "a test whose sampler repeats samples": Mistake(
-        "ddp_mnist",
-        [
-            (
-                "DataLoader(share, batch_size=args.batch_size)",
-                "DataLoader(dataset2, batch_size=args.batch_size, sampler=DistributedSampler(dataset2, shuffle=False))",
-            )
-        ],
-        *("eval_repeated", "1 sample counted twice", f"{PYTORCH}/pytorch/issues/25162"),
-    ),
-    "a mean of means of batches": Mistake(
-        "ddp_mnist",
-        [
-            ('F.nll_loss(output, target, reduction="sum")', "F.nll_loss(output, target)"),
-            ("{test_loss / count:.4f}", "{test_loss / len(test_loader) / dist.get_world_size():.4f}"),
-        ],
-        *("eval_mean", "from the same weights", "https://github.com/allenai/allennlp/issues/4347"),
     ),
     "other weights on each process": Mistake(
         "timm_loop",
@@ -370,14 +342,6 @@ MISTAKES = {
             "no parameter of the optimizer has a gradient",
             "https://github.com/skorch-dev/skorch/issues/317",
         ),
-    ),
-    "zero_grad before the step": Mistake(
-        "ddp_series",
-        [
-            ("        self.optimizer.zero_grad()\n", ""),
-            ("loss.backward()\n", "loss.backward()\n        self.optimizer.zero_grad()\n"),
-        ],
-        *("zeroed", "after 1 of 1 micro-batch", "https://github.com/bytetriper/RAE/issues/67"),
     ),
     "zero_grad at the beginning of accumulate": Mistake(
         "accelerate_accumulation",
