@@ -66,21 +66,14 @@ def test_fsdp_frees_gathered_parameters_and_shards_large_modules_each_on_its_own
     assert plugin.cpu_ram_efficient_loading is False
 
 
-@pytest.mark.parametrize("name", sorted(ON_CPUS))
-def test_cpu_configs_want_the_cpu_also_beside_gpus(name, monkeypatch):
-    config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
-    hidden = "" if config.gpu_ids is None else config.gpu_ids  # the launcher exports it
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    monkeypatch.setattr(topology, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
-    assert topology.wants_cpu()
-
-
-@pytest.mark.parametrize("name", sorted(NAMES - ON_CPUS))
-def test_gpu_configs_do_not_want_the_cpu(name, monkeypatch):
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_cpu_configs_alone_want_the_cpu_also_beside_gpus(name, monkeypatch):
     config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if name in ON_CPUS:  # the launcher exports it
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if config.gpu_ids is None else config.gpu_ids)
     monkeypatch.setattr(topology, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
-    assert not topology.wants_cpu()
+    assert topology.wants_cpu() == (name in ON_CPUS)
 
 
 @pytest.mark.parametrize("name", ["one_node", "multi_node"])

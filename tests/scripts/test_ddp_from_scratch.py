@@ -22,32 +22,6 @@ def run_here(monkeypatch, *flags):
             dist.destroy_process_group()
 
 
-def test_stale_gradients_are_late_and_none_is_lost(monkeypatch):
-    """Gradients that do not depend on the weights end with the same weights if they come late."""
-    if not dist.is_initialized():
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        weight, seen = torch.nn.Parameter(torch.zeros(1)), []
-
-        def backward(model, batch):
-            seen.append(weight.item())
-            gradient = 0 if weight.grad is None else weight.grad
-            weight.grad = gradient + torch.tensor([float(batch)])
-
-        class Model:
-            def parameters(self):
-                return [weight]
-
-        monkeypatch.setattr(ddp, "backward", backward)
-        args = type("Args", (), {"delay": 2})
-        ddp.stale(Model(), torch.optim.SGD([weight], 1.0), [1, 10, 100, 1000], args)
-        # The fourth gradient is taken with weights that only the first one has changed.
-        assert seen == [0, 0, 0, -1]
-        assert weight.item() == -1111
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_each_way_ends_with_the_weights_of_ddp_and_ddp_with_those_of_one_process(
     launcher, small_mnist, tmp_path, monkeypatch

@@ -92,16 +92,6 @@ def test_each_line_of_the_right_loop_is_needed(train, line, instead):
     assert max(largest_difference(train(changed, 2), train(RIGHT, 1))) > 1e-3
 
 
-def test_two_calls_of_accumulate_are_two_steps(train):
-    start = train("", 1)
-    program = WRONG.replace("generator, discriminator", "discriminator").replace(
-        "        g_losses", "    with accelerator.accumulate(generator):\n        g_losses"
-    )
-    generator, discriminator = train(program, 2)
-    assert torch.equal(discriminator, start[1])
-    assert not torch.equal(generator, start[0])
-
-
 def test_the_right_loop_is_that_of_the_program():
     program = (ROOT / "examples" / "gan.py").read_text()
     assert textwrap.indent(RIGHT, 12 * " ") in program

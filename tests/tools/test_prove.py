@@ -21,7 +21,7 @@ from prove_training import command, mistakes, proof, resuming, runs
 from prove_training.recording import Recording, files, same_work, starting, where
 from prove_training.recording.models import take_over
 from prove_training.runs import Outcome
-from prove_training.stages import Comparison, Finding, evaluations, several, single, unfinished
+from prove_training.stages import Comparison, Finding, several, single, unfinished
 from prove_training.stages.evaluations import differing
 from prove_training.tensors import sampled
 from torch.utils.data import (
@@ -799,21 +799,6 @@ def test_batches_that_the_script_makes_may_not_overlap():
     assert kinds(["13", "15", "17"]) == [], "one step: the last one may be filled up"
 
 
-def test_an_average_of_one_rank_is_told_as_the_cause_of_a_result():
-    (reference,), ranks = made_up(), made_up(2)
-    for record in (reference, *ranks):
-        record["evaluations"].append(evaluation(said=["loss 0.5000" if record is reference else "loss 0.6000"]))
-    (suspect,) = evaluations.suspects(both := Comparison(reference, ranks))
-    assert evaluations.explained(both, suspect).kind == "eval_mean"
-    assert suspect.says == 'it says "loss 0.6000", and on 1 process "loss 0.5000"'
-    for rank in ranks:
-        rank["evaluations"][0]["models"] = {1: float("nan")}
-    assert evaluations.explained(both, suspect).kind == "eval_mean"
-    ranks[1]["evaluations"][0]["models"] = {7: 0.6}
-    finding = evaluations.explained(both, suspect)
-    assert (finding.kind, "other weights on rank 1" in finding.what) == ("eval_weights", True)
-
-
 # Runs that do not end
 
 
@@ -915,21 +900,6 @@ def test_another_error_is_not_explained_by_what_others_wait_for():
     ranks = interrupted()
     ranks[1]["error"] = "train.py:9: ValueError: no"
     assert why(ranks, [["3 gather train.py:4 2"], []]) == ("fails", "train.py:9: ValueError: no")
-
-
-def test_a_call_with_unequal_shapes_is_found():
-    ranks = interrupted()
-    ranks[1]["doing"] = "in gather at train.py:4"
-    calls = [
-        ["3 gather train.py:4 3x2", "6 gather train.py:4 3x2"],
-        ["3 gather train.py:4 3x2", "6 gather train.py:4 2x2"],
-    ]
-    assert why(ranks, calls) == (
-        "shapes",
-        "after 6 steps rank 0 calls gather with a tensor of 3x2, and rank 1 with one of 2x2",
-    )
-    calls[1][1] = "6 gather train.py:5 2x2"
-    assert why(ranks, calls)[0] == "hangs"
 
 
 def test_advice_is_given_in_the_terms_of_the_framework():
