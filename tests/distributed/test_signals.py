@@ -120,6 +120,7 @@ def stuck_processes(launcher, config, *flags):
     return process, ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", STOPS)
 def test_a_second_ctrl_c_ends_every_process_at_once(launcher, config):
     process, ranks = stuck_processes(launcher, config)
@@ -133,6 +134,7 @@ def test_a_second_ctrl_c_ends_every_process_at_once(launcher, config):
     assert "stopped at once" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_a_process_that_is_stuck_ends_after_its_launcher(launcher):
     process, ranks = stuck_processes(launcher, "cpu_ddp", "--timeout_s", 3, "--as_for_a_gpu")
@@ -304,6 +306,7 @@ def read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 def test_the_exit_code_asks_for_a_requeue(small_mnist, launcher, monkeypatch):
     """The script itself ends with 75, also while it is profiled. `accelerate launch` turns every failure into 1."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")

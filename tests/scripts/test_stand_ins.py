@@ -33,10 +33,9 @@ PROGRAMS = {
     "schedules": f"{POINTS} --recipe two_optimizers",
     "own_metrics": POINTS,
 }
-CASES = [
-    pytest.param(program, marks=pytest.mark.others("torchmetrics") if program == "own_metrics" else ())
-    for program in PROGRAMS
-]
+MARKS = dict.fromkeys(("gradient_accumulation", "model_split", "hub_images", "mlp", "wgan"), pytest.mark.slow)
+MARKS["own_metrics"] = pytest.mark.others("torchmetrics")
+CASES = [pytest.param(program, marks=MARKS.get(program, ())) for program in PROGRAMS]
 
 
 @pytest.fixture

@@ -272,6 +272,7 @@ def test_state_that_is_no_tensor_is_compared_but_not_how_an_optimizer_computes(t
     assert tensor.exact
 
 
+@pytest.mark.slow
 def test_it_runs_from_any_folder(tmp_path):
     for name in "ab":
         make_run(tmp_path / name)

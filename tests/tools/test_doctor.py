@@ -49,6 +49,7 @@ def test_what_is_gathered_is_what_is_there():
     assert 1 <= facts.cores <= os.cpu_count()
 
 
+@pytest.mark.slow
 def test_as_a_user_runs_it(tmp_path):
     """From another folder, with a default config and variables of another launcher."""
     config = tmp_path / "accelerate" / "default_config.yaml"

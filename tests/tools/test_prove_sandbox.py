@@ -56,7 +56,7 @@ def prove(folder: Path, *words, way: str = "pass", **options):
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, **options)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["mounts", *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:])])
 def test_ten_ways_to_write_a_file_change_nothing_and_the_script_is_proven(users_folder, way):
     before = users_folder.stat()
     done = prove(users_folder, "--keep", "proof", "train.py", way=WAYS[way])
