@@ -70,6 +70,12 @@ def test_old_checkpoints_go_and_the_newest_stay(train, tmp_path):
     assert names == ["step_00000006", "step_00000007", "step_00000008"]
 
 
+def test_each_epoch_ends_with_a_checkpoint_unless_a_flag_says_otherwise(train, tmp_path):
+    train("run", "--keep_checkpoints", 0)
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step_00000004", "step_00000008"]
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

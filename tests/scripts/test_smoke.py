@@ -28,7 +28,8 @@ def test_every_training_script_is_here():
     ("script", "config"),
     [
         ("mnist_mlp", "cpu"),
-        *((script, "cpu_ddp") for script in TRAINING),
+        *((script, "cpu_ddp") for script in TRAINING if script != "model_split"),
+        pytest.param("model_split", "cpu_ddp", marks=pytest.mark.slow),
     ],
 )
 def test_a_training_script_runs(launcher, small_mnist, tiny_mnist, script, config):

@@ -196,7 +196,7 @@ def test_a_program_that_trains_through_run_is_proven_and_resumed(prove_planted):
 @pytest.mark.parametrize("name", planted.CORRECT)
 @pytest.mark.parametrize("flags", [("--gradient_accumulation_steps", "2"), ("--virtual_processes", "6")])
 def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name, flags):
-    said = prove_planted(planted.CORRECT[name], processes=(2, 3), flags=flags, timeout_s=120)
+    said = prove_planted(planted.CORRECT[name], processes=(3,), flags=flags, timeout_s=120)
     assert said.code == 0, said.text
     assert "gradients" in said.verdict
 
@@ -205,7 +205,7 @@ def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name
 @pytest.mark.parametrize("name", planted.MISTAKES)
 def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, name):
     mistake = planted.MISTAKES[name]
-    said = prove_planted(mistake.edits, processes=(2, 3), flags=mistake.flags, timeout_s=120)
+    said = prove_planted(mistake.edits, processes=(3,), flags=mistake.flags, timeout_s=120)
     assert said.code == 1, said.text
     assert f"#{mistake.kind.replace('_', '-')})" in said.advice[0], said.text
 

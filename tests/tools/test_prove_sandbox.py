@@ -100,6 +100,7 @@ def test_a_copy_has_small_files_and_links_to_the_rest(tmp_path, monkeypatch):
     assert (copy / "outside").read_text() == "1"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_copied_is_not_used_at_all(tmp_path):
     (tmp_path / "train.py").write_text("")
     with open(tmp_path / "data.bin", "w") as file:

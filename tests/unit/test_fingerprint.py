@@ -12,6 +12,7 @@ CONTENTS = [
     (torch.ones(2, 1), 1),
     (torch.ones(2, dtype=torch.bfloat16), 1),
     (np.ones(2, np.float32), 1),
+    (np.ones((2, 1), np.float32), 1),
     [[1], [2, 3]],
     [[1, 2], [3]],
     [1, 23],

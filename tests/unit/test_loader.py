@@ -638,6 +638,11 @@ def test_what_collate_fn_draws_is_new_in_each_batch_and_the_same_on_a_resume(dat
     assert drawn(1) == masks[6:]
 
 
+def test_collate_fn_does_not_draw_the_numbers_of_the_first_item_again():
+    each = make(Noisy(), 4, collate_fn=lambda items: (items[0][1], torch.rand(2)))
+    assert not any(torch.equal(*batch.data) for batch in each)
+
+
 def test_batch_random_numbers_are_those_of_the_sample():
     def numbers(processes, accumulation, first_step=0, epoch=1):
         steps = by_step(processes, accumulation, epoch, first_step, dataset=Squares())

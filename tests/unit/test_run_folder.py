@@ -63,6 +63,11 @@ def test_a_checkpoint_before_the_first_line_knows_where_the_file_ends(make, tmp_
     assert started(make(resume=True), 5, saved).metrics_bytes() == saved
 
 
+def test_a_file_that_lost_lines_is_not_filled_up(make, tmp_path):
+    saved = killed_after_a_checkpoint(make)
+    assert started(make(resume=True), 5, saved + 10**6).metrics_bytes() < 10**6
+
+
 @pytest.mark.parametrize("content", [None, "", "{}", '{"launches": 5}', "\0" * 20])
 def test_a_run_goes_on_without_run_json(make, tmp_path, content):
     started(make()).lock.release()
