@@ -140,8 +140,8 @@ def bad_size(folder):
 def bad_shapes(folder):
     image_folder(folder)
     for path in (folder / "test").rglob("*.png"):
-        Image.new("L", (3, 3)).save(path)
-    return folder, "test images of (1, 3, 3)"
+        Image.new("RGB", (4, 4)).save(path)
+    return folder, "test images of (3, 4, 4)"
 
 
 def bad_class(folder):
