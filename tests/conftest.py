@@ -16,6 +16,7 @@ from unittest import mock
 import preloaded
 import pytest
 import run_many
+import torch
 from filelock import FileLock
 from hosts import environment, free_port
 
@@ -25,7 +26,15 @@ from hosts import environment, free_port
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).resolve().parents[1]
+# The files that `accelerate launch --config_file` takes.
+CONFIGS = [path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")) if path.stem != "skypilot"]
 MNIST = ROOT / "data" / "mnist"
+
+
+def needs_torch(version: str):
+    """Skips a test of what older versions of torch lack."""
+    is_old = torch.__version__ < (2, int(version.removeprefix("2.")) - 1, 99)  # 2.13.0a0 comes before 2.13
+    return pytest.mark.skipif(is_old, reason=f"needs torch {version}")
 
 
 def pytest_addoption(parser):

@@ -17,6 +17,13 @@ from accelerate.utils import DistributedType
 
 from .console import plural, stop
 
+# What Kubeflow and SkyPilot tell each machine, and what torchrun makes of it.
+PROMISED = {
+    "PET_NNODES": "GROUP_WORLD_SIZE",
+    "PET_NPROC_PER_NODE": "LOCAL_WORLD_SIZE",
+    "SKYPILOT_NUM_NODES": "GROUP_WORLD_SIZE",
+}
+
 
 @functools.cache
 def launcher_words() -> list[str] | None:
@@ -74,6 +81,13 @@ def check_topology(accelerator: Accelerator) -> None:
             f"the launcher started {started} processes, but they did not form a process group and would train "
             f"{started} separate models: use accelerate_configs/cpu_ddp.yaml for several processes on the CPU"
         )
+    for promised, name in PROMISED.items():
+        wanted, found = os.environ.get(promised, ""), os.environ.get(name, "1")
+        if wanted.isdecimal() and wanted != found:
+            stop(
+                f"{promised} is {wanted}, but {name} is {found}, so each machine would train a model of its own: start "
+                f"with torchrun (`accelerate launch` overwrites these variables), or unset {promised}"
+            )
     options, config = requested_topology()
     if config is not None:
         name, kind, runs = os.path.relpath(options.config_file), config.distributed_type, accelerator.distributed_type

@@ -21,7 +21,7 @@ import run_many
 import run_reader
 import torch
 import torchvision
-from conftest import ROOT
+from conftest import CONFIGS, ROOT
 from run_reader import lines
 from same_numbers import TOLERANCE, differences, largest_difference
 from small_resnets import use_4_blocks, use_narrow
@@ -467,7 +467,7 @@ def test_a_model_that_is_split_has_the_numbers_of_the_whole_one(topology, launch
 
 
 def test_each_config_is_here_and_its_gpu_parameters_are_marked(request):
-    files = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    files = {path.stem for path in CONFIGS}
     assert {each.config for each in TOPOLOGIES} == files - {"multi_node"}  # needs two machines
     for item in request.session.items:
         if item.path == Path(__file__) and "topology" in item.fixturenames:

@@ -10,11 +10,10 @@ from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from conftest import ROOT, free_port
+from conftest import CONFIGS, ROOT, free_port
 
 from utils import topology
 
-CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 ON_CPUS = {"cpu", "cpu_ddp", "cpu_fsdp"}
 NAMES = {*ON_CPUS, "single_gpu", "dp", "ddp", "multi_node", "fsdp"}
 

@@ -22,8 +22,9 @@ def test_command_parses(command, monkeypatch):
         return
     if argv[0] == "python" and os.path.isfile(f"{argv[1]}/__main__.py"):
         return
-    if argv[0] == "cp":
-        assert all(os.path.exists(source) for source in argv[1:-1])
+    if argv[0] in ("cp", "kubectl", "sky"):
+        files = argv[1:-1] if argv[0] == "cp" else argv[-1:]
+        assert all(os.path.exists(file) for file in files)
         return
     if argv[0] == "torchrun":
         from torch.distributed.run import get_args_parser
@@ -50,3 +51,4 @@ def test_the_readme_has_one_command_that_trains_and_one_that_tests_on_a_fresh_ma
     blocks = re.findall(r"```bash\n(python3 -m venv .*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert ["mnist_mlp.py" in blocks[0], "-m pytest" in blocks[1]] == [True, True]
     assert all("pip install -r requirements.txt" in block for block in blocks)
+    assert "-r tests/requirements.txt" in blocks[1]

@@ -1,10 +1,12 @@
 """What runs is what the config file asked for, is the same on all processes, and is announced."""
 
+import contextlib
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from fakes import fake_accelerator
 
@@ -76,6 +78,25 @@ def test_the_topology_that_was_asked_for_runs(asked, monkeypatch):
     topology.check_topology(fake_accelerator())  # one process has nothing to shard
 
 
+@pytest.mark.parametrize(
+    ("promised", "started", "is_right"),
+    [
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}, True),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, {"GROUP_WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "4"}, False),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, False),
+        ({"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "gpu"}, {"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "8"}, True),
+        ({"SKYPILOT_NUM_NODES": "2"}, {}, False),  # started by plain python
+        ({"SKYPILOT_NUM_NODES": "2"}, {"GROUP_WORLD_SIZE": "2"}, True),
+    ],
+)
+def test_machines_that_an_operator_promised_are_there(monkeypatch, capsys, promised, started, is_right):
+    for name, value in {**promised, **started}.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.nullcontext() if is_right else pytest.raises(SystemExit):
+        topology.check_topology(fake_accelerator())
+    assert ("start with torchrun" in capsys.readouterr().err) is not is_right
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
@@ -95,9 +116,19 @@ def test_configs_that_accelerate_takes_for_something_else(launcher, name, text):
 
 @pytest.mark.slow
 def test_use_cpu_with_several_processes_is_one_job(launcher, small_mnist):
-    """Accelerate alone would train two separate models here."""
+    """Accelerate alone would train two separate models here. The file is as `accelerate config` writes it."""
     config = launcher.folder / "two.yaml"
-    config.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n")
+    keys = {
+        "distributed_type": "MULTI_GPU",
+        "num_processes": 2,
+        "use_cpu": True,
+        "compute_environment": "LOCAL_MACHINE",
+    }
+    keys |= {"compute_environment": "LOCAL_MACHINE"}
+    keys |= {"debug": False, "downcast_bf16": "no", "enable_cpu_affinity": False, "machine_rank": 0, "num_machines": 1}
+    keys |= {"main_training_function": "main", "mixed_precision": "no", "rdzv_backend": "static", "same_network": True}
+    keys |= {"tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False}
+    config.write_text(yaml.safe_dump(keys))
     done = launcher(str(config), "--dataset", small_mnist, "--max_steps", 2, "--output_dir", "run")
     assert "2 processes on 1 machine (MULTI_CPU over gloo)" in done.stdout
     assert done.stdout.count("done: ") == 1

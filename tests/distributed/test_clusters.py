@@ -1,0 +1,89 @@
+"""kubernetes/trainjob.yaml and skypilot.yaml: their own commands on two hosts, with what the operators set."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import run_reader
+import yaml
+from conftest import ROOT, free_port
+from network import ADDRESSES
+
+CONFIGS = ROOT / "accelerate_configs"
+
+
+def kubernetes(host: int, port: int) -> tuple[list[str], dict]:
+    """The command of a pod, and its variables: the manifest's, and those of Kubeflow Trainer."""
+    _, job = yaml.safe_load_all((CONFIGS / "kubernetes" / "trainjob.yaml").read_text())
+    trainer = job["spec"]["trainer"]
+    variables = {variable["name"]: variable["value"] for variable in trainer["env"]}
+    variables |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(host)}
+    variables |= {"PET_MASTER_ADDR": ADDRESSES[0], "PET_MASTER_PORT": str(port)}
+    return [*trainer["command"], *trainer["args"]], variables
+
+
+def skypilot(host: int, port: int) -> tuple[list[str], dict]:
+    """The script of a machine, and SkyPilot's variables."""
+    task = yaml.safe_load((CONFIGS / "skypilot.yaml").read_text())
+    script = task["run"].rstrip().replace("29500", str(port)).replace("/shared/", "")
+    variables = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": "2"}
+    variables |= {"SKYPILOT_NODE_RANK": str(host), "SKYPILOT_NODE_IPS": "\n".join(ADDRESSES)}
+    return ["bash", "-c", f'{script} "$@"', "bash"], variables
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [kubernetes, skypilot])
+def test_a_cluster_starts_two_machines_loses_one_and_resumes_with_the_same_bits(cluster, hosts, tmp_path, small_mnist):
+    flags = ["--dataset", small_mnist, "--batch_size", 64, "--num_epochs", 3, "--log_every", 1, "--checkpoint_every", 8]
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+
+    def start(folder):
+        """The folder is shared, and has a copy of the repository."""
+        folder.mkdir(exist_ok=True)
+        for name in ("scripts", "utils"):
+            if not (folder / name).exists():
+                (folder / name).symlink_to(ROOT / name)
+        port, running = free_port(), []
+        for host in (0, 1):
+            command, variables = cluster(host, port)
+            running.append(hosts.start(host, *command, *flags, cwd=folder, PATH=path, **variables))
+        return running
+
+    running = start(tmp_path / "whole")
+    assert hosts.ends(running)[0] == [0, 0], hosts.tails()
+    running = start(tmp_path / "killed")
+    hosts.wait_for("step 20/")
+    hosts.kill(1)
+    assert 0 not in hosts.end(running)[0], hosts.tails()
+    hosts.clear()
+    assert hosts.ends(start(tmp_path / "killed"))[0] == [0, 0], hosts.tails()
+    whole, killed = (next((tmp_path / name / "runs").iterdir()) for name in ("whole", "killed"))
+    assert [launch["num_processes"] for launch in run_reader.launches(killed)] == [4, 4]
+    assert run_reader.launches(killed)[1]["from_step"] >= 16
+    assert run_reader.final_models(killed) == run_reader.final_models(whole)
+
+
+@pytest.mark.others("kubeflow_trainer_api")
+def test_the_manifest_has_only_fields_that_kubeflow_knows():
+    from kubeflow_trainer_api import models
+
+    def lost(given, kept, path=""):
+        if isinstance(given, dict):
+            return [place for key in given for place in lost(given[key], (kept or {}).get(key), f"{path}/{key}")]
+        if isinstance(given, list):
+            pairs = zip(given, kept or [], strict=True)
+            return [place for one, other in pairs for place in lost(one, other, f"{path}/-")]
+        return [] if given == kept else [path]
+
+    for document in yaml.safe_load_all((CONFIGS / "kubernetes" / "trainjob.yaml").read_text()):
+        model = getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document)
+        assert not lost(document, model.to_dict())
+
+
+def test_the_grace_periods_leave_the_launcher_time_to_save():
+    runtime, job = yaml.safe_load_all((CONFIGS / "kubernetes" / "trainjob.yaml").read_text())
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    grace_s = node["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    (shutdown,) = [v for v in job["spec"]["trainer"]["env"] if v["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert 60 < int(shutdown["value"]) < grace_s
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in (CONFIGS / "skypilot.yaml").read_text()
