@@ -179,6 +179,8 @@ def check_layout(args, layout: Layout, accelerator) -> None:
     processes, num_stages = accelerator.num_processes, layout.num_stages
     if accelerator.distributed_type == DistributedType.FSDP or accelerator.scaler is not None:
         stop("a split model works neither with FSDP nor in fp16: use ddp.yaml with mixed_precision no or bf16")
+    if processes > 1 and torch.__version__ < (2, 11, 99):  # 2.12.0a0 comes before 2.12
+        stop(f"model_split.py over several processes needs torch 2.12 or newer, and this is {torch.__version__}")
     if processes > 1 and processes % num_stages:
         stop(f"{processes} processes are not divisible by --num_stages {num_stages}")
     if processes > 1 and num_stages == 1:

@@ -1,6 +1,7 @@
 """The files of a run: run.json, metrics.jsonl and summary.json. Only the main process writes them."""
 
 import errno
+import fcntl
 import json
 import os
 import sys
@@ -9,13 +10,24 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from filelock import FileLock, Timeout
 
 from .atomic_files import fsync, read_entry, write_json
 from .banner import describe_code
 from .console import show, stop
 
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # a file system without flock, such as some of Lustre
+
+
+def lock(file, timeout_s: float) -> None:
+    """Lock a file for this process. Raises: BlockingIOError, if another one keeps it locked for `timeout_s`."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.1)
 
 
 class RunFolder:
@@ -42,11 +54,10 @@ class RunFolder:
             if not self.path.exists():
                 self.path.mkdir(parents=True, exist_ok=True)
                 fsync(self.path.parent)
-            # Not a file that stands for a lock: after `kill -9` it would stay.
-            self.lock = FileLock(self.path / ".lock", fallback_to_soft=False)
-            # A run that is being stopped may still be saving.
-            self.lock.acquire(timeout=10 if self.resume else 0)
-        except Timeout:
+            # The lock ends with the process. Not a file that stands for one: after `kill -9` it would stay.
+            self.lock = open(self.path / ".lock", "w")  # noqa: SIM115  stays open
+            lock(self.lock, 10 if self.resume else 0)  # a run that is being stopped may still be saving
+        except BlockingIOError:
             return f"another run is writing to {self.path}: wait for it, or use a different --output_dir"
         except OSError as error:
             if error.errno not in NO_LOCKS:

@@ -80,7 +80,8 @@ class Watchdog(threading.Thread):
         # A thread inside a call of the store would crash the interpreter's shutdown.
         atexit.register(self.end)
         group = distributed.group.WORLD  # not kept: see end_process_group
-        if group.supports_abort_hooks:  # torch's NCCL backend calls them before it aborts the process
+        # From torch 2.15 on, the NCCL backend calls them before it aborts the process.
+        if getattr(group, "supports_abort_hooks", False):
             group.register_abort_hook(id(self), self.nccl_aborts)
         Watchdog.current = self
         self.start()

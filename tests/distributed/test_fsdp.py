@@ -247,6 +247,8 @@ def test_what_is_done_to_parameters_gives_the_same_numbers_on_every_topology_or_
         launcher(config, f"{config}.json", script=program, launch_flags=flags)
     found = {config: json.loads(Path(f"{config}.json").read_text()) for config in ("cpu", "cpu_ddp", "cpu_fsdp")}
     assert not [case for case, numbers in found["cpu"].items() if isinstance(numbers, str)]
+    if torch.__version__ < (2, 11, 99):  # stops with an error
+        assert isinstance(found["cpu_fsdp"].pop("shared layers, recomputed"), str)
     only_with_ddp = found["cpu_ddp"].pop("unfrozen that was frozen at prepare")
     assert "the processes have different weights" in only_with_ddp
     assert {case: n for case, n in found["cpu_fsdp"].items() if isinstance(n, str)}.keys() == REFUSED_UNDER_FSDP.keys()

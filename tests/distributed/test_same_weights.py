@@ -72,7 +72,7 @@ def test_one_bit_of_one_weight_of_the_second_model_is_found(compared, capsys, dt
     [
         (None, 0, True),  # no DDP: a moving average, or a model without parameters to train
         ({}, 0, False),  # the next forward pass begins with rank 0's
-        ({"forward_sync_buffers": False}, 0, True),
+        ({"broadcast_buffers": False}, 0, True),
         ({}, 4, True),
     ],
 )

@@ -3,11 +3,13 @@
 All ranks save together, and nothing is lost.
 """
 
+import fcntl
 import json
 import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -269,7 +271,7 @@ def test_on_a_terminal(launcher, small_mnist):
     A Ctrl-C leaves a whole line and no bar.
     """
     terminal, screen = pty.openpty()
-    termios.tcsetwinsize(screen, (40, 150))
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
     config, script = ROOT / "accelerate_configs" / "cpu.yaml", ROOT / "scripts" / "mnist_mlp.py"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, script]
     command += ["--dataset", small_mnist, *map(str, FLAGS), "--num_epochs", "3000"]

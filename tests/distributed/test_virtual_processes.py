@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
-from conftest import ROOT
+from conftest import ROOT, needs_torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -292,6 +292,7 @@ class Rarely(nn.Module):
         return self.head(x).sum() + (self.rare(x).sum() if uses_rare else 0)
 
 
+@needs_torch("2.13")
 def test_a_shard_that_only_some_steps_use_has_no_gradient_in_the_others():
     """Zeros instead would let momentum and weight decay go on."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -514,6 +515,7 @@ def sharded(shared_launcher, texts):
     return top
 
 
+@needs_torch("2.13")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("other", [*(f"{config}_{processes}" for config, processes in CHAIN), "chain_5"])
@@ -526,6 +528,7 @@ def test_shards_have_the_bits_of_one_process(sharded, name, other):
     assert kinds[-1][0] == ("MULTI_CPU" if "ddp" in other else "FSDP")
 
 
+@needs_torch("2.13")
 def test_shards_are_added_in_float32_also_in_mixed_precision():
     accelerator = OneRank(0, 2, 4, "FSDP")
     accelerator.whole_gradients = False

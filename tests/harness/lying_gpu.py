@@ -191,6 +191,7 @@ def replacements(events: Events, gpus: int) -> list:
         "torch.cuda.set_device": None,
         "torch.cuda.reset_peak_memory_stats": None,
         "torch.cuda._lazy_init": None,
+        "torch.cuda.is_current_stream_capturing": False,  # asked up to torch 2.12
         "torch.accelerator.is_available": True,
         "torch.accelerator.current_accelerator": torch.device("cuda"),
         "torch.accelerator.current_stream": SimpleNamespace(is_capturing=lambda: False),

@@ -20,7 +20,7 @@ import same_numbers
 import torch
 import torchvision
 from accelerate.utils import broadcast_object_list, gather_object
-from conftest import first_images
+from conftest import first_images, needs_torch
 from fakes import fake_accelerator
 from small_resnets import use_narrow
 from torchvision.models.resnet import resnet50
@@ -317,6 +317,7 @@ def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path):
 
 
 @pytest.mark.slow
+@needs_torch("2.12")
 def test_a_split_over_two_processes_changes_no_number(two_processes):
     """Of 6 micro-batches one has 3 samples and fills the pipeline alone; of the five of 2, the first stage has two in
     flight with 1F1B, and all with GPipe."""
@@ -329,6 +330,7 @@ def test_a_split_over_two_processes_changes_no_number(two_processes):
 
 
 @pytest.mark.slow
+@needs_torch("2.12")
 def test_four_stages_and_two_copies_of_two_change_no_number(four_processes):
     found = cases(four_processes[0])
     assert len(found) == 12
@@ -337,6 +339,7 @@ def test_four_stages_and_two_copies_of_two_change_no_number(four_processes):
 
 
 @pytest.mark.slow
+@needs_torch("2.12")
 def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision(
     two_processes, train, tiny_mnist, tmp_path
 ):
@@ -375,6 +378,7 @@ def test_a_run_on_two_stages_continues_on_four_or_one_and_loads_into_torchvision
 
 
 @pytest.mark.slow
+@needs_torch("2.12")
 def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
     _, whole, resumed = four_processes
     launches = run_reader.launches(resumed)

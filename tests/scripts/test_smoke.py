@@ -6,7 +6,7 @@ from_scratch/ are launched by their own tests.
 
 import pytest
 import run_reader
-from conftest import ROOT
+from conftest import ROOT, needs_torch
 
 # The least that each does; the others' --dataset is set below.
 TRAINING = {
@@ -29,7 +29,7 @@ def test_every_training_script_is_here():
     [
         ("mnist_mlp", "cpu"),
         *((script, "cpu_ddp") for script in TRAINING if script != "model_split"),
-        pytest.param("model_split", "cpu_ddp", marks=pytest.mark.slow),
+        pytest.param("model_split", "cpu_ddp", marks=[pytest.mark.slow, needs_torch("2.12")]),
     ],
 )
 def test_a_training_script_runs(launcher, small_mnist, tiny_mnist, script, config):

@@ -93,7 +93,7 @@ def start(tmp_path, monkeypatch):
             return stopped.code
         finally:
             if hasattr(script, "run"):
-                script.run.folder.lock.release()
+                script.run.folder.lock.close()
                 script.run.stop_signal.received = None  # a process that a signal stops has no further run
             run_many.reset_accelerate()
 

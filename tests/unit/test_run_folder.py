@@ -26,7 +26,7 @@ def make(tmp_path):
 
     yield make
     for folder in made:
-        folder.lock.release()
+        folder.lock.close()
 
 
 def started(folder, step=0, metrics_bytes=0):
@@ -44,7 +44,7 @@ def killed_after_a_checkpoint(make) -> int:
     log(folder, 5, 0.5)
     saved = folder.metrics_bytes()
     log(folder, 6, 0.4)
-    folder.lock.release()
+    folder.lock.close()
     return saved
 
 
@@ -70,7 +70,7 @@ def test_a_file_that_lost_lines_is_not_filled_up(make, tmp_path):
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"launches": 5}', "\0" * 20])
 def test_a_run_goes_on_without_run_json(make, tmp_path, content):
-    started(make()).lock.release()
+    started(make()).lock.close()
     path = tmp_path / "run" / "run.json"
     path.unlink()
     if content is not None:
@@ -99,7 +99,7 @@ def test_the_folder_of_a_run_and_its_files_are_flushed_by_name(make, tmp_path, m
 
 
 def test_a_folder_with_a_run_is_refused_without_resume(make, capsys):
-    started(make()).lock.release()
+    started(make()).lock.close()
     with pytest.raises(SystemExit):
         make()
     assert "already holds a run: add --resume" in capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_a_folder_with_a_run_is_refused_without_resume(make, capsys):
 
 def test_checkpoints_without_run_json_are_a_run_too(make, tmp_path, capsys):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    make().lock.release()
+    make().lock.close()
     (tmp_path / "run" / "checkpoints" / "step_00000005").mkdir()
     with pytest.raises(SystemExit):
         make()

@@ -187,8 +187,10 @@ class OverProcesses:
         key = size, len(micro_batches), training
         if key not in self.schedules:
             self.schedules[key] = self._make_schedule(*key)
+        inputs, self.targets = zip(*micro_batches, strict=True)
         step = self.schedules[key].step if training else self.schedules[key].eval
-        step(arg_mbs=[(x,) for x, _ in micro_batches], target_mbs=[target for _, target in micro_batches])
+        # torch cuts tensors into the micro-batches; targets may be of any type, so it gets their numbers.
+        step(torch.cat(inputs), target=torch.arange(len(inputs)))
 
     def _make_schedule(self, size: int, count: int, training: bool):
         # Given the shapes, torch need not run a forward and a backward pass to infer them.
@@ -201,7 +203,10 @@ class OverProcesses:
         # 1F1B refuses fewer micro-batches than stages, for which it would equal GPipe.
         kind = Schedule1F1B if self.schedule == "1f1b" and training and count >= num_stages else ScheduleGPipe
         # scale_grads would divide by the number of micro-batches; loss_fn divides by the samples.
-        return kind(stage, count, loss_fn=lambda output, target: self.loss_fn(output, target), scale_grads=False)
+        return kind(stage, count, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.loss_fn(output, self.targets[number])
 
 
 def sum_over_replicas(model: nn.Module, group) -> None:

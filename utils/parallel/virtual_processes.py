@@ -73,6 +73,8 @@ def check_fsdp(accelerator: Accelerator, number: int) -> None:
         )
     if accelerator.whole_gradients:
         stop("--virtual_processes reduces the gradients of each micro-batch: leave --whole_gradients out")
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        stop(f"--virtual_processes with FSDP needs torch 2.13 or newer, and this is {torch.__version__}")
     plugin = accelerator.state.fsdp_plugin
     if plugin.mixed_precision_policy:
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
