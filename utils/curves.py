@@ -32,7 +32,9 @@ def save_picture(picture: Path, draw: Callable) -> None:
             figure.set_dpi(120)
             # savefig would draw the figure twice.
             write_atomically(picture, FigureCanvasAgg(figure).print_png)
-    except Exception as error:  # matplotlib is missing or cannot draw these values, the disk is full, ...
+    except ModuleNotFoundError as error:
+        show(f"{picture.name} is not drawn without {error.name}: pip install -r scripts/requirements.txt")
+    except Exception as error:  # matplotlib cannot draw these values, the disk is full, ...
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         show(f"warning: {picture} cannot be drawn or written: {reason}", "yellow")
 

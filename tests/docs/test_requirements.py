@@ -1,20 +1,26 @@
-"""requirements.txt, with the extra `test` of pyproject.toml, has what the code imports, and nothing else."""
+"""The requirements files and the extra `test` of pyproject.toml have what the code imports, and nothing else."""
 
 import ast
-import contextlib
 import re
+import subprocess
 import sys
-import tomllib
 from importlib import metadata
 
 import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 FOLDERS = ("utils", "tools", "scripts", "examples", "tests", "benchmarks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 OWN = {*FOLDERS, *(path.stem for path in FILES), *(path.parent.name for path in FILES)}
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the name in an import is a different one
+# pytest-xdist and ruff are run and never imported; --log_with tensorboard needs tensorboard.
+PROGRAMS = {"pytest-xdist", "ruff", "tensorboard"}
 
 
 def imported(path) -> set[str]:
@@ -29,35 +35,79 @@ def imported(path) -> set[str]:
 
 
 def distribution(requirement: str) -> str:
-    """The normalised name at the start of a line of requirements.txt, or of an import."""
+    """The normalised name at the start of a requirement, or of an import."""
     name = re.match(r"[\w.-]*", DISTRIBUTIONS.get(requirement, requirement))[0]
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def requirements() -> list[Requirement]:
-    """requirements.txt, and the extra `test`, without which some tests are skipped."""
-    listed = (ROOT / "requirements.txt").read_text().splitlines()
-    listed += tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
-    return [Requirement(line) for line in listed if not line.startswith("#")]
+def listed(*files: str) -> list[Requirement]:
+    lines = [line.partition("#")[0].strip() for file in files for line in (ROOT / file).read_text().splitlines()]
+    return [Requirement(line) for line in lines if line and not line.startswith("-r")]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_every_import_is_in_requirements_or_the_standard_library(path):
-    listed = {distribution(requirement.name) for requirement in requirements()}
-    assert {distribution(name) for name in imported(path) - OWN} <= listed
+def of_runs() -> list[Requirement]:
+    return listed("requirements.txt", "scripts/requirements.txt")
 
 
-def test_every_requirement_is_imported_or_a_tool():
+def of_tests() -> list[Requirement]:
+    """With the extra `test`, without which some tests are skipped."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
+    return [*of_runs(), *listed("tests/requirements.txt"), *map(Requirement, extra)]
+
+
+def brought(requirements: list[Requirement]) -> set[str]:
+    """The names of the requirements, and of what those need that are installed: psutil comes with accelerate."""
+    names = {distribution(requirement.name) for requirement in requirements}
+    for name in list(names):
+        try:
+            needs = map(Requirement, metadata.requires(name) or [])
+        except metadata.PackageNotFoundError:
+            continue
+        names |= {distribution(need.name) for need in needs if "extra" not in str(need.marker)}
+    return names
+
+
+@pytest.mark.parametrize("folders", [("utils", "scripts"), FOLDERS], ids=["runs", "all"])
+def test_every_import_is_in_requirements_or_the_standard_library(folders):
+    available = brought(of_runs() if folders != FOLDERS else of_tests())
+    for path in FILES:
+        if path.relative_to(ROOT).parts[0] in folders:
+            assert {distribution(name) for name in imported(path) - OWN - {"tomli"}} <= available, path
+
+
+def test_every_requirement_is_imported_or_a_program():
     packages = set()
     for path in FILES:
         packages |= imported(path)
-    # pytest-xdist and ruff are run and never imported; --log_with tensorboard needs tensorboard.
-    named = {distribution(requirement.name) for requirement in requirements()}
-    assert named - {distribution(name) for name in packages} <= {"pytest-xdist", "ruff", "tensorboard"}
+    named = {distribution(requirement.name) for requirement in of_tests()}
+    assert named - {distribution(name) for name in packages} <= PROGRAMS
+
+
+def test_the_file_that_a_copy_takes_along_is_short_and_accepts_prereleases_of_torch():
+    assert len((ROOT / "requirements.txt").read_text().splitlines()) <= 10
+    bounds = {requirement.name: requirement.specifier for requirement in of_runs()}
+    assert bounds["torch"].contains("2.10.0a0+b558c986e8.nv25.11", prereleases=True)
+    assert bounds["torch"].contains("2.15.0+cpu")
 
 
 def test_the_installed_versions_are_within_the_bounds():
-    for requirement in requirements():
+    for requirement in of_tests():
         assert str(requirement.specifier).startswith(">=")
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            assert requirement.specifier.contains(metadata.version(requirement.name))
+        try:
+            assert requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def test_ci_installs_the_oldest_versions_of_all_bounds():
+    """By the command in .ci/run itself."""
+    command = re.search(r"\$\((sed -nE .*)\)$", (ROOT / ".ci" / "run").read_text(), re.M)[1]
+    files = ["requirements.txt", "scripts/requirements.txt", "tests/requirements.txt"]
+    command = command.replace('"${requirements[@]}"', " ".join(files))
+    pinned = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    pins = {Requirement(line).name: Requirement(line).specifier for line in pinned.split()}
+    requirements = listed(*files)
+    assert pins.keys() == {requirement.name for requirement in requirements}
+    for requirement in requirements:
+        (bound,) = requirement.specifier
+        assert pins[requirement.name].contains(bound.version.removesuffix("a0"))

@@ -1,6 +1,7 @@
 """Problems are made for real where this machine allows it; other machines are given as facts."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -9,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from conftest import ROOT
+from conftest import CONFIGS, ROOT
 
 from tools import doctor
 
-CONFIGS = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+NAMES = {path.stem for path in CONFIGS}
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_a_package_that_cannot_be_imported_is_an_error_with_the_remedy(monkeypat
 def test_configs_that_fit(machine, gpus, device, names):
     facts = machine(gpus, device=device)
     assert [name for name, *_ in doctor.choices(facts)] == names
-    assert set(names) <= CONFIGS
+    assert set(names) <= NAMES
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 8])
@@ -131,7 +132,6 @@ HIDDEN = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "driver_gpus": 8}
         (0, HIDDEN, True, "lists 8 GPUs, torch sees none: unset CUDA_VISIBLE_DEVICES"),
         (0, {"untested": {"torch": (None, "~=2.15")}}, True, "torch is not installed: pip install"),
         (0, {"untested": {"torch": ("2.1", "~=2.15")}}, False, "torch 2.1 is not the tested ~=2.15: pip install"),
-        (0, {"untested": {"ruff": (None, "~=0.17")}}, False, "ruff is not installed: pip install"),
         (1, {"complaints": ["V100: no kernels"]}, True, "V100: no kernels"),
         (8, {"cores": 4}, False, "8 processes would share 4 cores"),
         (0, {"cores": 1}, False, "2 processes would share 1 core:"),
@@ -168,3 +168,16 @@ def test_requirements_that_are_not_met(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text("\n".join(lines))
     found = doctor.untested_packages(tmp_path / "requirements.txt")
     assert found == {"no-such-package": (None, ">=1"), "ruff": ("0.1", "~=9.0")}
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [("2.10.0a0+nv25.11", "2.10"), ("2.12.1", "2.10"), ("2.13.0+cpu", "2.15"), ("2.16.0", "2.15")],
+)
+def test_the_nearest_of_the_tested_versions_of_torch(version, tested):
+    assert doctor.nearest(version) == tested
+
+
+def test_the_oldest_tested_version_is_the_bound():
+    (bound,) = re.findall(r"^torch>=(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.M)
+    assert doctor.TESTED[0] == bound

@@ -130,10 +130,10 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path, capsys, monkeypat
 
     def without_matplotlib(name, *rest):
         if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
+            raise ModuleNotFoundError(name="matplotlib")
         return real_import(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     plots.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    assert "No module named 'matplotlib" in capsys.readouterr().out
+    assert "curves.png is not drawn without matplotlib: pip install" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

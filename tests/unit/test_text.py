@@ -1,5 +1,6 @@
 """Text for language models: documents, tokenizers, and packed sequences."""
 
+import importlib
 import math
 import subprocess
 import sys
@@ -206,3 +207,11 @@ def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys, monkey
     assert load_text(str(tmp_path / "content")) == (["a", "a"], ["a", "a"])
     unlabelled = write_parquet(tmp_path / "unlabelled", train=["a", "b"], test=[None, ""])
     assert "needs a non-empty document" in stops(capsys, load_text, unlabelled)
+
+
+def test_a_missing_tokenizers_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.delitem(sys.modules, "utils.datasets.text")
+    with pytest.raises(SystemExit):
+        importlib.import_module("utils.datasets.text")
+    assert "needs the package tokenizers: pip install -r scripts/requirements.txt" in capsys.readouterr().err

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/mnist_mlp.py"  # in the commands
 INSTALL = "pip install -r requirements.txt"
 MIN_SHM_GIB = 1
-TEST_PACKAGES = ("pytest", "pytest-xdist", "ruff")  # not needed for a run
+TESTED = ("2.10", "2.15")  # the oldest and the newest torch of .ci/run
 # A regular expression for NAME=value, where it makes a run go wrong, and why. The first match counts.
 VARIABLES = (
     ("WORLD_SIZE=(?!1$).*|LOCAL_RANK=.*", "everywhere", "makes a process wait for others"),
@@ -42,7 +42,8 @@ def gather() -> SimpleNamespace:
     import torch
     from accelerate.commands.config import default_config_file
 
-    with warnings.catch_warnings(record=True, action="always") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator and accelerator.type == "cuda":
             torch.cuda.init()
@@ -79,6 +80,11 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def nearest(version: str) -> str:
+    """The tested version of torch that is nearest to this one."""
+    return min(TESTED, key=lambda tested: abs(int(tested.split(".")[1]) - int(version.split(".")[1])))
 
 
 def count_driver_gpus() -> int:
@@ -120,7 +126,7 @@ def problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
     """The problems as (whether a run would fail or go wrong, message)."""
     for name, (version, tested) in facts.untested.items():
         state = f"{version} is not the tested {tested}" if version else "is not installed"
-        yield not version and name not in TEST_PACKAGES, f"{name} {state}: {INSTALL}"
+        yield not version, f"{name} {state}: {INSTALL}"
     if facts.driver_gpus and not facts.num_gpus:
         advice = "update the driver, or install a torch built with CUDA for this driver"
         if "CUDA_VISIBLE_DEVICES" in facts.environment:
@@ -157,7 +163,8 @@ def main() -> int:
     show(f"Use {name}.yaml: {why}\n    {command}\n\nOr")
     for name, why, command in others:
         show(f"{name + '.yaml':<16}{why}\n    {command}")
-    show("")
+    version = metadata.version("torch")
+    show(f"\ntorch {version}: the tests run with {' and '.join(TESTED)}, of which {nearest(version)} is nearer\n")
     found = sorted(problems(facts), reverse=True)
     for fails, sentence in found:
         show(f"{'error' if fails else 'warning'}: {sentence}", "red" if fails else "yellow")

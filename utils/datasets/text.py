@@ -10,12 +10,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from ..console import stop
 from .hub import TEST_SPLITS, load_dataset
+
+try:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+except ModuleNotFoundError:
+    stop("text needs the package tokenizers: pip install -r scripts/requirements.txt")
 
 STDLIB = "stdlib"
 # Tests, generated tables, and what not every installation has.
