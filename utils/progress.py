@@ -80,7 +80,7 @@ class Progress:
             self.bar.close()
         numbers = {name: value for name, value in result.items() if is_number(value) and name != "samples"}
         shown = ", ".join(f"test {metric_text(name, value)}" for name, value in numbers.items()) or plural(step, "step")
-        show(f"done: {shown} in {self.train_s:.1f} s of training; model, curves and summary in {folder}", "green")
+        show(f"done: {shown} in {self.train_s:.1f} s of training; the model and its numbers are in {folder}", "green")
 
     def summary(self, step: int) -> dict:
         """The times of this launch, for summary.json."""
