@@ -175,7 +175,7 @@ def test_a_rank_that_cannot_write_ends_the_run_with_a_sentence(fault, step, sent
     flags = ["--dataset", small_mnist, *FLAGS, "--output_dir", tmp_path / "run"]
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        codes, _ = ended(start(2, tmp_path, flags), 60)
+        codes, _ = ended(start(2, tmp_path, flags), 120)
     log = (tmp_path / "log").read_text()
     assert list(codes.values()) == [2, 2], log[-3000:]
     assert log.count("error: ") == 1, log[-3000:]
@@ -185,7 +185,7 @@ def test_a_rank_that_cannot_write_ends_the_run_with_a_sentence(fault, step, sent
     if step is None:
         return
     damaged_part(tmp_path / "run")
-    codes, _ = ended(start(2, tmp_path, [*flags, "--resume"]), 60)
+    codes, _ = ended(start(2, tmp_path, [*flags, "--resume"]), 120)
     log = (tmp_path / "log").read_text()
     assert list(codes.values()) == [0, 0], log[-3000:]
     assert "step_00000002 is skipped: model.safetensors: its SHA-256 is not the one" in log

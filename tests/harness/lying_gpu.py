@@ -7,6 +7,7 @@ no streams and no GPU memory, and refuses only tensors on the wrong device. On a
 
 import contextlib
 import os
+import pkgutil
 import shlex
 import sys
 import traceback
@@ -216,8 +217,12 @@ def replacements(events: Events, gpus: int) -> list:
         "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype": grouped,
         "torch.optim.optimizer._group_tensors_by_device_and_dtype": grouped,
     }
-    patches = [mock.patch(name, return_value=answer) for name, answer in answers.items()]
-    return patches + [mock.patch(name, stand_in) for name, stand_in in stand_ins.items()]
+    stand_ins |= {name: mock.MagicMock(return_value=answer) for name, answer in answers.items()}
+    patches = []
+    for name, stand_in in stand_ins.items():
+        owner, _, attribute = name.rpartition(".")  # not mock.patch(name), which finds no torch.optim.optimizer in 3.10
+        patches.append(mock.patch.object(pkgutil.resolve_name(owner), attribute, stand_in))
+    return patches
 
 
 @contextlib.contextmanager
