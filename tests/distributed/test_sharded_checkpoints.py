@@ -164,6 +164,7 @@ def damaged_part(folder):
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "step", "sentence"),
     [

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from importlib import metadata
 
@@ -100,14 +99,8 @@ def test_the_installed_versions_are_within_the_bounds():
 
 
 def test_ci_installs_the_oldest_versions_of_all_bounds():
-    """By the command in .ci/run itself."""
-    command = re.search(r"\$\((sed -nE .*)\)$", (ROOT / ".ci" / "run").read_text(), re.M)[1]
-    files = ["requirements.txt", "scripts/requirements.txt", "tests/requirements.txt"]
-    command = command.replace('"${requirements[@]}"', " ".join(files))
-    pinned = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    pins = {Requirement(line).name: Requirement(line).specifier for line in pinned.split()}
-    requirements = listed(*files)
-    assert pins.keys() == {requirement.name for requirement in requirements}
-    for requirement in requirements:
+    assert "install setuptools -c tests/oldest.txt" in (ROOT / ".ci" / "run").read_text()
+    pins = {requirement.name: requirement.specifier for requirement in listed("tests/oldest.txt")}
+    for requirement in listed("requirements.txt", "scripts/requirements.txt", "tests/requirements.txt"):
         (bound,) = requirement.specifier
-        assert pins[requirement.name].contains(bound.version.removesuffix("a0"))
+        assert pins[requirement.name].contains(bound.version.removesuffix("a0")), requirement
