@@ -16,8 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import distributed
 
-from .atomic_files import read_entry
-from .console import plural, printable, show
+from .console import plural, printable
 from .topology import data_parallel_gpus, requested_topology
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "numpy")
@@ -97,27 +96,6 @@ def announce(
     )
     accelerator.print(printable(banner), flush=True)
     return topology | (model_parts.notes if model_parts else {})
-
-
-def warn_of_other_numbers(accelerator: Accelerator, folder: Path, topology: dict) -> None:
-    """Warn if a resumed run will differ, by more than promised, from its last launch, which run.json describes."""
-    launches = read_entry(folder / "run.json", "launches", list) if accelerator.is_main_process else None
-    if not launches:  # no readable run.json
-        return
-    before, now = decides_numbers(launches[-1]), decides_numbers(topology)
-    effect = "dropout and BatchNorm depend on these, and differ from now on; not with --virtual_processes"
-    if topology["virtual_processes"]:
-        effect = "its results will not equal, bit for bit, the results on one kind of hardware"
-    if before != now:
-        show(f"warning: this run was started on {before} and continues on {now}: {effect}", "yellow")
-
-
-def decides_numbers(topology: dict) -> str:
-    """What decides the last bits with virtual processes; without them, what dropout and BatchNorm depend on."""
-    if not topology["virtual_processes"]:
-        return f"{plural(topology['num_processes'] * topology['gradient_accumulation_steps'], 'micro-batch')} per step"
-    kinds = {(p["device_name"] or p["cpu"], plural(p["cpu_threads"], "thread")) for p in topology["processes"]}
-    return ", ".join([*sorted(" with ".join(kind) for kind in kinds), f"torch {topology['torch']}"])
 
 
 def describe_code() -> dict:

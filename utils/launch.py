@@ -31,7 +31,7 @@ from .agree import same_on_all
 from .banner import code_digest
 from .console import explain_errors, stop
 from .flags import with_defaults
-from .processes import check_restarts, follow_launcher, has_launcher, was_restarted
+from .processes import check_restarts, end_process_group, follow_launcher, has_launcher, was_restarted
 from .topology import (
     bind_gloo_to_the_route,
     check_gpus,
@@ -40,7 +40,6 @@ from .topology import (
     share_of_cores,
     wants_cpu,
 )
-from .watchdog import Watchdog, end_process_group, is_lost_peer
 
 
 class TrainingAccelerator(Accelerator):
@@ -49,6 +48,7 @@ class TrainingAccelerator(Accelerator):
     virtual_processes = 0  # the value of --virtual_processes; 0: off
     split_batch = True  # each process gets a part of the batch; False if the processes share the model
     whole_gradients = False  # the value of --whole_gradients
+    steps_done = 0  # by the run, for the watchdog
 
     def __init__(self, *args, **kwargs):
         if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") != "2":
@@ -180,7 +180,7 @@ def make_accelerator(
         atexit.register(abort_process_group)
     check_topology(accelerator)
     if watchdog:
-        watchdog.watch(settings.timeout_s)
+        watchdog.watch(accelerator, settings.timeout_s)
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})
@@ -227,14 +227,16 @@ def create_accelerator(settings: argparse.Namespace, accumulation: int, handlers
             kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
         )
     except (ValueError, RuntimeError) as error:  # unsupported precision, FSDP on a CPU, ...
+        from .watchdog import is_lost_peer
+
         if is_lost_peer(error) or memory.is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())
         stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
 
 
-def attach_to_process(args: argparse.Namespace) -> Watchdog | None:
-    """Set up the launcher's death signal, error messages and, if there is a launcher, the watchdog."""
+def attach_to_process(args: argparse.Namespace):
+    """Set up the launcher's death signal and error messages, and return the Watchdog if there is a launcher."""
     follow_launcher()
     # Accelerate's optimizer searches the disk for an optional package twice per step: 8 % of a step of mnist_mlp.py
     # with batches of 64.
@@ -244,6 +246,8 @@ def attach_to_process(args: argparse.Namespace) -> Watchdog | None:
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         explain_errors(out_of_memory)
         return None
+    from .watchdog import Watchdog, is_lost_peer
+
     watchdog = Watchdog(args)
     explain_errors(out_of_memory, (is_lost_peer, watchdog.sentence))
     bind_gloo_to_the_route()

@@ -138,7 +138,6 @@ class GlobalLoader:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if loss_weights is not None and shard is not None:
             raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")
-        length = min(len(dataset), max_samples or len(dataset))
         if accumulation is None:
             accumulation = 1 if seed is None else accelerator.gradient_accumulation_steps
         self.dataset, self.accelerator, self.loss_weights, self.seed = dataset, accelerator, loss_weights, seed
@@ -154,7 +153,7 @@ class GlobalLoader:
             self.stream_seed = combine(-1 if seed is None else seed, number, 5)  # -1 is not a seed of a training loader
         self.sums_gradients = shard is not None or accelerator.virtual_processes > 0
         self.sampler = GlobalSampler(
-            length,
+            min(len(dataset), max_samples or len(dataset)),
             batch_size,
             *(shard or (accelerator.process_index, accelerator.num_processes)),
             seed=None if seed is None else self.stream_seed,

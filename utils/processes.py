@@ -1,4 +1,4 @@
-"""Follow the launcher when it is killed, or when it restarts the processes."""
+"""Follow the launcher when it is killed, or when it restarts the processes; end the process group."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import sys
 
 import psutil
 from accelerate.utils import gather_object
+from torch import distributed
 
 from .console import stop
 from .signals import end_with_parent
@@ -59,3 +60,16 @@ def was_restarted() -> bool:
     can_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     # On a machine where no process failed, the count stays 0.
     return can_restart and any(gather_object([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))]))
+
+
+def end_process_group() -> None:
+    """End the process group, after the watchdog, which reads its store.
+
+    gloo's threads end with the last reference to the group. One that still had to free the tensors of the last
+    collective while the interpreter ends would abort the process (before Python 3.14).
+    """
+    if distributed.is_initialized():
+        from .watchdog import Watchdog
+
+        Watchdog.end()
+        distributed.destroy_process_group()

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from .agree import on_main, same_on_all, same_result
-from .banner import announce, warn_of_other_numbers
+from .banner import announce
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
@@ -29,12 +29,12 @@ from .loader import Batch, GlobalLoader, describe_data
 from .memory import peak_memory_gib
 from .metrics import Metrics
 from .parallel import same_weights
+from .processes import end_process_group
 from .progress import Progress
 from .randomness import combine, device_generators, seed_generators
 from .run_folder import RunFolder
 from .sampler import GlobalSampler
 from .signals import StopSignal
-from .watchdog import Watchdog, end_process_group
 
 
 def invariants_of(args: argparse.Namespace, loaders: dict[str, GlobalLoader], data: dict) -> dict:
@@ -105,7 +105,7 @@ class Run:
         self.step, self.summary = 0, {}
         self.stopped_early = False
         self.last_test = {}
-        self.completed = self.trackers = self.profiler = None
+        self.completed = self.profiler = None
 
     def start(
         self,
@@ -156,13 +156,6 @@ class Run:
             self.completed = summary
             done = "the run is done" if self.step == total_steps else "the run stopped early"
             return accelerator.print(f"{done}, after {plural(self.step, 'step')}: nothing to do")
-        if summary and args.save_best and self.step % self.steps_per_epoch:
-            stop(
-                f"the run ended after {plural(self.step, 'step')}, in the middle of an epoch, with a test that a "
-                "longer run does not have; --save_best may have kept its model: start a new run in another folder"
-            )
-        if self.step and model_parts is None:
-            warn_of_other_numbers(accelerator, self.folder.path, topology)
         if accelerator.is_main_process and model_parts is None:
             warn_of_batch_norm(models, train_loader.sampler)
         self._attach(models)
@@ -190,10 +183,8 @@ class Run:
             elif accelerator.is_main_process:
                 show(f"warning: no profile: it needs {WARM_UP + 1} steps, and fewer are left", "yellow")
         if accelerator.log_with:
-            from .extras.trackers import Trackers
-
             config = {name: v for name, v in vars(args).items() if isinstance(v, (int, float, str))}
-            self.trackers = Trackers(accelerator, config)
+            accelerator.init_trackers("run", config=config)
 
     def epochs(self) -> Iterator[int]:
         """Yield the remaining epochs, until `total_steps` steps are done or --patience ends the run.
@@ -260,7 +251,7 @@ class Run:
 
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 during training; the test batch's number, from 1, during testing."""
-        Watchdog.step = self.step
+        self.accelerator.steps_done = self.step
         seed_generators(combine(self.args.seed, self.step, batch.slot, test_batch), self.devices)
 
     def _step_done(self, epoch: int) -> None:
@@ -317,8 +308,7 @@ class Run:
             return
         metrics = {name: to_python(value) for name, value in metrics.items()}
         metrics = {name: value for name, value in metrics.items() if is_number(value)}
-        if self.trackers is not None:
-            self.trackers.log({f"{split}/{name}": value for name, value in metrics.items()}, self.step)
+        self.accelerator.log({f"{split}/{name}": value for name, value in metrics.items()}, self.step)
         if self.accelerator.is_main_process:
             self.folder.write_metrics({"split": split, "step": self.step, "epoch": epoch + 1, **metrics})
             self.progress.show_line(split, self.step, epoch + 1, metrics)
@@ -388,8 +378,9 @@ class Run:
             "checkpoint_time_s": round(self.checkpoints.save_time_s, 4),
             **self.progress.summary(self.step),
         }
-        if self.trackers is not None:
-            self.trackers.finish()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        self.accelerator.trackers = []
         if self.accelerator.is_main_process:
             path = self.folder.path
             self.folder.write_summary(summary)

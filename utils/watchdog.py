@@ -18,6 +18,7 @@ import time
 import traceback
 
 import torch.distributed.nn.functional  # noqa: F401  imported later, its default arguments would keep the group alive
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import distributed
 
@@ -56,7 +57,6 @@ class Watchdog(threading.Thread):
         found: the message about the rank that is behind; None while the run progresses.
     """
 
-    step = 0  # optimizer steps done; `Run` sets it on the class
     current: "Watchdog | None" = None  # the one of this process
 
     def __init__(self, args: argparse.Namespace):
@@ -68,18 +68,18 @@ class Watchdog(threading.Thread):
         self.beats, self.beat_at, self.progress, self.since = 0, 0.0, None, 0.0
         self.ended = threading.Event()
 
-    def watch(self, timeout_s: float) -> None:
+    def watch(self, accelerator: Accelerator, timeout_s: float) -> None:
         """Start watching; does nothing with one process. Collective."""
-        if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        if accelerator.num_processes == 1:
             return
         self.end()  # the watchdog of an earlier run
+        self.accelerator, self.rank = accelerator, accelerator.process_index
         self.timeout_s, self.patience_s = timeout_s, max(PATIENCE * timeout_s, SHORTEST_S)
-        self.rank = distributed.get_rank()
         self.store = distributed.distributed_c10d._get_default_store()  # no public API
         self.ranks = gather_object([self.publish(time.monotonic())])
         # A thread inside a call of the store would crash the interpreter's shutdown.
         atexit.register(self.end)
-        group = distributed.group.WORLD  # not kept: see end_process_group
+        group = distributed.group.WORLD  # not kept: see processes.end_process_group
         # From torch 2.15 on, the NCCL backend calls them before it aborts the process.
         if getattr(group, "supports_abort_hooks", False):
             group.register_abort_hook(id(self), self.nccl_aborts)
@@ -132,8 +132,9 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(RuntimeError):  # backends that do not count them
             collectives = distributed.group.WORLD._get_sequence_number_for_group()
         was_stopped = now - self.beat_at > self.patience_s / 3
-        if self.progress != [self.step, collectives] or was_stopped:
-            self.progress, self.since = [self.step, collectives], now
+        progress = [self.accelerator.steps_done, collectives]
+        if self.progress != progress or was_stopped:
+            self.progress, self.since = progress, now
         self.beats, self.beat_at = self.beats + 1, now
         at = own_line(traceback.walk_stack(sys._current_frames().get(self.watched)))
         still_s = now - self.since
@@ -157,20 +158,9 @@ class Watchdog(threading.Thread):
     def message(self, reason: str, line: str | None = None) -> str:
         """This rank, its line of code, and what happened."""
         line = line or own_line(traceback.walk_stack(sys._current_frames().get(self.watched)))
-        behind = f"; {self.found}" if self.found and self.progress[0] == self.step else ""
+        behind = f"; {self.found}" if self.found and self.progress[0] == self.accelerator.steps_done else ""
         this_rank = f"rank {os.environ['RANK']} on {socket.gethostname()}"
         return f"{this_rank} lost another process at {line}: {reason}{behind}{self.advice()}"
-
-
-def end_process_group() -> None:
-    """End the process group, after the watchdog, which reads its store.
-
-    gloo's threads end with the last reference to the group. One that still had to free the tensors of the last
-    collective while the interpreter ends would abort the process (before Python 3.14).
-    """
-    Watchdog.end()
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def sentence_about(ranks: list[dict], timeout_s: float) -> str | None:

@@ -354,15 +354,6 @@ def test_a_buffer_that_changes_in_the_forward_pass_is_refused_unless_it_is_avera
     assert (f"the buffer 1.{name.split(',')[0]}, " in capsys.readouterr().err) is not is_averaged
 
 
-def test_sparse_gradients_are_refused_before_any_step(tmp_path, capsys):
-    flags = ["--virtual_processes", 8, "--sparse", "--output_dir", tmp_path / "run"]
-    assert run_many.run("sometimes", flags) == 2
-    assert "needs dense gradients, but embed has sparse ones" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    with pytest.raises(SystemExit):
-        vp.check_dense([nn.EmbeddingBag(3, 2, sparse=True)])
-
-
 @pytest.mark.parametrize("step", [1, 2])
 def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused(step):
     """Also in the last micro-batch of a step, after which the sum is in the parameters."""

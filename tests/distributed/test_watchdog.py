@@ -99,7 +99,7 @@ def said(monkeypatch, capsys):
     """What rank 1 says of an error."""
     monkeypatch.setenv("RANK", "1")
     watchdog = Watchdog(SimpleNamespace(resume=False, output_dir="runs/new"))
-    watchdog.progress = [watchdog.step, 5]
+    watchdog.accelerator, watchdog.progress = SimpleNamespace(steps_done=0), [0, 5]
 
     def say(error, **changes):
         vars(watchdog).update(changes)
@@ -159,15 +159,12 @@ def dog(monkeypatch):
         register_abort_hook=hooks.__setitem__,
         _get_sequence_number_for_group=lambda: 5,
     )
-    monkeypatch.setattr(watchdog.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(watchdog.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(watchdog.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(watchdog.distributed, "group", SimpleNamespace(WORLD=group))
     monkeypatch.setattr(watchdog.distributed.distributed_c10d, "_get_default_store", distributed.HashStore)
     monkeypatch.setattr(watchdog, "gather_object", lambda states: [*states, *states])
     monkeypatch.setenv("RANK", "1")
     dog = Watchdog(SimpleNamespace())
-    dog.watch(timeout_s=600)
+    dog.watch(SimpleNamespace(num_processes=2, process_index=1, steps_done=0), timeout_s=600)
     (dog.hook,) = hooks.values()
     yield dog
     dog.end()

@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import launch
 from utils.signals import StopSignal
-from utils.watchdog import Watchdog
 
 accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=40, output_dir="run", resume=False))
 rank, ones = accelerator.process_index, torch.ones(2)
@@ -25,13 +24,13 @@ def until(name):
         time.sleep(0.01)  # endless loop
 
 
-Watchdog.step = 7
+accelerator.steps_done = 7
 if rank == 1:
     until("first")
 torch.distributed.all_reduce(ones)  # first
 print(f"rank {rank} goes on", flush=True)
 
-Watchdog.step = 8
+accelerator.steps_done = 8
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 if rank == 0:
     Path("pid").write_text(str(os.getpid()))
@@ -40,7 +39,7 @@ if rank == 0:
 model(ones).sum().backward()  # backward
 print(f"rank {rank} goes on", flush=True)
 
-Watchdog.step = 9
+accelerator.steps_done = 9
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 torch.distributed.all_reduce(ones)  # third

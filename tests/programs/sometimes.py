@@ -1,5 +1,4 @@
-"""Parameters that get a gradient in some micro-batches only or never, sparse and complex ones, and a model that is idle
-in some micro-batches.
+"""Parameters that get a gradient in some micro-batches only or never, a complex one, and a model that is idle in some.
 
 Which micro-batch it is decides, so that runs with --virtual_processes must have the same bits on any number of
 processes.
@@ -24,7 +23,6 @@ WORDS = 11
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
     add = parser.add_argument_group("training", resume_invariant=True).add_argument
-    add("--sparse", action="store_true", help="an embedding with sparse gradients")
     add("--complex", action="store_true", help="a complex parameter")
     add(
         "--idle",
@@ -42,9 +40,9 @@ def parse_args():
 class Net(nn.Module):
     """Two outputs for a list of words; odd micro-batches use more parameters than even ones."""
 
-    def __init__(self, sparse, is_complex):
+    def __init__(self, is_complex):
         super().__init__()
-        self.embed = nn.Embedding(WORDS, 8, sparse=sparse)
+        self.embed = nn.Embedding(WORDS, 8)
         self.head = nn.Linear(8, 2)
         self.rare = nn.Linear(8, 2)
         self.unmoved = nn.ParameterList([torch.ones(2) for _ in range(3)])
@@ -70,7 +68,7 @@ def main():
     words = torch.randint(WORDS, (60, 5), generator=torch.Generator().manual_seed(0))
     loader = GlobalLoader(TensorDataset(words, words.sum(1) % 2), args.batch_size, accelerator, seed=args.seed)
 
-    state = {"model": Net(args.sparse, args.complex)}
+    state = {"model": Net(args.complex)}
     if args.idle >= 0:
         state["idle"] = nn.Linear(5, 2)
     models = [*state]

@@ -545,15 +545,6 @@ def test_a_second_loader_is_part_of_the_run(start, capsys, changed, said):
         assert len(set(itertools.chain(*list(whole.read.values())[:3]))) == 50  # an epoch of the second loader
 
 
-def test_a_resume_with_other_micro_batches_warns_of_dropout(start, capsys):
-    assert start(Regression(epochs=1, stop_at=(1, "step"))) == EXIT_REQUEUE
-    assert start(Regression(epochs=1, stop_at=(2, "step")), resume=True) == EXIT_REQUEUE
-    assert "warning" not in capsys.readouterr().out
-    assert start(Regression(epochs=1), resume=True, gradient_accumulation_steps=2) is None
-    said = capsys.readouterr().out
-    assert "warning: this run was started on 1 micro-batch per step and continues on 2 micro-batches per step" in said
-
-
 class Normalised:
     """A model with BatchNorm, of which this process computes every second micro-batch."""
 
@@ -647,20 +638,6 @@ def test_a_tracker_of_your_own_gets_every_number(start, tmp_path):
     (line,) = lines(tmp_path / "run", "test")
     assert test == {f"test/{name}": line[name] for name in ("loss", "bias", "samples")}
     assert tracker.logged[0][1]["train/lr"] == 0.01
-
-
-class FailingTracker(OwnTracker):
-    def log(self, values, step=None, **_):
-        super().log(values, step)
-        raise ConnectionError("no route to the server")
-
-
-def test_a_tracker_that_fails_is_a_warning_and_the_run_goes_on(start, tmp_path, capsys):
-    failing, tracker = FailingTracker(), OwnTracker()
-    assert start(Regression(epochs=1), options={"log_with": [failing, tracker]}) is None
-    assert (len(failing.logged), len(tracker.logged)) == (1, 3)
-    assert capsys.readouterr().out.count("warning: the tracker") == 1
-    assert summary(tmp_path / "run")["step"] == 4
 
 
 def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_path, capsys):

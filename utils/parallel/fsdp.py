@@ -113,8 +113,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
 
     if isinstance(model, FSDPModule):
         return
-    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
-    if scalars:
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         stop(f"FSDP cannot shard 0-dimensional parameters such as {scalars[0]}: give it shape (1,)")
     plugin, dynamo = accelerator.state.fsdp_plugin, accelerator.state.dynamo_plugin
     is_set = {key: getattr(plugin, key) for key in ("cpu_ram_efficient_loading", "activation_checkpointing")}

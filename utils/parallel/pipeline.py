@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -66,9 +67,6 @@ def measure_blocks(blocks: dict[str, nn.Module], x: torch.Tensor, rounds: int = 
 def balance_stages(costs: dict[str, BlockCost], num_stages: int) -> list[list[str]]:
     """Split blocks so that the slowest stage is as fast as possible; no stage is empty.
 
-    By dynamic programming: best[last] is the best split of the blocks before `last` into the stages so far: the time of
-    its slowest stage, and its boundaries.
-
     Args:
         costs: by block, in the order in which the model runs them.
 
@@ -76,18 +74,16 @@ def balance_stages(costs: dict[str, BlockCost], num_stages: int) -> list[list[st
         The names of the blocks of each stage.
     """
     names, seconds = list(costs), [cost.time_s for cost in costs.values()]
-    best = {0: (0.0, [0])}
-    for stage in range(num_stages):
-        stages_after = num_stages - stage - 1
-        longer = {}
-        for last in range(stage + 1, len(names) - stages_after + 1):
-            longer[last] = min(
-                (max(slowest, sum(seconds[first:last])), [*boundaries, last])
-                for first, (slowest, boundaries) in best.items()
-                if first < last
-            )
-        best = longer
-    _, boundaries = best[len(names)]
+
+    @functools.cache
+    def split(last: int, stages: int) -> tuple[float, list[int]]:
+        """The best split of the blocks before `last`: the time of its slowest stage, and its boundaries."""
+        if stages == 1:
+            return sum(seconds[:last]), [0, last]
+        earlier = ((first, *split(first, stages - 1)) for first in range(stages - 1, last))
+        return min((max(slowest, sum(seconds[first:last])), [*ends, last]) for first, slowest, ends in earlier)
+
+    _, boundaries = split(len(names), num_stages)
     return [names[first:last] for first, last in itertools.pairwise(boundaries)]
 
 

@@ -240,10 +240,10 @@ def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def flat(gradients: dict, bucket: list[nn.Parameter], world_size: int) -> torch.Tensor:
-    """The gradients of a bucket in one real vector; at its end, for each parameter, whether it has one."""
-    size = sum(parameter.numel() for parameter in bucket) * (2 if bucket[0].is_complex() else 1) + len(bucket)
+    """The gradients of a bucket in one vector; at its end, for each parameter, whether it has one."""
+    size = sum(parameter.numel() for parameter in bucket) + len(bucket)
     padded = math.ceil(size / world_size) * world_size
-    values = torch.zeros(padded, dtype=bucket[0].dtype.to_real(), device=bucket[0].device)
+    values = torch.zeros(padded, dtype=bucket[0].dtype, device=bucket[0].device)
     for number, (parameter, view) in enumerate(views(values, bucket).items()):
         if parameter in gradients:
             values[number - len(bucket)] = 1
@@ -255,9 +255,8 @@ def views(values: torch.Tensor, bucket: list[nn.Parameter]) -> dict[nn.Parameter
     """The gradients in a vector as from `flat`, with the strides of the parameters: fused steps need these."""
     parts, start = {}, 0
     for parameter in bucket:
-        part = values[start : start + parameter.numel() * (2 if parameter.is_complex() else 1)]
+        part = values[start : start + parameter.numel()]
         start += len(part)
-        part = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
         parts[parameter] = part.as_strided(parameter.size(), parameter.stride())
     return parts
 
@@ -372,7 +371,6 @@ def sum_gradients_by_tree(
     accelerator: Accelerator, models: list[nn.Module], optimizers: Iterable[Optimizer] = ()
 ) -> None:
     """Make `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective."""
-    check_dense(models)
     for optimizer in optimizers if accelerator.device.type == "cpu" else ():
         unfuse(optimizer)
     before = bits_of_buffers(models)
@@ -410,17 +408,6 @@ def unfuse(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("fused"):
             group["fused"] = None
-
-
-def check_dense(models: list[nn.Module]) -> None:
-    """Stop if an embedding has sparse gradients, which DDP does not put into buckets."""
-    for name, module in (pair for model in models for pair in model.named_modules()):
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            layer = name.removeprefix("module.")  # of DDP
-            stop(
-                f"--virtual_processes needs dense gradients, but {layer} has sparse ones: create it with sparse=False, "
-                "or leave --virtual_processes out"
-            )
 
 
 def bits_of_buffers(models: list[nn.Module]) -> dict[tuple[nn.Module, str], int]:
