@@ -1,4 +1,4 @@
-"""Where processes compare what they have, and stop together if it differs. Every function here is collective."""
+"""Compare values between processes, and stop all processes if they differ. Every function here is collective."""
 
 import math
 import operator

@@ -85,7 +85,7 @@ def stop(sentence: str, alone: bool = False) -> None:
 
 
 def own_line(frames: Iterable[tuple]) -> str:
-    """FILE:LINE of the innermost of `frames`, as from traceback.walk_stack, outside libraries and what calls them."""
+    """FILE:LINE of the innermost of `frames` (see traceback.walk_stack) that is neither in a library nor calls one."""
     for frame, line in frames:
         file = frame.f_code.co_filename
         if "-packages" not in file and not file.startswith((LIBRARY, *PASSED_THROUGH, "<")):
@@ -94,7 +94,7 @@ def own_line(frames: Iterable[tuple]) -> str:
 
 
 def explain_errors(*explanations: tuple[Callable, Callable]) -> None:
-    """Have errors that a user can do something about explained in one line; all others keep their traceback.
+    """Print one line instead of a traceback for errors that a user can fix; all others keep their traceback.
 
     Args:
         explanations: pairs of functions, matches(error) and sentence(error, line of code). The first match is printed

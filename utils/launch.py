@@ -204,7 +204,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def create_accelerator(settings: argparse.Namespace, accumulation: int, handlers: list) -> TrainingAccelerator:
-    """Create the Accelerator, replacing the defaults with which training silently goes wrong."""
+    """Create the Accelerator without those of its defaults that silently train something else."""
     check_gpus()
     if settings.deterministic or settings.virtual_processes:
         use_deterministic_algorithms()

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from .console import stop
 from .randomness import widest_float
 
-# What a line of metrics.jsonl has beside the metrics.
+# The other keys of a line in metrics.jsonl.
 RESERVED = {"split", "step", "epoch", "samples", "lr", "samples_per_s", "data_wait_pct"}
 COLUMNS = ("value", "weight", "index", "step")
 
@@ -84,7 +84,8 @@ class Metrics:
         """The means by name, losses first, and "samples", over all processes; then start again. Collective.
 
         Sums and weights are added up and divided at the end: an average of per-process averages is wrong as soon as
-        one process has fewer samples. A mean over no weight at all is nan. A loss that is not finite stops the run.
+        one process has fewer samples. If the weights add up to 0, the mean is nan. A loss that is not finite
+        stops the run.
         """
         sums = self._sums()
         samples, _ = sums.pop("samples")

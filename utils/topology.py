@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 
 from .console import plural, stop
 
-# What Kubeflow and SkyPilot tell each machine, and what torchrun makes of it.
+# Variables in which Kubeflow and SkyPilot state the size of the job, and the ones that torchrun sets.
 PROMISED = {
     "PET_NNODES": "GROUP_WORLD_SIZE",
     "PET_NPROC_PER_NODE": "LOCAL_WORLD_SIZE",

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import json
 import math
 from types import SimpleNamespace
 
@@ -456,19 +455,6 @@ def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
     flags += ["--dataset", run["arguments"]["dataset"], "--virtual_processes", number]
     assert run_many.run("mlp", flags) == 2
     assert "virtual_processes was 8 and is " in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_resume_on_another_kind_of_machine_warns(runs, tmp_path, capsys):
-    folder = run_many.back_to(runs / "mlp" / "1", 3, tmp_path / "run")
-    flags = [*SCRIPTS["mlp"], *COMMON, "--resume", "--output_dir", folder]
-    run = run_reader.record(folder)
-    flags += ["--dataset", run["arguments"]["dataset"]]
-    run["launches"][0]["processes"][0]["cpu"] = "Another CPU"
-    (folder / "run.json").write_text(json.dumps(run))
-    assert run_many.run("mlp", flags) is None
-    said = capsys.readouterr()
-    assert "warning: this run was started on Another CPU with 1 thread, torch " in said.out + said.err
 
 
 SHARDED = {

@@ -70,20 +70,6 @@ def test_a_wrong_number_is_seen_on_the_process_that_has_it(threads, monkeypatch)
     assert third.startswith("1 of 6 numbers, [1] is ")
 
 
-@pytest.mark.parametrize(
-    ("name", "factors"),
-    [
-        ("broadcast", (1, 1, 1)),
-        ("all_reduce SUM", (1, 1.5, 1.75)),
-        ("all_gather", (1 / 2, 3 / 4, 7 / 8)),
-        ("reduce_scatter", (1 / 2, 3 / 4, 7 / 8)),
-        ("new_group", (0, 1, 1.5)),
-    ],
-)
-def test_bus_bandwidth_has_the_factors_of_nccl_tests(name, factors):
-    assert [collectives.OPERATIONS[name].bus_factor(n) for n in (2, 4, 8)] == pytest.approx(factors)
-
-
 def test_a_slow_pair_stands_out_and_a_slow_host_is_named():
     fast, slow, late = (10e-6, 1e9), (10e-6, 0.4e9), (35e-6, 1e9)
     ranks = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]

@@ -79,18 +79,6 @@ def test_scales_follow_the_name_and_the_values(tmp_path):
     assert "test, last 0.1" in [text.get_text() for text in panels["loss"].get_legend().get_texts()]
 
 
-@pytest.mark.parametrize("steps", [[7], [1, 2], [1, 2, 3], range(0, 100000, 1000)])
-def test_ticks_on_the_step_axis_are_integers(tmp_path, steps):
-    lines = [line("train", step, loss=1.0 + step) for step in steps]
-    figure = plots.draw_curves(curves(tmp_path, lines), "")
-    figure.canvas.draw()
-    ticks = figure.axes[0].get_xticks()
-    assert len(ticks)
-    assert all(tick == round(tick) for tick in ticks)
-    begin, end = figure.axes[0].get_xlim()
-    assert [tick for tick in ticks if begin <= tick <= end]
-
-
 @pytest.mark.parametrize("values", [[0.31], [0.301, 0.305], [1e-9, 5.0], [-3.0, 2.0], [0.0]])
 def test_a_loss_axis_always_has_labels(tmp_path, values):
     lines = [line("test", step, loss=value) for step, value in enumerate(values)]

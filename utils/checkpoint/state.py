@@ -1,6 +1,6 @@
 """Models, optimizers and any other object as named tensors and JSON. Nothing that is read back is executed.
 
-`save` returns both, and None for the one that there is not; sharded tensors stay DTensors. `load` takes what any
+`save` returns tensors and JSON, either of which may be None; sharded tensors stay DTensors. `load` takes what any
 number of processes saved, sharded or not. `settings` and `layout` must be equal when resuming.
 """
 

@@ -41,5 +41,5 @@ def load_dataset(dataset: str, example: str, folder: Path | None = None) -> dict
         if cache in reason:
             stop(f"the cache {cache} cannot be used ({reason}): remove it, or set HF_HOME")
         if is_folder:
-            stop(f"--dataset {dataset} holds no intact dataset ({reason}): mend it, or remove its copies in {cache}")
+            stop(f"--dataset {dataset} holds no intact dataset ({reason}): fix it, or remove its copies in {cache}")
         stop(f"--dataset {dataset} is not a folder, and cannot be loaded from the Hub: {reason}")

@@ -143,9 +143,9 @@ def check_memory(dataset: str, num_bytes: int) -> None:
 
 
 def split_by_hash(documents: list[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    """Split (name, text) pairs into texts for training and for testing, by the hash of each text's first name."""
+    """Split (name, text) pairs into texts for training and for testing, by a hash of each text's name."""
     documents = sorted(document for document in documents if document[1])
-    names = {text: name for name, text in reversed(documents)}  # equal texts are all on one side
+    names = {text: name for name, text in reversed(documents)}  # equal texts: the first name, so all are on one side
     by_hash = sorted(names, key=lambda text: hashlib.sha256(os.fsencode(names[text])).digest())
     test = set(by_hash[: math.ceil(len(names) * TEST_FRACTION)])
     return [text for _, text in documents if text not in test], [text for _, text in documents if text in test]

@@ -3,7 +3,7 @@
 P processes with k accumulation steps get exactly the weights and running statistics of one process with P x k
 accumulation steps: all micro-batches of a step have the same weight. Each of them updates the running statistics that
 the step began with, as PyTorch does, once per call of the layer; the step ends with the mean of the results. So on one
-process without accumulation, they are PyTorch's. With C calls of a layer in each micro-batch:
+process without accumulation, this is PyTorch's BatchNorm. With C calls of a layer in each micro-batch:
 
     for call in 1 ... C: running = (1 - momentum) x running + momentum x mean of the micro-batches' statistics in it
 

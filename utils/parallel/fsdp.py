@@ -25,7 +25,7 @@ REFUSED = {"register_hook": HOOKS, "normal_": RANDOM, "uniform_": RANDOM}  # tor
 
 
 class Replaced(nn.Parameter):
-    """A parameter that a shard has replaced in the model: what is done to it is done to its `shard`.
+    """A parameter from before `prepare`: operations on it act on the `shard` that has replaced it in the model.
 
     So a list of parameters made before `prepare` can be clipped, frozen or given to an optimizer, as with DDP.
     """
@@ -39,7 +39,7 @@ class Replaced(nn.Parameter):
 
 
 def replace(parameter: nn.Parameter, shard: nn.Parameter) -> None:
-    """Free the numbers of a parameter, and have it stand for its shard."""
+    """Free a parameter's memory, and redirect operations on it to its shard."""
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         stop(HOOKS)
     parameter.data = parameter.data.new_empty(0)
@@ -144,7 +144,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     ids = [*map(id, model.parameters())]
 
     def check(*_) -> None:
-        """Before the first forward pass, which gives each module its own shard again."""
+        """Runs before the first forward pass, which would undo ties made after prepare."""
         if [*map(id, model.parameters())] != ids:
             stop("FSDP does not see parameters that are tied or replaced after prepare: do so before")
         handle.remove()

@@ -404,7 +404,7 @@ def sum_gradients_by_tree(
 
 
 def unfuse(optimizer: Optimizer) -> None:
-    """Take torch's default step: on CPUs, a fused one rounds the last entries of a tensor, so of a shard, apart."""
+    """Use torch's default step: on CPUs, a fused one rounds the last entries of each tensor or shard differently."""
     for group in optimizer.param_groups:
         if group.get("fused"):
             group["fused"] = None
