@@ -51,8 +51,11 @@ class TrainingAccelerator(Accelerator):
     steps_done = 0  # by the run, for the watchdog
 
     def __init__(self, *args, **kwargs):
-        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") != "2":
-            stop("FSDP needs `fsdp_version: 2` in the config file, as in accelerate_configs/fsdp.yaml")
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            if os.environ.get("FSDP_VERSION") != "2":
+                stop("FSDP needs `fsdp_version: 2` in the config file, as in accelerate_configs/fsdp.yaml")
+            if torch.__version__ < (2, 9, 99):  # over gloo, gradients would be summed: pytorch/pytorch#162338
+                stop(f"FSDP needs torch 2.10 or newer, and this is {torch.__version__}: use ddp.yaml or cpu_ddp.yaml")
         super().__init__(*args, **kwargs)
         self.around_backward = contextlib.nullcontext  # returns the context manager of every backward pass
         self.loaders = {}  # by name; None after run.start
