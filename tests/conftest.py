@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
         for marker in item.iter_markers("others"):
             (library,) = marker.args
             if not importlib.util.find_spec(library):
-                item.add_marker(pytest.mark.skip(reason=f"needs {library}: the extra `test` of pyproject.toml"))
+                item.add_marker(pytest.mark.skip(reason=f"needs {library}: tests/others.txt"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""The requirements files and the extra `test` of pyproject.toml have what the code imports, and nothing else."""
+"""The requirements files have what the code imports, and nothing else."""
 
 import ast
 import re
@@ -9,12 +9,7 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-FOLDERS = ("utils", "tools", "scripts", "examples", "tests", "benchmarks")
+FOLDERS = ("utils", "tools", "scripts", "examples", "tests", "benchmarks", "prove_training")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 OWN = {*FOLDERS, *(path.stem for path in FILES), *(path.parent.name for path in FILES)}
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the name in an import is a different one
@@ -49,9 +44,7 @@ def of_runs() -> list[Requirement]:
 
 
 def of_tests() -> list[Requirement]:
-    """With the extra `test`, without which some tests are skipped."""
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
-    return [*of_runs(), *listed("tests/requirements.txt"), *map(Requirement, extra)]
+    return [*of_runs(), *listed("tests/requirements.txt", "tests/others.txt")]
 
 
 def brought(requirements: list[Requirement]) -> set[str]:
@@ -71,7 +64,7 @@ def test_every_import_is_in_requirements_or_the_standard_library(folders):
     available = brought(of_runs() if folders != FOLDERS else of_tests())
     for path in FILES:
         if path.relative_to(ROOT).parts[0] in folders:
-            assert {distribution(name) for name in imported(path) - OWN - {"tomli"}} <= available, path
+            assert {distribution(name) for name in imported(path) - OWN} <= available, path
 
 
 def test_every_requirement_is_imported_or_a_program():

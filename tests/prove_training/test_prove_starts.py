@@ -1,12 +1,13 @@
-"""How tools/prove_training finds a script, and imports what it imports once for all processes."""
+"""How prove_training finds a script, and imports what it imports once for all processes."""
 
 import ast
 import sys
 from pathlib import Path
 
 import pytest
-from prove_training import command, imports
 from torch.nn import functional as F
+
+from prove_training import command, imports
 
 LIBRARIES = {
     "plain_library": "from torch.nn.functional import cross_entropy\nfrom os import path",

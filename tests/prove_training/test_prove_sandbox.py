@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
 from prove_training import sandbox
 
-PROGRAM = ROOT / "tests" / "programs" / "writes_files.py"
+PROGRAM = ROOT / "tests" / "prove_training" / "writes_files.py"
 FILES = ("best.pt", "predictions.npy", "log.bin", "mapped.bin", "renamed.bin", "train.log", "truncated.bin")
 FILES += ("child.bin", "shared.bin", "checkpoints/step_1/model.bin")
 

@@ -1,8 +1,8 @@
-"""tools/prove_training: correct programs pass, and each mistake is named.
+"""prove_training: correct programs pass, and each mistake is named.
 
-Programs in the style of others, and the mistakes that somebody has made in them, are in tests/programs/foreign; one
-that trains through GlobalLoader and Run, and its mistakes, in tests/programs/planted.py and planted_mistakes.py. They
-run as the command runs them, in processes that are forked from this one.
+Programs in the style of others, and the mistakes that somebody has made in them, are in foreign/; one that trains
+through GlobalLoader and Run, and its mistakes, in planted.py and planted_mistakes.py. They run as the command runs
+them, in processes that are forked from this one.
 """
 
 import argparse
@@ -17,13 +17,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ROOT
-from prove_training import command, mistakes, proof, resuming, runs
-from prove_training.recording import Recording, files, same_work, starting, where
-from prove_training.recording.models import take_over
-from prove_training.runs import Outcome
-from prove_training.stages import Comparison, Finding, several, single, unfinished
-from prove_training.stages.evaluations import differing
-from prove_training.tensors import sampled
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -34,11 +27,18 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from tests.programs import planted_mistakes as planted
-from tests.programs.foreign.mistakes import MISTAKES
-from tests.programs.foreign.unusual_edits import WITH_ACCELERATE, WITH_DDP
+from prove_training import command, mistakes, proof, resuming, runs
+from prove_training.recording import Recording, files, same_work, starting, where
+from prove_training.recording.models import take_over
+from prove_training.runs import Outcome
+from prove_training.stages import Comparison, Finding, several, single, unfinished
+from prove_training.stages.evaluations import differing
+from prove_training.tensors import sampled
+from tests.prove_training import planted_mistakes as planted
+from tests.prove_training.foreign.mistakes import MISTAKES
+from tests.prove_training.foreign.unusual_edits import WITH_ACCELERATE, WITH_DDP
 
-FOREIGN = ROOT / "tests" / "programs" / "foreign"
+FOREIGN = ROOT / "tests" / "prove_training" / "foreign"
 NOT_PROGRAMS = ("__init__", "mistakes", "unusual_edits")
 CORRECT = sorted(path.stem for path in FOREIGN.glob("*.py") if path.stem not in NOT_PROGRAMS)
 RESUMES = {
@@ -179,7 +179,7 @@ def prove_planted(prove_it, monkeypatch):
         monkeypatch.delitem(sys.modules, name)  # other tests of this process imported them; the command does not
 
     def prove_planted(edits, **options) -> Said:
-        path = ROOT / "tests" / "programs" / "planted.py"
+        path = ROOT / "tests" / "prove_training" / "planted.py"
         return prove_it(path, [*edits, ("parents[2]", f"parents[0] / {str(ROOT)!r}")], **options)
 
     return prove_planted
