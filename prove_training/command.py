@@ -19,9 +19,13 @@ def process_counts(text: str) -> tuple[int, ...]:
 
 
 def module_file(name: str) -> Path | None:
-    """The file of a module of the working directory; it is not imported."""
-    place = Path.cwd().joinpath(*name.split("."))
-    return next(filter(Path.is_file, (place.with_suffix(".py"), place / "__main__.py")), None)
+    """The file of a module of the working directory, of src/ in it, or of an installed package; it is not imported."""
+    for folder in (Path.cwd(), Path.cwd() / "src", *map(Path, sys.path)):
+        place = folder.joinpath(*name.split("."))
+        for file in (place.with_suffix(".py"), place / "__main__.py"):
+            if file.is_file():
+                return file
+    return None
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:

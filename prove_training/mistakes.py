@@ -1,6 +1,8 @@
-"""The mistakes that `stages` names in any script: what is wrong, what to do, and where MISTAKES.md says more."""
+"""The mistakes that `stages` names in any script, and what to do about them; MISTAKES.md says more."""
 
-PAGE = "guides/MISTAKES.md"  # of the repository
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("MISTAKES.md")
 
 # By the section of the page, with _ for -; what to do about it.
 ADVICE = {
@@ -12,7 +14,8 @@ ADVICE = {
     "samples": "the parts of the processes must be disjoint, and together all of the data: use DistributedSampler",
     "stream": "an IterableDataset must give each process its own part: every world_size-th item from rank on, or "
     "datasets.distributed.split_dataset_by_node",
-    "local_rank": "take RANK for what divides the data, and LOCAL_RANK only for the device: dist.get_rank()",
+    "local_rank": "divide the data by RANK and WORLD_SIZE (dist.get_rank(), dist.get_world_size()): LOCAL_RANK and "
+    "torch.cuda.device_count() are those of one machine",
     "split": "give random_split a generator with a fixed seed: each process makes a split of its own",
     "items": "the data are made, split or augmented by random numbers that each process draws for itself: seed them",
     "set_epoch": "call sampler.set_epoch(epoch) before each epoch",
@@ -41,9 +44,10 @@ ADVICE = {
     "factor": "DistributedDataParallel averages over processes: the loss must be the mean over this process's samples",
     "gradient": "something changes the gradient in each micro-batch or process, or the loss depends on how the batch "
     "is cut",
-    "gather": "gather with torch.distributed.nn.functional.all_gather, which has a gradient",
+    "gather": "use all_gather or all_reduce of torch.distributed.nn.functional, through which gradients go",
     "clip_scaled": "call scaler.unscale_(optimizer) before the gradients are clipped",
-    "clip_early": "clip once, after the last backward pass of a step (with Accelerate: if accelerator.sync_gradients)",
+    "clip_early": "clip once, after the last backward pass of a step (with Accelerate: if accelerator.sync_gradients), "
+    "when the gradients are averaged",
     "clipped": "clip all gradients alike, after they are averaged",
     "schedule": "count the schedule in steps of the optimizer, on any number of processes (a scheduler that Accelerate "
     "has prepared steps once for each process)",
@@ -86,10 +90,15 @@ ADVICE_IN = {
 
 
 def advice(kind: str, framework: str = "") -> str:
-    """A sentence, and the section of the page that says more.
+    """A sentence.
 
     Args:
         framework: "Trainer" of transformers, "Lightning", or "".
     """
-    text = ADVICE_IN.get(framework, {}).get(kind, ADVICE[kind])
-    return f"{text} ({PAGE}#{kind.replace('_', '-')})"
+    return ADVICE_IN.get(framework, {}).get(kind, ADVICE[kind])
+
+
+def correction(kind: str) -> list[str]:
+    """The wrong lines of an example, and the right ones, as a diff."""
+    section = PAGE.read_text().partition(f"\n## {kind.replace('_', '-')}\n")[2].partition("\n## ")[0]
+    return section.partition("```diff\n")[2].partition("```")[0].splitlines()

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from . import resuming
-from .mistakes import advice
+from .mistakes import advice, correction
 from .recording.same_work import items_of_epoch, micro_batch
 from .runs import Outcome, Runs
 from .stages import ZERO, Comparison, Finding, evaluations, note, several, single, steps, trained_on
@@ -19,6 +19,7 @@ from .text import CannotTell, and_join, plural, show
 
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
 LAST_LINES = 12  # of what a process printed
+OF_NETWORKS = ("urlerror", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
 CHANGES = (
     "accelerator = Accelerator(), then model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and "
@@ -75,6 +76,8 @@ class Report:
             self.say(f"note: {finding.stage}: {finding.what}{place}", "yellow")
         for finding in self.findings:
             self.say(f"what to do: {advice(finding.kind, self.framework)}")
+            for line in correction(finding.kind) if not self.framework else ():
+                self.say(f"  {line}")
         self.say(verdict, {PROVEN: "green", CANNOT_TELL: "yellow"}.get(code, "red"))
         if self.as_json:
             found = [each._asdict() | {"advice": advice(each.kind, self.framework)} for each in self.findings]
@@ -131,11 +134,17 @@ class Proof:
             stands = "".join(f", and stands at {place.partition(' at ')[2]}" for place in outcome.waits)
             limit = f"{self.args.timeout_s:g} s{stands} (--timeout_s sets a longer time)"
             raise CannotTell(f"on one process it did not end in {limit}")
+        if outcome.records and (reason := outcome.records[0]["facts"].get("cannot_tell")):
+            raise CannotTell(reason)
         if outcome.error:
             if (found := unfinished(1, outcome)).kind != "fails":
                 return self._wrong(self.report.add("1 process", [found]))
             self.report.log(outcome)
+            if self.args.device == "cpu" and is_about_gpus(outcome.error):
+                raise CannotTell(f"it needs a GPU: {outcome.error}")
             printed = [f'; it printed last: "{record["printed"]}"' for record in outcome.records if record["printed"]]
+            offline = any(word in outcome.error.lower() for word in OF_NETWORKS)
+            printed += ["; without a network, a few samples in a local folder are enough"] * offline
             return FAILS, f"fails: on one process, {outcome.error}{''.join(printed)}"
         self.reference = reference = outcome.records[0]
         if reason := single.cannot_judge(reference):
@@ -170,14 +179,14 @@ class Proof:
 
     def _first_run(self) -> Outcome:
         outcome, is_on_cpu = self.runs(1, self.plan), self.args.device == "cpu"
-        if is_on_cpu and outcome.error and any(word in outcome.error.lower() for word in ("cuda", "nvidia", "gpu")):
+        if is_on_cpu and is_about_gpus(outcome.error):
             self.plan["without_gpu"] = True
             outcome = self.runs(1, self.plan)
         facts = outcome.records[0]["facts"] if outcome.records else {}
         if is_on_cpu and not outcome.error and facts.get("asks") and not facts["ddp"] and "accelerate" not in facts:
             # It may train with others only where there is an accelerator.
             again = self.runs(1, self.plan | {"without_gpu": True})
-            if not again.error and not again.waits:
+            if not again.error and not again.waits and "cannot_tell" not in again.records[0]["facts"]:
                 self.plan["without_gpu"], self.pretends, outcome = True, True, again
         sizes = given_sizes(outcome.records)
         if outcome.error and sizes and unfinished(1, outcome).kind == "fails":
@@ -230,6 +239,8 @@ class Proof:
                 found.append(problem._replace(kind=kind, what=what))
         if both is None and not found[0].kind:
             raise CannotTell(found[0].what)
+        if outcome.error and self.plan.get("own_batch_size") and "shape" in outcome.error.lower():
+            raise CannotTell(f"the model is made for one batch size, and prove divides it: {outcome.error}")
         if any(record["facts"]["refuses"] for record in outcome.records):
             if is_first:
                 raise CannotTell(f"it refuses {name}: {outcome.error}")
@@ -302,6 +313,10 @@ class Proof:
             self.report.line("resumed", f"the same after step {done}")
 
 
+def is_about_gpus(error: str | None) -> bool:
+    return any(word in (error or "").lower() for word in ("cuda", "nvidia", "gpu", "triton"))
+
+
 def given_sizes(records: list[dict]) -> set[int]:
     """The batch sizes that the script has passed to DataLoader."""
     loaders = [loader for record in records for loader in record["facts"]["loaders"].values()]
@@ -321,6 +336,8 @@ def judged(
             return None, [note("process group", reason)]
     if any(record["steps"] for record in outcome.records) and several.are_plain(outcome.records):
         what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
+        if line := outcome.records[0]["facts"].get("data_parallel"):
+            what = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
         raise CannotTell(f"{what}. To change first: {CHANGES}")
     is_stuck = outcome.waits and len(outcome.records[0]["steps"]) < len(reference["steps"])
     if outcome.error or len(outcome.records) < processes or is_stuck:

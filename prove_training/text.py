@@ -8,6 +8,9 @@ COLOURS = {"red": 31, "green": 32, "yellow": 33}
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # characters that control a terminal
 
 
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
 class CannotTell(Exception):
     """Why there is no verdict."""
 
@@ -15,11 +18,15 @@ class CannotTell(Exception):
 def show(text: str, colour: str = "", file=None) -> None:
     """Print a line, its first word in a colour on a terminal."""
     file = file or sys.stdout
-    text = CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+    text = CONTROL.sub(lambda match: ascii(match[0])[1:-1], without_colours(text))
     if colour and file.isatty() and not os.environ.get("NO_COLOR"):
         first, space, others = text.partition(" ")
         text = f"\033[1;{COLOURS[colour]}m{first}\033[0m{space}{others}"
     print(text, file=file, flush=True)
+
+
+def without_colours(text: str) -> str:
+    return COLOUR.sub("", text)
 
 
 def plural(count: int, word: str) -> str:

@@ -6,7 +6,8 @@
                   whether gradients are reduced), gradients before clipping and at the step, learning rates, weights
     evaluations   samples, collectives and lines of output between two steps in which nothing was trained
     saves         what torch.save and save_state were given
-    initial, final, weights   the model before, after, and between the steps
+    initial, final  the model before and after the steps
+    weights       files with weights and optimizer states, by the number of steps before them
     orders        the indices of each pass of a sampler that shuffles
     facts         what the script uses
     error, waits  how it failed; where it stood when time ran out
@@ -25,7 +26,7 @@ import torch
 
 from .. import imports
 from ..sandbox import slowness
-from ..text import CannotTell
+from ..text import CannotTell, without_colours
 from . import data, evaluations, files, global_loader, models, processes, same_work, starting, where
 
 SECONDS_TO_END = 4  # what the script may take after its last epoch
@@ -44,15 +45,16 @@ class Recording:
         self.where = where.Where(plan["folder"])
         self.facts = {"is_complete": False, "refuses": False, "is_exact": False, "run": "", "is_finished": False}
         self.facts |= {"virtual_processes": 0, "has_saved": False, "loaders": {}, "switched_off": set()}
-        self.facts |= {"optimizers": [], "ddp": [], "around_ddp": []}
+        self.facts |= {"optimizers": [], "ddp": [], "around_ddp": [], "has_state": False}
         self.facts["asks"] = False  # whether there is an accelerator
+        self.facts["taken"] = set()  # ("schedule", 4): its state_dict was taken after 4 steps
         self.facts["lengths"] = set()  # of data before they are cut
         self.steps, self.saves = [], []
         self.record = {"rank": rank, "facts": self.facts, "steps": self.steps, "saves": self.saves, "evaluations": []}
-        self.record |= {"initial": {}, "weights": [], "orders": {}, "passes": [], "plateaus": []}
+        self.record |= {"initial": {}, "weights": {}, "orders": {}, "passes": [], "plateaus": []}
         self.new_step()
         self.is_ending, self.has_ended = False, False
-        self.lock, self.torch_save = threading.Lock(), torch.save
+        self.lock, self.torch_save, self.exit = threading.Lock(), torch.save, os._exit
         self.batches = data.Batches(self)
         self.models = models.Models(self)
         self.evaluations = evaluations.Evaluations(self)
@@ -62,11 +64,13 @@ class Recording:
         """Put all wrappers in place, before the script is imported."""
         for part in (same_work, data, models, evaluations, processes, starting, files, global_loader):
             part.install(self)
+        pid = os.getpid()  # and not that of a data worker
+        os._exit = lambda status: self.end_by_exit(status) if os.getpid() == pid else self.exit(status)
         imports.replace(where.replacements)
 
     def new_step(self) -> None:
         self.step = {"micro_batches": [], "clips": [], "gradients": {}, "collectives": [], "zeroed": []}
-        self.step |= {"drawn": [], "gathers": [], "scaler": []}
+        self.step |= {"drawn": [], "gathers": [], "scaler": [], "in_step": False, "is_pending": False}
 
     def begin_to_end(self) -> None:
         """The script has trained enough; it gets a little time for what comes after its last epoch."""
@@ -80,6 +84,11 @@ class Recording:
         """There can be no verdict."""
         self.facts["cannot_tell"] = reason
         self.end()
+
+    def end_by_exit(self, status: int) -> None:
+        """The script itself ends the process at once."""
+        self.facts["is_complete"] = True
+        self.end(f"it ends with {status}" if status else None)
 
     def end_waiting(self) -> None:
         """Time ran out: end, and record where the script stands."""
@@ -100,7 +109,7 @@ class Recording:
                 self.torch_save(self.record, path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
             sys.stdout.flush()
-            os._exit(1 if error or "cannot_tell" in self.facts else 0)
+            self.exit(1 if error or "cannot_tell" in self.facts else 0)
 
 
 def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str]) -> None:
@@ -112,7 +121,10 @@ def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str
     """
     recording = Recording(plan, rank)
     sys.argv = [script, *flags]
-    sys.path.insert(0, os.getcwd() if module else os.path.dirname(script))
+    folder = Path(script).parent
+    if module:  # the folder that its name begins in
+        folder = Path(script).parents[module.count(".") + (Path(script).name == "__main__.py")]
+    sys.path.insert(0, str(folder))
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):  # a fork has the states of its parent
         seed(100 + rank)
@@ -129,6 +141,7 @@ def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str
     except SystemExit as stopped:
         if stopped.code not in (None, 0):
             error = f"it ends with {stopped.code}"
+            recording.facts["refuses"] = not recording.steps
     except BaseException as raised:  # every error goes into the record
         shown = traceback.TracebackException.from_exception(raised)
         shown.stack[:] = [
@@ -137,13 +150,17 @@ def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str
         print(*shown.format(), sep="", end="", file=sys.stderr)
         frames = traceback.extract_tb(raised.__traceback__)
         place = recording.where.last_of(frames)
-        words = str(raised).strip().splitlines() or [""]
+        words = without_colours(str(raised)).strip().splitlines() or [""]
         error = f"{place}: " * bool(place) + f"{type(raised).__name__}: {words[0][:300]}"
         recording.record["doing"] = recording.where.doing(frames)
         recording.record["unused"] = recording.models.unused(str(raised))
+        if isinstance(raised, CannotTell):
+            recording.facts["cannot_tell"] = str(raised)
+        elif isinstance(raised, EOFError):
+            recording.facts["cannot_tell"] = f"it asks for input ({place}), and prove gives none"
+        elif frames and frames[-1].filename.startswith(where.OWN_FOLDER):
+            recording.facts["cannot_tell"] = f"prove has a fault of its own: {error}"
         # The script itself raised it, on purpose.
         is_meant = isinstance(raised, (AssertionError, ValueError, RuntimeError))
-        recording.facts["refuses"] = isinstance(raised, CannotTell) or (
-            is_meant and bool(frames) and recording.where.is_own(frames[-1].filename)
-        )
+        recording.facts["refuses"] = is_meant and bool(frames) and recording.where.is_own(frames[-1].filename)
     recording.end(None if recording.is_ending else error)

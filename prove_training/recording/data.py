@@ -91,6 +91,7 @@ class Batches:
     def begin_pass(self, loader) -> dict:
         current = {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False, "batches": 0}
         current |= {"random": digest(torch.get_rng_state()), "read": [], "used": [], "is_whole": False}
+        current["epoch"] = getattr(getattr(loader, "sampler", None), "epoch", None)  # of a DistributedSampler
         self.recording.record["passes"].append(current)
         self.read_to_end = None
         return current
@@ -222,6 +223,17 @@ def install_samplers(batches: Batches) -> None:
                     kwargs[word] = batches.cut(kwargs[word])
             original(sampler, *map(batches.cut, args[:1]), *args[1:], **kwargs)
             sampler.prove_generator = kwargs.get("generator") is not None
+
+    @wrap(torch_data.DistributedSampler, "__iter__")
+    def share(original, sampler):
+        """The share of a process in the order of the reference, if that has a sampler of another kind."""
+        key = getattr(sampler, "prove_key", None)
+        known = (batches.plan["orders"] or {}).get(key, [])
+        sampler.prove_passes = number = getattr(sampler, "prove_passes", -1) + 1
+        if not sampler.shuffle or number >= len(known) or len(known[number]) != len(sampler.dataset):
+            return original(sampler)
+        order = (known[number] + known[number])[: sampler.total_size]
+        return iter(order[sampler.rank :: sampler.num_replicas])
 
     for name in ("RandomSampler", "SubsetRandomSampler"):
 

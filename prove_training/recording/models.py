@@ -1,6 +1,9 @@
 """Models, optimizers and steps: gradients, weights, learning rates, and the coefficient of each loss."""
 
+import contextlib
+import os
 import re
+import shutil
 from collections import ChainMap
 
 import torch
@@ -14,11 +17,12 @@ from .where import before, wrap
 
 MOST_STEPS = 60
 STEPS_WITHOUT_LOADER = 10
-LARGEST_MODEL = 5_000_000  # parameters; weights of larger models are not handed on
+DISK = 0.5  # of the free space may be taken by weights that are handed on
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
 DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
 WRAPPERS = re.compile(r"\b(_forward_module|_orig_mod|module)\.")  # in names of parameters
+torch_load = torch.load  # before it is wrapped
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # layers for which train() and eval() matter
 
 
@@ -31,6 +35,7 @@ class Models:
         self.schedule_calls, self.depth, self.in_loss, self.in_backward = 0, 0, 0, False
         self.with_gradient = {}  # ids of parameters
         self.stepping, self.stepped = None, []  # optimizers, which may call others in a step
+        self.scalers = []
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The script itself calls a model, not another model."""
@@ -83,6 +88,7 @@ class Models:
         elif any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
             is_divided = any(kind.startswith("FSDP") for kind in kinds)  # the batch, and not only the layers
             facts.setdefault("ddp" if is_divided else "layers", []).append(self.recording.where.line())
+            facts["sharded"] = self.recording.where.line()
 
     def parameters(self) -> list[nn.Parameter]:
         found = [each for optimizer in self.optimizers for each in parameters_of(optimizer)]
@@ -110,17 +116,21 @@ class Models:
         So a difference cannot grow, and one found in a step does not show in the next. Weights of other optimizers stay
         as they are: a graph may still need them, as a generator's does while its discriminator steps.
         """
-        parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        is_large = sum(parameter.numel() for parameter in parameters) > LARGEST_MODEL
-        if self.plan["is_resumed"] is not None or is_large:
+        if self.plan["is_resumed"] is not None:
             return
+        parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         # An optimizer may call others, which hold the state.
         states = [ChainMap(*(each.state.get(parameter, {}) for each in self.optimizers)) for parameter in parameters]
         if self.plan["weights"] is None:
-            copies = [{name: copied(value) for name, value in state.items()} for state in states]
-            self.recording.record["weights"].append(([copied(parameter) for parameter in parameters], copies))
-        elif number < len(self.plan["weights"]):
-            weights, known = self.plan["weights"][number]
+            entries = [*parameters, *(value for state in states for value in state.values())]
+            size = sum(value.nbytes for value in entries if isinstance(value, torch.Tensor))
+            if size < DISK * shutil.disk_usage(self.plan["output"]).free:
+                file = os.path.join(self.plan["output"], f"weights_{number}.pt")
+                copies = [{name: copied(value) for name, value in state.items()} for state in states]
+                self.recording.torch_save(([copied(parameter) for parameter in parameters], copies), file)
+                self.recording.record["weights"][number] = file
+        elif number in self.plan["weights"]:
+            weights, known = torch_load(self.plan["weights"][number], "cpu", weights_only=False, mmap=True)
             if [each.shape for each in weights] == [each.shape for each in parameters] and len(known) == len(states):
                 take_over(parameters, states, weights, known)
 
@@ -217,8 +227,9 @@ class Models:
         return args[:1], {**kwargs, "closure": closure_of_step}
 
     def _note_weights(self, optimizer) -> None:
-        before = self.tensors_of(parameters_of(optimizer))
-        self.recording.step |= {"before": before, "state_before": self.state_of(optimizer)}
+        before, state = self.tensors_of(parameters_of(optimizer)), self.state_of(optimizer)
+        scales = {f"GradScaler {n}/scale": sampled(torch.tensor([s.get_scale()])) for n, s in enumerate(self.scalers)}
+        self.recording.step |= {"before": before, "state_before": state | scales}
 
     def _note_gradients(self, optimizer) -> None:
         recording, step, own = self.recording, self.recording.step, parameters_of(optimizer)
@@ -232,7 +243,15 @@ class Models:
         step["options"] = [repr({**group, "params": None}) for group in optimizer.param_groups]
         if not step["clips"] or step["clips"][-1][0] < len(step["micro_batches"]):
             step["gradients"] = gradients
-        step["modes"] = self.modes(own)
+        step["modes"], step["is_pending"] = self.modes(own), self._is_pending()
+
+    def _is_pending(self) -> bool:
+        """Whether FSDP keeps gradients that it has not reduced."""
+        with contextlib.suppress(AttributeError):  # no public API
+            modules = [each for model in self.models.values() for each in model.modules() if is_fsdp(each)]
+            groups = [group for each in modules for group in fsdp_groups(each)]
+            return any(each.unsharded_accumulated_grad is not None for group in groups for each in group.fsdp_params)
+        return False
 
     def after_step(self, optimizer, *_) -> None:
         recording = self.recording
@@ -242,6 +261,7 @@ class Models:
                 self.stepped.append(optimizer)
                 recording.facts["optimizers"].append(type(optimizer).__name__)
             recording.step["weights"] = self.tensors_of(parameters_of(optimizer))
+            recording.facts["has_state"] |= bool(optimizer.state)
             recording.steps.append(recording.step)
             self.hand_on(len(recording.steps), [optimizer])
             recording.new_step()
@@ -254,6 +274,16 @@ class Models:
                 owner, _, kind = name.rpartition(".")
                 if kind in ("running_mean", "running_var") and owner not in alike:
                     yield WRAPPERS.sub("", name), buffer
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    return type(module).__name__.startswith("FSDP") and hasattr(module, "_get_fsdp_state")
+
+
+def fsdp_groups(module: nn.Module) -> list:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # from torch 2.13 on
+    return several if several is not None else [state._fsdp_param_group] * (state._fsdp_param_group is not None)
 
 
 def parameters_of(optimizer) -> list[nn.Parameter]:
@@ -278,7 +308,7 @@ def take_over(parameters: list, states: list[dict], weights: list, known: list[d
         put(parameter, weight)
     for state, values in zip(states, known, strict=True):
         for name, value in values.items():
-            if name in state and isinstance(value, torch.Tensor):
+            if name in state and isinstance(value, torch.Tensor) and state[name].shape == value.shape:
                 put(state[name], value)
 
 
@@ -296,8 +326,8 @@ def install(recording) -> None:
             models.depth -= 1
 
     @wrap(DistributedDataParallel, "__init__")
-    def init_ddp(original, ddp, module, device_ids=None, output_device=None, **kwargs):
-        original(ddp, module, **kwargs)
+    def init_ddp(original, ddp, module, device_ids=None, output_device=None, *args, **kwargs):
+        original(ddp, module, None, None, *args, **kwargs)
         models.in_ddp[id(module)] = module
         recording.facts["ddp"].append(recording.where.line())
 
@@ -312,6 +342,10 @@ def install(recording) -> None:
         finally:
             models.in_backward = False
 
+    def note_replicas(*_, **__) -> None:
+        recording.facts["data_parallel"] = recording.where.line()
+
+    before(nn.DataParallel, "__init__", note_replicas)
     for name in LOSSES:
 
         @wrap(F, name)
@@ -341,6 +375,7 @@ def install_optimizers(models: Models) -> None:
         original(scaler, *args, **kwargs)
         scaler.prove_enabled = kwargs.get("enabled", args[5] if len(args) > 5 else True)  # without a GPU, it is not
         scaler._init_scale = 1.0  # so that no step is skipped, and gradients have their size
+        models.scalers += [scaler] * scaler.prove_enabled
 
     for name in ("unscale_", "step"):
 
@@ -366,6 +401,12 @@ def install_optimizers(models: Models) -> None:
     def step(schedule, *_, **__) -> None:
         models.schedule_calls += not getattr(schedule, "_is_initial", False)
 
+    def take(kind: str):
+        return lambda *_, **__: models.recording.facts["taken"].add((kind, len(models.recording.steps)))
+
+    schedules = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "state_dict" in vars(kind)]
+    for owner, kind in ((optimizer.Optimizer, "optimizer"), *((schedule, "schedule") for schedule in schedules)):
+        before(owner, "state_dict", take(kind))
     before(lr_scheduler.LRScheduler, "__init__", lambda schedule, *_, **__: models.schedules.append(schedule))
     before(lr_scheduler.ReduceLROnPlateau, "step", step_of_plateau)
     before(lr_scheduler.LRScheduler, "step", step)

@@ -13,6 +13,7 @@ from .where import before, wrap
 
 COLLECTIVES = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "gather_object")
 COLLECTIVES += ("all_gather_into_tensor",)
+IN_OPTIMIZERS = ("reduce_scatter", "reduce_scatter_tensor", "broadcast", "all_to_all", "all_to_all_single")
 OF_ACCELERATOR = ("gather", "gather_for_metrics", "reduce")
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,31 +32,46 @@ class Processes:
         """Record a collective call `name`, if any. Calls that a library makes within it are not the script's."""
         recording = self.recording
         if name and not self.depth:
+            self.note_in_step()
             line = recording.where.line()
             (recording.evaluations.current or recording.step)["collectives"].append((name, line))
             tensors = [value for value in args if isinstance(value, torch.Tensor)]
             shapes = " and ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
             self.calls.write(f"{len(recording.steps)} {name} {line} {shapes}\n")
             is_of_loss = torch.is_grad_enabled() and not recording.step["micro_batches"]  # and not for a log
-            if is_of_loss and "gather" in name and any(each.ndim > 1 and each.requires_grad for each in tensors):
-                recording.step["gathers"].append(line)
+            has_gradient = any(each.ndim > 1 and each.requires_grad for each in tensors)
+            if is_of_loss and has_gradient and ("gather" in name or name.startswith("all_reduce")):
+                recording.step["gathers"].append((name, line))
         self.depth += 1
         try:
             yield
         finally:
             self.depth -= 1
 
+    def note_in_step(self, *_, **__) -> None:
+        """The optimizer itself makes a collective call, as one whose state is divided over the processes does."""
+        if self.recording.models.stepping is not None:
+            self.recording.step["in_step"] = True
+
     def watch(self, owner, names: tuple[str, ...]) -> None:
         for name in names:
 
             @wrap(owner, name)
             def collective(original, *args, name=name, **kwargs):
-                with self.calling(name, (*args, *kwargs.values())):
+                extreme = {dist.ReduceOp.MAX: " MAX", dist.ReduceOp.MIN: " MIN"}
+                operation = "".join(extreme.get(each, "") for each in (*args, *kwargs.values()) if is_operation(each))
+                with self.calling(name + operation, (*args, *kwargs.values())):
                     return original(*args, **kwargs)
+
+
+def is_operation(value) -> bool:
+    return isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType))
 
 
 def install(recording) -> None:
     recording.processes.watch(dist, COLLECTIVES)
+    for name in IN_OPTIMIZERS:
+        before(dist, name, recording.processes.note_in_step)
     before(Join, "__enter__", lambda _: recording.facts.update(join=recording.where.line()))
 
     with contextlib.suppress(ImportError):

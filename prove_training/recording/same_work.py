@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import IterableDataset, Subset
 from torch.utils.data._utils import fetch
 
 from ..tensors import digest
+from . import pretended_gpu
 from .where import wrap
 
 TAG = "batch with digests"  # marks a plain tuple: a class could be imported twice
@@ -141,8 +141,11 @@ def install(recording) -> None:
             switched_off.add("dropout")
         return original(query, key, value, attn_mask, 0.0, *others, **options)
 
-    def batch_norm(original, input, mean, variance, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+    def batch_norm(
+        original, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+    ):
         """Normalizes with the initial running statistics; the running statistics are still updated."""
+        mean, variance = running_mean, running_var
         if mean is None:
             return original(input, mean, variance, weight, bias, training, momentum, eps)
         fixed = statistics.setdefault(id(mean), (mean.clone(), variance.clone(), mean))
@@ -199,52 +202,10 @@ def install_machine(recording) -> None:
             return original()
 
     if recording.plan["without_gpu"]:
-        OnCpu().install()
+        pretended_gpu.install(recording)
 
 
 def run_clock(name: str, factor: int) -> None:
     """Let a clock run `factor` times as fast."""
     begin = getattr(time, name)()
     wrap(time, name)(lambda original: begin + factor * (original() - begin))
-
-
-def pretend(owner, name: str, answer) -> None:
-    """Give this answer to all but PyTorch itself."""
-
-    @wrap(owner, name)
-    def ask(original, *args, **kwargs):
-        is_of_torch = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "torch"
-        return original(*args, **kwargs) if is_of_torch else answer
-
-
-class OnCpu(TorchFunctionMode):
-    """Keeps on the CPU what a script puts on a GPU, and says that there is one for each process."""
-
-    NOTHING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_per_process_memory_fraction")
-    ZERO = ("is_current_stream_capturing", "current_device", "memory_allocated", "max_memory_allocated")
-    ZERO += ("memory_reserved", "max_memory_reserved")
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        if function is torch.Tensor.to:
-            args = (args[0], *(self._place(each) for each in args[1:]))
-        if "device" in kwargs:
-            kwargs["device"] = self._place(kwargs["device"])
-        return function(*args, **kwargs)
-
-    def _place(self, device):
-        is_number = isinstance(device, int) and not isinstance(device, bool)
-        is_gpu = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
-        return torch.device("cpu") if is_number or is_gpu else device
-
-    def install(self) -> None:
-        for name in self.NOTHING:
-            setattr(torch.cuda, name, lambda *_, **__: None)
-        for name in self.ZERO:
-            setattr(torch.cuda, name, lambda *_, **__: 0)
-        for owner in (torch.cuda, torch.accelerator):
-            pretend(owner, "is_available", True)
-        pretend(torch.accelerator, "current_accelerator", torch.device("cuda"))
-        self.__enter__()

@@ -7,8 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from .same_work import pretend
-from .where import wrap
+from .where import pretend, wrap
 
 
 class Starting:
@@ -40,9 +39,9 @@ def install(recording) -> None:
         pretend(devices, "device_count", int(os.environ["LOCAL_WORLD_SIZE"]))
 
     @wrap(torch.multiprocessing, "start_processes")
-    def start(original, function, args=(), nprocs=1, *others, **options):
+    def start(original, fn, args=(), nprocs=1, *others, **options):
         starting.check(nprocs)
-        starting.run(function, (recording.rank, *args))
+        starting.run(fn, (recording.rank, *args))
 
     torch.multiprocessing.spawn = torch.multiprocessing.start_processes
 

@@ -10,6 +10,7 @@ from types import ModuleType
 PACKAGE = __name__.partition(".")[0]
 FRAMEWORKS = {" transformers.trainer": "Trainer", " lightning.": "Lightning", " pytorch_lightning.": "Lightning"}
 replacements = {}  # of functions in modules, by their ids
+wrapped = []  # each function, and what is called in its place
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -26,7 +27,7 @@ class Where:
     def is_own(self, file: str) -> bool:
         """Whether a file is in the script's folder, and neither installed there nor part of this package."""
         is_inside = file.startswith(os.path.join(self.root, "")) and not file.startswith(OWN_FOLDER)
-        return is_inside and "site-packages" not in file
+        return is_inside and "site-packages" not in file.removeprefix(self.root)
 
     def line(self) -> str:
         """The innermost line of the script's own files, as "train.py:64"."""
@@ -84,6 +85,7 @@ def wrap(owner, name: str):
             return function(original, *args, **kwargs)
 
         setattr(owner, name, replacement)
+        wrapped.append((original, function))
         if isinstance(owner, ModuleType):
             replacements[id(original)] = replacement
         return function
@@ -98,3 +100,12 @@ def before(owner, name: str, action) -> None:
     def call(original, *args, **kwargs):
         action(*args, **kwargs)
         return original(*args, **kwargs)
+
+
+def pretend(owner, name: str, answer) -> None:
+    """Give this answer to all but PyTorch itself."""
+
+    @wrap(owner, name)
+    def ask(original, *args, **kwargs):
+        is_of_torch = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return original(*args, **kwargs) if is_of_torch else answer

@@ -48,6 +48,7 @@ class Comparison:
         self.reference, self.ranks, self.processes, self.rounding = reference, ranks, len(ranks), rounding
         self.facts, self.is_exact = ranks[0]["facts"], reference["facts"]["is_exact"]
         self.compared, self.not_compared = set(), {}  # what; what and why not
+        self.has_drifted = False  # a state that is not handed on comes from steps with other weights of the samples
 
     def steps_of_ranks(self) -> Iterator[tuple[int, tuple[dict, ...]]]:
         """Each step by its number, with its record on each rank."""

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import operator
 from collections.abc import Iterator
 
@@ -27,8 +28,20 @@ def findings(both: Comparison) -> Iterator[Finding]:
             if finding.what not in said:
                 said.add(finding.what)
                 yield finding
+    yield from _same_epoch(both)
     if "samples" not in both.not_compared:
         both.compared.add("samples")
+
+
+def _same_epoch(both: Comparison) -> Iterator[Finding]:
+    """A DistributedSampler that is only there on several processes, and has the same order in each epoch."""
+    passes = [each for each in both.ranks[0]["passes"] if each["in_training"] and each["epoch"] is not None]
+    for one, other in itertools.pairwise(passes):
+        loader, known = (record["facts"]["loaders"].get(one["key"], {}) for record in (both.ranks[0], both.reference))
+        is_new = loader.get("sampler") == "DistributedSampler" != known.get("sampler") and loader["shuffles"]
+        if is_new and one["key"] == other["key"] and one["epoch"] == other["epoch"]:
+            yield Finding("set_epoch", "samples", "each epoch has the same order", None, loader["line"])
+            return
 
 
 def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[collections.Counter], is_whole: bool):

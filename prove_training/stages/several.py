@@ -13,7 +13,8 @@ def are_plain(ranks: list[dict]) -> bool:
 
 def findings(both: Comparison) -> Iterator[Finding]:
     made = [step for rank in both.ranks for step in rank["steps"]]
-    if not any(rank["facts"]["ddp"] for rank in both.ranks) and not any(step["collectives"] for step in made):
+    are_reduced = any(step["collectives"] or step["in_step"] for step in made)
+    if not any(rank["facts"]["ddp"] for rank in both.ranks) and not are_reduced:
         what = f"{both.processes} processes train alone: nothing averages their gradients"
         yield Finding("alone", "gradient", what, 1, first_line(made[0]) if made else "")
         return

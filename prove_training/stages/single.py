@@ -4,6 +4,8 @@ import collections
 import itertools
 from collections.abc import Iterator
 
+import torch
+
 from ..tensors import norm_of
 from ..text import and_join, plural
 from . import Finding, close, first_line, named, note, parts_of, passes_of, trained_on
@@ -14,6 +16,8 @@ def cannot_judge(record: dict) -> str | None:
     facts, steps = record["facts"], record["steps"]
     if reason := facts.get("cannot_tell"):
         return reason
+    if (line := facts.get("sharded")) and torch.__version__ < (2, 9, 99):
+        return f"torch {torch.__version__} adds FSDP's gradients up over gloo, where it should average them ({line})"
     if line := facts.get("local_sgd"):
         return f"LocalSGD lets the processes train alone for some steps, on purpose ({line})"
     if line := facts.get("flat"):
@@ -152,13 +156,16 @@ def _accumulation(record: dict, number: int, step: dict) -> Iterator[Finding]:
     epochs = {(part["key"], part["pass"]) for part in parts_of(step) if part["key"]}
     if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
         what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
-        if len(micro) > len(record["steps"][0]["micro_batches"]):
+        if len(micro) > window(record, number):
             yield Finding("leftover", "gradient", what, number, first_line(step))
         else:  # by a counter that goes on
             yield note("gradient", f"a step {what}", None, first_line(step))
     if step["scaler"][:1] == ["clip"] and "step" in step["scaler"]:
         what = "the gradients are still multiplied by GradScaler when they are clipped"
         yield Finding("clip_scaled", "clipping", what, number, step["clips"][0][1])
+    if step["is_pending"]:
+        what = "FSDP still has gradients that are not reduced when the optimizer steps"
+        yield Finding("not_reduced", "gradient", what, number, step["line"])
     if number == 1 and steps_too_early(record):
         what = f"the first step has 1 micro-batch, and the next one {usual}: a step comes after the first micro-batch "
         yield Finding("first_step", "gradient", f"{what}instead of the last", number, step["line"])
@@ -185,6 +192,15 @@ def _accumulation(record: dict, number: int, step: dict) -> Iterator[Finding]:
             yield Finding("last_step", "loss weights", what, number, first_line(step))
 
 
+def window(record: dict, number: int) -> int:
+    """The micro-batches of the next step within one epoch, else of the last one before; a window may grow meanwhile."""
+    steps = record["steps"]
+    for step in [*steps[number:], *reversed(steps[: number - 1])]:
+        if len({(part["key"], part["pass"]) for part in parts_of(step)}) == 1:
+            return len(step["micro_batches"])
+    return len(steps[0]["micro_batches"])
+
+
 def steps_too_early(record: dict) -> bool:
     """Whether the optimizer steps after the first micro-batch of a window: number % accumulation == 0."""
     counts = [len(step["micro_batches"]) for step in record["steps"][:2]]
@@ -204,15 +220,15 @@ def _schedule(record: dict) -> Iterator[Finding]:
 
 
 def _saves(record: dict) -> Iterator[Finding]:
-    has_state = any(len(state) for _, states in record["weights"] for state in states)
-    needed = {"optimizer": has_state, "schedule": record["facts"]["schedules"]}
+    needed = {"optimizer": record["facts"]["has_state"], "schedule": record["facts"]["schedules"]}
     for save in record["saves"]:
-        what = ""
+        what, taken = "", {kind for kind, after in record["facts"]["taken"] if after == save["after"]}
         if save["kind"] == "save_state":
-            if save["lacks_schedule"]:
+            if save["lacks_schedule"] and "schedule" not in taken:  # else it is in a file of the script's own
                 what = "save_state leaves the schedule out: it was not passed to accelerator.prepare"
         elif "model" in save["has"] and save["counters"]:
-            lacks = [f"the {part}" for part, is_needed in needed.items() if is_needed and part not in save["has"]]
+            has = save["has"] | taken
+            lacks = [f"the {part}" for part, is_needed in needed.items() if is_needed and part not in has]
             if lacks:
                 what = f"{save['path']} has {', '.join(save['counters'])}, and not {and_join(lacks)}"
         if what:

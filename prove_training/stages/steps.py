@@ -41,6 +41,9 @@ def rounding_of(reference: dict, again: dict) -> float:
 def findings(both: Comparison) -> Iterator[Finding]:
     found, wanted, steps = {}, both.reference["steps"], both.ranks[0]["steps"]
     for (number, of_ranks), one in zip(both.steps_of_ranks(), wanted, strict=False):
+        if number > 1 and number - 1 not in both.reference["weights"]:
+            both.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
+            break
         for finding in _step(both, number, one, of_ranks):
             if finding.kind != "gradient" or "token_weights" not in found:  # which changes gradients too
                 found.setdefault(finding.kind or finding.what, finding)
@@ -58,8 +61,14 @@ def _step(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) 
     if carried := list(_carried(both, number, wanted, steps)):
         yield from carried
         return
-    if differing := apart(steps, "gradients"):
+    if steps[0]["in_step"]:  # the optimizer averages them
+        steps = (averaged(steps), *steps[1:])
+    elif differing := apart(steps, "gradients"):
         what = f"{differing} have different gradients at the step"
+        if steps[0]["clips"] and not apart(steps, "at_step"):
+            what = "clipped before the gradients are averaged, by the norm that each process has alone"
+            yield Finding("clip_early", "clipping", what, number, steps[0]["clips"][-1][1])
+            return
         if not any(micro["syncs"] for micro in steps[0]["micro_batches"]) and facts["ddp"]:
             what += ", and none of its backward passes averages them"
         if facts["around_ddp"]:
@@ -72,6 +81,8 @@ def _step(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) 
         both.compared.add("averaged gradients")
     samples = samples_of(wanted)
     has_same_samples = facts["loaders"] and samples and samples == sum(map(samples_of, steps), collections.Counter())
+    is_shorter = samples.total() < largest_step(both.reference)
+    both.has_drifted |= steps[0]["in_step"] and (is_shorter or not has_same_samples)
     draws = next((each["line"] for one in (wanted, *steps) for each in one["micro_batches"] if each["draws"]), "")
     found = list(_gradient(both, number, wanted, steps)) if has_same_samples and not draws else []
     if draws and facts["loaders"]:
@@ -79,17 +90,19 @@ def _step(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) 
             yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
         both.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
     found += _losses(both, number, steps)
-    yield from found
-    if not found and (differing := apart(steps, "at_step")):
+    if not found and not steps[0]["in_step"] and (differing := apart(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
+    if not found and has_same_samples and not draws and steps[0]["clips"] and wanted["clips"]:
+        found += _gradient(both, number, wanted, steps, "at_step")
+    yield from found
     found_rates = list(_rates(both, number, wanted, steps))
     yield from found_rates
     if found_rates:
         return
     if differing := apart(steps, "weights"):
         yield Finding("weights", "weights", f"{differing} have different weights after the step", number, line)
-    elif has_same_samples and not draws and not found:
+    elif has_same_samples and not draws and not found and not both.has_drifted:
         yield from _weights(both, number, wanted, steps[0])
 
 
@@ -97,7 +110,8 @@ def _carried(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...
     """Weights and optimizer state at the beginning of a step must be those that were handed on."""
     if not both.reference["weights"]:
         return
-    for kind, whose in (("before", "weights"), ("state_before", "state of the optimizer")):
+    whole = {"before": "weights"} if steps[0]["in_step"] else {"before": "weights", "state_before": "optimizer state"}
+    for kind, whose in whole.items():
         for rank, step in enumerate(steps):
             found = step[kind]
             names = [name for name, value in wanted[kind].items() if differ(value, found.get(name, value)) > APART]
@@ -107,12 +121,25 @@ def _carried(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...
                 return
 
 
-def _gradient(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) -> Iterator[Finding]:
-    found, factors = steps[0]["gradients"], {}
-    limit, tolerance = rounding(wanted["gradients"], both.rounding), TOLERANCE
+def averaged(steps: tuple[dict, ...]) -> dict:
+    """The first rank's step, with the mean of the gradients of all."""
+    gradients = {}
+    for name, value in steps[0]["gradients"].items():
+        parts = [step["gradients"].get(name, torch.zeros_like(value))[1:] for step in steps]
+        mean = sum(parts) / len(steps)
+        gradients[name] = torch.cat([torch.linalg.vector_norm(mean).view(1), mean])  # of the recorded entries
+    return {**steps[0], "gradients": gradients}
+
+
+def _gradient(
+    both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...], kind_of: str = "gradients"
+) -> Iterator[Finding]:
+    """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
+    found, factors = steps[0][kind_of], {}
+    limit, tolerance = rounding(wanted[kind_of], both.rounding), TOLERANCE
     if both.facts["virtual_processes"]:  # they add in the same order on any number of processes: the bits are equal
         limit, tolerance = 0.0, 0.0
-    for name, value in wanted["gradients"].items():
+    for name, value in wanted[kind_of].items():
         if name not in found:
             what = f"{name} has a gradient on 1 process only"
             yield Finding("unused", "gradient", what, number, steps[0]["line"])
@@ -122,12 +149,16 @@ def _gradient(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ..
     if not factors:
         both.compared.add("gradients")
         return
+    if steps[0]["in_step"]:
+        both.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0]['line']})"
+        return
     first, line, kind = next(iter(factors.values())), steps[0]["micro_batches"][-1]["line"], "gradient"
     what = f"{named(factors)}: not a multiple of what it is on 1 process"
     if all(close(factor, first, max(1e-2, 10 * both.rounding)) for factor in factors.values()):
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
-    if gathers := steps[0]["gathers"]:
-        kind, line, what = "gather", gathers[0], f"{what}, and what it gathers has no gradient"
+    what += ", after clipping" * (kind_of == "at_step")
+    for name, line_of_call in steps[0]["gathers"][:1]:
+        kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"
     if not are_unequal(coefficients(both, steps)):
         yield Finding(kind, "gradient", what, number, line)
     elif samples_of(wanted).total() < largest_step(both.reference) and not both.is_exact:
@@ -152,8 +183,9 @@ def _weights(both: Comparison, number: int, wanted: dict, step: dict) -> Iterato
         if gradient is None or norm_of(gradient) <= limit or name not in step["weights"]:
             continue  # Adam makes a step of +-lr of a gradient that is all rounding
         counts = gradient.abs() > max(1e-3 * gradient[1:].abs().max(), 10 * EPSILON)
-        counts[0] = False
         change, other = value - wanted["before"][name], step["weights"][name] - step["before"][name]
+        counts &= change.abs() > 50 * EPSILON * value.abs()  # else most of it is rounding of the weight
+        counts[0] = False
         if counts.any() and differ(change[counts], other[counts]) > 0.02:
             what = f"{name} changes by another amount than on 1 process, from the same gradient"
             yield Finding("weights", "weights", what, number, step["line"])

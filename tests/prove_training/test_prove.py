@@ -36,7 +36,7 @@ from prove_training.stages.evaluations import differing
 from prove_training.tensors import sampled
 from tests.prove_training import planted_mistakes as planted
 from tests.prove_training.foreign.mistakes import MISTAKES
-from tests.prove_training.foreign.unusual_edits import WITH_ACCELERATE, WITH_DDP
+from tests.prove_training.foreign.unusual_edits import WITH_ACCELERATE, WITH_DDP, WRONG_AT_THE_STEP
 
 FOREIGN = ROOT / "tests" / "prove_training" / "foreign"
 NOT_PROGRAMS = ("__init__", "mistakes", "unusual_edits")
@@ -146,7 +146,7 @@ def test_a_mistake_that_somebody_has_made_is_named(prove_it, name):
         assert said.code == 1, said.text
         assert said.verdict.startswith("wrong: "), said.text
         assert mistake.words in said.verdict, said.text
-        assert f"{mistakes.PAGE}#{mistake.kind.replace('_', '-')})" in said.advice[0]
+        assert mistakes.advice(mistake.kind) in said.advice[0]
         assert f"{file}:" in said.verdict
     else:  # the numbers are right, or may be meant
         assert said.code == (3 if mistake.program == "nanogpt" else 0), said.text
@@ -160,7 +160,7 @@ def test_a_sampler_by_the_number_of_the_process_on_its_machine_is_found(prove_it
     assert said.code == 1
     assert "  2 processes   the same samples" in said.text
     assert said.verdict.endswith("LOCAL_RANK is 0 on each (samples, ddp_series.py:79)")
-    assert "#local-rank)" in said.advice[0]
+    assert said.advice[0] == f"what to do: {mistakes.advice('local_rank')}"
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, 
     mistake = planted.MISTAKES[name]
     said = prove_planted(mistake.edits, processes=(3,), flags=mistake.flags, timeout_s=120)
     assert said.code == 1, said.text
-    assert f"#{mistake.kind.replace('_', '-')})" in said.advice[0], said.text
+    assert mistakes.advice(mistake.kind) in said.advice[0], said.text
 
 
 UNUSUAL = {
@@ -238,6 +238,20 @@ UNUSUAL = {
     "sharpness": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "accelerator_only": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
     "exits_early": (3, "cannot tell: it ended before the first optimizer.step()"),
+    "saves_its_schedule": (0, "proven: the same samples, gradients"),
+    "grows_its_window": (0, "proven: the same samples, gradients"),
+    "many_parameters": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "tiny_rate": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "exits_at_once": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "for_two_at_most": (3, "cannot tell: it refuses 3 processes: it ends with at most 2 processes"),
+    "one_batch_size": (3, "cannot tell: the model is made for one batch size, and prove divides it: one_batch"),
+    "sharded_state": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "sampler_for_several": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "asks_the_gpu": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "captures_graphs": (3, "cannot tell: it needs a GPU for torch.cuda.make_graphed_callables (captures_graphs.py:14)"),
+    "asks_for_input": (3, "cannot tell: it asks for input (asks_for_input.py:14), and prove gives none"),
+    "passes_by_name": (0, "proven: the same samples, gradients"),
+    "functional_gradients": (0, "proven: the same samples, gradients"),
 }
 
 
@@ -259,12 +273,23 @@ def prove_unusual(prove_it):
 @pytest.mark.parametrize("program", UNUSUAL)
 def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(prove_unusual, program):
     code, words = UNUSUAL[program]
-    said = prove_unusual(program, timeout_s=3 if program == "hangs" else 60)
+    processes = (3,) if program == "for_two_at_most" else (2,)
+    said = prove_unusual(program, timeout_s=3 if program == "hangs" else 60, processes=processes)
     assert (said.code, said.verdict[: len(words)]) == (code, words), said.text
     if program == "missing_file":
         assert '|     weights = torch.load("pretrained.pt")' in said.text
     else:
         assert "Traceback" not in said.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG_AT_THE_STEP)
+def test_what_the_optimizer_gets_is_compared(prove_unusual, name):
+    program, edits, kind, words = WRONG_AT_THE_STEP[name]
+    said = prove_unusual(program, edits)
+    assert said.code == 1, said.text
+    assert words in said.verdict
+    assert said.advice[0] == f"what to do: {mistakes.advice(kind)}"
 
 
 @pytest.mark.slow
@@ -339,7 +364,7 @@ def test_the_command_prints_json_and_ends_with_the_code(launcher, tmp_path):
         text = text.replace(old, new)
     (tmp_path / "mine.py").write_text(text)
     words = ["--json", "--processes", "2", tmp_path / "mine.py", "--batch_size", "16"]
-    done = launcher.python(ROOT / "tools" / "prove_training", *words, cwd=ROOT, check=False)
+    done = launcher.python(ROOT / "prove_training", *words, cwd=ROOT, check=False)
     said = json.loads(done.stdout)
     assert done.returncode == said["code"] == 1, done.stderr
     finding = said["findings"][0]
@@ -360,18 +385,18 @@ def test_it_starts_beside_modules_with_the_names_of_others(tmp_path):
     (tmp_path / "package" / "rates.py").write_text("def lr():\n    return 1e-2\n")
     text = text.replace("import utils\n", "from . import rates as utils\n")
     (tmp_path / "package" / "train.py").write_text(text)
-    by_path, by_name = [str(ROOT / "tools" / "prove_training"), "train.py"], ["-m", "prove_training"]
+    by_path, by_name = [str(ROOT / "prove_training"), "train.py"], ["-m", "prove_training"]
     for words in (by_path, [*by_name, "-m", "package.train"]):
         *words, script = words
         command = [sys.executable, *words[:2], "--processes", "2", *words[2:], script]
-        variables = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+        variables = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-1].startswith("proven: ")
 
 
 def test_it_imports_nothing_of_this_repository():
-    for path in (ROOT / "tools" / "prove_training").rglob("*.py"):
+    for path in (ROOT / "prove_training").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -386,7 +411,7 @@ def test_bad_numbers_of_processes_are_an_error(words):
 
 
 def test_every_mistake_has_its_section_with_wrong_and_right_lines_and_a_thread():
-    page = (ROOT / mistakes.PAGE).read_text()
+    page = mistakes.PAGE.read_text()
     sections = {part.splitlines()[0]: part for part in page.split("\n## ")[1:]}
     assert sections.keys() == {"What may be meant"} | {kind.replace("_", "-") for kind in mistakes.ADVICE}
     assert {mistake.kind for mistake in planted.MISTAKES.values()} <= mistakes.ADVICE.keys()
@@ -397,6 +422,7 @@ def test_every_mistake_has_its_section_with_wrong_and_right_lines_and_a_thread()
     for kind in kinds - {"hangs"}:
         text = sections[kind.replace("_", "-")]
         assert "\n-" in text or "\n+" in text, f"no lines in {kind}"
+        assert {line[0] for line in mistakes.correction(kind)} & {"-", "+"}
 
 
 # The same work

@@ -1,13 +1,43 @@
 """How prove_training finds a script, and imports what it imports once for all processes."""
 
 import ast
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from torch.nn import functional as F
 
 from prove_training import command, imports
+
+INSTALLED = """
+import inspect, sys
+from prove_training import recording
+from prove_training.recording import where
+
+plan = {"folder": "/", "output": sys.argv[1], "without_gpu": True, "is_resumed": None, "is_mixed": False, "clock": 1}
+plan |= {"processes": 1, "device": "cpu", "address": {}}
+recording.Recording(plan, 0).install()
+for original, function in where.wrapped:
+    try:
+        parameters = inspect.signature(original).parameters.values()
+    except ValueError:  # of a function that is not written in Python
+        continue
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    for name in names:
+        inspect.signature(function).bind_partial(original, **{name: None})
+print(len(where.wrapped), "take what the originals take")
+"""
+
+
+def test_what_is_called_in_place_of_a_function_takes_all_its_arguments_by_name(tmp_path):
+    environment = os.environ | {"LOCAL_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", INSTALLED, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert "take what the originals take" in done.stdout, done.stderr
+
 
 LIBRARIES = {
     "plain_library": "from torch.nn.functional import cross_entropy\nfrom os import path",

@@ -47,6 +47,57 @@ BY_FLAG = f"""{RUNS}parser = argparse.ArgumentParser()
     mp.spawn(train, args=(world_size,), nprocs=world_size)
 """
 CALL = f'{RUNS}train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))\n'
+BACKWARD = "            loss.backward()\n            optimizer.step()\n"
+ASKED = """    properties, event = torch.cuda.get_device_properties(rank), torch.cuda.Event()
+    stream = torch.cuda.Stream()
+    torch.cuda.nvtx.range_push(torch.cuda.get_device_name(rank) + str(properties.total_memory))
+    event.record(torch.cuda.current_stream())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.device(rank):
+        torch.cuda.memory_stats()["allocated_bytes.all.peak"], torch.cuda.mem_get_info()
+    assert torch.cuda.is_bf16_supported() and torch.cuda.get_device_capability() >= (8, 0)
+    torch.randn(3, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0)).record_stream(stream)
+    event.elapsed_time(torch.cuda.Event(enable_timing=True))
+"""
+# The state of the optimizer is divided by hand, as in ZeRO's first stage: each process steps its rows.
+SHARDED_STATE = """class Rows(torch.optim.Optimizer):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        count = dist.get_world_size()
+        for parameter in self.param_groups[0]["params"]:
+            flat = nn.functional.pad(parameter.grad.flatten(), (0, -parameter.numel() % count))
+            own, whole = torch.empty(len(flat) // count), torch.empty_like(flat)
+            dist.reduce_scatter_tensor(own, flat)
+            average = self.state[parameter].setdefault("average", torch.zeros_like(own))
+            average.lerp_(own / count, 0.5)
+            dist.all_gather_into_tensor(whole, average)
+            parameter -= self.param_groups[0]["lr"] * whole[: parameter.numel()].view_as(parameter)
+
+
+def train"""
+NORM = """class Norm(nn.BatchNorm1d):
+    def forward(self, x):
+        options = {"running_mean": self.running_mean, "running_var": self.running_var, "training": self.training}
+        return nn.functional.dropout(input=nn.functional.batch_norm(input=x, **options), p=0.1)
+
+
+def train"""
+FUNCTIONAL = """            weights = dict(model.module.named_parameters())
+            call = torch.func.functional_call
+            torch.func.grad(lambda weights: nn.functional.mse_loss(call(model.module, weights, (x,)), y))(weights)
+            loss.backward()
+            optimizer.step()
+"""
+GROWING = """            accelerator.backward(loss / 4)
+            count, waiting = count + 1, waiting + 1
+            if waiting >= min(1 + count // 4, 4):
+                optimizer.step()
+                optimizer.zero_grad()
+                waiting = 0
+"""
 
 WITH_ACCELERATE = {
     "compiled": [(f"= {MODEL}", f"= torch.compile({MODEL})")],
@@ -72,6 +123,27 @@ WITH_ACCELERATE = {
         ("TensorDataset", "IterableDataset"),
         (", shuffle=True", ""),
         ("def main", STREAM),
+    ],
+    "saves_its_schedule": [
+        (
+            "    model, optimizer, loader",
+            "    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)\n    model, optimizer, loader",
+        ),
+        ("            optimizer.step()\n", "            optimizer.step()\n            schedule.step()\n"),
+        (
+            f"\n\n{RUNS}",
+            '        accelerator.save_state("state")\n'
+            '        json.dump(schedule.state_dict(), open("schedule.json", "w"))\n'
+            f"\n\n{RUNS}",
+        ),
+        ("import torch\n", "import json\n\nimport torch\n"),
+    ],
+    "grows_its_window": [  # by a counter that goes on into the next epoch
+        ("    for _ in range(3):\n", "    count = waiting = 0\n    for _ in range(3):\n"),
+        (
+            "            optimizer.zero_grad()\n            accelerator.backward(loss)\n            optimizer.step()\n",
+            GROWING,
+        ),
     ],
     "joins": [
         ("import Accelerator", "import Accelerator, DataLoaderConfiguration"),
@@ -102,6 +174,38 @@ WITH_DDP = {
             '    dist.all_reduce(torch.zeros(1, device="cuda"))\n    torch.cuda.synchronize()\n    dist.destroy',
         ),
     ],
+    "many_parameters": [("8), nn.Tanh(), nn.Linear(8,", "900_000), nn.Tanh(), nn.Linear(900_000,")],
+    "tiny_rate": [("Adam(model.parameters(), lr=0.01)", "AdamW(model.parameters(), lr=4e-8)")],
+    "exits_at_once": [("    dist.destroy_process_group()\n", "    dist.destroy_process_group()\n    os._exit(0)\n")],
+    "for_two_at_most": [(GROUP, GROUP + '    if world_size > 2:\n        raise SystemExit("at most 2 processes")\n')],
+    "one_batch_size": [
+        ("    model = Distributed", "    model.bias = nn.Parameter(torch.zeros(16, 1))\n    model = Distributed"),
+        ("model(x), y)", "model(x) + model.module.bias.reshape(x.shape[0], 1), y)"),
+        ("sampler=sampler)", "sampler=sampler, drop_last=True)"),
+    ],
+    "sharded_state": [
+        ("def train", SHARDED_STATE),
+        ("torch.optim.Adam(", "Rows("),
+        ("    model = DistributedDataParallel(model)\n", ""),
+    ],
+    "sampler_for_several": [
+        ("DistributedSampler(data)", "DistributedSampler(data) if world_size > 1 else None"),
+        ("sampler=sampler)", "sampler=sampler, shuffle=sampler is None)"),
+        (
+            "        sampler.set_epoch(epoch)\n",
+            "        if sampler is not None:\n            sampler.set_epoch(epoch)\n",
+        ),
+    ],
+    "asks_the_gpu": [
+        (GROUP, f"{GROUP}{ASKED}"),
+        ("DistributedDataParallel(model)", "DistributedDataParallel(model.cuda(), device_ids=[rank])"),
+    ],
+    "captures_graphs": [
+        (GROUP, f"{GROUP}    torch.cuda.make_graphed_callables(nn.Linear(1, 1).cuda(), (torch.ones(1).cuda(),))\n")
+    ],
+    "asks_for_input": [(GROUP, f'{GROUP}    input("continue? ")\n')],
+    "passes_by_name": [("nn.Tanh()", "Norm(8, affine=False)"), ("def train", NORM)],
+    "functional_gradients": [(BACKWARD, FUNCTIONAL)],
     "fully_sharded": [
         ("from torch.nn.parallel import DistributedDataParallel", "from torch.distributed.fsdp import fully_shard"),
         ("model = DistributedDataParallel(model)", "fully_shard(model[0])\n    fully_shard(model)"),
@@ -110,4 +214,53 @@ WITH_DDP = {
             "            nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)\n            optimizer.step()\n",
         ),
     ],
+}
+STEP = "            optimizer.step()\n"
+CLIP = "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+REDUCE = """            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+"""
+HALVES = """            for part, (a, b) in enumerate(zip(x.chunk(2), y.chunk(2))):
+                model.set_requires_gradient_sync(part == 0)
+                (nn.functional.mse_loss(model(a), b) / 2).backward()
+"""
+# By the name of a program: changes of it, the kind that is named, and words of the verdict.
+WRONG_AT_THE_STEP = {
+    "a sampler for several without set_epoch": (
+        "sampler_for_several",
+        [("            sampler.set_epoch(epoch)\n", "            pass\n")],
+        *("set_epoch", "each epoch has the same order"),
+    ),
+    "divided by the processes, and a sampler for several": (
+        "sampler_for_several",
+        [("loss.backward()", "(loss / world_size).backward()")],
+        *("factor", "0.5 times what it is"),
+    ),
+    "clipped before a reduction by hand": (
+        "with_ddp",
+        [("    model = DistributedDataParallel(model)\n", ""), (STEP, CLIP + REDUCE + STEP)],
+        *("clip_early", "clipped before the gradients are averaged"),
+    ),
+    "divided after clipping": (
+        "with_ddp",
+        [(STEP, f"{CLIP}            for p in model.parameters():\n                p.grad /= world_size\n{STEP}")],
+        *("factor", "0.5 times what it is on 1 process, after clipping"),
+    ),
+    "FSDP reduces the first part of a step": (
+        "fully_sharded",
+        [("            loss = nn.functional.mse_loss(model(x), y)\n            loss.backward()\n", HALVES)],
+        *("not_reduced", "FSDP still has gradients that are not reduced"),
+    ),
+    "an all-reduce in the loss": (
+        "with_ddp",
+        [
+            ("            loss = nn.functional.mse_loss(model(x), y)\n", ""),
+            (
+                "            loss.backward()\n",
+                "            moments = x.T @ model(x) / len(x)\n            dist.all_reduce(moments)\n"
+                "            loss = (moments / world_size).square().sum()\n            loss.backward()\n",
+            ),
+        ],
+        *("gather", "no gradient goes through all_reduce"),
+    ),
 }
