@@ -7,11 +7,13 @@ on two and three processes. `recording` makes them the same and records, and `st
 import json
 import linecache
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from . import resuming
 from .mistakes import advice, correction
 from .recording.same_work import items_of_epoch, micro_batch
+from .records import Facts, Plan, Record
 from .runs import Outcome, Runs
 from .stages import ZERO, Comparison, Finding, evaluations, note, several, single, steps, trained_on
 from .stages.unfinished import because
@@ -117,8 +119,8 @@ class Proof:
     def __init__(self, args, runs: Runs, report: Report):
         self.args, self.runs, self.report = args, runs, report
         # Of all runs, and of those that repeat the reference.
-        self.plan, self.repeat = {"limit": items_of_epoch(), "device": args.device}, {}
-        self.plan["is_mixed"] = args.device == "cuda"
+        is_on_gpu = args.device == "cuda"
+        self.plan, self.repeat = Plan(items_of_epoch(), device=args.device, is_mixed=is_on_gpu), {}
         self.counts = [1]  # process counts that were compared
         self.compared, self.not_compared = set(), {}
         self.pretends = False  # to a script that asks that there is an accelerator
@@ -134,7 +136,7 @@ class Proof:
             stands = "".join(f", and stands at {place.partition(' at ')[2]}" for place in outcome.waits)
             limit = f"{self.args.timeout_s:g} s{stands} (--timeout_s sets a longer time)"
             raise CannotTell(f"on one process it did not end in {limit}")
-        if outcome.records and (reason := outcome.records[0]["facts"].get("cannot_tell")):
+        if outcome.records and (reason := outcome.records[0].facts.cannot_tell):
             raise CannotTell(reason)
         if outcome.error:
             if (found := unfinished(1, outcome)).kind != "fails":
@@ -142,19 +144,19 @@ class Proof:
             self.report.log(outcome)
             if self.args.device == "cpu" and is_about_gpus(outcome.error):
                 raise CannotTell(f"it needs a GPU: {outcome.error}")
-            printed = [f'; it printed last: "{record["printed"]}"' for record in outcome.records if record["printed"]]
+            printed = [f'; it printed last: "{record.printed}"' for record in outcome.records if record.printed]
             offline = any(word in outcome.error.lower() for word in OF_NETWORKS)
             printed += ["; without a network, a few samples in a local folder are enough"] * offline
             return FAILS, f"fails: on one process, {outcome.error}{''.join(printed)}"
         self.reference = reference = outcome.records[0]
         if reason := single.cannot_judge(reference):
             raise CannotTell(reason)
-        self._begin(reference["facts"])
-        self.report.line("1 process", f"{plural(len(reference['steps']), 'step')}, the reference")
+        self._begin(reference.facts)
+        self.report.line("1 process", f"{plural(len(reference.steps), 'step')}, the reference")
         self.report.add("", single.findings(reference))
         self.rounding = self._rounding() if self.args.device == "cuda" else ZERO
         if all(map(self._compare, self.args.processes)) and not self.report.findings:
-            if reference["facts"]["run"]:
+            if reference.facts.run:
                 words = ["--output_dir", "resumed_by_prove", "--checkpoint_every", "3"]
                 self._resume(words, [*words, "--resume", *(self.args.resume_flags or "").split()])
             elif self.args.resume_flags is not None:
@@ -180,39 +182,39 @@ class Proof:
     def _first_run(self) -> Outcome:
         outcome, is_on_cpu = self.runs(1, self.plan), self.args.device == "cpu"
         if is_on_cpu and is_about_gpus(outcome.error):
-            self.plan["without_gpu"] = True
+            self.plan.without_gpu = True
             outcome = self.runs(1, self.plan)
-        facts = outcome.records[0]["facts"] if outcome.records else {}
-        if is_on_cpu and not outcome.error and facts.get("asks") and not facts["ddp"] and "accelerate" not in facts:
+        facts = outcome.records[0].facts if outcome.records else Facts()
+        if is_on_cpu and not outcome.error and facts.asks and not facts.ddp and not facts.accelerate:
             # It may train with others only where there is an accelerator.
-            again = self.runs(1, self.plan | {"without_gpu": True})
-            if not again.error and not again.waits and "cannot_tell" not in again.records[0]["facts"]:
-                self.plan["without_gpu"], self.pretends, outcome = True, True, again
+            again = self.runs(1, replace(self.plan, without_gpu=True))
+            if not again.error and not again.waits and not again.records[0].facts.cannot_tell:
+                self.plan.without_gpu, self.pretends, outcome = True, True, again
         sizes = given_sizes(outcome.records)
         if outcome.error and sizes and unfinished(1, outcome).kind == "fails":
             # A model may be made for one batch size, and a script may count its data.
             for own in ({"own_batch_size": True, "limit": items_of_epoch(max(sizes))}, {"limit": MOST_ITEMS}):
-                again = self.runs(1, self.plan | own)
+                again = self.runs(1, replace(self.plan, **own))
                 if not again.error:
-                    self.plan |= own
+                    self.plan = replace(self.plan, **own)
                     return again
         return outcome
 
-    def _begin(self, facts: dict) -> None:
-        self.report.framework = facts["framework"]
-        self.repeat = {"orders": self.reference.pop("orders"), "weights": self.reference["weights"]}
-        self.repeat["known"] = {"lengths": facts["lengths"], "sizes": given_sizes([self.reference])}
+    def _begin(self, facts: Facts) -> None:
+        self.report.framework = facts.framework
+        self.repeat = {"orders": self.reference.orders, "weights": self.reference.weights}
+        self.repeat |= {"lengths": facts.lengths, "sizes": given_sizes([self.reference])}
         training = trained_on(self.reference)
         words = f"{self.args.script} on the {'CPU' if self.args.device == 'cpu' else 'GPU'}"
-        for loader in [loader for key, loader in facts["loaders"].items() if key in training and loader["given"]][:1]:
-            size = loader["given"] if self.plan.get("own_batch_size") else micro_batch(loader["given"])
+        for loader in [loader for key, loader in facts.loaders.items() if key in training and loader.given][:1]:
+            size = loader.given if self.plan.own_batch_size else micro_batch(loader.given)
             words += f": {size} samples per batch over all processes"
-            length = loader["length"]
-            words += f", {min(length, self.plan['limit'])} of {length} training samples" if length else ""
+            length = loader.length
+            words += f", {min(length, self.plan.limit)} of {length} training samples" if length else ""
         self.report.say(words)
-        if self.plan.get("without_gpu"):
+        if self.plan.without_gpu:
             self.report.add("", [note("comparison", "what the script puts on a GPU stays on the CPU")])
-        if off := facts["switched_off"]:
+        if off := facts.switched_off:
             self.report.add("", [note("comparison", f"{and_join(sorted(off))} switched off: they differ by design")])
 
     def _compare(self, processes: int) -> bool:
@@ -222,10 +224,10 @@ class Proof:
         makes a difference, it is a finding of the comparison on one machine.
         """
         name, is_first = plural(processes, "process"), processes == self.args.processes[0]
-        is_apart = not is_first and "starts" not in self.reference["facts"]
+        is_apart = not is_first and not self.reference.facts.starts
 
         def run(is_apart: bool):
-            outcome = self.runs(processes, self.plan | self.repeat | {"machines": is_apart})
+            outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=is_apart))
             both, found = judged(self.reference, processes, outcome, self.rounding)
             return outcome, both, found, next((each for each in found if each.kind or both is None), None)
 
@@ -239,9 +241,9 @@ class Proof:
                 found.append(problem._replace(kind=kind, what=what))
         if both is None and not found[0].kind:
             raise CannotTell(found[0].what)
-        if outcome.error and self.plan.get("own_batch_size") and "shape" in outcome.error.lower():
+        if outcome.error and self.plan.own_batch_size and "shape" in outcome.error.lower():
             raise CannotTell(f"the model is made for one batch size, and prove divides it: {outcome.error}")
-        if any(record["facts"]["refuses"] for record in outcome.records):
+        if any(record.facts.refuses for record in outcome.records):
             if is_first:
                 raise CannotTell(f"it refuses {name}: {outcome.error}")
             self.report.line(name, f"not compared, it refuses them: {outcome.error}")
@@ -267,29 +269,29 @@ class Proof:
 
     def _rounding(self) -> float:
         """Three times what full precision changes in a gradient: as much may depend on how a batch is cut."""
-        full = self.runs(1, self.plan | self.repeat | {"is_mixed": False})
+        full = self.runs(1, replace(self.plan, **self.repeat | {"is_mixed": False}))
         found = steps.rounding_of(self.reference, full.records[0]) if full.records else ZERO
         self.report.line("", f"full precision changes its gradients by {found:.2g} of the largest")
         return max(ZERO, 3 * found)
 
     def _evaluations(self, both: Comparison) -> list[Finding]:
-        if both.reference["facts"]["run"]:  # its results are known
+        if both.reference.facts.run:  # its results are known
             return list(evaluations.differing_results(both))
         suspects = evaluations.suspects(both)
         if not suspects:
             return list(evaluations.share(both))
 
-        def differing(plan: dict) -> set | None:
+        def differing(**changes) -> set | None:
             """The keys of what differs in another run on one process; None if the run failed."""
-            records = self.runs(1, self.plan | plan).records
+            records = self.runs(1, replace(self.plan, **changes)).records
             return {each.key for each in evaluations.suspects(Comparison(both.reference, records))} if records else None
 
         # The result of an evaluation repeats in a second run, whose clock is fast, and changes with fewer test samples.
-        noise, trained = differing({"clock": 1000, "is_mixed": False}), trained_on(both.reference)
+        noise, trained = differing(clock=1000, is_mixed=False), trained_on(both.reference)
         if noise is None:
             return []
-        tested = [key for test in both.reference["evaluations"] for key in test["samples"] if key not in trained]
-        results, notes = differing({"shorter": tested}) or set(), []
+        tested = [key for test in both.reference.evaluations for key in test.samples if key not in trained]
+        results, notes = differing(shorter=tested) or set(), []
         for suspect in suspects:
             if suspect.key in results - noise:
                 return [evaluations.explained(both, suspect)]
@@ -298,17 +300,17 @@ class Proof:
         return notes[:1]
 
     def _resume(self, flags_before: list[str], flags: list[str]) -> None:
-        first = self.runs(1, self.plan | {"stop_after_save": True, "is_resumed": False}, flags_before)
-        if not first.records or not first.records[0]["facts"]["has_saved"]:
+        first = self.runs(1, replace(self.plan, stop_after_save=True, is_resumed=False), flags_before)
+        if not first.records or not first.records[0].facts.has_saved:
             why = first.error or "it saved nothing after its first step"
             self.report.add("", [note("resume", f"not compared: {why}")])
             return
-        done = len(first.records[0]["steps"])
-        second = self.runs(1, self.plan | {"is_resumed": True}, flags, first.changes)
+        done = len(first.records[0].steps)
+        second = self.runs(1, replace(self.plan, is_resumed=True), flags, first.changes)
         if second.error or not second.records:
             self.report.add("resumed", [Finding("fails", "the run that resumes", str(second.error))])
             return
-        whole = self.runs(1, self.plan | {"is_resumed": False})
+        whole = self.runs(1, replace(self.plan, is_resumed=False))
         if not self.report.add("resumed", resuming.compare(whole.records[0], second.records[0], done)):
             self.report.line("resumed", f"the same after step {done}")
 
@@ -317,14 +319,14 @@ def is_about_gpus(error: str | None) -> bool:
     return any(word in (error or "").lower() for word in ("cuda", "nvidia", "gpu", "triton"))
 
 
-def given_sizes(records: list[dict]) -> set[int]:
+def given_sizes(records: list[Record]) -> set[int]:
     """The batch sizes that the script has passed to DataLoader."""
-    loaders = [loader for record in records for loader in record["facts"]["loaders"].values()]
-    return {loader["given"] for loader in loaders if loader["given"]}
+    loaders = [loader for record in records for loader in record.facts.loaders.values()]
+    return {loader.given for loader in loaders if loader.given}
 
 
 def judged(
-    reference: dict, processes: int, outcome: Outcome, rounding: float
+    reference: Record, processes: int, outcome: Outcome, rounding: float
 ) -> tuple[Comparison | None, list[Finding]]:
     """What a run on several processes shows; without a comparison where it has not come to its end.
 
@@ -332,20 +334,20 @@ def judged(
         CannotTell: where the processes do not train together.
     """
     for record in outcome.records:
-        if reason := record["facts"].get("cannot_tell"):
+        if reason := record.facts.cannot_tell:
             return None, [note("process group", reason)]
-    if any(record["steps"] for record in outcome.records) and several.are_plain(outcome.records):
+    if any(record.steps for record in outcome.records) and several.are_plain(outcome.records):
         what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
-        if line := outcome.records[0]["facts"].get("data_parallel"):
+        if line := outcome.records[0].facts.data_parallel:
             what = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
         raise CannotTell(f"{what}. To change first: {CHANGES}")
-    is_stuck = outcome.waits and len(outcome.records[0]["steps"]) < len(reference["steps"])
+    is_stuck = outcome.waits and len(outcome.records[0].steps) < len(reference.steps)
     if outcome.error or len(outcome.records) < processes or is_stuck:
         return None, [unfinished(processes, outcome)]
-    joined = outcome.records[0]["facts"].get("join")
-    if joined and len({len(record["steps"]) for record in outcome.records}) > 1:
+    joined = outcome.records[0].facts.join
+    if joined and len({len(record.steps) for record in outcome.records}) > 1:
         raise CannotTell(f"with Join, its processes make different numbers of steps ({joined})")
-    if len({frozenset(record["steps"][0]["before"]) for record in outcome.records if record["steps"]}) > 1:
+    if len({frozenset(record.steps[0].before) for record in outcome.records if record.steps}) > 1:
         raise CannotTell("each process steps parameters of its own")
     both = Comparison(reference, outcome.records, rounding)
     return both, list(several.findings(both))

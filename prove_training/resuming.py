@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from .records import Record, Step
 from .stages import Finding, named, note, parts_of, passes_of, samples_of
 from .tensors import differ
 from .text import plural
@@ -9,26 +10,30 @@ from .text import plural
 SAME = 1e-6
 
 
-def compare(whole: dict, resumed: dict, done: int) -> Iterator[Finding]:
+def compare(whole: Record, resumed: Record, done: int) -> Iterator[Finding]:
     """Findings, in the order in which things happen.
 
     Args:
         whole: the record of a run that was not interrupted.
         resumed: the record of a run that continued from a checkpoint after `done` steps.
     """
-    if not resumed["steps"]:
+    if not resumed.steps:
         yield Finding("resume", "resume", f"no step is made after the checkpoint of step {done}")
         return
-    if len(whole["steps"]) <= done:
+    if len(whole.steps) <= done:
         yield note("resume", f"not compared: the checkpoint is of the last step, {done}")
         return
-    first, expected = resumed["steps"][0], whole["steps"][done]
+    first, expected = resumed.steps[0], whole.steps[done]
 
-    def wrong(stage: str, what: str, step: int = done + 1, line: str = first["line"]) -> Finding:
+    def wrong(stage: str, what: str, step: int = done + 1, line: str = first.line) -> Finding:
         return Finding("resume", f"resumed {stage}", what, step, line)
 
     def differing(kind: str) -> list[str]:
-        return [name for name, value in expected[kind].items() if not is_same(value, first[kind].get(name))]
+        return [
+            name
+            for name, value in getattr(expected, kind).items()
+            if not is_same(value, getattr(first, kind).get(name))
+        ]
 
     found = []
     if names := differing("before"):
@@ -36,19 +41,19 @@ def compare(whole: dict, resumed: dict, done: int) -> Iterator[Finding]:
     elif names := differing("state_before"):
         found.append(wrong("optimizer", f"{named(names)}: the state of the optimizer is not restored"))
     # A schedule that is not saved may differ in the second step only: the optimizer state has the first rate.
-    for number, (step, other) in enumerate(zip(resumed["steps"], whole["steps"][done:], strict=False), done + 1):
-        if what := differing_rate(step["rates"], other["rates"], whole):
-            found.append(wrong("learning rate", what, number, step["line"]))
+    for number, (step, other) in enumerate(zip(resumed.steps, whole.steps[done:], strict=False), done + 1):
+        if what := differing_rate(step.rates, other.rates, whole):
+            found.append(wrong("learning rate", what, number, step.line))
             break
     if samples_of(expected) and samples_of(first) != samples_of(expected):
         if what := differing_samples(whole, resumed, done):
             found.append(wrong("samples", what))
         else:
             what = "the next epoch has a different order than without the interruption"
-            found.append(note("resume", what, done + 1, first["line"]))
+            found.append(note("resume", what, done + 1, first.line))
     elif missing := later_samples(whole, resumed, done):
         found.append(wrong("samples", f"{plural(missing, 'sample')} of the next epoch are skipped"))
-    draws = any(micro["draws"] for each in (first, expected) for micro in each["micro_batches"])
+    draws = any(micro.draws for each in (first, expected) for micro in each.micro_batches)
     if not found and not draws and (names := differing("gradients")):
         what = f"{named(names)}: a different gradient from the same weights and samples: something else is not restored"
         found.append(wrong("gradient", what))
@@ -59,21 +64,21 @@ def is_same(value, other) -> bool:
     return other is not None and differ(value, other) <= SAME
 
 
-def differing_rate(rates: list[float], expected: list[float], whole: dict) -> str:
+def differing_rate(rates: list[float], expected: list[float], whole: Record) -> str:
     for rate, wanted in zip(rates, expected, strict=False):
         if abs(rate - wanted) > SAME * abs(wanted):
-            begins = rate in [rate for first in whole["steps"][:2] for rate in first["rates"]]
+            begins = rate in [rate for first in whole.steps[:2] for rate in first.rates]
             return f"{rate:.4g} instead of {wanted:.4g}" + ": the schedule begins anew" * begins
     return ""
 
 
-def differing_samples(whole: dict, resumed: dict, done: int) -> str:
+def differing_samples(whole: Record, resumed: Record, done: int) -> str:
     """What is wrong with the samples of the first step; "" if only a new epoch is shuffled differently."""
-    first, current = samples_of(resumed["steps"][0]), pass_of(whole["steps"][done])
-    before = [samples_of(step) for step in whole["steps"][:done] if pass_of(step) == current]
+    first, current = samples_of(resumed.steps[0]), pass_of(whole.steps[done])
+    before = [samples_of(step) for step in whole.steps[:done] if pass_of(step) == current]
     seen = set().union(*before)
     if not seen:
-        begins = first == samples_of(whole["steps"][0])
+        begins = first == samples_of(whole.steps[0])
         return "the epoch after the checkpoint has the order of the first one" * begins
     if again := sum((first & part).total() for part in before):
         return f"{again} of {first.total()} samples were trained on before the checkpoint, in the same epoch"
@@ -83,13 +88,13 @@ def differing_samples(whole: dict, resumed: dict, done: int) -> str:
     return what if skipped else "different samples than without the interruption"
 
 
-def later_samples(whole: dict, resumed: dict, done: int) -> int:
+def later_samples(whole: Record, resumed: Record, done: int) -> int:
     """How many samples the epoch after the first one of the resumed run has too few."""
-    key, number = pass_of(whole["steps"][done]) or ("", 0)
+    key, number = pass_of(whole.steps[done]) or ("", 0)
     wanted, found = passes_of(whole).get((key, number + 1), []), passes_of(resumed).get((key, 1), [])
     return max(0, len(wanted) - len(found)) if found else 0
 
 
-def pass_of(step: dict) -> tuple[str, int] | None:
+def pass_of(step: Step) -> tuple[str, int] | None:
     first = next(parts_of(step), None)
-    return first and (first["key"], first["pass"])
+    return first and (first.key, first.number)

@@ -11,10 +11,12 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from . import recording, sandbox
+from .records import Plan, Record
 
 SETTINGS = {"cuda": {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}}  # by device
 SETTINGS["cpu"] = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_MIXED_PRECISION": "no"}
@@ -25,7 +27,7 @@ GRACE_S = 6  # for the other processes, once one has failed
 class Outcome(NamedTuple):
     """The result of a run: the record of each rank, or why there is none."""
 
-    records: list[dict]
+    records: list[Record]
     error: str | None  # of the first rank that failed
     changes: Path  # what the script has written
     waits: list[str]  # where each rank stood when time ran out
@@ -56,11 +58,11 @@ class Runs:
         self.is_mounted = sandbox.can_mount(self.folders, self.scratch)
         self.can_forbid = not self.is_mounted and sandbox.can_forbid_writes()
 
-    def __call__(self, processes: int, plan: dict, flags: list[str] = (), changes: Path | None = None) -> Outcome:
+    def __call__(self, processes: int, plan: Plan, flags: list[str] = (), changes: Path | None = None) -> Outcome:
         """Run the script.
 
         Args:
-            plan: for `recording.Recording`.
+            plan: its processes and folders are set here.
             flags: more of them.
             changes: of an earlier run, to continue from.
         """
@@ -72,10 +74,7 @@ class Runs:
             for number, folder in enumerate([] if self.is_mounted else self.folders):
                 sandbox.copy_folder(folder, changes / str(number), may_link=self.can_forbid)
         root = self.source if self.is_mounted else changes / "0"
-        defaults = {"is_resumed": None, "stop_after_save": False, "own_batch_size": False, "without_gpu": False}
-        defaults["machines"] = False
-        plan = defaults | {"shorter": [], "clock": 1, "known": {}, "orders": None, "weights": None} | plan
-        plan |= {"processes": processes, "folder": str(root), "output": str(output)}
+        plan = replace(plan, processes=processes, folder=str(root), output=str(output))
         pid = sandbox.forked(self._supervise, plan, changes, [*self.flags, *flags])
         try:
             is_over = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
@@ -89,18 +88,18 @@ class Runs:
             shutil.rmtree(work)
         return self._outcome(output, processes, changes, is_over)
 
-    def _supervise(self, plan: dict, changes: Path, flags: list[str]) -> int:
+    def _supervise(self, plan: Plan, changes: Path, flags: list[str]) -> int:
         """Start the ranks, wait for them, and end all processes they leave behind. Returns 1 if time ran out."""
         ranks = {}
-        plan["time_is_over"], self.alarm = os.pipe()  # its other end is closed when time is over
+        plan.time_is_over, self.alarm = os.pipe()  # its other end is closed when time is over
         try:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
             sandbox.adopt()
             self._enter(changes)
-            plan["address"] = self._address()
-            for rank in range(plan["processes"]):
+            plan.address = self._address()
+            for rank in range(plan.processes):
                 ranks[sandbox.forked(self._rank, plan, rank, flags)] = rank
-            return int(self._wait(ranks, Path(plan["output"])))
+            return int(self._wait(ranks, Path(plan.output)))
         finally:
             sandbox.end_children(list(ranks))
 
@@ -119,24 +118,24 @@ class Runs:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
 
-    def _variables(self, plan: dict, rank: int) -> dict[str, str]:
+    def _variables(self, plan: Plan, rank: int) -> dict[str, str]:
         """As torchrun sets them."""
-        on_machine = (rank, plan["processes"], 0) if not plan["machines"] else (0, 1, rank)
+        on_machine = (rank, plan.processes, 0) if not plan.machines else (0, 1, rank)
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK", "WORLD_SIZE")
-        variables = dict(zip(names, map(str, (*on_machine, rank, plan["processes"])), strict=True))
+        variables = dict(zip(names, map(str, (*on_machine, rank, plan.processes)), strict=True))
         variables |= {"TORCHELASTIC_RUN_ID": "prove", "TORCHELASTIC_RESTART_COUNT": "0"}
-        if plan["device"] == "cuda" and plan["machines"]:
+        if plan.device == "cuda" and plan.machines:
             variables["CUDA_VISIBLE_DEVICES"] = str(rank)
-        if plan["device"] == "cuda" and not plan["is_mixed"]:
+        if plan.device == "cuda" and not plan.is_mixed:
             variables |= {"NVIDIA_TF32_OVERRIDE": "0", "ACCELERATE_MIXED_PRECISION": "no"}
-        return SETTINGS[plan["device"]] | variables | plan["address"]
+        return SETTINGS[plan.device] | variables | plan.address
 
-    def _rank(self, plan: dict, rank: int, flags: list[str]) -> None:
+    def _rank(self, plan: Plan, rank: int, flags: list[str]) -> None:
         """Run the script in this process, which ends."""
         os.setsid()
         os.close(self.alarm)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        log = os.open(Path(plan["output"], f"log_{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(Path(plan.output, f"log_{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -145,8 +144,8 @@ class Runs:
         sys.stdin = open(0)  # noqa: SIM115  until the end, as the others
         sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
         os.environ.update(self._variables(plan, rank))
-        flags = [flag.replace("{processes}", str(plan["processes"])).replace("{rank}", str(rank)) for flag in flags]
-        script = Path(plan["folder"], self.script.relative_to(self.source))
+        flags = [flag.replace("{processes}", str(plan.processes)).replace("{rank}", str(rank)) for flag in flags]
+        script = Path(plan.folder, self.script.relative_to(self.source))
         recording.main(plan, rank, str(script), self.module, flags)
 
     def _wait(self, ranks: dict[int, int], output: Path) -> bool:
@@ -173,14 +172,14 @@ class Runs:
 
         files = [output / f"record_{rank}.pt" for rank in range(processes)]
         records = [torch.load(file, "cpu", weights_only=False) for file in files if file.exists()]
-        waits = [f"rank {each['rank']} waits {each['waits']}" for each in records if each["waits"]]
+        waits = [f"rank {each.rank} waits {each.waits}" for each in records if each.waits]
         # The cause before its consequences.
-        errors = sorted((each for each in records if each["error"]), key=lambda each: "onnection" in each["error"])
+        errors = sorted((each for each in records if each.error), key=lambda each: "onnection" in each.error)
         error, log = None, []
         if errors or (len(records) < processes and not waits):
             missing = [rank for rank, file in enumerate(files) if not file.exists()]
             died = f"it did not end in {self.timeout_s:g} s" if is_over else "a process ended without a record"
-            error, failed = (errors[0]["error"], errors[0]["rank"]) if errors else (died, missing[0])
+            error, failed = (errors[0].error, errors[0].rank) if errors else (died, missing[0])
             log = lines_of(output / f"log_{failed}.txt")
         calls = [lines_of(output / f"calls_{rank}.txt") for rank in range(processes)]
         return Outcome(records, error, changes, [] if error else waits, log, calls)

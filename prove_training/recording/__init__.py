@@ -1,16 +1,6 @@
 """Runs any script as `__main__`, and records what it does in each step. No object that it sees changes its type.
 
-`main` is called in a process of its own, which `runs.py` has forked. Each process leaves a record, a dict:
-
-    steps         of each optimizer.step(): its micro-batches (samples by their digests, coefficients of the losses,
-                  whether gradients are reduced), gradients before clipping and at the step, learning rates, weights
-    evaluations   samples, collectives and lines of output between two steps in which nothing was trained
-    saves         what torch.save and save_state were given
-    initial, final  the model before and after the steps
-    weights       files with weights and optimizer states, by the number of steps before them
-    orders        the indices of each pass of a sampler that shuffles
-    facts         what the script uses
-    error, waits  how it failed; where it stood when time ran out
+`main` is called in a process of its own, which `runs.py` has forked; each process leaves a Record (`records.py`).
 """
 
 import os
@@ -25,6 +15,7 @@ import numpy as np
 import torch
 
 from .. import imports
+from ..records import Plan, Record, Step
 from ..sandbox import slowness
 from ..text import CannotTell, without_colours
 from . import data, evaluations, files, global_loader, models, processes, same_work, starting, where
@@ -40,18 +31,11 @@ class Recording:
         rank: of this process.
     """
 
-    def __init__(self, plan: dict, rank: int):
+    def __init__(self, plan: Plan, rank: int):
         self.plan, self.rank = plan, rank
-        self.where = where.Where(plan["folder"])
-        self.facts = {"is_complete": False, "refuses": False, "is_exact": False, "run": "", "is_finished": False}
-        self.facts |= {"virtual_processes": 0, "has_saved": False, "loaders": {}, "switched_off": set()}
-        self.facts |= {"optimizers": [], "ddp": [], "around_ddp": [], "has_state": False}
-        self.facts["asks"] = False  # whether there is an accelerator
-        self.facts["taken"] = set()  # ("schedule", 4): its state_dict was taken after 4 steps
-        self.facts["lengths"] = set()  # of data before they are cut
-        self.steps, self.saves = [], []
-        self.record = {"rank": rank, "facts": self.facts, "steps": self.steps, "saves": self.saves, "evaluations": []}
-        self.record |= {"initial": {}, "weights": {}, "orders": {}, "passes": [], "plateaus": []}
+        self.where = where.Where(plan.folder)
+        self.record = Record(rank)
+        self.facts, self.steps, self.saves = self.record.facts, self.record.steps, self.record.saves
         self.new_step()
         self.is_ending, self.has_ended = False, False
         self.lock, self.torch_save, self.exit = threading.Lock(), torch.save, os._exit
@@ -69,25 +53,24 @@ class Recording:
         imports.replace(where.replacements)
 
     def new_step(self) -> None:
-        self.step = {"micro_batches": [], "clips": [], "gradients": {}, "collectives": [], "zeroed": []}
-        self.step |= {"drawn": [], "gathers": [], "scaler": [], "in_step": False, "is_pending": False}
+        self.step = Step()
 
     def begin_to_end(self) -> None:
         """The script has trained enough; it gets a little time for what comes after its last epoch."""
         self.evaluations.end(self.batches.draws())
-        self.is_ending = self.facts["is_complete"] = True
+        self.is_ending = self.facts.is_complete = True
         timer = threading.Timer(SECONDS_TO_END * slowness(), self.end)
         timer.daemon = True
         timer.start()
 
     def stop(self, reason: str) -> None:
         """There can be no verdict."""
-        self.facts["cannot_tell"] = reason
+        self.facts.cannot_tell = reason
         self.end()
 
     def end_by_exit(self, status: int) -> None:
         """The script itself ends the process at once."""
-        self.facts["is_complete"] = True
+        self.facts.is_complete = True
         self.end(f"it ends with {status}" if status else None)
 
     def end_waiting(self) -> None:
@@ -101,18 +84,18 @@ class Recording:
             if not self.has_ended:
                 self.has_ended = True
                 self.evaluations.end(self.batches.draws())
-                final = self.models.tensors_of() if self.facts["is_exact"] else {}
-                self.record |= {"error": error, "waits": waits, "final": final}
-                self.facts |= {"untrained": self.models.untrained(), "schedules": len(self.models.schedules)}
-                self.record["printed"] = getattr(sys.stdout, "last", "")
-                path = Path(self.plan["output"], f"record_{self.rank}.pt")
+                final = self.models.tensors_of() if self.facts.is_exact else {}
+                self.record.error, self.record.waits, self.record.final = error, waits, final
+                self.facts.untrained, self.facts.schedules = self.models.untrained(), len(self.models.schedules)
+                self.record.printed = getattr(sys.stdout, "last", "")
+                path = Path(self.plan.output, f"record_{self.rank}.pt")
                 self.torch_save(self.record, path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
             sys.stdout.flush()
-            self.exit(1 if error or "cannot_tell" in self.facts else 0)
+            self.exit(1 if error or self.facts.cannot_tell else 0)
 
 
-def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str]) -> None:
+def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str]) -> None:
     """Run a script, leave a record, and end this process.
 
     Args:
@@ -129,7 +112,7 @@ def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str
     for seed in (torch.manual_seed, random.seed, np.random.seed):  # a fork has the states of its parent
         seed(100 + rank)
     recording.install()
-    waiting = threading.Thread(target=lambda: os.read(plan["time_is_over"], 1) or recording.end_waiting(), daemon=True)
+    waiting = threading.Thread(target=lambda: os.read(plan.time_is_over, 1) or recording.end_waiting(), daemon=True)
     waiting.start()
     error = None
     try:
@@ -137,11 +120,11 @@ def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")
-        recording.facts["is_complete"] = True
+        recording.facts.is_complete = True
     except SystemExit as stopped:
         if stopped.code not in (None, 0):
             error = f"it ends with {stopped.code}"
-            recording.facts["refuses"] = not recording.steps
+            recording.facts.refuses = not recording.steps
     except BaseException as raised:  # every error goes into the record
         shown = traceback.TracebackException.from_exception(raised)
         shown.stack[:] = [
@@ -152,15 +135,15 @@ def main(plan: dict, rank: int, script: str, module: str | None, flags: list[str
         place = recording.where.last_of(frames)
         words = without_colours(str(raised)).strip().splitlines() or [""]
         error = f"{place}: " * bool(place) + f"{type(raised).__name__}: {words[0][:300]}"
-        recording.record["doing"] = recording.where.doing(frames)
-        recording.record["unused"] = recording.models.unused(str(raised))
+        recording.record.doing = recording.where.doing(frames)
+        recording.record.unused = recording.models.unused(str(raised))
         if isinstance(raised, CannotTell):
-            recording.facts["cannot_tell"] = str(raised)
+            recording.facts.cannot_tell = str(raised)
         elif isinstance(raised, EOFError):
-            recording.facts["cannot_tell"] = f"it asks for input ({place}), and prove gives none"
+            recording.facts.cannot_tell = f"it asks for input ({place}), and prove gives none"
         elif frames and frames[-1].filename.startswith(where.OWN_FOLDER):
-            recording.facts["cannot_tell"] = f"prove has a fault of its own: {error}"
+            recording.facts.cannot_tell = f"prove has a fault of its own: {error}"
         # The script itself raised it, on purpose.
         is_meant = isinstance(raised, (AssertionError, ValueError, RuntimeError))
-        recording.facts["refuses"] = is_meant and bool(frames) and recording.where.is_own(frames[-1].filename)
+        recording.facts.refuses = is_meant and bool(frames) and recording.where.is_own(frames[-1].filename)
     recording.end(None if recording.is_ending else error)

@@ -11,6 +11,7 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, dataloader
 
+from ..records import Batch, Loader, Part, Pass
 from ..tensors import digest, places, rows, tensors_in
 from ..text import CannotTell
 from .same_work import TAG, Tagged, cut, generator_states, micro_batch
@@ -29,9 +30,9 @@ class Batches:
     """
 
     def __init__(self, recording):
-        self.recording, self.plan, self.loaders = recording, recording.plan, recording.facts["loaders"]
+        self.recording, self.plan, self.loaders = recording, recording.plan, recording.facts.loaders
         self.splits_batches = False  # Accelerate's split_batches: the script's batch size is over all processes
-        self.cuts, self.orders = {}, recording.record["orders"]  # data that were cut, and their lengths before
+        self.cuts, self.orders = {}, recording.record.orders  # data that were cut, and their lengths before
         self.fresh, self.used, self.used_before, self.count = [], [], [], itertools.count()
         self.train_passes = collections.Counter()
         self.is_reading = False  # a batch; a loader may read with another one, as GlobalLoader does
@@ -39,20 +40,20 @@ class Batches:
         self.expected_draws = generator_states()
 
     def step_size(self, given: int) -> int:
-        return given if self.plan["own_batch_size"] else micro_batch(given)
+        return given if self.plan.own_batch_size else micro_batch(given)
 
     def batch_size(self, given: int) -> int:
         """The batch size of a DataLoader for which the script says `given`, which may be divided by the processes."""
         total = self.step_size(self.whole(given, "sizes") or given)
         if self.splits_batches:
             return total
-        if total % self.plan["processes"]:
-            raise CannotTell(f"batches of {total} cannot be divided by {self.plan['processes']} processes")
-        return total // self.plan["processes"]
+        if total % self.plan.processes:
+            raise CannotTell(f"batches of {total} cannot be divided by {self.plan.processes} processes")
+        return total // self.plan.processes
 
     def whole(self, number: int, kind: str) -> int | None:
         """The number of the reference of which `number` is the share of this process, by hand; None if it is not."""
-        shares = {each: each // self.plan["processes"] for each in self.plan["known"].get(kind, [])}
+        shares = {each: each // self.plan.processes for each in getattr(self.plan, kind)}
         found = [each for each, share in shares.items() if share - 1 <= number <= share + 1]
         return None if number in shares or not found else found[0]
 
@@ -60,10 +61,10 @@ class Batches:
         if not hasattr(data, "__len__"):
             return data
         before = self.cuts[id(data)][1] if id(data) in self.cuts else len(data)
-        self.recording.facts["lengths"].add(before)
+        self.recording.facts.lengths.add(before)
         is_part = self.whole(before, "lengths") is not None
-        share = range(self.plan["limit"])[self.recording.rank :: self.plan["processes"]]
-        data = cut(data, len(share) if is_part else self.plan["limit"])
+        share = range(self.plan.limit)[self.recording.rank :: self.plan.processes]
+        data = cut(data, len(share) if is_part else self.plan.limit)
         self.cuts[id(data)] = data, before, is_part
         return data
 
@@ -79,36 +80,33 @@ class Batches:
         if key is None:
             return draw()
         orders = self.orders.setdefault(key, [])
-        known = (self.plan["orders"] or {}).get(key, [])[len(orders) :]
+        known = (self.plan.orders or {}).get(key, [])[len(orders) :]
         is_known = known and len(known[0]) == len(sampler) and not sampler.prove_generator
         orders.append(known[0] if is_known else draw())
         return orders[-1]
 
     def new_loader(self, loader, **facts) -> None:
         loader.prove_key = key = self.recording.where.place()
-        self.loaders[key] = {"line": self.recording.where.line()} | facts
+        self.loaders[key] = Loader(self.recording.where.line(), **facts)
 
-    def begin_pass(self, loader) -> dict:
-        current = {"key": getattr(loader, "prove_key", "?"), "number": None, "in_training": False, "batches": 0}
-        current |= {"random": digest(torch.get_rng_state()), "read": [], "used": [], "is_whole": False}
-        current["epoch"] = getattr(getattr(loader, "sampler", None), "epoch", None)  # of a DistributedSampler
-        self.recording.record["passes"].append(current)
+    def begin_pass(self, loader) -> Pass:
+        current = Pass(getattr(loader, "prove_key", "?"), random=digest(torch.get_rng_state()))
+        current.epoch = getattr(getattr(loader, "sampler", None), "epoch", None)
+        self.recording.record.passes.append(current)
         self.read_to_end = None
         return current
 
-    def end_pass(self, current: dict) -> None:
+    def end_pass(self, current: Pass) -> None:
         """The script has read all batches of a pass, and did not stop before."""
-        current["is_whole"], self.read_to_end = True, current
+        current.is_whole, self.read_to_end = True, current
 
-    def deliver(self, current: dict, digests: list[str] | None, content) -> None:
+    def deliver(self, current: Pass, digests: list[str] | None, content) -> None:
         """The script gets a batch; those that it has used without a gradient are dropped."""
-        current["batches"] += 1
-        current["read"].append(digests)
-        current["is_whole"] |= current["batches"] == current.get("length")
-        batch = {"pass": current, "number": next(self.count), "digests": digests, "is_tested": False}
-        # With the content, so that its memory is not used again.
-        batch |= {"content": content, "places": places(content)}
-        self.fresh = [each for each in self.fresh if not each["is_tested"]] + [batch]
+        current.batches += 1
+        current.read.append(digests)
+        current.is_whole |= current.batches == current.length
+        batch = Batch(current, digests, places(content), content, next(self.count))
+        self.fresh = [each for each in self.fresh if not each.is_tested] + [batch]
 
     def opened(self, content) -> tuple[object, list[str] | None]:
         """What the script gets of a batch, and the digests of its samples."""
@@ -116,51 +114,50 @@ class Batches:
             return content, None
         _, content, digests, is_random = content
         if is_random:
-            self.recording.facts["draws_items"] = is_random == "torch" or self.recording.facts.get("draws_items")
-            self.recording.facts["switched_off"].add("random augmentation (it is seeded per sample)")
+            self.recording.facts.draws_items = is_random == "torch" or self.recording.facts.draws_items
+            self.recording.facts.switched_off.add("random augmentation (it is seeded per sample)")
         return content, digests
 
     def model_called(self, inputs: list) -> None:
         """A model is called with gradients; in a script without a loader, its inputs are the samples."""
         if not self.loaders and (tensors := tensors_in(inputs)):
-            self.used.append({"pass": None, "digests": rows(tensors[:1]), "places": []})
+            self.used.append(Batch(None, rows(tensors[:1])))
         found = self._holding(inputs)
-        last = {batch["pass"]["key"]: batch["number"] for batch in found}
+        last = {batch.source.key: batch.number for batch in found}
         self.used += found
-        self.fresh = [batch for batch in self.fresh if batch["number"] > last.get(batch["pass"]["key"], -1)]
+        self.fresh = [batch for batch in self.fresh if batch.number > last.get(batch.source.key, -1)]
 
-    def _holding(self, inputs: list) -> list[dict]:
+    def _holding(self, inputs: list) -> list[Batch]:
         """The batches that hold these inputs; of inputs that were computed, the last of each loader that has none."""
         given = places(inputs)
 
-        def holds(batch: dict) -> bool:
-            return any(one.start < other.stop and other.start < one.stop for one in batch["places"] for other in given)
+        def holds(batch: Batch) -> bool:
+            return any(one.start < other.stop and other.start < one.stop for one in batch.places for other in given)
 
         found = list(filter(holds, self.fresh))
         if found or any(map(holds, self.used + self.used_before)):
             return found
-        known = [batch["pass"] and batch["pass"]["key"] for batch in self.used]
-        last = {batch["pass"]["key"]: batch for batch in self.fresh}
+        known = [batch.source and batch.source.key for batch in self.used]
+        last = {batch.source.key: batch for batch in self.fresh}
         return [batch for key, batch in last.items() if key not in known]
 
-    def of_backward(self) -> list[dict]:
+    def of_backward(self) -> list[Part]:
         """The samples of a backward pass."""
         samples, ended = [], self.read_to_end
-        is_ahead = ended and not self.used and len(ended["read"]) == len(ended["used"]) + 1
+        is_ahead = ended and not self.used and len(ended.read) == len(ended.used) + 1
         if is_ahead:  # its loader reads a batch before it gives the last
-            self.used = [{"pass": ended, "digests": None, "places": []}]
+            self.used = [Batch(ended, None)]
         for batch in self.used:
-            current = batch["pass"]
-            if current is not None and not current["in_training"]:
-                current |= {"in_training": True, "number": self.train_passes[current["key"]]}
-                self.train_passes[current["key"]] += 1
-            names = {"key": current and current["key"], "pass": current and current["number"]}
-            samples.append(names | {"digests": batch["digests"]})
+            current = batch.source
+            if current is not None and not current.in_training:
+                current.in_training, current.number = True, self.train_passes[current.key]
+                self.train_passes[current.key] += 1
+            samples.append(Part(current and current.key, current and current.number, batch.digests))
             if current is not None:
-                current["used"].append(samples[-1])
+                current.used.append(samples[-1])
         if is_ahead:
-            for part, digests in zip(ended["used"], ended["read"], strict=True):
-                part["digests"] = digests
+            for part, digests in zip(ended.used, ended.read, strict=True):
+                part.digests = digests
         self.used, self.used_before = [], self.used or self.used_before
         return samples
 
@@ -192,8 +189,8 @@ class Batches:
 
     def is_short(self, iterator) -> bool:
         """Whether this is a pass over test data that the plan shortens."""
-        key = getattr(iterator, "prove_pass", {}).get("key")
-        return key in self.recording.plan["shorter"] and iterator._num_yielded >= SHORT
+        key = getattr(getattr(iterator, "prove_pass", None), "key", None)
+        return key in self.recording.plan.shorter and iterator._num_yielded >= SHORT
 
 
 def install(recording) -> None:
@@ -228,7 +225,7 @@ def install_samplers(batches: Batches) -> None:
     def share(original, sampler):
         """The share of a process in the order of the reference, if that has a sampler of another kind."""
         key = getattr(sampler, "prove_key", None)
-        known = (batches.plan["orders"] or {}).get(key, [])
+        known = (batches.plan.orders or {}).get(key, [])
         sampler.prove_passes = number = getattr(sampler, "prove_passes", -1) + 1
         if not sampler.shuffle or number >= len(known) or len(known[number]) != len(sampler.dataset):
             return original(sampler)
@@ -255,7 +252,7 @@ def install_loaders(batches: Batches) -> None:
             original(loader, again.dataset, size, *args, **kwargs)
             loader.prove_key = again.prove_key
             made = {"sampler": type(loader.sampler).__name__, "drop_last": drops_last(loader)}
-            batches.loaders[loader.prove_key] |= made
+            vars(batches.loaders[loader.prove_key]).update(made)
             return
         names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
         own = names.get("batch_sampler")
@@ -266,7 +263,7 @@ def install_loaders(batches: Batches) -> None:
             batch_size = batches.batch_size(given)
         elif isinstance(getattr(own, "batch_size", None), int):
             own.batch_size = batches.batch_size(own.batch_size)
-        if batches.plan["without_gpu"]:
+        if batches.plan.without_gpu:
             kwargs["pin_memory"] = False
         if kwargs.get("num_workers", 0):
             kwargs |= {"num_workers": 1, "multiprocessing_context": "fork"}  # spawned ones have no wrappers
@@ -310,13 +307,13 @@ def install_iterators(batches: Batches) -> None:
             return original(loader)
         if batches.end_passes(loader):
             return iter(())
-        if batches.train_passes and not recording.step["micro_batches"]:
+        if batches.train_passes and not recording.step.micro_batches:
             recording.evaluations.note_draws(batches.draws())
         batches.expect_draws()
         iterator = original(loader)
         iterator.prove_pass = batches.begin_pass(loader)
         with contextlib.suppress(TypeError):  # of an IterableDataset
-            iterator.prove_pass["length"] = len(loader)
+            iterator.prove_pass.length = len(loader)
         iterator.prove_later = getattr(loader, "prove_later", None)
         batches.expect_draws()
         return iterator

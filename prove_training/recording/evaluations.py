@@ -4,6 +4,7 @@ import contextlib
 import logging
 import sys
 
+from ..records import Evaluation
 from .where import wrap
 
 MOST_OUTPUT = 20_000  # characters of an evaluation
@@ -19,46 +20,44 @@ class Evaluations:
     def begin(self, model) -> None:
         """A model is called without gradients."""
         if self.current is None:
-            self.current = {"after": len(self.recording.steps), "line": self.recording.where.line(), "samples": {}}
-            self.current |= {"collectives": [], "said": [], "draws": False, "result": {}, "in_training": ""}
-            self.current["models"] = {}
-        if id(model) not in self.current["models"]:
+            self.current = Evaluation(len(self.recording.steps), self.recording.where.line())
+        if id(model) not in self.current.models:
             parameters = [each for each in model.parameters() if not hasattr(each, "full_tensor")]
-            self.current["models"][id(model)] = sum(float(each.double().sum()) for each in parameters)
+            self.current.models[id(model)] = sum(float(each.double().sum()) for each in parameters)
         for batch in self.batches.fresh:
-            if not batch["is_tested"]:
-                samples = self.current["samples"].setdefault(batch["pass"]["key"], [])
-                samples += batch["digests"] or []
-                batch["is_tested"] = True  # and may still be trained on, as after the forward pass of a teacher
+            if not batch.is_tested:
+                samples = self.current.samples.setdefault(batch.source.key, [])
+                samples += batch.digests or []
+                batch.is_tested = True  # and may still be trained on, as after the forward pass of a teacher
 
     def note_draws(self, draws: bool) -> None:
         if self.current is not None:
-            self.current["draws"] = draws or self.current["draws"]
+            self.current.draws = draws or self.current.draws
 
     def end(self, draws: bool) -> None:
         """The next training step begins."""
         self.note_draws(draws)
         if self.current is not None:
-            self.recording.record["evaluations"].append(self.current)
+            self.recording.record.evaluations.append(self.current)
             self.current = None
 
     def said(self, text: str) -> None:
         if self.current is None or self.recording.is_ending:
             return
-        if sum(map(len, self.current["said"])) < MOST_OUTPUT:
-            self.current["said"].append(text[:500])
+        if sum(map(len, self.current.said)) < MOST_OUTPUT:
+            self.current.said.append(text[:500])
 
     def in_training_mode(self) -> None:
         """A layer is in training mode without gradients."""
         if self.current is not None:
-            self.current["in_training"] = self.current["in_training"] or self.current["line"]
+            self.current.in_training = self.current.in_training or self.current.line
 
     def add_result(self, result: dict) -> None:
         """Record what Run.log_test was given."""
         if self.current is not None:
             for name, value in result.items():
                 with contextlib.suppress(TypeError, ValueError, RuntimeError):
-                    self.current["result"][name] = float(value)
+                    self.current.result[name] = float(value)
 
 
 def install(recording) -> None:

@@ -5,6 +5,7 @@ import os
 
 import torch
 
+from ..records import Save
 from .where import wrap
 
 
@@ -12,8 +13,7 @@ def install(recording) -> None:
     processes = recording.processes
 
     def add(path: str, **facts) -> None:
-        where = {"after": len(recording.steps), "path": path, "line": recording.where.line()}
-        recording.saves.append(where | facts)
+        recording.saves.append(Save(after=len(recording.steps), path=path, line=recording.where.line(), **facts))
         saved(recording)
 
     @wrap(torch, "save")
@@ -25,7 +25,7 @@ def install(recording) -> None:
 
     @wrap(torch, "load")
     def load(original, f, *args, **kwargs):
-        if recording.plan["without_gpu"]:
+        if recording.plan.without_gpu:
             args, kwargs = (), kwargs | {"map_location": "cpu"}
         return original(f, *args, **kwargs)
 
@@ -38,14 +38,14 @@ def install(recording) -> None:
                 result = original(accelerator, output_dir, *args, **kwargs)
             prepared = {id(scheduler.scheduler) for scheduler in accelerator._schedulers}
             are_saved = accelerator._custom_objects or {*map(id, recording.models.schedules)} <= prepared
-            add(str(output_dir), kind="save_state", lacks_schedule=not are_saved, prefix="")
+            add(str(output_dir), kind="save_state", lacks_schedule=not are_saved)
             return result
 
 
 def saved(recording) -> None:
     """A checkpoint, or a part of it, is written: a run that will be resumed ends when it trains on."""
-    if recording.plan["stop_after_save"] and recording.steps:
-        recording.facts["has_saved"] = True
+    if recording.plan.stop_after_save and recording.steps:
+        recording.facts.has_saved = True
 
 
 def described(content) -> dict:

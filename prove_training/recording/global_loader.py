@@ -49,7 +49,7 @@ def watch_loader(cls: type, recording) -> None:
 
     @wrap(cls, "__init__")
     def init(original, loader, dataset, batch_size, accelerator, **options):
-        limit = recording.plan["limit"]
+        limit = recording.plan.limit
         options["max_samples"] = min(limit, options.get("max_samples") or limit)
         batches.is_reading = True
         original(loader, dataset, batches.step_size(batch_size), accelerator, **options)
@@ -58,10 +58,9 @@ def watch_loader(cls: type, recording) -> None:
             fetcher, weigh = loader.reader.fetcher, loader.loss_weights
             fetcher.collate_fn, fetcher.prove_reads_itself = Tagged(fetcher.collate_fn), True
             loader.loss_weights = weigh and (lambda content: weigh(batches.opened(content)[0]))
-        recording.facts["is_exact"] = True
-        facts = {"given": batch_size, "length": len(dataset), "sampler": "GlobalLoader", "shuffles": False}
-        facts["items"] = loader.sampler.length
-        batches.new_loader(loader, drop_last=bool(options.get("drop_last")), is_iterable=False, **facts)
+        recording.facts.is_exact = True
+        facts = {"given": batch_size, "length": len(dataset), "items": loader.sampler.length}
+        batches.new_loader(loader, sampler="GlobalLoader", drop_last=bool(options.get("drop_last")), **facts)
 
     @wrap(cls, "epoch")
     def epoch(original, loader, *args, **kwargs):
@@ -92,18 +91,18 @@ def watch_run(cls: type, recording) -> None:
 
     @wrap(cls, "start")
     def start(original, run, train_loader, test_loader, total_steps, **options):
-        recording.facts["run"] = recording.where.line()
-        recording.facts["virtual_processes"] = getattr(run.accelerator, "virtual_processes", 0)
+        recording.facts.run = recording.where.line()
+        recording.facts.virtual_processes = getattr(run.accelerator, "virtual_processes", 0)
         original(run, train_loader, test_loader, min(total_steps, PASSES * len(train_loader)), **options)
 
     before(cls, "log_test", lambda _, result: recording.evaluations.add_result(result))
-    before(cls, "finish", lambda _: recording.facts.update(is_finished=True))
+    before(cls, "finish", lambda _: setattr(recording.facts, "is_finished", True))
 
 
 def watch_checkpoints(cls: type, recording) -> None:
     @wrap(cls, "save")
     def save(original, checkpoints, *args, **kwargs):
         original(checkpoints, *args, **kwargs)
-        if recording.plan["stop_after_save"]:
+        if recording.plan.stop_after_save:
             checkpoints.wait()  # a thread writes it
             saved(recording)

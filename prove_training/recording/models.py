@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, optimizer
 
+from ..records import Draw, MicroBatch
 from ..tensors import digest, local, sampled, whole
 from .where import before, wrap
 
@@ -42,22 +43,22 @@ class Models:
         recording = self.recording
         if not torch.is_grad_enabled():
             return recording.evaluations.begin(model)
-        if recording.facts["has_saved"]:
+        if recording.facts.has_saved:
             recording.end()
         if id(model) not in self.models:
             self.models[id(model)] = model
             self._note_shards(model)
             for name, parameter in model.named_parameters():
                 self.names.setdefault(id(parameter), WRAPPERS.sub("", name))
-            if not recording.record["initial"] and self.optimizers:
-                recording.record["initial"] = self.tensors_of()
+            if not recording.record.initial and self.optimizers:
+                recording.record.initial = self.tensors_of()
                 self.hand_on(0, self.optimizers)
-        if "statistics" not in recording.step:
-            recording.step["statistics"] = {name: sampled(value) for name, value in self._statistics()}
+        if not recording.step.statistics:
+            recording.step.statistics = {name: sampled(value) for name, value in self._statistics()}
         if id(model) in self.in_ddp:
-            recording.facts["around_ddp"].append(recording.where.line())
+            recording.facts.around_ddp.append(recording.where.line())
         if isinstance(model, DistributedDataParallel):
-            recording.step["syncs"] = model.require_backward_grad_sync
+            recording.step.syncs = model.require_backward_grad_sync
         self.batches.model_called([*args, *kwargs.values()])
 
     def modes(self, own: list[nn.Parameter]) -> dict[int, bool]:
@@ -84,11 +85,11 @@ class Models:
     def _note_shards(self, model: nn.Module) -> None:
         facts, kinds = self.recording.facts, [type(module).__name__ for module in model.modules()]
         if "FullyShardedDataParallel" in kinds:
-            facts["flat"] = self.recording.where.line()
+            facts.flat = self.recording.where.line()
         elif any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
             is_divided = any(kind.startswith("FSDP") for kind in kinds)  # the batch, and not only the layers
-            facts.setdefault("ddp" if is_divided else "layers", []).append(self.recording.where.line())
-            facts["sharded"] = self.recording.where.line()
+            (facts.ddp if is_divided else facts.layers).append(self.recording.where.line())
+            facts.sharded = self.recording.where.line()
 
     def parameters(self) -> list[nn.Parameter]:
         found = [each for optimizer in self.optimizers for each in parameters_of(optimizer)]
@@ -116,21 +117,21 @@ class Models:
         So a difference cannot grow, and one found in a step does not show in the next. Weights of other optimizers stay
         as they are: a graph may still need them, as a generator's does while its discriminator steps.
         """
-        if self.plan["is_resumed"] is not None:
+        if self.plan.is_resumed is not None:
             return
         parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         # An optimizer may call others, which hold the state.
         states = [ChainMap(*(each.state.get(parameter, {}) for each in self.optimizers)) for parameter in parameters]
-        if self.plan["weights"] is None:
+        if self.plan.weights is None:
             entries = [*parameters, *(value for state in states for value in state.values())]
             size = sum(value.nbytes for value in entries if isinstance(value, torch.Tensor))
-            if size < DISK * shutil.disk_usage(self.plan["output"]).free:
-                file = os.path.join(self.plan["output"], f"weights_{number}.pt")
+            if size < DISK * shutil.disk_usage(self.plan.output).free:
+                file = os.path.join(self.plan.output, f"weights_{number}.pt")
                 copies = [{name: copied(value) for name, value in state.items()} for state in states]
                 self.recording.torch_save(([copied(parameter) for parameter in parameters], copies), file)
-                self.recording.record["weights"][number] = file
-        elif number in self.plan["weights"]:
-            weights, known = torch_load(self.plan["weights"][number], "cpu", weights_only=False, mmap=True)
+                self.recording.record.weights[number] = file
+        elif number in self.plan.weights:
+            weights, known = torch_load(self.plan.weights[number], "cpu", weights_only=False, mmap=True)
             if [each.shape for each in weights] == [each.shape for each in parameters] and len(known) == len(states):
                 take_over(parameters, states, weights, known)
 
@@ -138,21 +139,22 @@ class Models:
         recording, step = self.recording, self.recording.step
         if recording.is_ending:
             recording.end()
-        draws = self.batches.draws() or bool(step["drawn"])  # also from a generator of its own
-        if not step["micro_batches"]:
+        draws = self.batches.draws() or bool(step.drawn)  # also from a generator of its own
+        if not step.micro_batches:
             # Without a loader they may be of the evaluation.
-            recording.evaluations.end(draws and not recording.facts["loaders"])
-            if len(recording.steps) >= (MOST_STEPS if recording.facts["loaders"] else STEPS_WITHOUT_LOADER):
+            recording.evaluations.end(draws and not recording.facts.loaders)
+            if len(recording.steps) >= (MOST_STEPS if recording.facts.loaders else STEPS_WITHOUT_LOADER):
                 recording.end()
-            step["holds"] = bool(recording.steps) and self._holds_gradients()
-        micro = {"samples": self.batches.of_backward(), "losses": [], "syncs": step.get("syncs")}
-        if step["micro_batches"] and not micro["samples"] and not self._holds_gradients():
+            step.holds = bool(recording.steps) and self._holds_gradients()
+        micro = MicroBatch(self.batches.of_backward(), syncs=step.syncs)
+        if step.micro_batches and not micro.samples and not self._holds_gradients():
             # A second look at the same samples, after a trial step: its gradient alone counts.
-            micro["samples"], step["zeroed"] = step["micro_batches"].pop()["samples"], []
-        passes = [[part["pass"] for part in each["samples"]] for each in (*step["micro_batches"][-1:], micro)]
-        if passes[0] != passes[-1] and step["zeroed"] and step["zeroed"][-1][0] == len(step["micro_batches"]):
-            step["micro_batches"], step["zeroed"] = [], []  # what was left at the end of an epoch is dropped
-        step["micro_batches"].append(micro | {"draws": draws, "line": recording.where.line()})
+            micro.samples, step.zeroed = step.micro_batches.pop().samples, []
+        passes = [[part.number for part in each.samples] for each in (*step.micro_batches[-1:], micro)]
+        if passes[0] != passes[-1] and step.zeroed and step.zeroed[-1][0] == len(step.micro_batches):
+            step.micro_batches, step.zeroed = [], []  # what was left at the end of an epoch is dropped
+        micro.draws, micro.line = draws, recording.where.line()
+        step.micro_batches.append(micro)
 
     def _holds_gradients(self) -> bool:
         return any(bool(local(each.grad).any()) for each in self.parameters() if each.grad is not None)
@@ -174,32 +176,32 @@ class Models:
             if len(weights) and not torch.allclose(weights, weights[0], rtol=1e-3, atol=0.0):
                 return  # as with a weight for each time step
             total = float(gradient.detach().double().sum()) * (count if reduction == "sum" else 1)
-            if step["micro_batches"]:
-                step["micro_batches"][-1]["losses"].append((total, count, line))
+            if step.micro_batches:
+                step.micro_batches[-1].losses.append((total, count, line))
 
         loss.register_hook(note)
 
     def drawn(self, name: str, numbers) -> None:
         """The script has drawn random numbers, after a batch was read."""
         batches = self.batches
-        if batches.is_reading or self.recording.facts["is_exact"] or not isinstance(numbers, torch.Tensor):
+        if batches.is_reading or self.recording.facts.is_exact or not isinstance(numbers, torch.Tensor):
             return
         if numbers.ndim and (read := batches.used + batches.fresh):
-            rows = [len(batch["digests"] or ()) for batch in read]
-            drawn = {"line": self.recording.where.line(), "name": name, "digest": digest(numbers)}
-            drawn |= {"rows": len(numbers), "is_per_sample": len(numbers) in rows, "in_model": self.depth > 0}
-            self.recording.step["drawn"].append(drawn)
+            rows = [len(batch.digests or ()) for batch in read]
+            drawn = Draw(self.recording.where.line(), name, digest(numbers), len(numbers), len(numbers) in rows)
+            drawn.in_model = self.depth > 0
+            self.recording.step.drawn.append(drawn)
 
     def before_zero_grad(self, *_, **__) -> None:
         step = self.recording.step
-        if step["micro_batches"] and any(each.grad is not None for each in self.parameters()):
-            step["zeroed"].append((len(step["micro_batches"]), self.recording.where.line()))
+        if step.micro_batches and any(each.grad is not None for each in self.parameters()):
+            step.zeroed.append((len(step.micro_batches), self.recording.where.line()))
 
     def clip(self, *_, **__) -> None:
         step = self.recording.step
-        step["clips"].append((len(step["micro_batches"]), self.recording.where.line()))
-        step["scaler"].append("clip")
-        step["gradients"] = self.tensors_of(value=lambda each: each.grad)
+        step.clips.append((len(step.micro_batches), self.recording.where.line()))
+        step.scaler.append("clip")
+        step.gradients = self.tensors_of(value=lambda each: each.grad)
 
     def before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Record a step. Returns its arguments, with a closure that records the gradients that it computes."""
@@ -209,8 +211,8 @@ class Models:
         if self.stepping is not None:
             return None
         if not recording.steps:
-            recording.facts["framework"] = recording.where.framework()
-        self.stepping, is_called = optimizer, bool(recording.record["initial"])
+            recording.facts.framework = recording.where.framework()
+        self.stepping, is_called = optimizer, bool(recording.record.initial)
         self._note_weights(optimizer)
         self._note_gradients(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -229,7 +231,7 @@ class Models:
     def _note_weights(self, optimizer) -> None:
         before, state = self.tensors_of(parameters_of(optimizer)), self.state_of(optimizer)
         scales = {f"GradScaler {n}/scale": sampled(torch.tensor([s.get_scale()])) for n, s in enumerate(self.scalers)}
-        self.recording.step |= {"before": before, "state_before": state | scales}
+        self.recording.step.before, self.recording.step.state_before = before, state | scales
 
     def _note_gradients(self, optimizer) -> None:
         recording, step, own = self.recording, self.recording.step, parameters_of(optimizer)
@@ -237,13 +239,13 @@ class Models:
             called = [parameter for model in self.models.values() for parameter in model.parameters()]
             self.with_gradient |= {id(parameter): parameter for parameter in called if parameter.grad is not None}
         gradients = self.tensors_of(own, lambda each: each.grad)
-        step |= {"line": recording.where.line(), "at_step": gradients, "schedule_calls": self.schedule_calls}
-        step["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        step["bases"] = [float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups if "lr" in group]
-        step["options"] = [repr({**group, "params": None}) for group in optimizer.param_groups]
-        if not step["clips"] or step["clips"][-1][0] < len(step["micro_batches"]):
-            step["gradients"] = gradients
-        step["modes"], step["is_pending"] = self.modes(own), self._is_pending()
+        step.line, step.at_step, step.schedule_calls = recording.where.line(), gradients, self.schedule_calls
+        step.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        step.bases = [float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups if "lr" in group]
+        step.options = [repr({**group, "params": None}) for group in optimizer.param_groups]
+        if not step.clips or step.clips[-1][0] < len(step.micro_batches):
+            step.gradients = gradients
+        step.modes, step.is_pending = self.modes(own), self._is_pending()
 
     def _is_pending(self) -> bool:
         """Whether FSDP keeps gradients that it has not reduced."""
@@ -259,9 +261,9 @@ class Models:
             self.stepping = None
             if optimizer not in self.stepped:
                 self.stepped.append(optimizer)
-                recording.facts["optimizers"].append(type(optimizer).__name__)
-            recording.step["weights"] = self.tensors_of(parameters_of(optimizer))
-            recording.facts["has_state"] |= bool(optimizer.state)
+                recording.facts.optimizers.append(type(optimizer).__name__)
+            recording.step.weights = self.tensors_of(parameters_of(optimizer))
+            recording.facts.has_state |= bool(optimizer.state)
             recording.steps.append(recording.step)
             self.hand_on(len(recording.steps), [optimizer])
             recording.new_step()
@@ -329,7 +331,7 @@ def install(recording) -> None:
     def init_ddp(original, ddp, module, device_ids=None, output_device=None, *args, **kwargs):
         original(ddp, module, None, None, *args, **kwargs)
         models.in_ddp[id(module)] = module
-        recording.facts["ddp"].append(recording.where.line())
+        recording.facts.ddp.append(recording.where.line())
 
     @wrap(torch.autograd, "backward")
     def backward(original, *args, **kwargs):
@@ -343,7 +345,7 @@ def install(recording) -> None:
             models.in_backward = False
 
     def note_replicas(*_, **__) -> None:
-        recording.facts["data_parallel"] = recording.where.line()
+        recording.facts.data_parallel = recording.where.line()
 
     before(nn.DataParallel, "__init__", note_replicas)
     for name in LOSSES:
@@ -381,7 +383,7 @@ def install_optimizers(models: Models) -> None:
 
         @wrap(torch.amp.GradScaler, name)
         def scaler(original, scaler, *args, name=name, **kwargs):
-            models.recording.step["scaler"] += [name] * bool(scaler.prove_enabled)
+            models.recording.step.scaler += [name] * bool(scaler.prove_enabled)
             return original(scaler, *args, **kwargs)
 
     for name in DRAWS:
@@ -396,13 +398,13 @@ def install_optimizers(models: Models) -> None:
         before(nn.utils, name, models.clip)
 
     def step_of_plateau(schedule, metrics, *_, **__) -> None:
-        models.recording.record["plateaus"].append((float(metrics), models.recording.where.line()))
+        models.recording.record.plateaus.append((float(metrics), models.recording.where.line()))
 
     def step(schedule, *_, **__) -> None:
         models.schedule_calls += not getattr(schedule, "_is_initial", False)
 
     def take(kind: str):
-        return lambda *_, **__: models.recording.facts["taken"].add((kind, len(models.recording.steps)))
+        return lambda *_, **__: models.recording.facts.taken.add((kind, len(models.recording.steps)))
 
     schedules = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "state_dict" in vars(kind)]
     for owner, kind in ((optimizer.Optimizer, "optimizer"), *((schedule, "schedule") for schedule in schedules)):

@@ -24,7 +24,7 @@ class Processes:
     def __init__(self, recording):
         self.recording, self.depth = recording, 0
         # A file, so that the calls are known even if the process dies.
-        path = Path(recording.plan["output"], f"calls_{recording.rank}.txt")
+        path = Path(recording.plan.output, f"calls_{recording.rank}.txt")
         self.calls = open(path, "w", buffering=1)  # noqa: SIM115  until the end
 
     @contextlib.contextmanager
@@ -34,14 +34,14 @@ class Processes:
         if name and not self.depth:
             self.note_in_step()
             line = recording.where.line()
-            (recording.evaluations.current or recording.step)["collectives"].append((name, line))
+            (recording.evaluations.current or recording.step).collectives.append((name, line))
             tensors = [value for value in args if isinstance(value, torch.Tensor)]
             shapes = " and ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
             self.calls.write(f"{len(recording.steps)} {name} {line} {shapes}\n")
-            is_of_loss = torch.is_grad_enabled() and not recording.step["micro_batches"]  # and not for a log
+            is_of_loss = torch.is_grad_enabled() and not recording.step.micro_batches  # and not for a log
             has_gradient = any(each.ndim > 1 and each.requires_grad for each in tensors)
             if is_of_loss and has_gradient and ("gather" in name or name.startswith("all_reduce")):
-                recording.step["gathers"].append((name, line))
+                recording.step.gathers.append((name, line))
         self.depth += 1
         try:
             yield
@@ -51,7 +51,7 @@ class Processes:
     def note_in_step(self, *_, **__) -> None:
         """The optimizer itself makes a collective call, as one whose state is divided over the processes does."""
         if self.recording.models.stepping is not None:
-            self.recording.step["in_step"] = True
+            self.recording.step.in_step = True
 
     def watch(self, owner, names: tuple[str, ...]) -> None:
         for name in names:
@@ -72,7 +72,7 @@ def install(recording) -> None:
     recording.processes.watch(dist, COLLECTIVES)
     for name in IN_OPTIMIZERS:
         before(dist, name, recording.processes.note_in_step)
-    before(Join, "__enter__", lambda _: recording.facts.update(join=recording.where.line()))
+    before(Join, "__enter__", lambda _: setattr(recording.facts, "join", recording.where.line()))
 
     with contextlib.suppress(ImportError):
         install_accelerate(recording)
@@ -86,7 +86,7 @@ def install_accelerate(recording) -> None:
 
     @wrap(state.PartialState, "__init__")
     def init_state(original, self, *args, **kwargs):
-        if recording.plan["processes"] > 1:
+        if recording.plan.processes > 1:
             return original(self, *args, **kwargs)
         with mock.patch.dict(os.environ):  # as without a launcher
             for name in OF_LAUNCHERS:
@@ -101,13 +101,15 @@ def install_accelerate(recording) -> None:
 
     @wrap(accelerate.Accelerator, "__init__")
     def init(original, self, *args, **kwargs):
-        if kwargs.get("mixed_precision") not in (None, "no") and not recording.plan["is_mixed"]:
+        if kwargs.get("mixed_precision") not in (None, "no") and not recording.plan.is_mixed:
             kwargs["mixed_precision"] = "no"
-            recording.facts["switched_off"].add("mixed precision")
+            recording.facts.switched_off.add("mixed precision")
         original(self, *args, **kwargs)
-        recording.facts["accelerate"] = recording.where.line()
+        recording.facts.accelerate = recording.where.line()
         recording.batches.splits_batches = bool(self.split_batches)
 
     # Else join_uneven_inputs does nothing on CPUs.
     accelerate.Accelerator.multi_device = property(lambda self: self.num_processes > 1)
-    before(local_sgd.LocalSGD, "__init__", lambda *_, **__: recording.facts.update(local_sgd=recording.where.line()))
+    before(
+        local_sgd.LocalSGD, "__init__", lambda *_, **__: setattr(recording.facts, "local_sgd", recording.where.line())
+    )

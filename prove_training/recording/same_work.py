@@ -119,7 +119,7 @@ class Tagged:
 
 def install(recording) -> None:
     """Switch off what differs by design between process counts, and record it in the fact `switched_off`."""
-    switched_off, statistics = recording.facts["switched_off"], {}  # of BatchNorm, at the beginning
+    switched_off, statistics = recording.facts.switched_off, {}  # of BatchNorm, at the beginning
     fetch._MapDatasetFetcher.fetch = fetch_with_digests
 
     def note(what: str) -> None:
@@ -155,7 +155,7 @@ def install(recording) -> None:
                 original(input.detach(), mean, variance, None, None, True, momentum, eps)
         return original(input, *fixed[:2], weight, bias, False, momentum, eps)
 
-    if recording.plan["is_resumed"] is None:  # a run and its resume have the same batches
+    if recording.plan.is_resumed is None:  # a run and its resume have the same batches
         wrap(F, "batch_norm")(batch_norm)
     nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward
     nn.SyncBatchNorm._check_input_dim = lambda *_: None
@@ -166,7 +166,7 @@ def install(recording) -> None:
 
 def install_precision(recording) -> None:
     """What rounds differently where a batch is cut differently."""
-    switched_off = recording.facts["switched_off"]
+    switched_off = recording.facts.switched_off
     torch.compiler.set_stance("force_eager")
 
     def no_autocast(original, autocast, device_type, dtype=None, enabled=True, cache_enabled=None):
@@ -174,7 +174,7 @@ def install_precision(recording) -> None:
             switched_off.add("mixed precision")
         original(autocast, "cpu", torch.bfloat16, False)
 
-    if not recording.plan["is_mixed"]:
+    if not recording.plan.is_mixed:
         wrap(torch.autocast, "__init__")(no_autocast)
 
     @wrap(torch, "compile")
@@ -192,16 +192,16 @@ def install_precision(recording) -> None:
 def install_machine(recording) -> None:
     """Clocks, and the devices that there are."""
     for name in ("time", "perf_counter", "monotonic", "process_time"):
-        run_clock(name, recording.plan["clock"])
+        run_clock(name, recording.plan.clock)
     for owner in (torch.cuda, torch.accelerator):
 
         @wrap(owner, "is_available")
         def is_available(original):
             if recording.where.is_own(sys._getframe(2).f_code.co_filename):
-                recording.facts["asks"] = True
+                recording.facts.asks = True
             return original()
 
-    if recording.plan["without_gpu"]:
+    if recording.plan.without_gpu:
         pretended_gpu.install(recording)
 
 

@@ -14,14 +14,14 @@ class Starting:
     """The processes that the script asks for, which must be as many as there are ranks."""
 
     def __init__(self, recording):
-        self.recording, self.processes = recording, recording.plan["processes"]
+        self.recording, self.processes = recording, recording.plan.processes
 
     def run(self, function, args) -> None:
         """Do the work of this rank. If it trains, the script ends there: what follows is not done by each process."""
-        self.recording.facts["starts"] = self.recording.where.line()
+        self.recording.facts.starts = self.recording.where.line()
         function(*args)
         if self.recording.steps:
-            self.recording.facts["is_complete"] = True
+            self.recording.facts.is_complete = True
             self.recording.end()
 
     def check(self, number: int) -> None:
@@ -60,10 +60,10 @@ def install(recording) -> None:
         starting.check(starting.processes if world_size in (-1, None) else world_size)
         if rank not in (-1, None, recording.rank):
             recording.stop(f"a process says that it is rank {rank}, and is {recording.rank} ({recording.where.line()})")
-        os.environ.update(recording.plan["address"])
-        backend = "gloo" if recording.plan["device"] == "cpu" else backend
+        os.environ.update(recording.plan.address)
+        backend = "gloo" if recording.plan.device == "cpu" else backend
         original(backend, timeout=timeout, world_size=starting.processes, rank=recording.rank)
-        recording.facts["group"] = recording.where.line()
+        recording.facts.group = recording.where.line()
 
     with contextlib.suppress(ImportError):
         import accelerate
@@ -83,11 +83,11 @@ def watch_devices(cls: type, recording) -> None:
 
     @wrap(cls, "__init__")
     def init(original, self, *args, **options):
-        own = {"accelerator": recording.plan["device"], "devices": recording.plan["processes"], "num_nodes": 1}
+        own = {"accelerator": recording.plan.device, "devices": recording.plan.processes, "num_nodes": 1}
         if options.get("strategy", "auto") == "auto":
             own["strategy"] = "ddp"  # also on one process, so that its loaders have the same order
-        if not recording.plan["is_mixed"] and str(options.get("precision") or 32) not in ("32", "32-true"):
-            recording.facts["switched_off"].add("mixed precision")
+        if not recording.plan.is_mixed and str(options.get("precision") or 32) not in ("32", "32-true"):
+            recording.facts.switched_off.add("mixed precision")
             own["precision"] = "32-true"
         original(self, *args, **options | own)
         if hasattr(self, "_launched"):  # of Fabric, whose script may be written for `fabric run` and not launch it

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..records import Part, Record, Step
 from ..tensors import differ, norm_of
 from ..text import plural
 
@@ -44,15 +45,15 @@ class Comparison:
         rounding: a difference of two gradients this small, relative to the largest gradient, is rounding.
     """
 
-    def __init__(self, reference: dict, ranks: list[dict], rounding: float = ZERO):
+    def __init__(self, reference: Record, ranks: list[Record], rounding: float = ZERO):
         self.reference, self.ranks, self.processes, self.rounding = reference, ranks, len(ranks), rounding
-        self.facts, self.is_exact = ranks[0]["facts"], reference["facts"]["is_exact"]
+        self.facts, self.is_exact = ranks[0].facts, reference.facts.is_exact
         self.compared, self.not_compared = set(), {}  # what; what and why not
         self.has_drifted = False  # a state that is not handed on comes from steps with other weights of the samples
 
-    def steps_of_ranks(self) -> Iterator[tuple[int, tuple[dict, ...]]]:
+    def steps_of_ranks(self) -> Iterator[tuple[int, tuple[Step, ...]]]:
         """Each step by its number, with its record on each rank."""
-        return enumerate(zip(*(rank["steps"] for rank in self.ranks), strict=False), 1)
+        return enumerate(zip(*(rank.steps for rank in self.ranks), strict=False), 1)
 
 
 def close(one: float, other: float, tolerance: float = 1e-3) -> bool:
@@ -67,38 +68,38 @@ def named(names) -> str:
 # Of one process
 
 
-def parts_of(step: dict) -> Iterator[dict]:
+def parts_of(step: Step) -> Iterator[Part]:
     """The batches, or parts of them, that a step was made of."""
-    return (part for micro in step["micro_batches"] for part in micro["samples"])
+    return (part for micro in step.micro_batches for part in micro.samples)
 
 
-def samples_of(step: dict) -> collections.Counter:
+def samples_of(step: Step) -> collections.Counter:
     """How often each sample is in a step."""
-    return collections.Counter(digest for part in parts_of(step) for digest in part["digests"] or [])
+    return collections.Counter(digest for part in parts_of(step) for digest in part.digests or [])
 
 
-def largest_step(record: dict) -> int:
-    return max((samples_of(step).total() for step in record["steps"]), default=0)
+def largest_step(record: Record) -> int:
+    return max((samples_of(step).total() for step in record.steps), default=0)
 
 
-def trained_on(record: dict) -> set[str]:
+def trained_on(record: Record) -> set[str]:
     """The loaders of the training data."""
-    return {part["key"] for step in record["steps"] for part in parts_of(step)}
+    return {part.key for step in record.steps for part in parts_of(step)}
 
 
-def passes_of(record: dict) -> dict[tuple[str, int], list[str]]:
+def passes_of(record: Record) -> dict[tuple[str, int], list[str]]:
     """The samples of each pass over the training data, in order, by loader and number."""
     found = {}
-    for step in record["steps"]:
+    for step in record.steps:
         for part in parts_of(step):
-            if part["key"] is not None:
-                found.setdefault((part["key"], part["pass"]), []).extend(part["digests"] or [])
+            if part.key is not None:
+                found.setdefault((part.key, part.number), []).extend(part.digests or [])
     return found
 
 
-def whole_passes(record: dict) -> set[tuple[str, int]]:
+def whole_passes(record: Record) -> set[tuple[str, int]]:
     """Those that were read to their end."""
-    return {(each["key"], each["number"]) for each in record["passes"] if each["is_whole"]}
+    return {(each.key, each.number) for each in record.passes if each.is_whole}
 
 
 def largest_norm(gradients: dict) -> float:
@@ -111,22 +112,22 @@ def rounding(gradients: dict, relative: float = ZERO) -> float:
     return max(relative * largest, min(EPSILON, 1e-3 * largest))
 
 
-def first_line(step: dict) -> str:
+def first_line(step: Step) -> str:
     """The line of the first backward pass of a step; of the step where another one had its gradients."""
-    return next((micro["line"] for micro in step["micro_batches"]), step["line"])
+    return next((micro.line for micro in step.micro_batches), step.line)
 
 
 # Of several
 
 
-def apart(entries: tuple[dict, ...], kind: str) -> str:
+def apart(entries: tuple, kind: str) -> str:
     """What differs between two ranks, as "weight and 2 others: ranks 0 and 1"; "" if nothing does."""
-    first = entries[0].get(kind, {})
+    first = getattr(entries[0], kind)
     limit = rounding(first)
     for rank, entry in enumerate(entries[1:], 1):
         names = []
         for name, value in first.items():
-            other = entry[kind].get(name)
+            other = getattr(entry, kind).get(name)
             if other is None or (max(norm_of(value), norm_of(other)) > limit and differ(value, other) > APART):
                 names.append(name)
         if names:

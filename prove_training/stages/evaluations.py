@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..records import Evaluation
 from ..text import plural
 from . import Comparison, Finding, trained_on
 
@@ -18,33 +19,31 @@ NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])")
 class Suspect(NamedTuple):
     """A printed number that differs."""
 
-    wanted: dict  # the evaluation of the reference
-    ranks: list[dict]  # the same on each rank
+    wanted: Evaluation  # the evaluation of the reference
+    ranks: list[Evaluation]  # the same on each rank
     words: str  # before the number, in the line
     expected: str  # the line of the reference
     line: str  # of rank 0
 
     @property
     def key(self) -> tuple[int, str]:
-        return self.wanted["after"], self.words
+        return self.wanted.after, self.words
 
     @property
     def says(self) -> str:
         return f'it says "{self.line.strip()[:200]}", and on 1 process "{self.expected.strip()[:200]}"'
 
 
-def pairs(both: Comparison) -> Iterator[tuple[dict, list[dict]]]:
+def pairs(both: Comparison) -> Iterator[tuple[Evaluation, list[Evaluation]]]:
     """The evaluations of the reference, and those of each rank after the same number of steps."""
-    for wanted in both.reference["evaluations"]:
-        found = [[each for each in rank["evaluations"] if each["after"] == wanted["after"]] for rank in both.ranks]
+    for wanted in both.reference.evaluations:
+        found = [[each for each in rank.evaluations if each.after == wanted.after] for rank in both.ranks]
         if found[0]:
             yield wanted, [each[0] for each in found if each]
 
 
 def are_compared(both: Comparison) -> bool:
-    return any(
-        test["result"] or (not test["draws"] and NUMBER.search(" ".join(test["said"]))) for test, _ in pairs(both)
-    )
+    return any(test.result or (not test.draws and NUMBER.search(" ".join(test.said))) for test, _ in pairs(both))
 
 
 def suspects(both: Comparison) -> list[Suspect]:
@@ -52,20 +51,20 @@ def suspects(both: Comparison) -> list[Suspect]:
     return [
         Suspect(wanted, ranks, *found)
         for wanted, ranks in pairs(both)
-        if not wanted["draws"]
-        for found in differing(wanted["said"], ranks[0]["said"])
+        if not wanted.draws
+        for found in differing(wanted.said, ranks[0].said)
     ]
 
 
 def differing_results(both: Comparison) -> Iterator[Finding]:
     """Results passed to Run.log_test that differ."""
     for wanted, ranks in pairs(both):
-        for name, value in wanted["result"].items():
+        for name, value in wanted.result.items():
             for number, rank in enumerate(ranks):
-                other = rank["result"].get(name, math.nan)
+                other = rank.result.get(name, math.nan)
                 if abs(value - other) > RESULTS * max(abs(value), abs(other), RESULTS):
                     what = f"{name} is {other:.6g} on rank {number} instead of {value:.6g}, from the same weights"
-                    yield Finding("eval_mean", "evaluation", what, None, rank["line"])
+                    yield Finding("eval_mean", "evaluation", what, None, rank.line)
                     return
 
 
@@ -74,12 +73,12 @@ def share(both: Comparison) -> Iterator[Finding]:
     trained = trained_on(both.reference)
     for wanted, ranks in pairs(both):
         total, own = (
-            sum(len(samples) for key, samples in test["samples"].items() if key not in trained)
+            sum(len(samples) for key, samples in test.samples.items() if key not in trained)
             for test in (wanted, ranks[0])
         )
-        if total and own < 0.9 * total and not any(rank["collectives"] for rank in ranks):
+        if total and own < 0.9 * total and not any(rank.collectives for rank in ranks):
             what = f"rank 0 sees {own} of {total} samples, and nothing adds up the parts of the processes"
-            yield Finding("eval_share", "evaluation", what, None, ranks[0]["line"])
+            yield Finding("eval_share", "evaluation", what, None, ranks[0].line)
             return
 
 
@@ -88,12 +87,12 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
     for found in share(both):
         return found._replace(what=f"{found.what}: {suspect.says}")
     for rank, test in enumerate(suspect.ranks):
-        pairs_of_sums = zip(suspect.ranks[0]["models"].values(), test["models"].values(), strict=False)
+        pairs_of_sums = zip(suspect.ranks[0].models.values(), test.models.values(), strict=False)
         if any(repr(one) != repr(other) for one, other in pairs_of_sums):  # both may be NaN
             what = f"the tested model has other weights on rank {rank} than on rank 0: {suspect.says}"
-            return Finding("eval_weights", "evaluation", what, None, test["line"])
-    calls = [call for rank in suspect.ranks for call in rank["collectives"]]
-    line = next((line for name, line in calls if name != "reduce"), suspect.ranks[0]["line"])
+            return Finding("eval_weights", "evaluation", what, None, test.line)
+    calls = [call for rank in suspect.ranks for call in rank.collectives]
+    line = next((line for name, line in calls if name != "reduce"), suspect.ranks[0].line)
     repeated = _repeated(suspect)
     if repeated and "gather_for_metrics" not in dict(calls):
         what = f"{plural(repeated, 'sample')} counted twice: {suspect.says}"
@@ -103,8 +102,8 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
 
 def _repeated(suspect: Suspect) -> int:
     extra = 0
-    for key, samples in suspect.wanted["samples"].items():
-        parts = [rank["samples"].get(key, []) for rank in suspect.ranks]
+    for key, samples in suspect.wanted.samples.items():
+        parts = [rank.samples.get(key, []) for rank in suspect.ranks]
         if any(part != parts[0] for part in parts):
             extra += (collections.Counter(itertools.chain(*parts)) - collections.Counter(samples)).total()
     return extra

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Iterator
 
+from ..records import Loader
 from ..text import plural
 from . import Comparison, Finding, first_line, largest_step, note, parts_of, passes_of, samples_of, whole_passes
 
@@ -13,7 +14,7 @@ UNKNOWN = "they were not read by a DataLoader that prove can follow"
 
 
 def findings(both: Comparison) -> Iterator[Finding]:
-    if not both.facts["loaders"]:
+    if not both.facts.loaders:
         yield from _own_batches(both)
         return
     found, said, passes = [passes_of(rank) for rank in both.ranks], set(), passes_of(both.reference)
@@ -21,7 +22,7 @@ def findings(both: Comparison) -> Iterator[Finding]:
     if not passes:
         both.not_compared["samples"] = UNKNOWN
     for (key, number), wanted in passes.items():
-        if number > 0 and not both.facts["is_complete"]:
+        if number > 0 and not both.facts.is_complete:
             continue
         parts = [collections.Counter(rank.get((key, number), [])) for rank in found]
         for finding in _pass(both, key, collections.Counter(wanted), parts, (key, number) in whole):
@@ -35,71 +36,71 @@ def findings(both: Comparison) -> Iterator[Finding]:
 
 def _same_epoch(both: Comparison) -> Iterator[Finding]:
     """A DistributedSampler that is only there on several processes, and has the same order in each epoch."""
-    passes = [each for each in both.ranks[0]["passes"] if each["in_training"] and each["epoch"] is not None]
+    passes = [each for each in both.ranks[0].passes if each.in_training and each.epoch is not None]
     for one, other in itertools.pairwise(passes):
-        loader, known = (record["facts"]["loaders"].get(one["key"], {}) for record in (both.ranks[0], both.reference))
-        is_new = loader.get("sampler") == "DistributedSampler" != known.get("sampler") and loader["shuffles"]
-        if is_new and one["key"] == other["key"] and one["epoch"] == other["epoch"]:
-            yield Finding("set_epoch", "samples", "each epoch has the same order", None, loader["line"])
+        loader, known = (record.facts.loaders.get(one.key, Loader("")) for record in (both.ranks[0], both.reference))
+        is_new = loader.sampler == "DistributedSampler" != known.sampler and loader.shuffles
+        if is_new and one.key == other.key and one.epoch == other.epoch:
+            yield Finding("set_epoch", "samples", "each epoch has the same order", None, loader.line)
             return
 
 
 def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[collections.Counter], is_whole: bool):
-    loader = both.facts["loaders"].get(key) or both.reference["facts"]["loaders"].get(key, {})
-    line, union = loader.get("line", ""), sum(parts, collections.Counter())
+    loader = both.facts.loaders.get(key) or both.reference.facts.loaders.get(key, Loader(""))
+    line, union = loader.line, sum(parts, collections.Counter())
     if not union or not wanted:
         both.not_compared["samples"] = UNKNOWN
         return
     extra, missing = union - wanted, wanted - union
-    is_stream = loader.get("is_iterable") and len(parts[0]) > 2
+    is_stream = loader.is_iterable and len(parts[0]) > 2
     if all(part == parts[0] for part in parts) and (is_stream or parts[0].total() >= 0.9 * wanted.total()):
         what = f"each of the {both.processes} processes trains on the same samples: each counts {both.processes} times"
         yield Finding("stream" if is_stream else "all_the_data", "samples", what, 1, line)
         return
     shared, batch = (union - functools.reduce(operator.or_, parts)).total(), largest_step(both.reference)
-    is_batched = loader and loader["given"] is None and max(wanted.values()) == 1  # by the script, each sample once
-    if shared > batch and not loader.get("is_iterable") and (is_batched or loader.get("is_part") or not is_whole):
+    is_batched = loader.line and loader.given is None and max(wanted.values()) == 1  # by the script, each sample once
+    if shared > batch and not loader.is_iterable and (is_batched or loader.is_part or not is_whole):
         what = f"{shared} of {union.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)
         return
-    if loader and (loader["is_iterable"] or loader["given"] is None) and (extra or missing):
-        why = "it is an IterableDataset" if loader["given"] else "the batches are not made by DataLoader"
+    if loader.line and (loader.is_iterable or loader.given is None) and (extra or missing):
+        why = "it is an IterableDataset" if loader.given else "the batches are not made by DataLoader"
         both.not_compared["samples"] = f"{why} ({line})"
         return
-    if (extra or missing) and (loader.get("is_part") or not is_whole):
+    if (extra or missing) and (loader.is_part or not is_whole):
         why = "each process makes its own part of the data" if is_whole else "an epoch ends before its data"
         both.not_compared["samples"] = f"{why} ({line})"
         return
     unknown = [digest for digest in extra if digest not in wanted]
-    dropped = loader["items"] - wanted.total() if loader.get("drop_last") and loader.get("items") else 0
-    tested = {each for test in both.reference["evaluations"] for some in test["samples"].values() for each in some}
+    dropped = loader.items - wanted.total() if loader.drop_last and loader.items else 0
+    tested = {each for test in both.reference.evaluations for some in test.samples.values() for each in some}
     if leaked := tested.intersection(unknown):
         what = f"{plural(len(leaked), 'sample')} of the evaluation on rank 0 are trained on by other processes"
         yield Finding("split", "samples", what, None, line)
     elif len(unknown) > dropped and missing:
         what = f"{plural(len(unknown), 'item')} of {union.total()} are not among those of 1 process"
         yield Finding("items", "samples", what, None, line)
-    elif missing and (missing.total() >= batch or not loader.get("drop_last") or both.is_exact):
+    elif missing and (missing.total() >= batch or not loader.drop_last or both.is_exact):
         what = f"{missing.total()} of {wanted.total()} samples of an epoch are in no process's part"
         yield Finding("samples", "samples", what, None, line)
     elif extra.total() > batch or (extra and both.is_exact):
         what = f"{extra.total()} of {wanted.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)
     elif extra and not unknown:
-        who = "DistributedSampler" if loader.get("sampler") == "DistributedSampler" else "Accelerate"
+        who = "DistributedSampler" if loader.sampler == "DistributedSampler" else "Accelerate"
         what = f"in the last step of an epoch {who} repeats {plural(extra.total(), 'sample')}, so that all "
         yield note("samples", what + "processes have as many: drop_last=True leaves it out", None, line)
 
 
 def _own_batches(both: Comparison) -> Iterator[Finding]:
     both.not_compared["samples and gradients with 1 process"] = "the script draws its own batches"
-    counts = [samples_of(both.reference["steps"][0]).total()]
-    counts += [sum(samples_of(rank["steps"][0]).total() for rank in both.ranks)]
+    counts = [samples_of(both.reference.steps[0]).total()]
+    counts += [sum(samples_of(rank.steps[0]).total() for rank in both.ranks)]
     if counts[1] == counts[0] * both.processes:
         what = f"a step has {counts[1]} samples on {both.processes} processes and {counts[0]} on 1: right only if "
-        yield note("samples", f"{what}that is meant", 1, first_line(both.ranks[0]["steps"][0]))
+        yield note("samples", f"{what}that is meant", 1, first_line(both.ranks[0].steps[0]))
     for number, steps in both.steps_of_ranks():
-        drawn = [[part["digests"] for part in parts_of(step)] for step in steps]
+        drawn = [[part.digests for part in parts_of(step)] for step in steps]
         for rank, batches in enumerate(drawn[1:], 1):
             if any(batch and batch in drawn[0] for batch in batches):
                 what = f"ranks 0 and {rank} draw the same batch: each of its samples counts twice"

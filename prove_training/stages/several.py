@@ -3,18 +3,19 @@
 import collections
 from collections.abc import Iterator
 
+from ..records import Record
 from . import Comparison, Finding, apart, close, first_line, note, samples, steps
 
 
-def are_plain(ranks: list[dict]) -> bool:
+def are_plain(ranks: list[Record]) -> bool:
     """Whether the script uses neither Accelerate nor a process group."""
-    return not any(rank["facts"].keys() & {"accelerate", "group"} for rank in ranks)
+    return not any(rank.facts.accelerate or rank.facts.group for rank in ranks)
 
 
 def findings(both: Comparison) -> Iterator[Finding]:
-    made = [step for rank in both.ranks for step in rank["steps"]]
-    are_reduced = any(step["collectives"] or step["in_step"] for step in made)
-    if not any(rank["facts"]["ddp"] for rank in both.ranks) and not are_reduced:
+    made = [step for rank in both.ranks for step in rank.steps]
+    are_reduced = any(step.collectives or step.in_step for step in made)
+    if not any(rank.facts.ddp for rank in both.ranks) and not are_reduced:
         what = f"{both.processes} processes train alone: nothing averages their gradients"
         yield Finding("alone", "gradient", what, 1, first_line(made[0]) if made else "")
         return
@@ -33,35 +34,35 @@ def findings(both: Comparison) -> Iterator[Finding]:
 def _initial_weights(both: Comparison) -> Iterator[Finding]:
     if differing := apart(both.ranks, "initial"):
         what = f"{differing} begin with different weights"
-        yield Finding("initial_weights", "initial weights", what, None, both.ranks[0]["steps"][0]["line"])
+        yield Finding("initial_weights", "initial weights", what, None, both.ranks[0].steps[0].line)
 
 
 def _draws(both: Comparison) -> Iterator[Finding]:
     """The same random numbers for the samples of different processes."""
     by_line = {}
     for number, of_ranks in both.steps_of_ranks():
-        for draws in zip(*(step["drawn"] for step in of_ranks), strict=False):
-            is_per_sample = all(draw["is_per_sample"] and draw["rows"] > 1 for draw in draws)
-            if is_per_sample and len({(draw["line"], draw["rows"]) for draw in draws}) == 1:
-                by_line.setdefault(draws[0]["line"], []).append((number, draws))
+        for draws in zip(*(step.drawn for step in of_ranks), strict=False):
+            is_per_sample = all(draw.is_per_sample and draw.rows > 1 for draw in draws)
+            if is_per_sample and len({(draw.line, draw.rows) for draw in draws}) == 1:
+                by_line.setdefault(draws[0].line, []).append((number, draws))
     for line, found in by_line.items():
-        if len(found) > 2 and all(len({draw["digest"] for draw in draws}) == 1 for _, draws in found):
+        if len(found) > 2 and all(len({draw.digest for draw in draws}) == 1 for _, draws in found):
             number, (draw, *_) = found[0]
-            what = f"{draw['name']} draws the same numbers on all processes, for different samples"
-            if draw["in_model"] or len(both.facts["optimizers"]) > 1:
+            what = f"{draw.name} draws the same numbers on all processes, for different samples"
+            if draw.in_model or len(both.facts.optimizers) > 1:
                 yield note("random numbers", f"{what}: seed + rank gives each its own", number, line)
             else:
                 yield Finding("same_noise", "random numbers", what, number, line)
             return
-    if any(record["facts"].get("draws_items") for record in (both.reference, *both.ranks)):
-        states = zip(*(rank["passes"] for rank in both.ranks), strict=False)
-        if any(len({each["random"] for each in passes}) == 1 for passes in states if passes[0]["in_training"]):
+    if any(record.facts.draws_items for record in (both.reference, *both.ranks)):
+        states = zip(*(rank.passes for rank in both.ranks), strict=False)
+        if any(len({each.random for each in passes}) == 1 for passes in states if passes[0].in_training):
             what = "the augmentation draws the same numbers on all processes: seed + rank gives each its own"
             yield note("random numbers", what)
 
 
 def _plateaus(both: Comparison) -> Iterator[Finding]:
-    for calls in zip(*(rank["plateaus"] for rank in both.ranks), strict=False):
+    for calls in zip(*(rank.plateaus for rank in both.ranks), strict=False):
         for rank, (value, line) in enumerate(calls):
             if not close(value, calls[0][0], 1e-4) and value == value:  # it may be NaN
                 what = f"ReduceLROnPlateau gets {calls[0][0]:.5g} on rank 0 and {value:.5g} on rank {rank}"
@@ -70,10 +71,10 @@ def _plateaus(both: Comparison) -> Iterator[Finding]:
 
 
 def _reductions(both: Comparison) -> Iterator[Finding]:
-    for number, step in enumerate(both.ranks[0]["steps"], 1):
-        count = len(step["micro_batches"])
-        are_all = all(micro["syncs"] for micro in step["micro_batches"])
-        if both.facts["ddp"] and count > 1 and are_all and len(both.facts["optimizers"]) == 1:
+    for number, step in enumerate(both.ranks[0].steps, 1):
+        count = len(step.micro_batches)
+        are_all = all(micro.syncs for micro in step.micro_batches)
+        if both.facts.ddp and count > 1 and are_all and len(both.facts.optimizers) == 1:
             what = f"gradients are averaged over processes {count} times per step instead of once: no_sync() "
             yield note("all-reduces", what + "is missing, the numbers are right", number, first_line(step))
             return
@@ -82,24 +83,22 @@ def _reductions(both: Comparison) -> Iterator[Finding]:
 def _saves(both: Comparison) -> Iterator[Finding]:
     writers = collections.Counter()
     for rank in both.ranks:  # all processes call save_state; only one writes
-        writers.update(
-            {(save["path"], save["after"], save["line"]) for save in rank["saves"] if save["kind"] != "save_state"}
-        )
+        writers.update({(save.path, save.after, save.line) for save in rank.saves if save.kind != "save_state"})
     for (path, _, line), count in writers.items():
         if count > 1 and path != "?":
             what = f"{count} processes write {path} at the same time"
             yield Finding("checkpoint_race", "checkpoint", what, None, line)
             break
-    states = [[save for save in rank["saves"] if save["kind"] == "save_state"] for rank in both.ranks]
+    states = [[save for save in rank.saves if save.kind == "save_state"] for rank in both.ranks]
     if states[0] and not all(states):
         what = "rank 0 alone calls save_state: the random states of the others are not saved, and with FSDP it hangs"
-        yield note("checkpoint", what, None, states[0][0]["line"])
-    before = {save["line"]: save["prefix"] for save in both.reference["saves"]}
-    for save in both.ranks[0]["saves"]:
-        what = f"the names in {save['path']} begin with {save['prefix']!r}"
-        if save["prefix"] and before.get(save["line"]) == "":
-            yield Finding("checkpoint_prefix", "checkpoint", f"{what}, and not on 1 process", None, save["line"])
+        yield note("checkpoint", what, None, states[0][0].line)
+    before = {save.line: save.prefix for save in both.reference.saves}
+    for save in both.ranks[0].saves:
+        what = f"the names in {save.path} begin with {save.prefix!r}"
+        if save.prefix and before.get(save.line) == "":
+            yield Finding("checkpoint_prefix", "checkpoint", f"{what}, and not on 1 process", None, save.line)
             break
-        if save["prefix"] == "_orig_mod.":
-            yield note("checkpoint", f"{what}: only a compiled model loads them as they are", None, save["line"])
+        if save.prefix == "_orig_mod.":
+            yield note("checkpoint", f"{what}: only a compiled model loads them as they are", None, save.line)
             break

@@ -6,84 +6,85 @@ from collections.abc import Iterator
 
 import torch
 
+from ..records import Loader, Record, Step
 from ..tensors import norm_of
 from ..text import and_join, plural
 from . import Finding, close, first_line, named, note, parts_of, passes_of, trained_on
 
 
-def cannot_judge(record: dict) -> str | None:
+def cannot_judge(record: Record) -> str | None:
     """Why prove cannot judge this script; None if it can."""
-    facts, steps = record["facts"], record["steps"]
-    if reason := facts.get("cannot_tell"):
+    facts, steps = record.facts, record.steps
+    if reason := facts.cannot_tell:
         return reason
-    if (line := facts.get("sharded")) and torch.__version__ < (2, 9, 99):
+    if (line := facts.sharded) and torch.__version__ < (2, 9, 99):
         return f"torch {torch.__version__} adds FSDP's gradients up over gloo, where it should average them ({line})"
-    if line := facts.get("local_sgd"):
+    if line := facts.local_sgd:
         return f"LocalSGD lets the processes train alone for some steps, on purpose ({line})"
-    if line := facts.get("flat"):
+    if line := facts.flat:
         return f"FullyShardedDataParallel keeps parts of flat parameters ({line}): fully_shard could be compared"
-    if lines := facts.get("layers"):
+    if lines := facts.layers:
         return f"its layers are divided over the processes, and not only its samples ({lines[0]})"
-    if "LBFGS" in facts["optimizers"]:
+    if "LBFGS" in facts.optimizers:
         return "LBFGS computes the loss several times in a step: there is no one gradient to compare"
     if not steps:
-        printed = record["printed"]
+        printed = record.printed
         return "it ended before the first optimizer.step()" + f'; it printed last: "{printed}"' * bool(printed)
-    if not any(step["micro_batches"] for step in steps):
+    if not any(step.micro_batches for step in steps):
         return "no backward pass came before an optimizer.step()"
-    is_zero = any(step["at_step"] for step in steps) and not any(map(_has_gradient, steps))
-    if is_zero and total_weight(record, steps[0]) is None and not any(step["zeroed"] for step in steps):
+    is_zero = any(step.at_step for step in steps) and not any(map(_has_gradient, steps))
+    if is_zero and total_weight(record, steps[0]) is None and not any(step.zeroed for step in steps):
         return "every gradient is zero, as where all rewards are the same"
     return None
 
 
-def findings(record: dict) -> Iterator[Finding]:
+def findings(record: Record) -> Iterator[Finding]:
     yield from _untrained(record)
     yield from _order(record)
-    for number, step in enumerate(record["steps"], 1):
+    for number, step in enumerate(record.steps, 1):
         yield from _accumulation(record, number, step)
     yield from _schedule(record)
     yield from _saves(record)
     yield from _evaluations(record)
     yield from _modes(record)
-    facts = record["facts"]
-    if facts["run"] and facts["is_complete"] and not facts["is_finished"]:
-        yield Finding("finish", "files", "run.finish() is not called: no model is saved", None, facts["run"])
+    facts = record.facts
+    if facts.run and facts.is_complete and not facts.is_finished:
+        yield Finding("finish", "files", "run.finish() is not called: no model is saved", None, facts.run)
 
 
-def usual_micro_batches(record: dict) -> int:
+def usual_micro_batches(record: Record) -> int:
     """The number of micro-batches of most steps."""
-    counts = collections.Counter(len(step["micro_batches"]) for step in record["steps"])
+    counts = collections.Counter(len(step.micro_batches) for step in record.steps)
     return max(counts, key=lambda count: (counts[count], count), default=1)
 
 
-def weights(record: dict, step: dict) -> list[tuple[float, int, str]] | None:
+def weights(record: Record, step: Step) -> list[tuple[float, int, str]] | None:
     """For each micro-batch: the coefficient of the mean of its losses in the gradient, the number of losses, the line.
 
     None where a micro-batch has no known loss, or several.
     """
-    found = [micro["losses"] for micro in step["micro_batches"]]
-    if len(record["facts"]["optimizers"]) != 1 or not found or any(len(losses) != 1 for losses in found):
+    found = [micro.losses for micro in step.micro_batches]
+    if len(record.facts.optimizers) != 1 or not found or any(len(losses) != 1 for losses in found):
         return None
     return [losses[0] for losses in found]
 
 
-def total_weight(record: dict, step: dict) -> float | None:
+def total_weight(record: Record, step: Step) -> float | None:
     """The coefficient of the mean of a step's losses in the gradient; None where it is not known."""
     found = weights(record, step)
     return None if found is None else sum(weight for weight, _, _ in found)
 
 
-def _untrained(record: dict) -> Iterator[Finding]:
+def _untrained(record: Record) -> Iterator[Finding]:
     """Gradients that are lost, or never reach the optimizer."""
-    steps, facts = record["steps"], record["facts"]
-    if len(facts["optimizers"]) == 1:
+    steps, facts = record.steps, record.facts
+    if len(facts.optimizers) == 1:
         for number, step in enumerate(steps, 1):
-            micro_batches = step["micro_batches"]
-            for done, line in step["zeroed"]:
+            micro_batches = step.micro_batches
+            for done, line in step.zeroed:
                 what = f"zero_grad after {done} of {plural(len(micro_batches), 'micro-batch')}: gradients are lost"
-                has_new_samples = all(micro["samples"] for micro in micro_batches)  # else a second look at one batch
-                if done < len(micro_batches) and has_new_samples and facts["loaders"]:
+                has_new_samples = all(micro.samples for micro in micro_batches)  # else a second look at one batch
+                if done < len(micro_batches) and has_new_samples and facts.loaders:
                     yield Finding("zeroed", "gradient", what, number, line)
                     return
                 if done == len(micro_batches) and not _has_gradient(step):
@@ -91,85 +92,88 @@ def _untrained(record: dict) -> Iterator[Finding]:
                     return
     if not any(map(_has_gradient, steps)):
         what = "no parameter of the optimizer has a gradient: the model that is called has others, and never changes"
-        if any(step["at_step"] for step in steps):
+        if any(step.at_step for step in steps):
             what = "all gradients are zero: the model never changes"
-        yield Finding("untrained", "weights", what, 1, steps[0]["line"])
-    elif facts["untrained"]:
-        what = f"{named(facts['untrained'])}: a gradient, and in no optimizer"
-        yield note("weights", what, 1, steps[0]["line"])
+        yield Finding("untrained", "weights", what, 1, steps[0].line)
+    elif facts.untrained:
+        what = f"{named(facts.untrained)}: a gradient, and in no optimizer"
+        yield note("weights", what, 1, steps[0].line)
 
 
-def _has_gradient(step: dict) -> bool:
-    return any(norm_of(gradient) for gradient in step["at_step"].values())
+def _has_gradient(step: Step) -> bool:
+    return any(norm_of(gradient) for gradient in step.at_step.values())
 
 
-def _modes(record: dict) -> Iterator[Finding]:
+def _modes(record: Record) -> Iterator[Finding]:
     """A model that stays in evaluation mode after a test."""
-    steps = record["steps"]
-    for test in record["evaluations"]:
-        before, after = steps[: test["after"]], steps[test["after"] :]
-        for model in after[0]["modes"] if before and after else ():
-            known = [step["modes"][model] for step in before if model in step["modes"]]
-            if known and known[-1] and not any(step["modes"].get(model) for step in after):
+    steps = record.steps
+    for test in record.evaluations:
+        before, after = steps[: test.after], steps[test.after :]
+        for model in after[0].modes if before and after else ():
+            known = [step.modes[model] for step in before if model in step.modes]
+            if known and known[-1] and not any(step.modes.get(model) for step in after):
                 what = "after the test the model trains in evaluation mode: model.train() is missing"
-                yield Finding("train_mode", "evaluation", what, test["after"] + 1, after[0]["line"])
+                yield Finding("train_mode", "evaluation", what, test.after + 1, after[0].line)
                 return
 
 
-def _evaluations(record: dict) -> Iterator[Finding]:
-    trained, loaders = trained_on(record), record["facts"]["loaders"]
+def _evaluations(record: Record) -> Iterator[Finding]:
+    trained, loaders = trained_on(record), record.facts.loaders
     for key, loader in loaders.items():
-        is_tested = key not in trained and any(key in test["samples"] for test in record["evaluations"])
-        if is_tested and loader["drop_last"] and (loader["length"] or 0) % (loader["given"] or 1):
-            yield note("evaluation", "drop_last leaves out the last samples of the test data", None, loader["line"])
-    for test in record["evaluations"]:
-        samples = {key: digests for key, digests in test["samples"].items() if key not in trained}
-        tested = sum(min(len(each), loaders.get(key, {}).get("items") or len(each)) for key, each in samples.items())
-        if test["in_training"] and tested:
+        is_tested = key not in trained and any(key in test.samples for test in record.evaluations)
+        if is_tested and loader.drop_last and (loader.length or 0) % (loader.given or 1):
+            yield note("evaluation", "drop_last leaves out the last samples of the test data", None, loader.line)
+    for test in record.evaluations:
+        samples = {key: digests for key, digests in test.samples.items() if key not in trained}
+        tested = sum(
+            min(len(each), (loaders[key].items if key in loaders else None) or len(each))
+            for key, each in samples.items()
+        )
+        if test.in_training and tested:
             what = "the model is tested in training mode"
-            yield Finding("eval_mode", "evaluation", what, None, test["in_training"])
-        if (counted := test["result"].get("samples", 0)) > tested > 0:
+            yield Finding("eval_mode", "evaluation", what, None, test.in_training)
+        if (counted := test.result.get("samples", 0)) > tested > 0:
             what = f"the result is of {counted:.0f} samples, and the test has {tested}"
-            yield Finding("eval_repeated", "evaluation", what, None, test["line"])
+            yield Finding("eval_repeated", "evaluation", what, None, test.line)
 
 
-def _order(record: dict) -> Iterator[Finding]:
+def _order(record: Record) -> Iterator[Finding]:
     passes, what = passes_of(record), "each epoch has the same order"
     for (key, number), samples in passes.items():
         before = passes.get((key, number - 1))
         if before is None or samples != before[: len(samples)] or len(set(samples)) < 2:
             continue
-        loader = record["facts"]["loaders"].get(key, {})
-        line = loader.get("line", "")
-        if loader.get("shuffles"):
-            kind = "set_epoch" if loader["sampler"] == "DistributedSampler" else "same_order"
+        loader = record.facts.loaders.get(key, Loader(""))
+        line = loader.line
+        if loader.shuffles:
+            kind = "set_epoch" if loader.sampler == "DistributedSampler" else "same_order"
             yield Finding(kind, "samples", what, None, line)
         else:
             yield note("samples", f"the training data are not shuffled: {what}", None, line)
 
 
-def _accumulation(record: dict, number: int, step: dict) -> Iterator[Finding]:
-    micro, usual, facts = step["micro_batches"], usual_micro_batches(record), record["facts"]
-    if step.get("holds") and len(facts["optimizers"]) == 1:
+def _accumulation(record: Record, number: int, step: Step) -> Iterator[Finding]:
+    micro, usual, facts = step.micro_batches, usual_micro_batches(record), record.facts
+    if step.holds and len(facts.optimizers) == 1:
         what = "the gradients of the step before are still there when the next one begins"
         yield Finding("zero_grad", "gradient", what, number, first_line(step))
-    epochs = {(part["key"], part["pass"]) for part in parts_of(step) if part["key"]}
+    epochs = {(part.key, part.number) for part in parts_of(step) if part.key}
     if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
         what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
         if len(micro) > window(record, number):
             yield Finding("leftover", "gradient", what, number, first_line(step))
         else:  # by a counter that goes on
             yield note("gradient", f"a step {what}", None, first_line(step))
-    if step["scaler"][:1] == ["clip"] and "step" in step["scaler"]:
+    if step.scaler[:1] == ["clip"] and "step" in step.scaler:
         what = "the gradients are still multiplied by GradScaler when they are clipped"
-        yield Finding("clip_scaled", "clipping", what, number, step["clips"][0][1])
-    if step["is_pending"]:
+        yield Finding("clip_scaled", "clipping", what, number, step.clips[0][1])
+    if step.is_pending:
         what = "FSDP still has gradients that are not reduced when the optimizer steps"
-        yield Finding("not_reduced", "gradient", what, number, step["line"])
+        yield Finding("not_reduced", "gradient", what, number, step.line)
     if number == 1 and steps_too_early(record):
         what = f"the first step has 1 micro-batch, and the next one {usual}: a step comes after the first micro-batch "
-        yield Finding("first_step", "gradient", f"{what}instead of the last", number, step["line"])
-    for done, line in step["clips"]:
+        yield Finding("first_step", "gradient", f"{what}instead of the last", number, step.line)
+    for done, line in step.clips:
         if done < len(micro):
             what = f"clipped after {done} of {len(micro)} micro-batches"
             yield Finding("clip_early", "clipping", what, number, line)
@@ -186,50 +190,50 @@ def _accumulation(record: dict, number: int, step: dict) -> Iterator[Finding]:
             yield Finding("divided_twice", "loss weights", what, number, first_line(step))
     if len(micro) < usual and close(total, len(micro) / usual) and not steps_too_early(record):
         what = f"{total:.4g} times what it should be: {plural(len(micro), 'micro-batch')}, divided by {usual}"
-        if who := "Accelerate" if "accelerate" in facts else facts["framework"]:
+        if who := "Accelerate" if facts.accelerate else facts.framework:
             yield note("loss weights", f"the last step of an epoch is {what}, by {who}", number, first_line(step))
         else:
             yield Finding("last_step", "loss weights", what, number, first_line(step))
 
 
-def window(record: dict, number: int) -> int:
+def window(record: Record, number: int) -> int:
     """The micro-batches of the next step within one epoch, else of the last one before; a window may grow meanwhile."""
-    steps = record["steps"]
+    steps = record.steps
     for step in [*steps[number:], *reversed(steps[: number - 1])]:
-        if len({(part["key"], part["pass"]) for part in parts_of(step)}) == 1:
-            return len(step["micro_batches"])
-    return len(steps[0]["micro_batches"])
+        if len({(part.key, part.number) for part in parts_of(step)}) == 1:
+            return len(step.micro_batches)
+    return len(steps[0].micro_batches)
 
 
-def steps_too_early(record: dict) -> bool:
+def steps_too_early(record: Record) -> bool:
     """Whether the optimizer steps after the first micro-batch of a window: number % accumulation == 0."""
-    counts = [len(step["micro_batches"]) for step in record["steps"][:2]]
-    return len(record["facts"]["optimizers"]) == 1 and counts == [1, usual_micro_batches(record)] and counts[1] > 1
+    counts = [len(step.micro_batches) for step in record.steps[:2]]
+    return len(record.facts.optimizers) == 1 and counts == [1, usual_micro_batches(record)] and counts[1] > 1
 
 
-def _schedule(record: dict) -> Iterator[Finding]:
-    steps, usual = record["steps"], usual_micro_batches(record)
-    per_step = {later["schedule_calls"] - step["schedule_calls"] for step, later in itertools.pairwise(steps[:4])}
-    if usual > 1 and per_step == {usual} and len(record["facts"]["optimizers"]) == 1:
+def _schedule(record: Record) -> Iterator[Finding]:
+    steps, usual = record.steps, usual_micro_batches(record)
+    per_step = {later.schedule_calls - step.schedule_calls for step, later in itertools.pairwise(steps[:4])}
+    if usual > 1 and per_step == {usual} and len(record.facts.optimizers) == 1:
         what = f"the schedule steps {usual} times per step of the optimizer, once per micro-batch"
-        if record["facts"]["is_exact"]:
-            yield Finding("schedule", "learning rate", what, 1, steps[0]["line"])
+        if record.facts.is_exact:
+            yield Finding("schedule", "learning rate", what, 1, steps[0].line)
         else:
             what += ": right only if its length is counted in micro-batches"
-            yield note("learning rate", what, 1, steps[0]["line"])
+            yield note("learning rate", what, 1, steps[0].line)
 
 
-def _saves(record: dict) -> Iterator[Finding]:
-    needed = {"optimizer": record["facts"]["has_state"], "schedule": record["facts"]["schedules"]}
-    for save in record["saves"]:
-        what, taken = "", {kind for kind, after in record["facts"]["taken"] if after == save["after"]}
-        if save["kind"] == "save_state":
-            if save["lacks_schedule"] and "schedule" not in taken:  # else it is in a file of the script's own
+def _saves(record: Record) -> Iterator[Finding]:
+    needed = {"optimizer": record.facts.has_state, "schedule": record.facts.schedules}
+    for save in record.saves:
+        what, taken = "", {kind for kind, after in record.facts.taken if after == save.after}
+        if save.kind == "save_state":
+            if save.lacks_schedule and "schedule" not in taken:  # else it is in a file of the script's own
                 what = "save_state leaves the schedule out: it was not passed to accelerator.prepare"
-        elif "model" in save["has"] and save["counters"]:
-            has = save["has"] | taken
+        elif "model" in save.has and save.counters:
+            has = save.has | taken
             lacks = [f"the {part}" for part, is_needed in needed.items() if is_needed and part not in has]
             if lacks:
-                what = f"{save['path']} has {', '.join(save['counters'])}, and not {and_join(lacks)}"
+                what = f"{save.path} has {', '.join(save.counters)}, and not {and_join(lacks)}"
         if what:
-            yield Finding("checkpoint_lacks", "checkpoint", what, None, save["line"])
+            yield Finding("checkpoint_lacks", "checkpoint", what, None, save.line)

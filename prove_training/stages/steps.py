@@ -1,11 +1,13 @@
 """Each step, which starts from the same weights: its losses, gradients, learning rates and weights."""
 
 import collections
+import dataclasses
 import math
 from collections.abc import Iterator
 
 import torch
 
+from ..records import Record, Step
 from ..tensors import differ, norm_of
 from . import (
     APART,
@@ -28,20 +30,20 @@ from .single import total_weight, usual_micro_batches, weights
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
 
-def rounding_of(reference: dict, again: dict) -> float:
+def rounding_of(reference: Record, again: Record) -> float:
     """The largest difference of a gradient in two runs on one process, relative to the largest gradient of the step."""
     found = [0.0]
-    for one, other in zip(reference["steps"], again["steps"], strict=False):
-        largest = largest_norm(one["gradients"]) or 1.0
-        both = [(value, other["gradients"].get(name, value)) for name, value in one["gradients"].items()]
+    for one, other in zip(reference.steps, again.steps, strict=False):
+        largest = largest_norm(one.gradients) or 1.0
+        both = [(value, other.gradients.get(name, value)) for name, value in one.gradients.items()]
         found += [differ(*pair) * norm_of(pair[0]) / largest for pair in both]
     return max(found)
 
 
 def findings(both: Comparison) -> Iterator[Finding]:
-    found, wanted, steps = {}, both.reference["steps"], both.ranks[0]["steps"]
+    found, wanted, steps = {}, both.reference.steps, both.ranks[0].steps
     for (number, of_ranks), one in zip(both.steps_of_ranks(), wanted, strict=False):
-        if number > 1 and number - 1 not in both.reference["weights"]:
+        if number > 1 and number - 1 not in both.reference.weights:
             both.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
             break
         for finding in _step(both, number, one, of_ranks):
@@ -53,26 +55,26 @@ def findings(both: Comparison) -> Iterator[Finding]:
     if len(wanted) != len(steps) and not found:
         both.not_compared["steps"] = what = f"{len(steps)} steps instead of {len(wanted)}"
         if both.is_exact:
-            yield Finding("steps", "steps", what, None, steps[0]["line"])
+            yield Finding("steps", "steps", what, None, steps[0].line)
 
 
-def _step(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) -> Iterator[Finding]:
-    line, facts = steps[0]["line"], both.facts
+def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+    line, facts = steps[0].line, both.facts
     if carried := list(_carried(both, number, wanted, steps)):
         yield from carried
         return
-    if steps[0]["in_step"]:  # the optimizer averages them
+    if steps[0].in_step:  # the optimizer averages them
         steps = (averaged(steps), *steps[1:])
     elif differing := apart(steps, "gradients"):
         what = f"{differing} have different gradients at the step"
-        if steps[0]["clips"] and not apart(steps, "at_step"):
+        if steps[0].clips and not apart(steps, "at_step"):
             what = "clipped before the gradients are averaged, by the norm that each process has alone"
-            yield Finding("clip_early", "clipping", what, number, steps[0]["clips"][-1][1])
+            yield Finding("clip_early", "clipping", what, number, steps[0].clips[-1][1])
             return
-        if not any(micro["syncs"] for micro in steps[0]["micro_batches"]) and facts["ddp"]:
+        if not any(micro.syncs for micro in steps[0].micro_batches) and facts.ddp:
             what += ", and none of its backward passes averages them"
-        if facts["around_ddp"]:
-            yield Finding("around_ddp", "gradient", what, number, facts["around_ddp"][0])
+        if facts.around_ddp:
+            yield Finding("around_ddp", "gradient", what, number, facts.around_ddp[0])
         else:
             yield Finding("not_reduced", "gradient", what, number, line)
         return
@@ -80,20 +82,20 @@ def _step(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) 
     if all(total is not None and close(total, 1.0) for total in totals):
         both.compared.add("averaged gradients")
     samples = samples_of(wanted)
-    has_same_samples = facts["loaders"] and samples and samples == sum(map(samples_of, steps), collections.Counter())
+    has_same_samples = facts.loaders and samples and samples == sum(map(samples_of, steps), collections.Counter())
     is_shorter = samples.total() < largest_step(both.reference)
-    both.has_drifted |= steps[0]["in_step"] and (is_shorter or not has_same_samples)
-    draws = next((each["line"] for one in (wanted, *steps) for each in one["micro_batches"] if each["draws"]), "")
+    both.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
+    draws = next((each.line for one in (wanted, *steps) for each in one.micro_batches if each.draws), "")
     found = list(_gradient(both, number, wanted, steps)) if has_same_samples and not draws else []
-    if draws and facts["loaders"]:
+    if draws and facts.loaders:
         if both.is_exact:
             yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
         both.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
     found += _losses(both, number, steps)
-    if not found and not steps[0]["in_step"] and (differing := apart(steps, "at_step")):
+    if not found and not steps[0].in_step and (differing := apart(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
-    if not found and has_same_samples and not draws and steps[0]["clips"] and wanted["clips"]:
+    if not found and has_same_samples and not draws and steps[0].clips and wanted.clips:
         found += _gradient(both, number, wanted, steps, "at_step")
     yield from found
     found_rates = list(_rates(both, number, wanted, steps))
@@ -106,58 +108,60 @@ def _step(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) 
         yield from _weights(both, number, wanted, steps[0])
 
 
-def _carried(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) -> Iterator[Finding]:
+def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
     """Weights and optimizer state at the beginning of a step must be those that were handed on."""
-    if not both.reference["weights"]:
+    if not both.reference.weights:
         return
-    whole = {"before": "weights"} if steps[0]["in_step"] else {"before": "weights", "state_before": "optimizer state"}
+    whole = {"before": "weights"} if steps[0].in_step else {"before": "weights", "state_before": "optimizer state"}
     for kind, whose in whole.items():
         for rank, step in enumerate(steps):
-            found = step[kind]
-            names = [name for name, value in wanted[kind].items() if differ(value, found.get(name, value)) > APART]
+            found = getattr(step, kind)
+            names = [
+                name for name, value in getattr(wanted, kind).items() if differ(value, found.get(name, value)) > APART
+            ]
             if names:
                 what = f"{named(names)}: after the step before, rank {rank} changes the {whose} by another amount"
-                yield Finding("weights", "weights", f"{what} than 1 process does", number, step["line"])
+                yield Finding("weights", "weights", f"{what} than 1 process does", number, step.line)
                 return
 
 
-def averaged(steps: tuple[dict, ...]) -> dict:
+def averaged(steps: tuple[Step, ...]) -> Step:
     """The first rank's step, with the mean of the gradients of all."""
     gradients = {}
-    for name, value in steps[0]["gradients"].items():
-        parts = [step["gradients"].get(name, torch.zeros_like(value))[1:] for step in steps]
+    for name, value in steps[0].gradients.items():
+        parts = [step.gradients.get(name, torch.zeros_like(value))[1:] for step in steps]
         mean = sum(parts) / len(steps)
         gradients[name] = torch.cat([torch.linalg.vector_norm(mean).view(1), mean])  # of the recorded entries
-    return {**steps[0], "gradients": gradients}
+    return dataclasses.replace(steps[0], gradients=gradients)
 
 
 def _gradient(
-    both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...], kind_of: str = "gradients"
+    both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
 ) -> Iterator[Finding]:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
-    found, factors = steps[0][kind_of], {}
-    limit, tolerance = rounding(wanted[kind_of], both.rounding), TOLERANCE
-    if both.facts["virtual_processes"]:  # they add in the same order on any number of processes: the bits are equal
+    expected, found, factors = getattr(wanted, kind_of), getattr(steps[0], kind_of), {}
+    limit, tolerance = rounding(expected, both.rounding), TOLERANCE
+    if both.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
         limit, tolerance = 0.0, 0.0
-    for name, value in wanted[kind_of].items():
+    for name, value in expected.items():
         if name not in found:
             what = f"{name} has a gradient on 1 process only"
-            yield Finding("unused", "gradient", what, number, steps[0]["line"])
+            yield Finding("unused", "gradient", what, number, steps[0].line)
         elif is_other(value, found[name], limit, tolerance):
             factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
             factors[name] = math.nan if is_other(factor * value, found[name], limit, TOLERANCE) else factor
     if not factors:
         both.compared.add("gradients")
         return
-    if steps[0]["in_step"]:
-        both.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0]['line']})"
+    if steps[0].in_step:
+        both.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
-    first, line, kind = next(iter(factors.values())), steps[0]["micro_batches"][-1]["line"], "gradient"
+    first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
     what = f"{named(factors)}: not a multiple of what it is on 1 process"
     if all(close(factor, first, max(1e-2, 10 * both.rounding)) for factor in factors.values()):
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
     what += ", after clipping" * (kind_of == "at_step")
-    for name, line_of_call in steps[0]["gathers"][:1]:
+    for name, line_of_call in steps[0].gathers[:1]:
         kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"
     if not are_unequal(coefficients(both, steps)):
         yield Finding(kind, "gradient", what, number, line)
@@ -174,43 +178,43 @@ def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, toleranc
     return apart > tolerance and not apart * norm_of(larger) <= rounding  # it may be NaN
 
 
-def _weights(both: Comparison, number: int, wanted: dict, step: dict) -> Iterator[Finding]:
-    if not both.reference["weights"] or step["options"] != wanted["options"] or both.rounding > ZERO:
+def _weights(both: Comparison, number: int, wanted: Step, step: Step) -> Iterator[Finding]:
+    if not both.reference.weights or step.options != wanted.options or both.rounding > ZERO:
         return
-    limit = rounding(wanted["at_step"])
-    for name, value in wanted["weights"].items():
-        gradient = wanted["at_step"].get(name)
-        if gradient is None or norm_of(gradient) <= limit or name not in step["weights"]:
+    limit = rounding(wanted.at_step)
+    for name, value in wanted.weights.items():
+        gradient = wanted.at_step.get(name)
+        if gradient is None or norm_of(gradient) <= limit or name not in step.weights:
             continue  # Adam makes a step of +-lr of a gradient that is all rounding
         counts = gradient.abs() > max(1e-3 * gradient[1:].abs().max(), 10 * EPSILON)
-        change, other = value - wanted["before"][name], step["weights"][name] - step["before"][name]
+        change, other = value - wanted.before[name], step.weights[name] - step.before[name]
         counts &= change.abs() > 50 * EPSILON * value.abs()  # else most of it is rounding of the weight
         counts[0] = False
         if counts.any() and differ(change[counts], other[counts]) > 0.02:
             what = f"{name} changes by another amount than on 1 process, from the same gradient"
-            yield Finding("weights", "weights", what, number, step["line"])
+            yield Finding("weights", "weights", what, number, step.line)
             return
     both.compared.add("weights")
 
 
-def _rates(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...]) -> Iterator[Finding]:
+def _rates(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
     for rank, step in enumerate(steps):
-        for group, (rate, expected) in enumerate(zip(step["rates"], wanted["rates"], strict=False)):
+        for group, (rate, expected) in enumerate(zip(step.rates, wanted.rates, strict=False)):
             found, known = rates_of(both.ranks[rank], group), rates_of(both.reference, group)
-            has_more = len(both.ranks[rank]["steps"]) != len(both.reference["steps"])  # of which it may be a fraction
-            is_longer = (step["schedule_calls"] > wanted["schedule_calls"] or has_more) and not both.is_exact
+            has_more = len(both.ranks[rank].steps) != len(both.reference.steps)  # of which it may be a fraction
+            is_longer = (step.schedule_calls > wanted.schedule_calls or has_more) and not both.is_exact
             low, high = allowed(known, number, is_longer)
             if low <= rate <= high:
                 continue
-            bases = [each["bases"][group] for each in (wanted, step)]
+            bases = [each.bases[group] for each in (wanted, step)]
             if (factor := scale(found, known, bases, both.processes)) and not both.is_exact:
                 what = f"{factor:.3g} times as high on {both.processes} processes: right only where the batch "
-                yield note("learning rate", what + "of a step grows with them", None, step["line"])
+                yield note("learning rate", what + "of a step grows with them", None, step.line)
                 continue
             what = f"group {group}: " * bool(group)
-            if rate != (first := steps[0]["rates"][group]):
+            if rate != (first := steps[0].rates[group]):
                 what += f"a rate of {first:.4g} on rank 0 and of {rate:.4g} on rank {rank}"
-                yield Finding("schedule_alone", "learning rate", what, number, step["line"])
+                yield Finding("schedule_alone", "learning rate", what, number, step.line)
                 return
             what += f"{rate:.4g} on rank {rank} instead of {expected:.4g}"
             for factor in (both.processes, usual_micro_batches(both.reference), 2, 3, 4):
@@ -218,15 +222,15 @@ def _rates(both: Comparison, number: int, wanted: dict, steps: tuple[dict, ...])
                     part = "warm-up" if known[0] < expected < known[min(number, len(known) - 1)] else "schedule"
                     what += f": the {part} is {factor} times too fast"
                     break
-            yield Finding("schedule", "learning rate", what, number, step["line"])
+            yield Finding("schedule", "learning rate", what, number, step.line)
             return
     if number > 1:
         both.compared.add("learning rates")
 
 
-def rates_of(record: dict, group: int) -> list[float]:
+def rates_of(record: Record, group: int) -> list[float]:
     """The learning rate of a group in each step; 0 before the group was added."""
-    return [step["rates"][group] if group < len(step["rates"]) else 0.0 for step in record["steps"]]
+    return [step.rates[group] if group < len(step.rates) else 0.0 for step in record.steps]
 
 
 def allowed(known: list[float], number: int, is_longer: bool) -> tuple[float, float]:
@@ -256,15 +260,15 @@ def are_faster(found: list[float], known: list[float], number: int, factor: int)
     return factor > 1 and len(places) == 2 and all(close(found[at], known[at * factor], 0.02) for at in places)
 
 
-def coefficients(both: Comparison, steps: tuple[dict, ...]) -> list[float]:
+def coefficients(both: Comparison, steps: tuple[Step, ...]) -> list[float]:
     """The coefficient of one loss, for each micro-batch of each process; [] where it is not known."""
     found = []
     for rank, step in zip(both.ranks, steps, strict=True):
         known = weights(rank, step)
         if known is None:
             return []
-        for micro, (weight, count, _) in zip(step["micro_batches"], known, strict=True):
-            is_stand_in = any(part["digests"] == [] for part in micro["samples"])
+        for micro, (weight, count, _) in zip(step.micro_batches, known, strict=True):
+            is_stand_in = any(part.digests == [] for part in micro.samples)
             found += [weight / count] if count and not is_stand_in else []
     return found
 
@@ -273,13 +277,13 @@ def are_unequal(found: list[float]) -> bool:
     return bool(found) and not close(min(found), max(found))
 
 
-def _losses(both: Comparison, number: int, steps: tuple[dict, ...]) -> Iterator[Finding]:
+def _losses(both: Comparison, number: int, steps: tuple[Step, ...]) -> Iterator[Finding]:
     found, line = coefficients(both, steps), first_line(steps[0])
     if not are_unequal(found):
         return
     times = f"{max(found) / min(found):.3g} times"
-    micro_batches = [micro for step in steps for micro in step["micro_batches"]]
-    sizes = {sum(len(part["digests"] or []) for part in micro["samples"]) for micro in micro_batches}
+    micro_batches = [micro for step in steps for micro in step.micro_batches]
+    sizes = {sum(len(part.digests or []) for part in micro.samples) for micro in micro_batches}
     if len(sizes - {0}) == 1:
         what = f"a token of one micro-batch weighs {times} one of another: each has the mean over its own tokens"
         yield Finding("token_weights", "loss weights", what, number, line)
@@ -298,10 +302,10 @@ def statistics(both: Comparison) -> Iterator[Finding]:
         if differing := apart(steps, "statistics"):
             what = f"{differing} have different running statistics, each its own"
             if both.is_exact:
-                yield Finding("statistics", "BatchNorm", what, number, steps[0]["line"])
+                yield Finding("statistics", "BatchNorm", what, number, steps[0].line)
             else:
-                yield note("BatchNorm", f"{what}: those of rank 0 are saved", number, steps[0]["line"])
+                yield note("BatchNorm", f"{what}: those of rank 0 are saved", number, steps[0].line)
             return
     if both.is_exact and (differing := apart(both.ranks, "final")):
         what = f"{differing} have different weights after the last step"
-        yield Finding("weights", "weights", what, None, both.facts["run"])
+        yield Finding("weights", "weights", what, None, both.facts.run)

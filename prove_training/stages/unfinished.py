@@ -2,11 +2,12 @@
 
 import itertools
 
+from ..records import Loader, Record
 from ..text import plural
 from . import Finding, named, whole_passes
 
 
-def because(stage: str, ranks: list[dict], error: str | None, waits: list[str], calls: list[list[str]]) -> Finding:
+def because(stage: str, ranks: list[Record], error: str | None, waits: list[str], calls: list[list[str]]) -> Finding:
     """The finding for a run that has failed, or waits forever.
 
     Args:
@@ -25,35 +26,35 @@ def because(stage: str, ranks: list[dict], error: str | None, waits: list[str], 
     return Finding(kind, stage, what, None, line)
 
 
-def _unused(ranks: list[dict]) -> tuple[str, str, str] | None:
+def _unused(ranks: list[Record]) -> tuple[str, str, str] | None:
     """The kind, a message and a line where DistributedDataParallel misses the gradients of some parameters."""
     for rank in ranks:
-        if names := rank.get("unused"):
-            what = f"{named(names)}: no gradient on rank {rank['rank']} in step {len(rank['steps'])}, and "
-            return "unused", f"{what}DistributedDataParallel waits for it", rank["error"].partition(": ")[0]
+        if names := rank.unused:
+            what = f"{named(names)}: no gradient on rank {rank.rank} in step {len(rank.steps)}, and "
+            return "unused", f"{what}DistributedDataParallel waits for it", rank.error.partition(": ")[0]
     return None
 
 
-def _uneven_batches(ranks: list[dict]) -> tuple[str, str, str] | None:
+def _uneven_batches(ranks: list[Record]) -> tuple[str, str, str] | None:
     """The same where an epoch has fewer batches on one rank than on another."""
-    passes = [{(each["key"], each["number"]): each["batches"] for each in rank["passes"]} for rank in ranks]
+    passes = [{(each.key, each.number): each.batches for each in rank.passes} for rank in ranks]
     for one, other in itertools.permutations(range(len(ranks)), 2):
         for key, number in whole_passes(ranks[one]) & passes[other].keys():
             batches = passes[one][key, number]
             if number is not None and batches < passes[other][key, number]:
                 what = f"an epoch has {plural(batches, 'batch')} on rank {one}, and more on rank {other}"
-                return "uneven", what, ranks[one]["facts"]["loaders"].get(key, {}).get("line", "")
+                return "uneven", what, ranks[one].facts.loaders.get(key, Loader("")).line
     return None
 
 
-def _ended(ranks: list[dict]) -> tuple[str, str, str] | None:
+def _ended(ranks: list[Record]) -> tuple[str, str, str] | None:
     """The same where a rank has left the training loop, and another one is still in it."""
-    ended = [rank for rank in ranks if not rank["error"] and not rank["waits"]]
+    ended = [rank for rank in ranks if not rank.error and not rank.waits]
     for rank, other in itertools.product(ranks, ended):
-        doing, _, line = (rank["waits"] or rank.get("doing", "")).rpartition(" at ")
+        doing, _, line = (rank.waits or rank.doing).rpartition(" at ")
         if doing.endswith("pass"):
-            what = f"rank {other['rank']} has ended after {plural(len(other['steps']), 'step')}"
-            return "stops_alone", f"{what}, and rank {rank['rank']} waits {doing} of {line}", line
+            what = f"rank {other.rank} has ended after {plural(len(other.steps), 'step')}"
+            return "stops_alone", f"{what}, and rank {rank.rank} waits {doing} of {line}", line
     return None
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from torch.utils.data import (
 from prove_training import command, mistakes, proof, resuming, runs
 from prove_training.recording import Recording, files, same_work, starting, where
 from prove_training.recording.models import take_over
+from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, several, single, unfinished
 from prove_training.stages.evaluations import differing
@@ -334,11 +336,10 @@ def test_too_few_gpus_are_an_error_before_any_work(monkeypatch):
 
 
 def test_each_process_has_a_gpu_and_the_second_run_full_precision():
-    plan = {"device": "cuda", "processes": 3, "machines": True, "is_mixed": False, "address": {}}
-    variables = runs.Runs._variables(None, plan, 2)
+    variables = runs.Runs._variables(None, Plan(1, 3, device="cuda", machines=True), 2)
     wanted = {"RANK": "2", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "2", "NVIDIA_TF32_OVERRIDE": "0"}
     assert variables.items() >= wanted.items()
-    variables = runs.Runs._variables(None, plan | {"machines": False, "is_mixed": True}, 2)
+    variables = runs.Runs._variables(None, Plan(1, 3, device="cuda", is_mixed=True), 2)
     assert variables["LOCAL_RANK"] == "2"
     assert not variables.keys() & {"CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "ACCELERATE_MIXED_PRECISION"}
 
@@ -369,7 +370,7 @@ def test_the_command_prints_json_and_ends_with_the_code(launcher, tmp_path):
     assert done.returncode == said["code"] == 1, done.stderr
     finding = said["findings"][0]
     assert (finding["kind"], finding["stage"], finding["step"]) == ("factor", "gradient", 1)
-    assert finding["line"] == "mine.py:53"
+    assert finding.line == "mine.py:53"
 
 
 @pytest.mark.slow
@@ -455,16 +456,15 @@ def test_a_list_or_tensor_is_cut_too(data):
 
 
 def made_recording(tmp_path, **plan) -> Recording:
-    defaults = {"own_batch_size": False, "folder": "", "output": tmp_path, "limit": 13, "known": {}, "device": "cpu"}
-    return Recording(defaults | plan, plan.get("rank", 0))
+    rank = plan.pop("rank", 0)
+    return Recording(Plan(13, output=str(tmp_path), **plan), rank)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_a_part_made_by_hand_is_cut_to_its_share_and_its_batch_too(processes, tmp_path):
-    known = {"lengths": {100, 40}, "sizes": {16}}
     indices = []
     for rank in range(processes):
-        batches = made_recording(tmp_path, processes=processes, known=known, rank=rank).batches
+        batches = made_recording(tmp_path, processes=processes, lengths={100, 40}, sizes={16}, rank=rank).batches
         indices += batches.cut(Subset(Items(100), range(rank, 100, processes))).indices
         assert len(batches.cut(Items(40))) == len(batches.cut(Items(100))) == 13
         assert batches.batch_size(16 // processes) == batches.batch_size(16) == 12 // processes
@@ -482,19 +482,19 @@ def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_p
     args, kwargs = recording.models.before_step(optimizer, (optimizer, closure), {})
     assert args == (optimizer,)
     kwargs["closure"]()
-    assert [value[1:].tolist() for value in recording.step["at_step"].values()] == [[3, 3]]
+    assert [value[1:].tolist() for value in recording.step.at_step.values()] == [[3, 3]]
 
 
 def test_random_numbers_of_the_first_step_after_an_evaluation_are_not_of_the_evaluation(tmp_path):
     """As those of a detection model, which draws the boxes that it learns from."""
     recording = made_recording(tmp_path, processes=1)
-    recording.facts["loaders"]["train.py:5"] = {}
-    recording.evaluations.current = {"draws": False}
+    recording.facts.loaders["train.py:5"] = Loader("train.py:5")
+    recording.evaluations.current = Evaluation(0, "train.py:9")
     recording.batches.expect_draws()
     torch.rand(1)
     recording.models.begin_backward()
-    assert recording.step["micro_batches"][0]["draws"]
-    assert not recording.record["evaluations"][0]["draws"]
+    assert recording.step.micro_batches[0].draws
+    assert not recording.record.evaluations[0].draws
 
 
 def test_lightning_has_a_device_for_each_process(tmp_path):
@@ -521,7 +521,7 @@ def test_batches_that_are_read_before_the_first_is_used_are_told_apart_by_their_
 
     def used(*inputs) -> list:
         batches.model_called(list(inputs))
-        return [part["digests"] for part in batches.of_backward()]
+        return [part.digests for part in batches.of_backward()]
 
     assert used({"ids": ids[0, :-1]}, targets) == [["ids 0"], ["targets"]]
     assert used({"ids": ids[0]}) == [], "another loss of the same samples"
@@ -539,10 +539,10 @@ def test_batches_that_are_read_before_the_first_is_used_are_told_apart_by_their_
 
 def test_a_run_that_will_be_resumed_goes_on_after_the_first_file(tmp_path):
     recording = made_recording(tmp_path, processes=1, stop_after_save=True)
-    recording.steps.append({})
+    recording.steps.append(Step())
     recording.end = lambda: pytest.fail("files that are written after the first one are missing")
     files.saved(recording)
-    assert recording.facts["has_saved"]
+    assert recording.facts.has_saved
 
 
 @pytest.mark.parametrize(
@@ -554,7 +554,8 @@ def test_a_run_that_will_be_resumed_goes_on_after_the_first_file(tmp_path):
     ],
 )
 def test_any_content_of_a_file_can_be_described(content, has, counters):
-    assert files.described(content) == {"has": has, "prefix": "", "counters": counters}
+    found = files.described(content)
+    assert (found["has"], found["prefix"], found["counters"]) == (has, "", counters)
 
 
 def test_the_indices_of_a_sampler_are_cut_and_not_the_data(tmp_path):
@@ -595,58 +596,34 @@ def test_an_epoch_divides_by_no_number_of_processes():
 # The stages, on records that are made up
 
 
-def made_up(processes: int = 1, steps: int = 4) -> list[dict]:
+def made_up(processes: int = 1, steps: int = 4) -> list[Record]:
     """The records of a correct run: samples 0 to 5 in step 1, 6 to 11 in step 2 and so on."""
     ranks = []
     for rank in range(processes):
-        record = {"rank": rank, "error": None, "waits": None, "evaluations": [], "saves": [], "weights": [([], [])]}
-        whole = {"key": "loader", "number": 0, "batches": 4, "in_training": True, "random": 0, "is_whole": True}
-        record |= {"passes": [whole], "plateaus": []}
-        record["facts"] = {
-            "loaders": {"loader": {"given": 6, "sampler": "RandomSampler", "line": "train.py:5", "drop_last": False}},
-            "optimizers": ["SGD"],
-            "schedules": 1,
-            "ddp": ["train.py:7"],
-            "around_ddp": [],
-            "group": "train.py:3",
-            "is_complete": True,
-            "is_exact": False,
-            "run": "",
-            "virtual_processes": 0,
-            "framework": "",
-            "lengths": set(),
-            "untrained": [],
-        }
-        record["facts"]["loaders"]["loader"] |= {"shuffles": True, "is_iterable": False, "items": 24, "is_part": False}
-        record["final"] = {"weight": sampled(torch.ones(3))}
-        record["initial"] = {"weight": sampled(torch.ones(3))}
-        record["steps"] = [made_up_step(number, rank, processes) for number in range(steps)]
+        loader = Loader("train.py:5", given=6, length=24, items=24, sampler="RandomSampler", shuffles=True)
+        facts = Facts(loaders={"loader": loader}, optimizers=["SGD"], schedules=1, ddp=["train.py:7"])
+        facts.group, facts.is_complete = "train.py:3", True
+        record = Record(rank, facts, [made_up_step(number, rank, processes) for number in range(steps)])
+        record.passes = [Pass("loader", 0, in_training=True, batches=4, is_whole=True)]
+        record.weights = dict.fromkeys(range(steps + 1), "weights.pt")
+        record.initial, record.final = {"weight": sampled(torch.ones(3))}, {"weight": sampled(torch.ones(3))}
         ranks.append(record)
     return ranks
 
 
-def made_up_step(number: int, rank: int, processes: int) -> dict:
+def made_up_step(number: int, rank: int, processes: int) -> Step:
     samples = [str(6 * number + index) for index in range(rank, 6, processes)]
     gradient = {"weight": sampled(torch.tensor([1.0, 2.0, 3.0]) + number)}
-    micro = {
-        "samples": [{"key": "loader", "pass": 0, "digests": samples}],
-        "losses": [(1.0, len(samples), "train.py:8")],
-    }
-    micro |= {"syncs": True, "draws": False, "line": "train.py:9"}
-    step = {"micro_batches": [micro], "clips": [], "collectives": [], "holds": False, "line": "train.py:10"}
-    step |= {"gradients": gradient, "at_step": dict(gradient), "rates": [0.1 * 0.8**number], "options": ["lr"]}
-    step["bases"] = [0.1]
-    step |= {"schedule_calls": number, "before": {"weight": sampled(torch.ones(3))}}
-    step |= {"modes": {0: True}, "zeroed": [], "drawn": [], "gathers": [], "scaler": []}
-    step |= {
-        "weights": {"weight": sampled(torch.ones(3) - 0.1 * gradient["weight"][1:])},
-        "state_before": {},
-        "statistics": {},
-    }
+    losses = [(1.0, len(samples), "train.py:8")]
+    micro = MicroBatch([Part("loader", 0, samples)], losses, syncs=True, line="train.py:9")
+    step = Step("train.py:10", [micro], gradients=gradient, at_step=dict(gradient), schedule_calls=number)
+    step.rates, step.bases, step.options, step.modes = [0.1 * 0.8**number], [0.1], ["lr"], {0: True}
+    step.before = {"weight": sampled(torch.ones(3))}
+    step.weights = {"weight": sampled(torch.ones(3) - 0.1 * gradient["weight"][1:])}
     return step
 
 
-def found(reference: dict, ranks: list[dict]) -> list[Finding]:
+def found(reference: Record, ranks: list[Record]) -> list[Finding]:
     return [*single.findings(reference), *several.findings(Comparison(reference, ranks))]
 
 
@@ -662,35 +639,31 @@ def scale(entries: dict, factor: float) -> None:
     entries["weight"] = entries["weight"] * factor
 
 
-def every_step(records: list[dict], **changes) -> None:
+def every_step(records: list[Record], **changes) -> None:
     for record in records:
-        for step in record["steps"]:
-            step.update(changes)
+        for step in record.steps:
+            vars(step).update(changes)
 
 
-def drawn(digest: str, **others) -> list[dict]:
-    drawn = {"line": "train.py:8", "name": "randn", "digest": digest, "rows": 3, "is_per_sample": True}
-    return [drawn | {"in_model": False} | others]
+def drawn(digest: str, **others) -> list[Draw]:
+    return [Draw("train.py:8", "randn", digest, 3, is_per_sample=True, **others)]
 
 
-def save_state(**others) -> dict:
-    return {"kind": "save_state", "after": 2, "path": "last", "line": "train.py:9", "prefix": ""} | others
+def save_state(**others) -> Save:
+    return Save("save_state", 2, "last", "train.py:9", **others)
 
 
-def evaluation(after: int = 2, **others) -> dict:
-    test = {"after": after, "line": "train.py:20", "samples": {"test": ["a", "b"]}, "collectives": [], "said": []}
-    return test | {"draws": False, "result": {}, "in_training": "", "models": {1: 0.5}} | others
+def evaluation(after: int = 2, **others) -> Evaluation:
+    return Evaluation(after, "train.py:20", {"test": ["a", "b"]}, models={1: 0.5}, **others)
 
 
-def accumulated(counts: list[int], weight: float = 0.5) -> dict:
+def accumulated(counts: list[int], weight: float = 0.5) -> Record:
     """The record of one process whose steps have these numbers of micro-batches, each with samples of its own."""
     (record,) = made_up(steps=len(counts))
     samples = iter(range(100))
-    for step, count in zip(record["steps"], counts, strict=True):
-        micro = step["micro_batches"][0] | {"losses": [(weight, 6, "train.py:8")]}
-        step["micro_batches"] = [
-            micro | {"samples": [{"key": "loader", "pass": 0, "digests": [str(next(samples))]}]} for _ in range(count)
-        ]
+    for step, count in zip(record.steps, counts, strict=True):
+        micro = replace(step.micro_batches[0], losses=[(weight, 6, "train.py:8")])
+        step.micro_batches = [replace(micro, samples=[Part("loader", 0, [str(next(samples))])]) for _ in range(count)]
     return record
 
 
@@ -703,7 +676,7 @@ def test_a_step_after_the_first_micro_batch_is_not_taken_for_a_shorter_last_one(
 
 def test_what_a_framework_does_in_the_last_step_is_a_note():
     record = accumulated([2, 2, 2, 1])
-    record["facts"]["framework"] = "Lightning"
+    record.facts.framework = "Lightning"
     (finding,) = single.findings(record)
     assert (finding.kind, finding.what[-13:]) == ("", " by Lightning")
 
@@ -712,8 +685,8 @@ def test_samples_that_nothing_is_known_of_are_not_called_the_same():
     """As those of a stream that one process reads for all."""
     (reference,), ranks = made_up(), made_up(2)
     for record in (reference, *ranks):
-        for step in record["steps"]:
-            step["micro_batches"][0]["samples"] = []
+        for step in record.steps:
+            step.micro_batches[0].samples = []
     both = Comparison(reference, ranks)
     assert list(several.findings(both)) == []
     assert ("samples" in both.compared, "samples" in both.not_compared) == (False, True)
@@ -728,49 +701,49 @@ def test_running_statistics_that_are_synchronised_are_not_compared(tmp_path):
 def test_gradients_may_be_set_to_zero_between_two_backward_passes_of_one_batch():
     """As for an adversarial example, whose gradient is no gradient of the step."""
     record = accumulated([2, 2, 2], weight=0.5)
-    record["steps"][1]["zeroed"] = [(1, "train.py:9")]
+    record.steps[1].zeroed = [(1, "train.py:9")]
     assert [finding.kind for finding in single.findings(record)] == ["zeroed"]
-    record["steps"][1]["micro_batches"][1]["samples"] = []
+    record.steps[1].micro_batches[1].samples = []
     assert list(single.findings(record)) == []
 
 
 def test_rewards_that_are_all_the_same_are_no_mistake():
     (record,) = made_up()
-    for step in record["steps"]:
-        step["at_step"]["weight"] = sampled(torch.zeros(3))
+    for step in record.steps:
+        step.at_step["weight"] = sampled(torch.zeros(3))
     assert single.cannot_judge(record) is None  # the loss is known, and has no gradient
-    for step in record["steps"]:
-        step["micro_batches"][0]["losses"] = []
+    for step in record.steps:
+        step.micro_batches[0].losses = []
     assert single.cannot_judge(record).startswith("every gradient is zero")
 
 
 def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
-    def outcome(processes: int, plan: dict) -> Outcome:
-        error = "Got 77 predictions and 100 features" if plan["limit"] < 100 else None
+    def outcome(processes: int, plan: Plan) -> Outcome:
+        error = "Got 77 predictions and 100 features" if plan.limit < 100 else None
         return Outcome(made_up(), error, Path(), [], [], [])
 
     proven = proof.Proof(argparse.Namespace(device="cpu"), outcome, None)
     assert proven._first_run().error is None
-    assert proven.plan["limit"] >= 100
+    assert proven.plan.limit >= 100
 
 
 def test_what_happens_in_one_step_only_is_not_a_mistake():
     """No gradient, as where a loss is zero, and evaluation mode."""
     (reference,) = made_up()
-    reference["steps"][1]["at_step"] = {}
-    reference["evaluations"].append(evaluation())
-    reference["steps"][2]["modes"] = {0: False}
+    reference.steps[1].at_step = {}
+    reference.evaluations.append(evaluation())
+    reference.steps[2].modes = {0: False}
     assert list(single.findings(reference)) == []
 
 
 OTHERS = {  # what no program of MISTAKES has: the kind and words of what is found in records of three processes
     "a gradient by 1 %": (
         ("factor", "1.01 times"),
-        lambda one, ranks: [scale(rank["steps"][2]["gradients"], 1.01) for rank in ranks],
+        lambda one, ranks: [scale(rank.steps[2].gradients, 1.01) for rank in ranks],
     ),
     "a parameter": (
         ("unused", "weight has a gradient on 1 process only"),
-        lambda one, ranks: [rank["steps"][0]["gradients"].clear() for rank in ranks],
+        lambda one, ranks: [rank.steps[0].gradients.clear() for rank in ranks],
     ),
     "the same noise in a model": (
         ("", "randn draws the same"),
@@ -778,7 +751,7 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
     ),
     "the same augmentation": (
         ("", "the augmentation draws the same"),
-        lambda one, ranks: [rank["facts"].update(draws_items=True) for rank in ranks],
+        lambda one, ranks: [setattr(rank.facts, "draws_items", True) for rank in ranks],
     ),
 }
 
@@ -797,18 +770,18 @@ def test_noise_that_one_of_three_processes_shares_is_not_the_same_on_all(digests
     (reference,), ranks = made_up(), made_up(3)
     for rank, digest in zip(ranks, digests, strict=True):
         every_step([rank], drawn=drawn(digest))
-        rank["steps"][1]["drawn"] = drawn("equal in one step")
+        rank.steps[1].drawn = drawn("equal in one step")
     assert found(reference, ranks) == []
 
 
 def test_calls_that_agree_are_not_a_mistake():
     (reference,), ranks = made_up(), made_up(3)
     for rank in ranks:
-        rank["plateaus"] += [(value, "train.py:9") for value in (0.7 + 1e-6 * rank["rank"], float("nan"))]
-        rank["saves"].append(save_state())
-        rank["facts"]["draws_items"] = True
-        rank["passes"][0]["random"] = rank["rank"]
-        rank["passes"].append(rank["passes"][0] | {"in_training": False, "random": "a"})
+        rank.plateaus += [(value, "train.py:9") for value in (0.7 + 1e-6 * rank.rank, float("nan"))]
+        rank.saves.append(save_state())
+        rank.facts.draws_items = True
+        rank.passes[0].random = rank.rank
+        rank.passes.append(replace(rank.passes[0], in_training=False, random="a"))
     assert found(reference, ranks) == []
 
 
@@ -816,9 +789,9 @@ def test_batches_that_the_script_makes_may_not_overlap():
     def kinds(last: list[str]) -> list[str]:
         (reference,), ranks = made_up(), made_up(2)
         for record in (reference, *ranks):
-            record["facts"]["loaders"]["loader"]["given"] = None
-        for step, samples in zip(ranks[1]["steps"], (["0", "2", "4"], ["6", "8", "10"], last), strict=False):
-            step["micro_batches"][0]["samples"][0]["digests"] = samples
+            record.facts.loaders["loader"].given = None
+        for step, samples in zip(ranks[1].steps, (["0", "2", "4"], ["6", "8", "10"], last), strict=False):
+            step.micro_batches[0].samples[0].digests = samples
         return [finding.kind for finding in found(reference, ranks)]
 
     assert kinds(["12", "14", "16"]) == ["samples"], "9 samples of both ranks, and a step has 6"
@@ -828,19 +801,17 @@ def test_batches_that_the_script_makes_may_not_overlap():
 # Runs that do not end
 
 
-def interrupted(**of_ranks) -> list[dict]:
+def interrupted(**of_ranks) -> list[Record]:
     ranks = made_up(2)
     for rank in ranks:
-        rank["passes"][0]["is_whole"] = False
-    ranks[1] |= {
-        "error": "train.py:9: RuntimeError: gloo: Connection closed",
-        "doing": "in the backward pass at train.py:9",
-    }
+        rank.passes[0].is_whole = False
+    ranks[1].error = "train.py:9: RuntimeError: gloo: Connection closed"
+    ranks[1].doing = "in the backward pass at train.py:9"
     return ranks
 
 
-def why(ranks: list[dict], calls=((), ())) -> tuple[str, str]:
-    finding = unfinished.because("the run", ranks, ranks[1]["error"], [], [list(each) for each in calls])
+def why(ranks: list[Record], calls=((), ())) -> tuple[str, str]:
+    finding = unfinished.because("the run", ranks, ranks[1].error, [], [list(each) for each in calls])
     return finding.kind, finding.what
 
 
@@ -850,21 +821,21 @@ def test_it_is_said_why_a_run_does_not_end():
         "stops_alone",
         "rank 0 has ended after 4 steps, and rank 1 waits in the backward pass of train.py:9",
     )
-    ranks[0]["passes"][0]["is_whole"] = True
+    ranks[0].passes[0].is_whole = True
     assert why(ranks)[0] == "stops_alone", "an epoch has as many batches"
-    ranks[0]["passes"][0]["is_whole"] = False
-    ranks[1]["passes"][0]["batches"] = 5
+    ranks[0].passes[0].is_whole = False
+    ranks[1].passes[0].batches = 5
     assert why(ranks)[0] == "stops_alone", "the epoch of rank 0 is not over"
-    ranks[0]["passes"][0]["is_whole"] = True
+    ranks[0].passes[0].is_whole = True
     assert why(ranks) == ("uneven", "an epoch has 4 batches on rank 0, and more on rank 1")
-    ranks[1] |= {"unused": ["head"], "error": "train.py:7: RuntimeError: Expected to have finished reduction"}
+    ranks[1].unused, ranks[1].error = ["head"], "train.py:7: RuntimeError: Expected to have finished reduction"
     assert why(ranks)[0] == "unused"
 
 
 @pytest.mark.parametrize("cause", [0, 1])
 def test_the_cause_of_an_error_is_told_and_not_its_consequences(tmp_path, cause):
     def left(rank: int, error: str | None) -> None:
-        torch.save({"rank": rank, "error": error, "waits": "in gather"}, tmp_path / f"record_{rank}.pt")
+        torch.save(Record(rank, error=error, waits="in gather"), tmp_path / f"record_{rank}.pt")
         (tmp_path / f"log_{rank}.txt").write_text(f"of rank {rank}")
 
     def outcome(is_over: bool) -> Outcome:
@@ -874,19 +845,15 @@ def test_the_cause_of_an_error_is_told_and_not_its_consequences(tmp_path, cause)
     left(1 - cause, "train.py:9: RuntimeError: Connection closed")
     assert (outcome(False).error, outcome(False).log) == ("train.py:7: ValueError: no", [f"of rank {cause}"])
     assert outcome(False).waits == []
-    torch.save({"rank": 1 - cause, "error": None, "waits": None}, tmp_path / f"record_{1 - cause}.pt")
+    torch.save(Record(1 - cause), tmp_path / f"record_{1 - cause}.pt")
     (tmp_path / f"record_{cause}.pt").unlink()
     assert (outcome(False).error, outcome(False).log) == ("a process ended without a record", [f"of rank {cause}"])
     assert outcome(True).error == "it did not end in 60 s"
 
 
-def verdict(ranks: list[dict], waits=()) -> tuple[int, str]:
+def verdict(ranks: list[Record], waits=()) -> tuple[int, str]:
     """The verdict on runs with these records, after one with a correct record of one process."""
     (reference,) = made_up()
-    reference["orders"] = {}
-    for record in (reference, *ranks):
-        record["facts"] |= {"switched_off": set(), "refuses": False, "framework": ""}
-        record["facts"]["loaders"]["loader"]["length"] = 24
     args = argparse.Namespace(
         script=Path("train.py"), json=True, processes=(2,), resume_flags=None, device="cpu", timeout_s=60
     )
@@ -910,8 +877,8 @@ def test_what_was_not_compared_is_not_proven():
     assert verdict(made_up(2)) == (0, f"proven: {same}")
     ranks = made_up(2)
     for rank in ranks:
-        for step in rank["steps"]:
-            step["micro_batches"][0]["draws"] = True
+        for step in rank.steps:
+            step.micro_batches[0].draws = True
     code, words = verdict(ranks)
     assert (code, words[:50]) == (3, "nothing wrong found; not compared: gradients; the ")
 
@@ -924,7 +891,7 @@ def test_a_run_that_waits_is_wrong_only_if_steps_are_missing():
 
 def test_another_error_is_not_explained_by_what_others_wait_for():
     ranks = interrupted()
-    ranks[1]["error"] = "train.py:9: ValueError: no"
+    ranks[1].error = "train.py:9: ValueError: no"
     assert why(ranks, [["3 gather train.py:4 2"], []]) == ("fails", "train.py:9: ValueError: no")
 
 
@@ -940,33 +907,33 @@ def test_a_parameter_whose_gradient_is_rounding_is_not_compared(others, bias):
     """As the key bias of attention with Adam, or a bias that adds the same to all choices of a tiny model."""
     (reference,), ranks = made_up(), made_up(2)
     for record, sign in ((reference, 1), *((rank, -1) for rank in ranks)):
-        for step in record["steps"]:
-            scale(step["gradients"], others)
-            scale(step["at_step"], others)
+        for step in record.steps:
+            scale(step.gradients, others)
+            scale(step.at_step, others)
             values = {"gradients": sign * bias, "at_step": sign * bias, "before": 0.0, "weights": -sign * 0.1}
             for kind, value in values.items():
-                step[kind]["bias"] = sampled(torch.full((3,), value))
+                getattr(step, kind)["bias"] = sampled(torch.full((3,), value))
     assert found(reference, ranks) == []
 
 
 def test_unequal_weights_of_tokens_are_not_told_again_as_different_weights():
     (reference,), ranks = made_up(), made_up(2)
     for rank in ranks:
-        step = rank["steps"][2]
+        step = rank.steps[2]
         for kind in ("gradients", "at_step"):
-            scale(step[kind], 1.5)
-        step["weights"]["weight"] = sampled(torch.ones(3) - 0.1 * step["at_step"]["weight"][1:])
-    ranks[1]["steps"][2]["micro_batches"][0]["losses"] = [(2.0, 3, "train.py:8")]
+            scale(getattr(step, kind), 1.5)
+        step.weights["weight"] = sampled(torch.ones(3) - 0.1 * step.at_step["weight"][1:])
+    ranks[1].steps[2].micro_batches[0].losses = [(2.0, 3, "train.py:8")]
     assert [finding.kind for finding in found(reference, ranks)] == ["token_weights"]
 
 
 def test_a_group_of_parameters_may_be_added_while_training():
     (reference,), ranks = made_up(), made_up(2)
     for record in (reference, *ranks):
-        for step in record["steps"][2:]:
-            step |= {"rates": [*step["rates"], 0.01], "bases": [0.1, 0.01]}
+        for step in record.steps[2:]:
+            step.rates, step.bases = [*step.rates, 0.01], [0.1, 0.01]
     assert found(reference, ranks) == []
-    ranks[1]["steps"][3]["rates"][1] = 0.02
+    ranks[1].steps[3].rates[1] = 0.02
     assert found(reference, ranks)[0].what == "group 1: a rate of 0.01 on rank 0 and of 0.02 on rank 1"
 
 
@@ -988,8 +955,8 @@ def test_two_loaders_that_a_library_makes_in_one_line_have_different_names():
 def test_a_warm_up_to_a_rate_that_grows_with_the_processes_may_be_meant(bases):
     (reference,), ranks = made_up(steps=6), made_up(2, steps=6)
     for factor, record in ((1, reference), (2, ranks[0]), (2, ranks[1])):
-        for number, step in enumerate(record["steps"]):
-            step |= {"rates": [0.1 * factor * number], "bases": [bases[factor - 1]]}
+        for number, step in enumerate(record.steps):
+            step.rates, step.bases = [0.1 * factor * number], [bases[factor - 1]]
     (said,) = {each.what for each in found(reference, ranks)}
     assert said.startswith("2 times as high on 2 processes")
 
@@ -997,8 +964,8 @@ def test_a_warm_up_to_a_rate_that_grows_with_the_processes_may_be_meant(bases):
 def test_a_rate_may_grow_with_the_processes_and_fall_to_a_constant():
     (reference,), ranks = made_up(steps=6), made_up(2, steps=6)
     for highest, record in ((1.0, reference), (2**0.5, ranks[0]), (2**0.5, ranks[1])):
-        for number, step in enumerate(record["steps"]):
-            step |= {"rates": [highest + (0.1 - highest) * number / 5], "bases": [0.0]}
+        for number, step in enumerate(record.steps):
+            step.rates, step.bases = [highest + (0.1 - highest) * number / 5], [0.0]
     (said,) = {each.what for each in found(reference, ranks)}
     assert said.startswith("1.41 times as high on 2 processes")
 
@@ -1006,29 +973,29 @@ def test_a_rate_may_grow_with_the_processes_and_fall_to_a_constant():
 def test_the_bits_of_gradients_are_compared_under_virtual_processes():
     (reference,), ranks = made_up(), made_up(2)
     for record in (reference, *ranks):
-        record["facts"]["virtual_processes"] = 6
+        record.facts.virtual_processes = 6
     assert found(reference, ranks) == []
     for rank in ranks:
-        scale(rank["steps"][1]["gradients"], 1 + 1e-9)
+        scale(rank.steps[1].gradients, 1 + 1e-9)
     assert [finding.kind for finding in found(reference, ranks)] == ["factor"]
 
 
-def digests_of(rank: dict, step: int) -> dict:
-    return rank["steps"][step]["micro_batches"][0]["samples"][0]
+def digests_of(rank: Record, step: int) -> Part:
+    return rank.steps[step].micro_batches[0].samples[0]
 
 
 def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
     (reference,), ranks = made_up(), made_up(2)
     for rank in ranks:
-        rank["facts"]["loaders"]["loader"]["is_part"] = True
+        rank.facts.loaders["loader"].is_part = True
         for step in range(4):
-            digests_of(rank, step)["digests"] = [f"{rank['rank']} {step} {number}" for number in range(3)]
+            digests_of(rank, step).digests = [f"{rank.rank} {step} {number}" for number in range(3)]
     both = Comparison(reference, ranks)
     assert list(several.findings(both)) == []
     assert "own part" in both.not_compared["samples"]
     assert "samples" not in both.compared
     for step in range(4):
-        digests_of(ranks[1], step)["digests"] = digests_of(ranks[0], 3 - step)["digests"]
+        digests_of(ranks[1], step).digests = digests_of(ranks[0], 3 - step).digests
     (finding,) = found(reference, ranks)
     assert "12 of 24 samples of an epoch count twice" in finding.what
 
@@ -1036,10 +1003,10 @@ def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
 def test_an_epoch_that_the_script_ends_early_may_have_fewer_samples():
     (reference,), ranks = made_up(), made_up(2)
     for rank in ranks:
-        del rank["steps"][2:]
+        del rank.steps[2:]
     assert "12 of 24 samples" in found(reference, ranks)[0].what
     for rank in ranks:
-        rank["passes"][0]["is_whole"] = False
+        rank.passes[0].is_whole = False
     assert found(reference, ranks) == []
 
 
@@ -1047,10 +1014,10 @@ def test_other_samples_may_be_left_out_of_the_last_batch():
     """As by a RandomSampler on one process, and a DistributedSampler on two."""
     (reference,), ranks = made_up(), made_up(2)
     for record in (reference, *ranks):
-        record["facts"]["loaders"]["loader"] |= {"drop_last": True, "items": 26}
-    digests_of(ranks[1], 2)["digests"] = ["24", "25", "13"]
+        record.facts.loaders["loader"].drop_last, record.facts.loaders["loader"].items = True, 26
+    digests_of(ranks[1], 2).digests = ["24", "25", "13"]
     assert found(reference, ranks) == []
-    digests_of(ranks[1], 1)["digests"] = ["other 1", "other 2", "other 3"]
+    digests_of(ranks[1], 1).digests = ["other 1", "other 2", "other 3"]
     assert [finding.kind for finding in found(reference, ranks)] == ["items"]
 
 
@@ -1078,12 +1045,12 @@ def test_numbers_after_an_evaluation_may_differ_in_their_last_digit(one, other, 
 
 def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
     (whole,), (resumed,) = made_up(), made_up()
-    resumed["steps"] = resumed["steps"][2:]
+    resumed.steps = resumed.steps[2:]
     assert list(resuming.compare(whole, resumed, 2)) == []
     (replays,) = made_up()
     kinds = [finding.stage for finding in resuming.compare(whole, replays, 2)]
     assert kinds == ["resumed learning rate", "resumed samples"]
-    resumed["steps"][1]["rates"] = [0.07]  # a schedule that began anew may have the same rate in its first step
+    resumed.steps[1].rates = [0.07]  # a schedule that began anew may have the same rate in its first step
     assert [finding.stage for finding in resuming.compare(whole, resumed, 2)] == ["resumed learning rate"]
 
 

@@ -52,7 +52,7 @@ COMMAND = (
 
 
 def prove(folder: Path, *words, way: str = "pass", **options):
-    command = COMMAND.format(root=str(ROOT / "tools"), way=way)
+    command = COMMAND.format(root=str(ROOT), way=way)
     words = [sys.executable, "-c", command, "--processes", "2", *words]
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, **options)
 

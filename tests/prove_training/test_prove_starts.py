@@ -16,17 +16,16 @@ INSTALLED = """
 import inspect, sys
 from prove_training import recording
 from prove_training.recording import where
+from prove_training.records import Plan
 
-plan = {"folder": "/", "output": sys.argv[1], "without_gpu": True, "is_resumed": None, "is_mixed": False, "clock": 1}
-plan |= {"processes": 1, "device": "cpu", "address": {}}
-recording.Recording(plan, 0).install()
+recording.Recording(Plan(77, folder="/", output=sys.argv[1], without_gpu=True), 0).install()
 for original, function in where.wrapped:
     try:
         parameters = inspect.signature(original).parameters.values()
     except ValueError:  # of a function that is not written in Python
         continue
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    for name in names:
+    for name in [name for name in names if name != "self"]:
         inspect.signature(function).bind_partial(original, **{name: None})
 print(len(where.wrapped), "take what the originals take")
 """
