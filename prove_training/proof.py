@@ -300,19 +300,46 @@ class Proof:
         return notes[:1]
 
     def _resume(self, flags_before: list[str], flags: list[str]) -> None:
-        first = self.runs(1, replace(self.plan, stop_after_save=True, is_resumed=False), flags_before)
+        """Interrupt the script after its first checkpoint, then after its next one; and go on with more processes."""
+        first = self._interrupted(flags_before)
         if not first.records or not first.records[0].facts.has_saved:
             why = first.error or "it saved nothing after its first step"
             self.report.add("", [note("resume", f"not compared: {why}")])
             return
-        done = len(first.records[0].steps)
-        second = self.runs(1, replace(self.plan, is_resumed=True), flags, first.changes)
-        if second.error or not second.records:
-            self.report.add("resumed", [Finding("fails", "the run that resumes", str(second.error))])
+        whole, done = self.runs(1, replace(self.plan, is_resumed=False)).records[0], len(first.records[0].steps)
+        again = replace(self.plan, is_resumed=True)
+        second = self.runs(1, replace(again, stop_after_save=True), flags, first.changes)
+        if not self._goes_on(second, whole, done):
             return
-        whole = self.runs(1, replace(self.plan, is_resumed=False))
-        if not self.report.add("resumed", resuming.compare(whole.records[0], second.records[0], done)):
+        done_again = done + len(second.records[0].steps)
+        if second.records[0].facts.has_saved and done_again < len(whole.steps):
+            if not self._goes_on(self.runs(1, again, flags, first.changes), whole, done_again):
+                return
+            self.report.line("", f"the same after step {done_again}, resumed a second time")
+        more = self.args.processes[0]
+        third = self.runs(more, again, flags, self._interrupted(flags_before).changes)
+        name, problems = f"resumed on {plural(more, 'process')}", []
+        if third.error or len(third.records) < more or third.waits:
+            problems = [note(name, third.error or "it did not end")]
+        else:  # a note: somebody may always resume on as many processes
+            found = resuming.compare(whole, resuming.merged(third.records), done, has_gradients=False)
+            problems = [each._replace(kind="", stage=name) for each in found if each.kind]
+        self.report.add("", problems)
+        if not problems:
+            self.report.line("", f"the same after step {done} on {plural(more, 'process')}")
+
+    def _interrupted(self, flags: list[str]) -> Outcome:
+        return self.runs(1, replace(self.plan, stop_after_save=True, is_resumed=False), flags)
+
+    def _goes_on(self, outcome: Outcome, whole: Record, done: int) -> bool:
+        """Whether a run that resumes is the one that was not interrupted."""
+        if outcome.error or not outcome.records:
+            self.report.add("resumed", [Finding("fails", "the run that resumes", str(outcome.error))])
+            return False
+        found = self.report.add("resumed", resuming.compare(whole, outcome.records[0], done))
+        if not found:
             self.report.line("resumed", f"the same after step {done}")
+        return not found
 
 
 def is_about_gpus(error: str | None) -> bool:

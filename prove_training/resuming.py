@@ -1,6 +1,7 @@
 """Compares a resumed run with one that was not interrupted: pure functions of records."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .records import Record, Step
 from .stages import Finding, named, note, parts_of, passes_of, samples_of
@@ -10,12 +11,21 @@ from .text import plural
 SAME = 1e-6
 
 
-def compare(whole: Record, resumed: Record, done: int) -> Iterator[Finding]:
+def merged(ranks: list[Record]) -> Record:
+    """The first record, with the samples of all."""
+    steps = []
+    for of_ranks in zip(*(rank.steps for rank in ranks), strict=False):
+        steps.append(replace(of_ranks[0], micro_batches=[micro for step in of_ranks for micro in step.micro_batches]))
+    return replace(ranks[0], steps=steps)
+
+
+def compare(whole: Record, resumed: Record, done: int, has_gradients: bool = True) -> Iterator[Finding]:
     """Findings, in the order in which things happen.
 
     Args:
         whole: the record of a run that was not interrupted.
         resumed: the record of a run that continued from a checkpoint after `done` steps.
+        has_gradients: False if they depend on the number of processes, as with BatchNorm.
     """
     if not resumed.steps:
         yield Finding("resume", "resume", f"no step is made after the checkpoint of step {done}")
@@ -51,10 +61,10 @@ def compare(whole: Record, resumed: Record, done: int) -> Iterator[Finding]:
         else:
             what = "the next epoch has a different order than without the interruption"
             found.append(note("resume", what, done + 1, first.line))
-    elif missing := later_samples(whole, resumed, done):
+    elif not resumed.facts.has_saved and (missing := later_samples(whole, resumed, done)):
         found.append(wrong("samples", f"{plural(missing, 'sample')} of the next epoch are skipped"))
     draws = any(micro.draws for each in (first, expected) for micro in each.micro_batches)
-    if not found and not draws and (names := differing("gradients")):
+    if not found and has_gradients and not draws and (names := differing("gradients")):
         what = f"{named(names)}: a different gradient from the same weights and samples: something else is not restored"
         found.append(wrong("gradient", what))
     yield from found

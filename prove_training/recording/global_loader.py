@@ -4,32 +4,42 @@ They promise more than a DataLoader can: the fact `is_exact`. Batches, their une
 allowance, and Run says by itself what the test results are, when it saves, and how it resumes.
 """
 
-import builtins
-import sys
+import contextlib
+import importlib
 
 from ..tensors import rows
 from .data import PASSES, Batches
 from .files import saved
 from .same_work import Tagged
-from .starting import watch_devices
 from .where import before, wrap
-
-FILES = ("launch", "loader", "run", "checkpoint", "trainer", "fabric")  # in which the watched classes are
 
 
 def install(recording) -> None:
-    """Wrap classes of these names when they are defined: the modules are not imported yet, and may be anywhere."""
-    watchers = {"GlobalLoader": watch_loader, "Run": watch_run, "Checkpoints": watch_checkpoints}
-    watchers |= {"TrainingAccelerator": watch_accelerator, "Trainer": watch_devices, "Fabric": watch_devices}
-    build = builtins.__build_class__
+    with contextlib.suppress(ImportError):
+        import accelerate
 
-    def build_class(body, name, *bases, **options):
-        made = build(body, name, *bases, **options)
-        if name in watchers and made.__module__.rpartition(".")[2] in FILES:
-            watchers[name](made, recording)
-        return made
+        watched = set()
 
-    builtins.__build_class__ = build_class
+        @wrap(accelerate.Accelerator, "__init__")
+        def init(original, self, *args, **kwargs):
+            """The first object that such a script makes tells where its modules are."""
+            kind = type(self)
+            if kind.__name__ == "TrainingAccelerator" and kind not in watched:
+                watched.add(kind)
+                with contextlib.suppress(ImportError, AttributeError):  # another class of this name
+                    watch(kind, recording)
+            original(self, *args, **kwargs)
+
+
+def watch(accelerator: type, recording) -> None:
+    package = accelerator.__module__.rpartition(".")[0]
+    run, loader = (importlib.import_module(f"{package}.{name}") for name in ("run", "loader"))
+    # Processes that differ are a finding, and must not end the run.
+    run.same_weights.check, run.same_result = lambda *_: None, lambda numbers: numbers
+    watch_accelerator(accelerator, recording)
+    watch_loader(loader.GlobalLoader, recording)
+    watch_run(run.Run, recording)
+    watch_checkpoints(run.Checkpoints, recording)
 
 
 def watch_accelerator(cls: type, recording) -> None:
@@ -83,12 +93,6 @@ def read(batches: Batches, iterator):
 
 
 def watch_run(cls: type, recording) -> None:
-    module = sys.modules[cls.__module__]
-    if not hasattr(module, "same_weights"):  # another class of this name
-        return
-    # Processes that differ are a finding, and must not end the run.
-    module.same_weights.check, module.same_result = lambda *_: None, lambda numbers: numbers
-
     @wrap(cls, "start")
     def start(original, run, train_loader, test_loader, total_steps, **options):
         recording.facts.run = recording.where.line()

@@ -1,13 +1,24 @@
 """Scripts that start their processes themselves: each rank does what one of these processes would do."""
 
 import contextlib
+import importlib
+import itertools
 import multiprocessing
 import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .where import pretend, wrap
+
+MOST_FILES = 500  # that are searched
+LIGHTNING = (
+    ("lightning", "pytorch.trainer.trainer", "fabric.fabric"),
+    ("pytorch_lightning", "trainer.trainer"),
+    ("lightning_fabric", "fabric"),
+)
 
 
 class Starting:
@@ -65,6 +76,7 @@ def install(recording) -> None:
         original(backend, timeout=timeout, world_size=starting.processes, rank=recording.rank)
         recording.facts.group = recording.where.line()
 
+    watch_lightning(recording)
     with contextlib.suppress(ImportError):
         import accelerate
 
@@ -76,11 +88,19 @@ def install(recording) -> None:
         accelerate.debug_launcher = accelerate.notebook_launcher
 
 
-def watch_devices(cls: type, recording) -> None:
-    """For Lightning's Trainer and Fabric."""
-    if cls.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "lightning_fabric"):
-        return
+def watch_lightning(recording) -> None:
+    """Wrap Lightning's Trainer and Fabric if they are imported, or will be by a file in the script's folder."""
+    files = (file for file in Path(recording.plan.folder).rglob("*.py") if "site-packages" not in file.parts)
+    text = " ".join(file.read_text(errors="replace") for file in itertools.islice(files, MOST_FILES))
+    for top, *names in LIGHTNING:
+        if top in sys.modules or f"import {top}" in text or f"from {top}" in text:
+            for name in names:
+                with contextlib.suppress(ImportError):
+                    module = importlib.import_module(f"{top}.{name}")
+                    watch_devices(module.Trainer if name.endswith("trainer") else module.Fabric, recording)
 
+
+def watch_devices(cls: type, recording) -> None:
     @wrap(cls, "__init__")
     def init(original, self, *args, **options):
         own = {"accelerator": recording.plan.device, "devices": recording.plan.processes, "num_nodes": 1}
