@@ -33,7 +33,6 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--processes", type=process_counts, default=(2, 3), metavar="N,N", help="to compare with one (default: 2,3)")
     add("--resume_flags", metavar="FLAGS", help='flags with which the script resumes, "" if it does so by itself')
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process, and mixed precision")
     add("--timeout_s", type=float, default=60, metavar="X", help="limit of each run in seconds (default: 60)")
     add("--json", action="store_true", help="print the report as JSON")
     add("--keep", type=Path, metavar="FOLDER", help="keep what the runs write, and their records")
@@ -54,10 +53,7 @@ def main() -> int:
     args = parse_args()
     from . import imports, proof, runs  # here and not above: torch takes a second, and --help needs none
 
-    if reason := runs.too_few_gpus(args):
-        print(f"prove_training: error: {reason}", file=sys.stderr)
-        return 2
-    os.environ.update(runs.SETTINGS[args.device])
+    os.environ.update(runs.SETTINGS)
     folder = Path.cwd() if args.module else args.script.parent
     if os.environ.pop(APART, ""):
         imports.load_common()

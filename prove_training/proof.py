@@ -15,7 +15,7 @@ from .mistakes import advice, correction
 from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Plan, Record
 from .runs import Outcome, Runs
-from .stages import ZERO, Comparison, Finding, evaluations, note, several, single, steps, trained_on
+from .stages import Comparison, Finding, evaluations, note, several, single, trained_on
 from .stages.unfinished import because
 from .text import CannotTell, and_join, plural, show
 
@@ -119,8 +119,7 @@ class Proof:
     def __init__(self, args, runs: Runs, report: Report):
         self.args, self.runs, self.report = args, runs, report
         # Of all runs, and of those that repeat the reference.
-        is_on_gpu = args.device == "cuda"
-        self.plan, self.repeat = Plan(items_of_epoch(), device=args.device, is_mixed=is_on_gpu), {}
+        self.plan, self.repeat = Plan(items_of_epoch()), {}
         self.counts = [1]  # process counts that were compared
         self.compared, self.not_compared = set(), {}
         self.pretends = False  # to a script that asks that there is an accelerator
@@ -142,7 +141,7 @@ class Proof:
             if (found := unfinished(1, outcome)).kind != "fails":
                 return self._wrong(self.report.add("1 process", [found]))
             self.report.log(outcome)
-            if self.args.device == "cpu" and is_about_gpus(outcome.error):
+            if is_about_gpus(outcome.error):
                 raise CannotTell(f"it needs a GPU: {outcome.error}")
             printed = [f'; it printed last: "{record.printed}"' for record in outcome.records if record.printed]
             offline = any(word in outcome.error.lower() for word in OF_NETWORKS)
@@ -154,7 +153,6 @@ class Proof:
         self._begin(reference.facts)
         self.report.line("1 process", f"{plural(len(reference.steps), 'step')}, the reference")
         self.report.add("", single.findings(reference))
-        self.rounding = self._rounding() if self.args.device == "cuda" else ZERO
         if all(map(self._compare, self.args.processes)) and not self.report.findings:
             if reference.facts.run:
                 words = ["--output_dir", "resumed_by_prove", "--checkpoint_every", "3"]
@@ -180,12 +178,12 @@ class Proof:
         return WRONG, verdict
 
     def _first_run(self) -> Outcome:
-        outcome, is_on_cpu = self.runs(1, self.plan), self.args.device == "cpu"
-        if is_on_cpu and is_about_gpus(outcome.error):
+        outcome = self.runs(1, self.plan)
+        if is_about_gpus(outcome.error):
             self.plan.without_gpu = True
             outcome = self.runs(1, self.plan)
         facts = outcome.records[0].facts if outcome.records else Facts()
-        if is_on_cpu and not outcome.error and facts.asks and not facts.ddp and not facts.accelerate:
+        if not outcome.error and facts.asks and not facts.ddp and not facts.accelerate:
             # It may train with others only where there is an accelerator.
             again = self.runs(1, replace(self.plan, without_gpu=True))
             if not again.error and not again.waits and not again.records[0].facts.cannot_tell:
@@ -205,7 +203,7 @@ class Proof:
         self.repeat = {"orders": self.reference.orders, "weights": self.reference.weights}
         self.repeat |= {"lengths": facts.lengths, "sizes": given_sizes([self.reference])}
         training = trained_on(self.reference)
-        words = f"{self.args.script} on the {'CPU' if self.args.device == 'cpu' else 'GPU'}"
+        words = f"{self.args.script} on the CPU"
         for loader in [loader for key, loader in facts.loaders.items() if key in training and loader.given][:1]:
             size = loader.given if self.plan.own_batch_size else micro_batch(loader.given)
             words += f": {size} samples per batch over all processes"
@@ -228,7 +226,7 @@ class Proof:
 
         def run(is_apart: bool):
             outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=is_apart))
-            both, found = judged(self.reference, processes, outcome, self.rounding)
+            both, found = judged(self.reference, processes, outcome)
             return outcome, both, found, next((each for each in found if each.kind or both is None), None)
 
         outcome, both, found, problem = run(is_apart)
@@ -267,13 +265,6 @@ class Proof:
         self.not_compared |= both.not_compared
         return not found
 
-    def _rounding(self) -> float:
-        """Three times what full precision changes in a gradient: as much may depend on how a batch is cut."""
-        full = self.runs(1, replace(self.plan, **self.repeat | {"is_mixed": False}))
-        found = steps.rounding_of(self.reference, full.records[0]) if full.records else ZERO
-        self.report.line("", f"full precision changes its gradients by {found:.2g} of the largest")
-        return max(ZERO, 3 * found)
-
     def _evaluations(self, both: Comparison) -> list[Finding]:
         if both.reference.facts.run:  # its results are known
             return list(evaluations.differing_results(both))
@@ -287,7 +278,7 @@ class Proof:
             return {each.key for each in evaluations.suspects(Comparison(both.reference, records))} if records else None
 
         # The result of an evaluation repeats in a second run, whose clock is fast, and changes with fewer test samples.
-        noise, trained = differing(clock=1000, is_mixed=False), trained_on(both.reference)
+        noise, trained = differing(clock=1000), trained_on(both.reference)
         if noise is None:
             return []
         tested = [key for test in both.reference.evaluations for key in test.samples if key not in trained]
@@ -352,9 +343,7 @@ def given_sizes(records: list[Record]) -> set[int]:
     return {loader.given for loader in loaders if loader.given}
 
 
-def judged(
-    reference: Record, processes: int, outcome: Outcome, rounding: float
-) -> tuple[Comparison | None, list[Finding]]:
+def judged(reference: Record, processes: int, outcome: Outcome) -> tuple[Comparison | None, list[Finding]]:
     """What a run on several processes shows; without a comparison where it has not come to its end.
 
     Raises:
@@ -376,7 +365,7 @@ def judged(
         raise CannotTell(f"with Join, its processes make different numbers of steps ({joined})")
     if len({frozenset(record.steps[0].before) for record in outcome.records if record.steps}) > 1:
         raise CannotTell("each process steps parameters of its own")
-    both = Comparison(reference, outcome.records, rounding)
+    both = Comparison(reference, outcome.records)
     return both, list(several.findings(both))
 
 

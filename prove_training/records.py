@@ -16,8 +16,6 @@ class Plan:
     processes: int = 1
     folder: str = ""  # of the script, where it runs
     output: str = ""
-    device: str = "cpu"
-    is_mixed: bool = False  # mixed precision is left on
     without_gpu: bool = False  # what is for a GPU stays on the CPU
     machines: bool = False  # each process has one of its own
     own_batch_size: bool = False  # the script's

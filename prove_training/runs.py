@@ -18,9 +18,8 @@ from typing import NamedTuple
 from . import recording, sandbox
 from .records import Plan, Record
 
-SETTINGS = {"cuda": {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}}  # by device
-SETTINGS["cpu"] = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_MIXED_PRECISION": "no"}
-SETTINGS["cpu"] |= SETTINGS["cuda"]
+SETTINGS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+SETTINGS |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
 GRACE_S = 6  # for the other processes, once one has failed
 
 
@@ -124,11 +123,7 @@ class Runs:
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK", "WORLD_SIZE")
         variables = dict(zip(names, map(str, (*on_machine, rank, plan.processes)), strict=True))
         variables |= {"TORCHELASTIC_RUN_ID": "prove", "TORCHELASTIC_RESTART_COUNT": "0"}
-        if plan.device == "cuda" and plan.machines:
-            variables["CUDA_VISIBLE_DEVICES"] = str(rank)
-        if plan.device == "cuda" and not plan.is_mixed:
-            variables |= {"NVIDIA_TF32_OVERRIDE": "0", "ACCELERATE_MIXED_PRECISION": "no"}
-        return SETTINGS[plan.device] | variables | plan.address
+        return SETTINGS | variables | plan.address
 
     def _rank(self, plan: Plan, rank: int, flags: list[str]) -> None:
         """Run the script in this process, which ends."""
@@ -183,16 +178,6 @@ class Runs:
             log = lines_of(output / f"log_{failed}.txt")
         calls = [lines_of(output / f"calls_{rank}.txt") for rank in range(processes)]
         return Outcome(records, error, changes, [] if error else waits, log, calls)
-
-
-def too_few_gpus(args) -> str:
-    """Why --device cuda cannot run; "" if it can. Does not begin with CUDA, which must not be forked."""
-    import torch
-
-    count, most = torch.cuda.device_count(), max(args.processes)
-    if args.device == "cpu" or count >= most:
-        return ""
-    return f"--device cuda takes a GPU for each process: {most} for --processes {most}, and there are {count}"
 
 
 def lines_of(file: Path) -> list[str]:

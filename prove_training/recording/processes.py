@@ -101,7 +101,7 @@ def install_accelerate(recording) -> None:
 
     @wrap(accelerate.Accelerator, "__init__")
     def init(original, self, *args, **kwargs):
-        if kwargs.get("mixed_precision") not in (None, "no") and not recording.plan.is_mixed:
+        if kwargs.get("mixed_precision") not in (None, "no"):
             kwargs["mixed_precision"] = "no"
             recording.facts.switched_off.add("mixed precision")
         original(self, *args, **kwargs)

@@ -77,8 +77,7 @@ def seeded(seed: int):
 def generator_states() -> int:
     """A hash that changes with each draw from a global generator."""
     numbers = np.random.get_state()
-    on_gpu = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b""
-    return hash((torch.get_rng_state().numpy().tobytes(), on_gpu, random.getstate(), numbers[1].tobytes(), numbers[2]))
+    return hash((torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers[1].tobytes(), numbers[2]))
 
 
 plain_fetch = fetch._MapDatasetFetcher.fetch
@@ -174,8 +173,7 @@ def install_precision(recording) -> None:
             switched_off.add("mixed precision")
         original(autocast, "cpu", torch.bfloat16, False)
 
-    if not recording.plan.is_mixed:
-        wrap(torch.autocast, "__init__")(no_autocast)
+    wrap(torch.autocast, "__init__")(no_autocast)
 
     @wrap(torch, "compile")
     def not_compiled(original, model=None, **options):

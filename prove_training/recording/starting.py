@@ -72,8 +72,7 @@ def install(recording) -> None:
         if rank not in (-1, None, recording.rank):
             recording.stop(f"a process says that it is rank {rank}, and is {recording.rank} ({recording.where.line()})")
         os.environ.update(recording.plan.address)
-        backend = "gloo" if recording.plan.device == "cpu" else backend
-        original(backend, timeout=timeout, world_size=starting.processes, rank=recording.rank)
+        original("gloo", timeout=timeout, world_size=starting.processes, rank=recording.rank)
         recording.facts.group = recording.where.line()
 
     watch_lightning(recording)
@@ -103,10 +102,10 @@ def watch_lightning(recording) -> None:
 def watch_devices(cls: type, recording) -> None:
     @wrap(cls, "__init__")
     def init(original, self, *args, **options):
-        own = {"accelerator": recording.plan.device, "devices": recording.plan.processes, "num_nodes": 1}
+        own = {"accelerator": "cpu", "devices": recording.plan.processes, "num_nodes": 1}
         if options.get("strategy", "auto") == "auto":
             own["strategy"] = "ddp"  # also on one process, so that its loaders have the same order
-        if not recording.plan.is_mixed and str(options.get("precision") or 32) not in ("32", "32-true"):
+        if str(options.get("precision") or 32) not in ("32", "32-true"):
             recording.facts.switched_off.add("mixed precision")
             own["precision"] = "32-true"
         original(self, *args, **options | own)

@@ -14,7 +14,7 @@ from ..tensors import differ, norm_of
 from ..text import plural
 
 APART = 1e-6  # between ranks
-ZERO = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding, in full precision
+ZERO = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding
 EPSILON = 1.2e-7  # of float32
 
 
@@ -42,11 +42,10 @@ class Comparison:
     Args:
         reference: the record of one process.
         ranks: the records of each process.
-        rounding: a difference of two gradients this small, relative to the largest gradient, is rounding.
     """
 
-    def __init__(self, reference: Record, ranks: list[Record], rounding: float = ZERO):
-        self.reference, self.ranks, self.processes, self.rounding = reference, ranks, len(ranks), rounding
+    def __init__(self, reference: Record, ranks: list[Record]):
+        self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
         self.facts, self.is_exact = ranks[0].facts, reference.facts.is_exact
         self.compared, self.not_compared = set(), {}  # what; what and why not
         self.has_drifted = False  # a state that is not handed on comes from steps with other weights of the samples
@@ -106,10 +105,10 @@ def largest_norm(gradients: dict) -> float:
     return max(map(norm_of, gradients.values()), default=0.0)
 
 
-def rounding(gradients: dict, relative: float = ZERO) -> float:
+def rounding(gradients: dict) -> float:
     """The norm up to which a gradient is zero but for rounding, of the largest one or of numbers near 1 that cancel."""
     largest = largest_norm(gradients)
-    return max(relative * largest, min(EPSILON, 1e-3 * largest))
+    return max(ZERO * largest, min(EPSILON, 1e-3 * largest))
 
 
 def first_line(step: Step) -> str:

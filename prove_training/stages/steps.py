@@ -12,13 +12,11 @@ from ..tensors import differ, norm_of
 from . import (
     APART,
     EPSILON,
-    ZERO,
     Comparison,
     Finding,
     apart,
     close,
     first_line,
-    largest_norm,
     largest_step,
     named,
     note,
@@ -28,16 +26,6 @@ from . import (
 from .single import total_weight, usual_micro_batches, weights
 
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
-
-
-def rounding_of(reference: Record, again: Record) -> float:
-    """The largest difference of a gradient in two runs on one process, relative to the largest gradient of the step."""
-    found = [0.0]
-    for one, other in zip(reference.steps, again.steps, strict=False):
-        largest = largest_norm(one.gradients) or 1.0
-        both = [(value, other.gradients.get(name, value)) for name, value in one.gradients.items()]
-        found += [differ(*pair) * norm_of(pair[0]) / largest for pair in both]
-    return max(found)
 
 
 def findings(both: Comparison) -> Iterator[Finding]:
@@ -140,7 +128,7 @@ def _gradient(
 ) -> Iterator[Finding]:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
     expected, found, factors = getattr(wanted, kind_of), getattr(steps[0], kind_of), {}
-    limit, tolerance = rounding(expected, both.rounding), TOLERANCE
+    limit, tolerance = rounding(expected), TOLERANCE
     if both.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
         limit, tolerance = 0.0, 0.0
     for name, value in expected.items():
@@ -158,7 +146,7 @@ def _gradient(
         return
     first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
     what = f"{named(factors)}: not a multiple of what it is on 1 process"
-    if all(close(factor, first, max(1e-2, 10 * both.rounding)) for factor in factors.values()):
+    if all(close(factor, first, 1e-2) for factor in factors.values()):
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
     what += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
@@ -179,7 +167,7 @@ def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, toleranc
 
 
 def _weights(both: Comparison, number: int, wanted: Step, step: Step) -> Iterator[Finding]:
-    if not both.reference.weights or step.options != wanted.options or both.rounding > ZERO:
+    if not both.reference.weights or step.options != wanted.options:
         return
     limit = rounding(wanted.at_step)
     for name, value in wanted.weights.items():

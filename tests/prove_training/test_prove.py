@@ -7,7 +7,6 @@ them, in processes that are forked from this one.
 
 import argparse
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from prove_training import command, mistakes, proof, resuming, runs
+from prove_training import command, mistakes, proof, prove, resuming, runs
 from prove_training.recording import Recording, files, same_work, starting, where
 from prove_training.recording.models import take_over
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
@@ -72,7 +71,6 @@ def prove_it(tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(folder)
         args = {
             "resume_flags": None,
-            "device": "cpu",
             "timeout_s": 60,
             "module": None,
             "json": False,
@@ -300,50 +298,6 @@ def test_a_flag_of_the_script_may_be_the_number_of_processes(prove_unusual):
     assert said.code == 0, said.text
 
 
-@pytest.fixture(params=["none", pytest.param("two", marks=pytest.mark.gpu)])
-def processes_on_gpus(request, monkeypatch):
-    """Process counts for --device cuda, which without a GPU trains on the CPU, in mixed precision as well."""
-    if request.param == "none":
-        monkeypatch.setitem(runs.SETTINGS["cuda"], "CUDA_VISIBLE_DEVICES", "")
-        return 2, 3
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    return 2, min(3, torch.cuda.device_count())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("", "", "proven: the same samples, gradients and learning rates on"),
-        ("scale(loss)", "scale(loss / dist.get_world_size())", "wrong: 0.weight and 3 others: 0."),
-        ("            scaler.unscale_(optimizer)\n", "", "wrong: the gradients are still multiplied by GradScaler"),
-        ("DistributedDataParallel(model.to(device))", "model.to(device)", "wrong: 2 processes train alone"),
-    ],
-)
-def test_mixed_precision_is_compared_up_to_its_own_rounding(prove_unusual, processes_on_gpus, old, new, words):
-    said = prove_unusual("autocast", [(old, new)] if old else [], processes=processes_on_gpus, device="cuda")
-    assert "full precision changes its gradients by" in said.text
-    assert said.verdict.startswith(words), said.text
-
-
-def test_too_few_gpus_are_an_error_before_any_work(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    args = argparse.Namespace(device="cuda", processes=(2, 3))
-    assert runs.too_few_gpus(args) == "--device cuda takes a GPU for each process: 3 for --processes 3, and there are 2"
-    args.processes = (2,)
-    assert runs.too_few_gpus(args) == ""
-
-
-def test_each_process_has_a_gpu_and_the_second_run_full_precision():
-    variables = runs.Runs._variables(None, Plan(1, 3, device="cuda", machines=True), 2)
-    wanted = {"RANK": "2", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "2", "NVIDIA_TF32_OVERRIDE": "0"}
-    assert variables.items() >= wanted.items()
-    variables = runs.Runs._variables(None, Plan(1, 3, device="cuda", is_mixed=True), 2)
-    assert variables["LOCAL_RANK"] == "2"
-    assert not variables.keys() & {"CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "ACCELERATE_MIXED_PRECISION"}
-
-
 def test_a_script_that_cannot_be_read_fails(prove_it):
     said = prove_it(FOREIGN / "unusual" / "plain.py", [("import torch\n", "import import\n")])
     assert (said.code, said.verdict[:40]) == (2, "fails: on one process, SyntaxError: inva")
@@ -358,19 +312,17 @@ def test_every_unusual_program_is_tried():
 
 
 @pytest.mark.slow
-def test_the_command_prints_json_and_ends_with_the_code(launcher, tmp_path):
+def test_a_test_of_another_repository_gets_the_report(tmp_path):
     mistake = MISTAKES["divided by the processes, which DDP does"]
     text = (FOREIGN / "ddp_series.py").read_text()
     for old, new in mistake.edits:
         text = text.replace(old, new)
     (tmp_path / "mine.py").write_text(text)
-    words = ["--json", "--processes", "2", tmp_path / "mine.py", "--batch_size", "16"]
-    done = launcher.python(ROOT / "prove_training", *words, cwd=ROOT, check=False)
-    said = json.loads(done.stdout)
-    assert done.returncode == said["code"] == 1, done.stderr
+    said = prove("--processes", "2", str(tmp_path / "mine.py"), "--batch_size", "16")
+    assert said["code"] == 1
     finding = said["findings"][0]
     assert (finding["kind"], finding["stage"], finding["step"]) == ("factor", "gradient", 1)
-    assert finding.line == "mine.py:53"
+    assert finding["line"] == "mine.py:53"
 
 
 @pytest.mark.slow
@@ -504,7 +456,7 @@ def test_lightning_has_a_device_for_each_process(tmp_path):
         def __init__(self, **options):
             self.options = options
 
-    starting.watch_devices(Fabric, made_recording(tmp_path, processes=3, is_mixed=False))
+    starting.watch_devices(Fabric, made_recording(tmp_path, processes=3))
     options = {"accelerator": "cpu", "devices": 3, "num_nodes": 1, "precision": "32-true", "strategy": "ddp"}
     assert Fabric(accelerator="gpu", devices=1, precision="bf16-mixed").options == options
     assert Fabric(strategy="fsdp").options["strategy"] == "fsdp"
@@ -722,7 +674,7 @@ def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
         error = "Got 77 predictions and 100 features" if plan.limit < 100 else None
         return Outcome(made_up(), error, Path(), [], [], [])
 
-    proven = proof.Proof(argparse.Namespace(device="cpu"), outcome, None)
+    proven = proof.Proof(argparse.Namespace(), outcome, None)
     assert proven._first_run().error is None
     assert proven.plan.limit >= 100
 
@@ -854,9 +806,7 @@ def test_the_cause_of_an_error_is_told_and_not_its_consequences(tmp_path, cause)
 def verdict(ranks: list[Record], waits=()) -> tuple[int, str]:
     """The verdict on runs with these records, after one with a correct record of one process."""
     (reference,) = made_up()
-    args = argparse.Namespace(
-        script=Path("train.py"), json=True, processes=(2,), resume_flags=None, device="cpu", timeout_s=60
-    )
+    args = argparse.Namespace(script=Path("train.py"), json=True, processes=(2,), resume_flags=None, timeout_s=60)
     outcomes = iter(
         [Outcome([reference], None, Path(), [], [], [[]]), Outcome(ranks, None, Path(), list(waits), [], [[], []])]
     )
@@ -864,7 +814,7 @@ def verdict(ranks: list[Record], waits=()) -> tuple[int, str]:
 
 
 def test_a_wrong_evaluation_does_not_condemn_the_training():
-    proven = proof.Proof(argparse.Namespace(device="cpu"), None, None)
+    proven = proof.Proof(argparse.Namespace(), None, None)
     proven.compared = {"samples", "gradients"}
     finding = Finding("eval_repeated", "evaluation", "1 sample counted twice")
     words = "wrong: 1 sample counted twice (evaluation); in training, the same samples and gradients"
