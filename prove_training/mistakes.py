@@ -59,6 +59,8 @@ ADVICE = {
     "accelerator.gather_for_metrics",
     "eval_share": "add up sums and counts over all processes (all_reduce, gather_for_metrics) before the division",
     "eval_mean": "add up sums and counts, and divide once at the end: a mean of means weighs unequal batches alike",
+    "eval_factor": "divide the sum of all processes by the number of all samples; a mean is not divided again",
+    "eval_extreme": "add sums and counts up with ReduceOp.SUM, and divide once",
     "checkpoint_prefix": "save accelerator.unwrap_model(model).state_dict(), or model.module.state_dict()",
     "checkpoint_lacks": "save the state_dict() of the optimizer and of the schedule too",
     "checkpoint_race": "save on one process: if accelerator.is_main_process, or rank == 0",

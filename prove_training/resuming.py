@@ -47,7 +47,9 @@ def compare(whole: Record, resumed: Record, done: int, has_gradients: bool = Tru
 
     found = []
     if names := differing("before"):
-        found.append(wrong("weights", f"{named(names)}: the weights after step {done} are not those of the checkpoint"))
+        what = f"{named(names)}: the weights after step {done} are not those of the checkpoint"
+        what += ", which has them in 16 bits" * any(save.is_rounded for save in whole.saves)
+        found.append(wrong("weights", what))
     elif names := differing("state_before"):
         found.append(wrong("optimizer", f"{named(names)}: the state of the optimizer is not restored"))
     # A schedule that is not saved may differ in the second step only: the optimizer state has the first rate.

@@ -50,7 +50,7 @@ def saved(recording) -> None:
 
 def described(content) -> dict:
     """What a file that torch.save writes contains, judged by its structure."""
-    parts, has, prefix, counters = [("", content)], set(), "", []
+    parts, has, prefix, counters, is_rounded = [("", content)], set(), "", [], False
     for name, part in content.items() if isinstance(content, dict) else ():
         parts += [("", each) for each in part] if isinstance(part, list) else [(str(name), part)]
     for name, part in parts:
@@ -60,9 +60,10 @@ def described(content) -> dict:
             has.add("schedule")
         elif isinstance(part, dict) and part and all(isinstance(entry, torch.Tensor) for entry in part.values()):
             has.add("model")
+            is_rounded |= any(entry.dtype in (torch.float16, torch.bfloat16) for entry in part.values())
             for start in ("module.", "_orig_mod."):
                 if all(str(key).startswith(start) for key in part):
                     prefix = start
         elif name and isinstance(part, (int, float)) and not isinstance(part, bool):
             counters.append(name)
-    return {"has": has, "prefix": prefix, "counters": counters}
+    return {"has": has, "prefix": prefix, "counters": counters, "is_rounded": is_rounded}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..records import Evaluation
 from ..text import plural
-from . import Comparison, Finding, trained_on
+from . import Comparison, Finding, close, trained_on
 
 RESULTS = 1e-4  # tolerance of a result that Run has logged
 CLOCK = re.compile(r"(?<![\w.@:])\d+:[0-5]\d(?::[0-5]\d)?(?:[.,]\d{3,})?(?![\w.:])")  # 12:31:08,512 or 0:01
@@ -22,6 +22,8 @@ class Suspect(NamedTuple):
     wanted: Evaluation  # the evaluation of the reference
     ranks: list[Evaluation]  # the same on each rank
     words: str  # before the number, in the line
+    value: float  # in the reference
+    other: float  # on rank 0
     expected: str  # the line of the reference
     line: str  # of rank 0
 
@@ -97,6 +99,13 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
     if repeated and "gather_for_metrics" not in dict(calls):
         what = f"{plural(repeated, 'sample')} counted twice: {suspect.says}"
         return Finding("eval_repeated", "evaluation", what, None, line)
+    if any(name.endswith((" MAX", " MIN")) for name, _ in calls):
+        what = f"the extreme of the processes is taken, and not their sum: {suspect.says}"
+        return Finding("eval_extreme", "evaluation", what, None, line)
+    factor = suspect.other / suspect.value if suspect.value else 0.0
+    if close(factor, both.processes, 1e-2) or close(factor, 1 / both.processes, 1e-2):
+        what = f"{factor:.4g} times the result of 1 process: {suspect.says}"
+        return Finding("eval_factor", "evaluation", what, None, line)
     return Finding("eval_mean", "evaluation", f"{suspect.says}, from the same weights and samples", None, line)
 
 
@@ -109,10 +118,10 @@ def _repeated(suspect: Suspect) -> int:
     return extra
 
 
-def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, str, str]]:
+def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, float, float, str, str]]:
     """Numbers but of clocks that differ by more than their last digit, in lines with the same words.
 
-    Yields: the words before the number, and its lines in `wanted` and in `found`.
+    Yields: the words before the number, its values, and its lines in `wanted` and in `found`.
     """
     left = collections.defaultdict(list)
     # Spaces align numbers in a table, and are as many as the number leaves.
@@ -126,7 +135,8 @@ def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, str, s
         other = left[template].pop(0)
         for match, number in zip(NUMBER.finditer(line), NUMBER.finditer(other), strict=True):
             if not same_number(match[0], number[0]):
-                yield NUMBER.sub("#", line[: match.start()]).split("#")[-1].strip(), line, other
+                words = NUMBER.sub("#", line[: match.start()]).split("#")[-1].strip()
+                yield words, float(match[0]), float(number[0]), line, other
 
 
 def same_number(one: str, other: str) -> bool:

@@ -224,6 +224,17 @@ HALVES = """            for part, (a, b) in enumerate(zip(x.chunk(2), y.chunk(2)
                 model.set_requires_gradient_sync(part == 0)
                 (nn.functional.mse_loss(model(a), b) / 2).backward()
 """
+TESTED = """        with torch.no_grad():
+            total = torch.zeros(2)
+            for x, y in DataLoader(Subset(tested, range(rank, len(tested), world_size)), batch_size=16):
+                total += torch.tensor([(model(x) - y).abs().sum(), len(x)])
+            REDUCED
+            print(f"error {float(result):.6f}")
+    dist.destroy"""
+WITH_TEST = [
+    ("    sampler =", "    tested = TensorDataset(*(part[:77] + 0.5 for part in data.tensors))\n    sampler ="),
+    ("TensorDataset\n\n", "Subset, TensorDataset\n\n"),
+]
 # By the name of a program: changes of it, the kind that is named, and words of the verdict.
 WRONG_AT_THE_STEP = {
     "a sampler for several without set_epoch": (
@@ -262,5 +273,32 @@ WRONG_AT_THE_STEP = {
             ),
         ],
         *("gather", "no gradient goes through all_reduce"),
+    ),
+    "an error that is divided by the processes": (
+        "with_ddp",
+        [
+            *WITH_TEST,
+            (
+                "    dist.destroy",
+                TESTED.replace(
+                    "REDUCED", "dist.all_reduce(total)\n            result = total[0] / total[1] / world_size"
+                ),
+            ),
+        ],
+        *("eval_factor", "0.5 times the result of 1 process"),
+    ),
+    "the largest error of any process": (
+        "with_ddp",
+        [
+            *WITH_TEST,
+            (
+                "    dist.destroy",
+                TESTED.replace(
+                    "REDUCED",
+                    "result = total[0] / total[1]\n            dist.all_reduce(result, op=dist.ReduceOp.MAX)",
+                ),
+            ),
+        ],
+        *("eval_extreme", "the extreme of the processes is taken"),
     ),
 }
