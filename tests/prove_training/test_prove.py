@@ -236,7 +236,7 @@ UNUSUAL = {
     "spawned_workers": (0, "proven: the same samples, gradients"),
     "fully_sharded": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "sharpness": (0, "proven: the same samples, gradients, learning rates and weights on"),
-    "accelerator_only": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
+    "accelerator_only": (0, "proven: the same samples, gradients, learning rates and weights on 1 and 2 processes"),
     "exits_early": (3, "cannot tell: it ended before the first optimizer.step()"),
     "saves_its_schedule": (0, "proven: the same samples, gradients"),
     "grows_its_window": (0, "proven: the same samples, gradients"),

@@ -435,6 +435,6 @@ MISTAKES = {
                 GATHERED,
             )
         ],
-        *("gather", "what it gathers has no gradient", "https://github.com/kohjingyu/fromage/issues/33"),
+        *("gather", "no gradient goes through all_gather", "https://github.com/kohjingyu/fromage/issues/33"),
     ),
 }
