@@ -89,7 +89,8 @@ def install(recording) -> None:
 
 def watch_lightning(recording) -> None:
     """Wrap Lightning's Trainer and Fabric if they are imported, or will be by a file in the script's folder."""
-    files = (file for file in Path(recording.plan.folder).rglob("*.py") if "site-packages" not in file.parts)
+    folders = (folder for folder in os.walk(recording.plan.folder) if "site-packages" not in folder[0])
+    files = (Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
     text = " ".join(file.read_text(errors="replace") for file in itertools.islice(files, MOST_FILES))
     for top, *names in LIGHTNING:
         if top in sys.modules or f"import {top}" in text or f"from {top}" in text:
