@@ -110,6 +110,19 @@ def test_a_launcher_killed_while_its_processes_import_leaves_none(launcher, smal
     assert not (launcher.folder / "run").exists()
 
 
+@pytest.mark.slow
+def test_the_processes_of_fsdp_end_soon_after_their_launcher_is_killed(launcher, small_mnist):
+    # They are told to save, and cannot: the launcher had the store through which the parts of a checkpoint are agreed.
+    flags = ["--dataset", small_mnist, *FLAGS, "--num_epochs", 60, "--checkpoint_every", 10**6]
+    process = launcher.start("cpu_fsdp", *flags)
+    wait_for_line(process, "train epoch")
+    ranks = workers(process, 2)
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive
+    assert "lost another process" in process.stderr.read()
+
+
 STUCK = ROOT / "tests" / "programs" / "stuck_step.py"
 
 

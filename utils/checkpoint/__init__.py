@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from torch import nn
+from torch import distributed, nn
 
 from ..agree import on_main
 from ..atomic_files import write_atomically
@@ -201,12 +201,12 @@ class Checkpoints:
             if isinstance(error, OSError):
                 problem = f"{path} cannot be written ({error.strerror})"
                 problem += ": --resume goes on from the checkpoint before it, if any"
-            if messages is not None:
-                messages.post(rank, problem)
             if rank == 0 and problem and isinstance(error, (OSError, Problem)):
                 show_error(problem)
                 error = SystemExit(2)
             writing.set_exception(error)
+            if messages is not None and not isinstance(error, distributed.DistError):  # the store is gone
+                messages.post(rank, problem)
 
     def _check_finite(self, step: int) -> None:
         for file, tensors in self.copies.items():
