@@ -11,6 +11,11 @@ those of one process, `several` in those of several, and `mistakes` says what to
 Imports nothing but torch and NumPy, and Accelerate where it is installed.
 """
 
+import json
+import os
+import subprocess
+import sys
+
 __version__ = "2.0"
 
 
@@ -23,11 +28,6 @@ def prove(*words: str) -> dict:
     Returns:
         The report: code, verdict, findings, notes and lines.
     """
-    import json
-    import os
-    import subprocess
-    import sys
-
     command = [sys.executable, os.path.dirname(__file__), "--json", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if not done.stdout:

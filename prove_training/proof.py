@@ -304,10 +304,11 @@ class Proof:
             return
         done_again = done + len(second.records[0].steps)
         if second.records[0].facts.has_saved and done_again < len(whole.steps):
-            if not self._goes_on(self.runs(1, again, flags, first.changes), whole, done_again):
+            outcome = self.runs(1, again, flags, first.changes)
+            if not self._goes_on(outcome, whole, done_again, ", resumed a second time"):
                 return
-            self.report.line("", f"the same after step {done_again}, resumed a second time")
         more = self.args.processes[0]
+        # From a checkpoint made anew: the runs above have written into the folder of the first one.
         third = self.runs(more, again, flags, self._interrupted(flags_before).changes)
         name, problems = f"resumed on {plural(more, 'process')}", []
         if third.error or len(third.records) < more or third.waits:
@@ -322,14 +323,14 @@ class Proof:
     def _interrupted(self, flags: list[str]) -> Outcome:
         return self.runs(1, replace(self.plan, stop_after_save=True, is_resumed=False), flags)
 
-    def _goes_on(self, outcome: Outcome, whole: Record, done: int) -> bool:
+    def _goes_on(self, outcome: Outcome, whole: Record, done: int, words: str = "") -> bool:
         """Whether a run that resumes is the one that was not interrupted."""
         if outcome.error or not outcome.records:
             self.report.add("resumed", [Finding("fails", "the run that resumes", str(outcome.error))])
             return False
         found = self.report.add("resumed", resuming.compare(whole, outcome.records[0], done))
         if not found:
-            self.report.line("resumed", f"the same after step {done}")
+            self.report.line("resumed", f"the same after step {done}{words}")
         return not found
 
 

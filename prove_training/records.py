@@ -16,6 +16,7 @@ class Plan:
     processes: int = 1
     folder: str = ""  # of the script, where it runs
     output: str = ""
+    lightning: list[str] = field(default_factory=list)  # its packages that the files beside the script import
     without_gpu: bool = False  # what is for a GPU stays on the CPU
     machines: bool = False  # each process has one of its own
     own_batch_size: bool = False  # the script's

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import recording, sandbox
+from .recording.starting import lightning_of
 from .records import Plan, Record
 
 SETTINGS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -53,6 +54,7 @@ class Runs:
         inside = self.script.is_relative_to(self.cwd)
         self.source = self.cwd if inside else self.script.parent
         self.folders = list(dict.fromkeys([self.source, self.cwd]))
+        self.lightning = lightning_of(self.source)  # here, and not in each process of each run
         self.count = itertools.count(1)
         self.is_mounted = sandbox.can_mount(self.folders, self.scratch)
         self.can_forbid = not self.is_mounted and sandbox.can_forbid_writes()
@@ -73,7 +75,7 @@ class Runs:
             for number, folder in enumerate([] if self.is_mounted else self.folders):
                 sandbox.copy_folder(folder, changes / str(number), may_link=self.can_forbid)
         root = self.source if self.is_mounted else changes / "0"
-        plan = replace(plan, processes=processes, folder=str(root), output=str(output))
+        plan = replace(plan, processes=processes, folder=str(root), output=str(output), lightning=self.lightning)
         pid = sandbox.forked(self._supervise, plan, changes, [*self.flags, *flags])
         try:
             is_over = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1

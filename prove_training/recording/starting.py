@@ -87,13 +87,18 @@ def install(recording) -> None:
         accelerate.debug_launcher = accelerate.notebook_launcher
 
 
-def watch_lightning(recording) -> None:
-    """Wrap Lightning's Trainer and Fabric if they are imported, or will be by a file in the script's folder."""
-    folders = (folder for folder in os.walk(recording.plan.folder) if "site-packages" not in folder[0])
-    files = (Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
+def lightning_of(folder: Path) -> list[str]:
+    """The packages of Lightning that the files in a folder import."""
+    folders = (path for path in os.walk(folder) if "site-packages" not in path[0])
+    files = (Path(path, name) for path, _, names in folders for name in names if name.endswith(".py"))
     text = " ".join(file.read_text(errors="replace") for file in itertools.islice(files, MOST_FILES))
+    return [top for top, *_ in LIGHTNING if f"import {top}" in text or f"from {top}" in text]
+
+
+def watch_lightning(recording) -> None:
+    """Wrap Lightning's Trainer and Fabric if they are imported, or will be."""
     for top, *names in LIGHTNING:
-        if top in sys.modules or f"import {top}" in text or f"from {top}" in text:
+        if top in sys.modules or top in recording.plan.lightning:
             for name in names:
                 with contextlib.suppress(ImportError):
                     module = importlib.import_module(f"{top}.{name}")

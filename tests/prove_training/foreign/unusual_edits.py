@@ -231,10 +231,17 @@ TESTED = """        with torch.no_grad():
             REDUCED
             print(f"error {float(result):.6f}")
     dist.destroy"""
-WITH_TEST = [
-    ("    sampler =", "    tested = TensorDataset(*(part[:77] + 0.5 for part in data.tensors))\n    sampler ="),
-    ("TensorDataset\n\n", "Subset, TensorDataset\n\n"),
-]
+
+
+def with_test(reduced: str) -> list[tuple[str, str]]:
+    """Edits that add a test whose `total`, the sum of errors and their number, is reduced to a `result`."""
+    return [
+        ("    sampler =", "    tested = TensorDataset(*(part[:77] + 0.5 for part in data.tensors))\n    sampler ="),
+        ("TensorDataset\n\n", "Subset, TensorDataset\n\n"),
+        ("    dist.destroy", TESTED.replace("REDUCED", reduced)),
+    ]
+
+
 # By the name of a program: changes of it, the kind that is named, and words of the verdict.
 WRONG_AT_THE_STEP = {
     "a sampler for several without set_epoch": (
@@ -276,29 +283,12 @@ WRONG_AT_THE_STEP = {
     ),
     "an error that is divided by the processes": (
         "with_ddp",
-        [
-            *WITH_TEST,
-            (
-                "    dist.destroy",
-                TESTED.replace(
-                    "REDUCED", "dist.all_reduce(total)\n            result = total[0] / total[1] / world_size"
-                ),
-            ),
-        ],
+        with_test("dist.all_reduce(total)\n            result = total[0] / total[1] / world_size"),
         *("eval_factor", "0.5 times the result of 1 process"),
     ),
     "the largest error of any process": (
         "with_ddp",
-        [
-            *WITH_TEST,
-            (
-                "    dist.destroy",
-                TESTED.replace(
-                    "REDUCED",
-                    "result = total[0] / total[1]\n            dist.all_reduce(result, op=dist.ReduceOp.MAX)",
-                ),
-            ),
-        ],
+        with_test("result = total[0] / total[1]\n            dist.all_reduce(result, op=dist.ReduceOp.MAX)"),
         *("eval_extreme", "the extreme of the processes is taken"),
     ),
 }
