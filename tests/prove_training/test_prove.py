@@ -35,6 +35,7 @@ from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, several, single, unfinished
 from prove_training.stages.evaluations import differing
 from prove_training.tensors import sampled
+from prove_training.text import CannotTell
 from tests.prove_training import planted_mistakes as planted
 from tests.prove_training.foreign.mistakes import MISTAKES
 from tests.prove_training.foreign.unusual_edits import WITH_ACCELERATE, WITH_DDP, WRONG_AT_THE_STEP
@@ -94,6 +95,7 @@ def prove_it(tmp_path, monkeypatch, capsys):
 def test_one_program_is_proven(prove_it):
     said = prove_it(FOREIGN / "accelerate_accumulation.py")
     assert said.code == 0, said.text
+    assert "GPU" not in said.text
 
 
 def test_one_mistake_is_named(prove_it):
@@ -677,6 +679,66 @@ def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
     proven = proof.Proof(argparse.Namespace(), outcome, None)
     assert proven._first_run().error is None
     assert proven.plan.limit >= 100
+
+
+@pytest.fixture
+def made_up_proof(monkeypatch):
+    """A proof whose runs return what is given."""
+
+    def made_up_proof(outcomes: list[Outcome], **args) -> proof.Proof:
+        args = argparse.Namespace(script=Path("train.py"), json=True, processes=[2, 3], **args)
+        made = proof.Proof(args, lambda *_, **__: outcomes.pop(0), proof.Report(args))
+        (made.reference,) = made_up()
+        made._begin(made.reference.facts)
+        return made
+
+    return made_up_proof
+
+
+def test_a_script_may_refuse_all_but_the_first_number_of_processes(made_up_proof):
+    refused = made_up(2)
+    refused[0].facts.refuses = True
+    for processes in (2, 3):
+        made = made_up_proof([Outcome(refused, "it ends with at most 1", Path(), [], [], [])] * 2)
+        if processes == 3:
+            assert made._compare(processes)
+            assert made.report.lines[-1] == "  3 processes   not compared, it refuses them: it ends with at most 1"
+        else:
+            with pytest.raises(CannotTell, match="refuses 2 processes"):
+                made._compare(processes)
+
+
+def test_a_run_that_resumes_and_differs_ends_the_proof(made_up_proof):
+    (whole,), (same,), (other,) = made_up(), made_up(), made_up()
+    same.steps, other.steps = same.steps[2:], other.steps[2:]
+    other.steps[1].rates = [0.7]
+    outcomes = [Outcome([record], None, Path(), [], [], []) for record in (same, other)]
+    made = made_up_proof([])
+    assert made._goes_on(outcomes[0], whole, 2)
+    assert made.report.lines[-1] == "  resumed       the same after step 2"
+    assert not made._goes_on(outcomes[1], whole, 2)
+    assert [each.stage for each in made.report.findings] == ["resumed learning rate"]
+
+
+def test_what_comes_after_a_step_whose_weights_are_not_kept_is_not_compared():
+    (reference,), ranks = made_up(), made_up(2)
+    reference.weights = {}
+    scale(ranks[0].steps[1].gradients, 2.0)
+    both = Comparison(reference, ranks)
+    assert list(several.findings(both)) == []
+    assert "gradients" in both.compared
+    assert "steps after 1" in both.not_compared
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_running_statistics_of_one_process_are_a_mistake_only_where_exactness_is_promised(is_exact):
+    (reference,), ranks = made_up(), made_up(2)
+    reference.facts.is_exact = is_exact
+    for rank, record in enumerate(ranks):
+        record.steps[1].statistics = {"norm.running_mean": sampled(torch.ones(3) + rank)}
+    (finding,) = several.findings(Comparison(reference, ranks))
+    assert (finding.kind, finding.step) == ("statistics", 2) if is_exact else ("", None)
+    assert "norm.running_mean: ranks 0 and 1" in finding.what
 
 
 def test_what_happens_in_one_step_only_is_not_a_mistake():

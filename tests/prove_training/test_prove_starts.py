@@ -38,6 +38,44 @@ def test_what_is_called_in_place_of_a_function_takes_all_its_arguments_by_name(t
     assert "take what the originals take" in done.stdout, done.stderr
 
 
+CALLS = """
+import io, os, sys, torch
+from prove_training.recording import Recording
+from prove_training.records import Plan
+
+open("losses.py", "w").write('''
+def main():
+    weight = torch.nn.Parameter(torch.ones(2))
+    loss = torch.nn.functional.mse_loss(weight, torch.zeros(2))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss).backward()
+    scaler.step(torch.optim.SGD([weight], 1.0))
+    torch.save([loss], "file.pt")
+    torch.save([loss], io.BytesIO())
+    print(torch.cuda.is_available())
+''')
+recording = Recording(Plan(77, folder=os.getcwd(), output=".", without_gpu=sys.argv[1] == "pretended"), 0)
+recording.install()
+exec(compile(open("losses.py").read(), os.path.abspath("losses.py"), "exec"))
+with recording.processes.calling("all_reduce"), recording.processes.calling("gather"):
+    pass
+saved = dict(recording.step.collectives)
+main()
+losses = [loss for step in [*recording.steps, recording.step] for micro in step.micro_batches for loss in micro.losses]
+scaled = [name for step in [*recording.steps, recording.step] for name in step.scaler]
+print([save.path for save in recording.saves], losses, scaled, list(saved), recording.facts.asks)
+"""
+
+
+@pytest.mark.parametrize("pretended", [True, False])
+def test_calls_are_recorded_once_and_only_scripts_are_told_of_a_pretended_gpu(tmp_path, pretended):
+    environment = os.environ | {"LOCAL_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CALLS, "pretended" if pretended else "real"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    expected = f"['file.pt', '?'] [(1.0, 2, 'losses.py:4')] ['step', 'unscale_'] ['all_reduce'] {not pretended}"
+    assert done.stdout.splitlines() == [str(pretended), expected], done.stderr
+
+
 LIBRARIES = {
     "plain_library": "from torch.nn.functional import cross_entropy\nfrom os import path",
     "library_of_ranks": "import os\nos.environ.get('LOCAL_RANK')",
