@@ -45,7 +45,8 @@ ADVICE = {
     "gradient": "something changes the gradient in each micro-batch or process, or the loss depends on how the batch "
     "is cut",
     "gather": "use all_gather or all_reduce of torch.distributed.nn.functional, through which gradients go",
-    "clip_scaled": "call scaler.unscale_(optimizer) before the gradients are clipped",
+    "clip_scaled": "call scaler.unscale_(optimizer) before the gradients are clipped, for each optimizer",
+    "clip_nothing": "pass model.parameters() anew, or a list of it: a generator can be read once",
     "clip_early": "clip once, after the last backward pass of a step (with Accelerate: if accelerator.sync_gradients), "
     "when the gradients are averaged",
     "clipped": "clip all gradients alike, after they are averaged",

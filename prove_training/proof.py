@@ -239,6 +239,11 @@ class Proof:
                 found.append(problem._replace(kind=kind, what=what))
         if both is None and not found[0].kind:
             raise CannotTell(found[0].what)
+        if any(each.kind == "items" for each in found):
+            again = self.runs(processes, replace(self.plan, **self.repeat, same_share=True))
+            first, *others = ([each.read for each in record.passes[:1]] for record in again.records)
+            if first not in others:
+                raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
         if outcome.error and self.plan.own_batch_size and "shape" in outcome.error.lower():
             raise CannotTell(f"the model is made for one batch size, and prove divides it: {outcome.error}")
         if any(record.facts.refuses for record in outcome.records):

@@ -23,6 +23,7 @@ class Plan:
     is_resumed: bool | None = None  # None: neither resumed nor compared with a run that is
     stop_after_save: bool = False
     clock: int = 1  # how many times as fast the clocks are
+    same_share: bool = False  # each process reads the samples of rank 0
     shorter: list[str] = field(default_factory=list)  # loaders of tests that end early
     # Of the reference, which the run repeats:
     orders: dict[str, list] | None = None  # by loader: the indices of each pass
@@ -113,6 +114,7 @@ class Step:
     schedule_calls: int = 0
     modes: dict[int, bool] = field(default_factory=dict)  # by model: whether it trains
     clips: list[tuple[int, str]] = field(default_factory=list)  # micro-batches before it, line
+    clips_nothing: str = ""  # line of a call without parameters
     zeroed: list[tuple[int, str]] = field(default_factory=list)
     scaler: list[str] = field(default_factory=list)  # calls, in order
     collectives: list[tuple[str, str]] = field(default_factory=list)  # name, line

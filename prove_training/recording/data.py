@@ -19,7 +19,7 @@ from .where import wrap
 
 PASSES = 2  # over the training data
 SAMPLERS = (torch_data.RandomSampler, torch_data.SequentialSampler, torch_data.DistributedSampler)
-SHORT = 3  # batches of a shortened evaluation
+SHORT = 3  # batches of a shortened evaluation, and at most half of them
 
 
 class Batches:
@@ -189,8 +189,9 @@ class Batches:
 
     def is_short(self, iterator) -> bool:
         """Whether this is a pass over test data that the plan shortens."""
-        key = getattr(getattr(iterator, "prove_pass", None), "key", None)
-        return key in self.recording.plan.shorter and iterator._num_yielded >= SHORT
+        current = getattr(iterator, "prove_pass", None) or Pass("")
+        most = SHORT if current.length is None else max(min(SHORT, current.length // 2), 1)
+        return current.key in self.recording.plan.shorter and iterator._num_yielded >= most
 
 
 def install(recording) -> None:
@@ -226,6 +227,7 @@ def install_samplers(batches: Batches) -> None:
         """The share of a process in the order of the reference, if that has a sampler of another kind."""
         key = getattr(sampler, "prove_key", None)
         known = (batches.plan.orders or {}).get(key, [])
+        sampler.rank *= not batches.plan.same_share
         sampler.prove_passes = number = getattr(sampler, "prove_passes", -1) + 1
         if not sampler.shuffle or number >= len(known) or len(known[number]) != len(sampler.dataset):
             return original(sampler)
@@ -270,7 +272,8 @@ def install_loaders(batches: Batches) -> None:
         original(loader, dataset, batch_size, *args, **kwargs)
         if isinstance(loader.dataset, torch_data.IterableDataset) and loader.batch_size is not None:
             loader.collate_fn = Tagged(loader.collate_fn)
-        sampler, kind = loader.sampler, type(loader.sampler).__name__
+        sampler = loader.sampler if own is None else getattr(own, "sampler", own)
+        kind = type(sampler).__name__
         _, length, is_part = batches.cuts.get(id(loader.dataset), (None, None, False))
         batches.new_loader(
             loader,

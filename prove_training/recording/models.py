@@ -36,7 +36,7 @@ class Models:
         self.schedule_calls, self.depth, self.in_loss, self.in_backward = 0, 0, 0, False
         self.with_gradient = {}  # ids of parameters
         self.stepping, self.stepped = None, []  # optimizers, which may call others in a step
-        self.scalers = []
+        self.scalers, self.unscaled = [], set()  # ids of optimizers
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The script itself calls a model, not another model."""
@@ -197,9 +197,13 @@ class Models:
         if step.micro_batches and any(each.grad is not None for each in self.parameters()):
             step.zeroed.append((len(step.micro_batches), self.recording.where.line()))
 
-    def clip(self, *_, **__) -> None:
-        step = self.recording.step
-        step.clips.append((len(step.micro_batches), self.recording.where.line()))
+    def clip(self, parameters: list[nn.Parameter]) -> None:
+        step, line = self.recording.step, self.recording.where.line()
+        step.clips.append((len(step.micro_batches), line))
+        step.clips_nothing = step.clips_nothing or ("" if parameters else line)
+        scaled = [each for each in self.optimizers if id(each) not in self.unscaled] if self.unscaled else []
+        if {id(parameter) for each in scaled for parameter in parameters_of(each)}.intersection(map(id, parameters)):
+            step.scaler.clear()  # of another optimizer
         step.scaler.append("clip")
         step.gradients = self.tensors_of(value=lambda each: each.grad)
 
@@ -382,9 +386,11 @@ def install_optimizers(models: Models) -> None:
     for name in ("unscale_", "step"):
 
         @wrap(torch.amp.GradScaler, name)
-        def scaler(original, scaler, *args, name=name, **kwargs):
-            models.recording.step.scaler += [name] * bool(scaler.prove_enabled)
-            return original(scaler, *args, **kwargs)
+        def scaler(original, scaler, optimizer, *args, name=name, **kwargs):
+            if scaler.prove_enabled:
+                models.recording.step.scaler.append(name)
+                (models.unscaled.add if name == "unscale_" else models.unscaled.discard)(id(optimizer))
+            return original(scaler, optimizer, *args, **kwargs)
 
     for name in DRAWS:
 
@@ -395,7 +401,12 @@ def install_optimizers(models: Models) -> None:
             return numbers
 
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
-        before(nn.utils, name, models.clip)
+
+        @wrap(nn.utils, name)
+        def clip(original, parameters, *args, **kwargs):
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            models.clip(parameters)
+            return original(parameters, *args, **kwargs)
 
     def step_of_plateau(schedule, metrics, *_, **__) -> None:
         models.recording.record.plateaus.append((float(metrics), models.recording.where.line()))

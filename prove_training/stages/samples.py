@@ -67,7 +67,8 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
         why = "it is an IterableDataset" if loader.given else "the batches are not made by DataLoader"
         both.not_compared["samples"] = f"{why} ({line})"
         return
-    if (extra or missing) and (loader.is_part or not is_whole):
+    is_divided_twice = is_whole and not extra and missing.total() >= max(batch, wanted.total() // 3)
+    if (extra or missing) and (loader.is_part or not is_whole) and not is_divided_twice:
         why = "each process makes its own part of the data" if is_whole else "an epoch ends before its data"
         both.not_compared["samples"] = f"{why} ({line})"
         return

@@ -161,7 +161,8 @@ def _accumulation(record: Record, number: int, step: Step) -> Iterator[Finding]:
     if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
         what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
         if len(micro) > window(record, number):
-            yield Finding("leftover", "gradient", what, number, first_line(step))
+            if not fills_windows(record):
+                yield Finding("leftover", "gradient", what, number, first_line(step))
         else:  # by a counter that goes on
             yield note("gradient", f"a step {what}", None, first_line(step))
     if step.scaler[:1] == ["clip"] and "step" in step.scaler:
@@ -173,6 +174,9 @@ def _accumulation(record: Record, number: int, step: Step) -> Iterator[Finding]:
     if number == 1 and steps_too_early(record):
         what = f"the first step has 1 micro-batch, and the next one {usual}: a step comes after the first micro-batch "
         yield Finding("first_step", "gradient", f"{what}instead of the last", number, step.line)
+    if step.clips_nothing:
+        what = "no parameter is clipped: what is passed has none, as a generator that was read before"
+        yield Finding("clip_nothing", "clipping", what, number, step.clips_nothing)
     for done, line in step.clips:
         if done < len(micro):
             what = f"clipped after {done} of {len(micro)} micro-batches"
@@ -188,12 +192,22 @@ def _accumulation(record: Record, number: int, step: Step) -> Iterator[Finding]:
         elif close(total, 1 / usual):
             what = f"{1 / usual:.4g} times what it should be: divided by {usual} micro-batches twice"
             yield Finding("divided_twice", "loss weights", what, number, first_line(step))
-    if len(micro) < usual and close(total, len(micro) / usual) and not steps_too_early(record):
+    is_shorter = len(micro) < usual and not steps_too_early(record) and not fills_windows(record)
+    if is_shorter and close(total, len(micro) / usual):
         what = f"{total:.4g} times what it should be: {plural(len(micro), 'micro-batch')}, divided by {usual}"
         if who := "Accelerate" if facts.accelerate else facts.framework:
             yield note("loss weights", f"the last step of an epoch is {what}, by {who}", number, first_line(step))
         else:
             yield Finding("last_step", "loss weights", what, number, first_line(step))
+
+
+def fills_windows(record: Record) -> bool:
+    """Whether an epoch of all data, which are cut, has no micro-batches that are left at its end."""
+    for loader in (loader for key, loader in record.facts.loaders.items() if key in trained_on(record)):
+        if loader.given and loader.length:
+            batches = loader.length // loader.given if loader.drop_last else -(-loader.length // loader.given)
+            return batches % usual_micro_batches(record) == 0
+    return False
 
 
 def window(record: Record, number: int) -> int:

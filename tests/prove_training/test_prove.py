@@ -425,6 +425,21 @@ def test_a_part_made_by_hand_is_cut_to_its_share_and_its_batch_too(processes, tm
     assert sorted(indices) == list(range(13))
 
 
+def test_clipping_nothing_or_gradients_that_are_still_scaled_is_recorded(tmp_path):
+    models = made_recording(tmp_path, processes=1).models
+    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+    models.optimizers = [first, second]
+    step, both = models.recording.step, [first.param_groups[0]["params"][0], second.param_groups[0]["params"][0]]
+    step.scaler = ["unscale_"]
+    models.unscaled = {id(first)}
+    models.clip(both[:1])
+    assert step.scaler == ["unscale_", "clip"]
+    models.clip(both)
+    assert step.scaler == ["clip"]
+    models.clip([])
+    assert len(step.clips) == 3
+
+
 def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_path):
     recording = made_recording(tmp_path, processes=1)
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -614,6 +629,7 @@ def evaluation(after: int = 2, **others) -> Evaluation:
 def accumulated(counts: list[int], weight: float = 0.5) -> Record:
     """The record of one process whose steps have these numbers of micro-batches, each with samples of its own."""
     (record,) = made_up(steps=len(counts))
+    record.facts.loaders["loader"].length = 27  # five batches, of which one is left
     samples = iter(range(100))
     for step, count in zip(record.steps, counts, strict=True):
         micro = replace(step.micro_batches[0], losses=[(weight, 6, "train.py:8")])
@@ -626,6 +642,16 @@ def accumulated(counts: list[int], weight: float = 0.5) -> Record:
 )
 def test_a_step_after_the_first_micro_batch_is_not_taken_for_a_shorter_last_one(counts, kinds):
     assert [finding.kind for finding in single.findings(accumulated(counts))] == kinds
+
+
+def test_micro_batches_that_are_left_because_data_are_cut_are_not_a_mistake():
+    shorter, longer = accumulated([2, 2, 2, 1]), accumulated([2, 2, 3, 2])
+    for micro, number in zip(longer.steps[2].micro_batches, (0, 1, 1), strict=True):
+        micro.samples[0].number = number
+    for record, kind in ((shorter, "last_step"), (longer, "leftover")):
+        assert kind in [finding.kind for finding in single.findings(record)]
+        record.facts.loaders["loader"].length = 24
+        assert kind not in [finding.kind for finding in single.findings(record)]
 
 
 def test_what_a_framework_does_in_the_last_step_is_a_note():
@@ -706,6 +732,25 @@ def test_a_script_may_refuse_all_but_the_first_number_of_processes(made_up_proof
         else:
             with pytest.raises(CannotTell, match="refuses 2 processes"):
                 made._compare(processes)
+
+
+@pytest.mark.parametrize("share", [["a", "b"], ["a", "c"]])
+def test_items_with_numbers_that_differ_by_process_are_not_accused(made_up_proof, share):
+    """Each rank has read the same samples: one that is augmented by the same numbers as the other is the same item."""
+    first, again = made_up(2), made_up(2)
+    for step in (step for record in first for step in record.steps):
+        step.micro_batches[0].samples[0].digests = [
+            f"other {each}" for each in step.micro_batches[0].samples[0].digests
+        ]
+    for record, read in zip(again, (["a", "b"], share), strict=True):
+        record.passes[0].read = [read]
+    made = made_up_proof([Outcome(records, None, Path(), [], [], []) for records in (first, again)])
+    if share == ["a", "b"]:
+        assert not made._compare(2)
+        assert [each.kind for each in made.report.findings] == ["items"]
+    else:
+        with pytest.raises(CannotTell, match="random numbers that prove cannot repeat"):
+            made._compare(2)
 
 
 def test_a_run_that_resumes_and_differs_ends_the_proof(made_up_proof):
