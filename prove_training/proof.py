@@ -13,7 +13,7 @@ from pathlib import Path
 from . import resuming
 from .mistakes import advice, correction
 from .recording.same_work import items_of_epoch, micro_batch
-from .records import Facts, Plan, Record
+from .records import Facts, Pass, Plan, Record
 from .runs import Outcome, Runs
 from .stages import Comparison, Finding, evaluations, note, several, single, trained_on
 from .stages.unfinished import because
@@ -239,9 +239,9 @@ class Proof:
                 found.append(problem._replace(kind=kind, what=what))
         if both is None and not found[0].kind:
             raise CannotTell(found[0].what)
-        if any(each.kind == "items" for each in found):
+        if any(each.kind == "items" for each in found) and is_augmented(outcome.records[0]):
             again = self.runs(processes, replace(self.plan, **self.repeat, same_share=True))
-            first, *others = ([each.read for each in record.passes[:1]] for record in again.records)
+            first, *others = ([each.read for each in trained_passes(record)[:1]] for record in again.records)
             if first not in others:
                 raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
         if outcome.error and self.plan.own_batch_size and "shape" in outcome.error.lower():
@@ -341,6 +341,16 @@ class Proof:
 
 def is_about_gpus(error: str | None) -> bool:
     return any(word in (error or "").lower() for word in ("cuda", "nvidia", "gpu", "triton"))
+
+
+def is_augmented(record: Record) -> bool:
+    """Whether no item of a pass over the training data is in the next one, or there is only one."""
+    first, *others = ({digest for batch in each.read for digest in batch or ()} for each in trained_passes(record))
+    return all(map(first.isdisjoint, others[:1]))
+
+
+def trained_passes(record: Record) -> list[Pass]:
+    return [each for each in record.passes if each.in_training]
 
 
 def given_sizes(records: list[Record]) -> set[int]:

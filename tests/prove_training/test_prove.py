@@ -734,18 +734,22 @@ def test_a_script_may_refuse_all_but_the_first_number_of_processes(made_up_proof
                 made._compare(processes)
 
 
-@pytest.mark.parametrize("share", [["a", "b"], ["a", "c"]])
-def test_items_with_numbers_that_differ_by_process_are_not_accused(made_up_proof, share):
-    """Each rank has read the same samples: one that is augmented by the same numbers as the other is the same item."""
+@pytest.mark.parametrize(("share", "later"), [(["a", "b"], ["c"]), (["c", "d"], ["a"]), (["c", "d"], ["c"])])
+def test_items_with_numbers_that_differ_by_process_are_not_accused(made_up_proof, share, later):
+    """Each rank has read the same samples: one that is augmented by the same numbers as the other is the same item.
+
+    An item that comes again in the next pass is not augmented.
+    """
     first, again = made_up(2), made_up(2)
     for step in (step for record in first for step in record.steps):
         step.micro_batches[0].samples[0].digests = [
             f"other {each}" for each in step.micro_batches[0].samples[0].digests
         ]
+    first[0].passes = [replace(first[0].passes[0], read=[read]) for read in (["a", "b"], later)]
     for record, read in zip(again, (["a", "b"], share), strict=True):
         record.passes[0].read = [read]
     made = made_up_proof([Outcome(records, None, Path(), [], [], []) for records in (first, again)])
-    if share == ["a", "b"]:
+    if share == ["a", "b"] or later == ["a"]:
         assert not made._compare(2)
         assert [each.kind for each in made.report.findings] == ["items"]
     else:
