@@ -165,6 +165,7 @@ class Facts:
     group: str = ""
     starts: str = ""
     local_sgd: str = ""
+    averages_weights: str = ""
     join: str = ""
     flat: str = ""  # FSDP version 1
     sharded: str = ""

@@ -102,7 +102,9 @@ def differing_samples(whole: Record, resumed: Record, done: int) -> str:
 
 def later_samples(whole: Record, resumed: Record, done: int) -> int:
     """How many samples the epoch after the first one of the resumed run has too few."""
-    key, number = pass_of(whole.steps[done]) or ("", 0)
+    key, number = pass_of(whole.steps[done]) or (None, None)
+    if key is None:
+        return 0
     wanted, found = passes_of(whole).get((key, number + 1), []), passes_of(resumed).get((key, 1), [])
     return max(0, len(wanted) - len(found)) if found else 0
 

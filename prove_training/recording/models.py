@@ -256,7 +256,7 @@ class Models:
         with contextlib.suppress(AttributeError):  # no public API
             modules = [each for model in self.models.values() for each in model.modules() if is_fsdp(each)]
             groups = [group for each in modules for group in fsdp_groups(each)]
-            return any(each.unsharded_accumulated_grad is not None for group in groups for each in group.fsdp_params)
+            return any(map(is_unreduced, (each for group in groups for each in group.fsdp_params)))
         return False
 
     def after_step(self, optimizer, *_) -> None:
@@ -290,6 +290,11 @@ def fsdp_groups(module: nn.Module) -> list:
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)  # from torch 2.13 on
     return several if several is not None else [state._fsdp_param_group] * (state._fsdp_param_group is not None)
+
+
+def is_unreduced(parameter) -> bool:
+    whole = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or getattr(whole, "grad", None) is not None
 
 
 def parameters_of(optimizer) -> list[nn.Parameter]:

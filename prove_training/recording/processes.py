@@ -37,6 +37,10 @@ class Processes:
             (recording.evaluations.current or recording.step).collectives.append((name, line))
             tensors = [value for value in args if isinstance(value, torch.Tensor)]
             shapes = " and ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
+            if name.startswith("all_reduce") and recording.steps and not recording.step.micro_batches:
+                own = {parameter.data_ptr() for parameter in recording.models.parameters()}
+                if own.intersection(tensor.data_ptr() for tensor in tensors):
+                    recording.facts.averages_weights = line
             self.calls.write(f"{len(recording.steps)} {name} {line} {shapes}\n")
             is_of_loss = torch.is_grad_enabled() and not recording.step.micro_batches  # and not for a log
             has_gradient = any(each.ndim > 1 and each.requires_grad for each in tensors)

@@ -21,6 +21,8 @@ def cannot_judge(record: Record) -> str | None:
         return f"torch {torch.__version__} adds FSDP's gradients up over gloo, where it should average them ({line})"
     if line := facts.local_sgd:
         return f"LocalSGD lets the processes train alone for some steps, on purpose ({line})"
+    if line := facts.averages_weights:
+        return f"it averages the weights after its steps, and not the gradients before ({line})"
     if line := facts.flat:
         return f"FullyShardedDataParallel keeps parts of flat parameters ({line}): fully_shard could be compared"
     if lines := facts.layers:

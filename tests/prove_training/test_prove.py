@@ -454,6 +454,20 @@ def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_p
     assert [value[1:].tolist() for value in recording.step.at_step.values()] == [[3, 3]]
 
 
+def test_weights_that_are_averaged_after_a_step_are_told_from_other_sums(tmp_path):
+    recording = made_recording(tmp_path, processes=1)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    recording.models.optimizers = [torch.optim.SGD([parameter], lr=0.1)]
+    recording.steps.append(Step())
+    with recording.processes.calling("all_reduce", (torch.ones(2),)):
+        pass
+    assert not single.cannot_judge(Record(0, recording.facts, made_up()[0].steps))
+    recording.where.line = lambda: "train.py:9"
+    with recording.processes.calling("all_reduce", (parameter.data,)):
+        pass
+    assert "averages the weights" in single.cannot_judge(Record(0, recording.facts, made_up()[0].steps))
+
+
 def test_random_numbers_of_the_first_step_after_an_evaluation_are_not_of_the_evaluation(tmp_path):
     """As those of a detection model, which draws the boxes that it learns from."""
     recording = made_recording(tmp_path, processes=1)
@@ -767,6 +781,21 @@ def test_a_run_that_resumes_and_differs_ends_the_proof(made_up_proof):
     assert made.report.lines[-1] == "  resumed       the same after step 2"
     assert not made._goes_on(outcomes[1], whole, 2)
     assert [each.stage for each in made.report.findings] == ["resumed learning rate"]
+
+
+@pytest.mark.parametrize(("factor", "kinds"), [(torch.tensor([1.0, 1.0, 1.1, 1.0]), []), (2.0, ["factor"])])
+def test_a_state_of_the_script_may_remember_a_sample_that_was_there_twice(factor, kinds):
+    """As running statistics do after the last step of an epoch, which DistributedSampler fills."""
+    (reference,), ranks = made_up(), made_up(2)
+    ranks[0].steps[1].micro_batches[0].samples[0].digests.append("7")
+    for rank in ranks:
+        scale(rank.steps[3].gradients, factor)
+        rank.steps[3].rates = [0.99 * rate for rate in rank.steps[3].rates]
+    both = Comparison(reference, ranks)
+    assert [finding.kind for finding in several.findings(both) if finding.kind] == kinds
+    assert ("gradients after it" in both.not_compared) == (not kinds)
+    ranks[0].steps[1].micro_batches[0].samples[0].digests.pop()
+    assert "gradient" in [finding.kind for finding in found(reference, ranks)] or kinds
 
 
 def test_what_comes_after_a_step_whose_weights_are_not_kept_is_not_compared():
@@ -1113,6 +1142,15 @@ def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
     assert kinds == ["resumed learning rate", "resumed samples"]
     resumed.steps[1].rates = [0.07]  # a schedule that began anew may have the same rate in its first step
     assert [finding.stage for finding in resuming.compare(whole, resumed, 2)] == ["resumed learning rate"]
+
+
+def test_a_run_without_a_loader_that_resumes_is_compared():
+    whole, resumed = made_up()[0], made_up()[0]
+    for record in (whole, resumed):
+        for step in record.steps:
+            step.micro_batches[0].samples = [Part(None, None, ["a"])]
+    resumed.steps = resumed.steps[2:]
+    assert [each.kind for each in resuming.compare(whole, resumed, 2)] == []
 
 
 def test_weights_and_the_state_of_the_optimizer_are_taken_over():
