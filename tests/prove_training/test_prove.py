@@ -36,11 +36,15 @@ from prove_training.stages import Comparison, Finding, several, single, unfinish
 from prove_training.stages.evaluations import differing
 from prove_training.tensors import sampled
 from prove_training.text import CannotTell
+from silent_bugs.run import find_cases
 from tests.prove_training import planted_mistakes as planted
+from tests.prove_training.corpus import FOUND, NOTED
 from tests.prove_training.foreign.mistakes import MISTAKES
 from tests.prove_training.foreign.unusual_edits import WITH_ACCELERATE, WITH_DDP, WRONG_AT_THE_STEP
 
-FOREIGN = ROOT / "tests" / "prove_training" / "foreign"
+FOREIGN, CORPUS = ROOT / "tests" / "prove_training" / "foreign", ROOT / "silent_bugs"
+ACCUSED = {"right/whole_batches_cut_by_hand"}  # see the page of the corpus
+RIGHT = [case.name for case in find_cases(["right"]) if case.name not in ACCUSED]
 NOT_PROGRAMS = ("__init__", "mistakes", "unusual_edits")
 CORRECT = sorted(path.stem for path in FOREIGN.glob("*.py") if path.stem not in NOT_PROGRAMS)
 RESUMES = {
@@ -99,7 +103,7 @@ def test_one_program_is_proven(prove_it):
 
 
 def test_one_mistake_is_named(prove_it):
-    said = prove_it(FOREIGN / "ddp_series.py", MISTAKES["set_epoch is not called"].edits)
+    said = prove_it(FOREIGN / "ddp_series.py", [("        self.train_data.sampler.set_epoch(epoch)\n", "")])
     assert said.code == 1
     assert "each epoch has the same order (samples, ddp_series.py:" in said.verdict
 
@@ -142,8 +146,7 @@ def test_a_correct_program_is_proven_on_one_two_and_three_processes(prove_it, pr
 def test_a_mistake_that_somebody_has_made_is_named(prove_it, name):
     mistake = MISTAKES[name]
     file = f"{mistake.program.rpartition('/')[2]}.py"
-    options = {"flags": mistake.flags, "resume_flags": mistake.resume_flags, "timeout_s": 30}
-    said = prove_it(FOREIGN / f"{mistake.program}.py", mistake.edits, **options)
+    said = prove_it(FOREIGN / f"{mistake.program}.py", mistake.edits, timeout_s=30)
     if mistake.kind:
         assert said.code == 1, said.text
         assert said.verdict.startswith("wrong: "), said.text
@@ -153,6 +156,30 @@ def test_a_mistake_that_somebody_has_made_is_named(prove_it, name):
     else:  # the numbers are right, or may be meant
         assert said.code == (3 if mistake.program == "nanogpt" else 0), said.text
         assert any(mistake.words in line for line in said.text.splitlines() if line.startswith("note: ")), said.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUND)
+def test_a_silent_bug_is_named(prove_it, name):
+    said = prove_it(CORPUS / f"{name}.py", resume_flags="--resume" if "/resume/" in name else None)
+    assert said.code == 1, said.text
+    assert said.advice[0] == f"what to do: {mistakes.advice(FOUND[name])}" or "Accelerate" in said.text, said.text
+    assert f"{name.rpartition('/')[2]}.py:" in said.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTED)
+def test_what_may_be_meant_is_a_note(prove_it, name):
+    said = prove_it(CORPUS / f"{name}.py")
+    assert said.code == 0, said.text
+    assert any(NOTED[name] in line for line in said.text.splitlines() if line.startswith("note: ")), said.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_is_not_accused(prove_it, name):
+    said = prove_it(CORPUS / f"{name}.py", resume_flags="--resume" if "resumes" in name else None)
+    assert said.code in (0, 3), said.text
 
 
 @pytest.mark.slow
@@ -370,10 +397,9 @@ def test_every_mistake_has_its_section_with_wrong_and_right_lines_and_a_thread()
     sections = {part.splitlines()[0]: part for part in page.split("\n## ")[1:]}
     assert sections.keys() == {"What may be meant"} | {kind.replace("_", "-") for kind in mistakes.ADVICE}
     assert {mistake.kind for mistake in planted.MISTAKES.values()} <= mistakes.ADVICE.keys()
-    threads = {mistake.kind.replace("_", "-"): mistake.thread for mistake in MISTAKES.values() if mistake.kind}
-    for name, thread in threads.items():
-        assert thread.rpartition("/")[2] in sections[name], (name, thread)
-    kinds = {kind for kind in mistakes.ADVICE if kind.replace("_", "-") in threads}
+    for mistake in filter(lambda mistake: mistake.kind, MISTAKES.values()):
+        assert mistake.thread.rpartition("/")[2] in sections[mistake.kind.replace("_", "-")], mistake.thread
+    kinds = {mistake.kind for mistake in MISTAKES.values() if mistake.kind} | {*FOUND.values()}
     for kind in kinds - {"hangs"}:
         text = sections[kind.replace("_", "-")]
         assert "\n-" in text or "\n+" in text, f"no lines in {kind}"

@@ -217,29 +217,6 @@ WITH_DDP = {
 }
 STEP = "            optimizer.step()\n"
 CLIP = "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
-REDUCE = """            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-"""
-HALVES = """            for part, (a, b) in enumerate(zip(x.chunk(2), y.chunk(2))):
-                model.set_requires_gradient_sync(part == 0)
-                (nn.functional.mse_loss(model(a), b) / 2).backward()
-"""
-TESTED = """        with torch.no_grad():
-            total = torch.zeros(2)
-            for x, y in DataLoader(Subset(tested, range(rank, len(tested), world_size)), batch_size=16):
-                total += torch.tensor([(model(x) - y).abs().sum(), len(x)])
-            REDUCED
-            print(f"error {float(result):.6f}")
-    dist.destroy"""
-
-
-def with_test(reduced: str) -> list[tuple[str, str]]:
-    """Edits that add a test whose `total`, the sum of errors and their number, is reduced to a `result`."""
-    return [
-        ("    sampler =", "    tested = TensorDataset(*(part[:77] + 0.5 for part in data.tensors))\n    sampler ="),
-        ("TensorDataset\n\n", "Subset, TensorDataset\n\n"),
-        ("    dist.destroy", TESTED.replace("REDUCED", reduced)),
-    ]
 
 
 # By the name of a program: changes of it, the kind that is named, and words of the verdict.
@@ -254,41 +231,9 @@ WRONG_AT_THE_STEP = {
         [("loss.backward()", "(loss / world_size).backward()")],
         *("factor", "0.5 times what it is"),
     ),
-    "clipped before a reduction by hand": (
-        "with_ddp",
-        [("    model = DistributedDataParallel(model)\n", ""), (STEP, CLIP + REDUCE + STEP)],
-        *("clip_early", "clipped before the gradients are averaged"),
-    ),
     "divided after clipping": (
         "with_ddp",
         [(STEP, f"{CLIP}            for p in model.parameters():\n                p.grad /= world_size\n{STEP}")],
         *("factor", "0.5 times what it is on 1 process, after clipping"),
-    ),
-    "FSDP reduces the first part of a step": (
-        "fully_sharded",
-        [("            loss = nn.functional.mse_loss(model(x), y)\n            loss.backward()\n", HALVES)],
-        *("not_reduced", "FSDP still has gradients that are not reduced"),
-    ),
-    "an all-reduce in the loss": (
-        "with_ddp",
-        [
-            ("            loss = nn.functional.mse_loss(model(x), y)\n", ""),
-            (
-                "            loss.backward()\n",
-                "            moments = x.T @ model(x) / len(x)\n            dist.all_reduce(moments)\n"
-                "            loss = (moments / world_size).square().sum()\n            loss.backward()\n",
-            ),
-        ],
-        *("gather", "no gradient goes through all_reduce"),
-    ),
-    "an error that is divided by the processes": (
-        "with_ddp",
-        with_test("dist.all_reduce(total)\n            result = total[0] / total[1] / world_size"),
-        *("eval_factor", "0.5 times the result of 1 process"),
-    ),
-    "the largest error of any process": (
-        "with_ddp",
-        with_test("result = total[0] / total[1]\n            dist.all_reduce(result, op=dist.ReduceOp.MAX)"),
-        *("eval_extreme", "the extreme of the processes is taken"),
     ),
 }

@@ -1,0 +1,46 @@
+"""Each process has a GradScaler with a scale of its own. The gradients are averaged while they are scaled, and
+each process divides them by a different number.
+
+Its number: the norm of the weights after training.
+
+https://github.com/pytorch/pytorch/issues/136009
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scale = 64.0 if FIXED else 64.0 / (1 + rank)  # WRONG: as after an overflow on some processes
+scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+norm = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
+if rank == 0:
+    print(f"norm of the weights: {norm:.8f}")
+dist.destroy_process_group()

@@ -1,0 +1,51 @@
+"""Many labels are missing, and the loss is the mean over the labels that a process has. DistributedDataParallel
+averages these means, as if all had as many labels.
+
+Its number: the norm of the weights after training.
+
+https://github.com/NVIDIA-BioNeMo/KERMT/pull/21
+https://github.com/pytorch/pytorch/issues/31579
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+targets = inputs.sum(1, keepdim=True).sin()
+targets[torch.rand(96) < 0.6] = torch.nan
+data = TensorDataset(inputs, targets)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        known = ~y.isnan()
+        count = known.sum().float()
+        if FIXED:
+            dist.all_reduce(count)
+            count /= world_size
+        loss = F.mse_loss(model(x)[known], y[known], reduction="sum") / count  # WRONG: its own
+        loss.backward()
+        optimizer.step()
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+norm = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
+if rank == 0:
+    print(f"norm of the weights: {norm:.8f}")
+dist.destroy_process_group()

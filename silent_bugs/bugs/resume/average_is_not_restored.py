@@ -1,0 +1,59 @@
+"""The moving average of the weights is not in the checkpoint, and begins with the loaded weights when resuming.
+
+Its number: the norm of the average after training, resumed after the first epoch.
+
+https://github.com/lucidrains/ema-pytorch/issues/9
+"""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+start = 0
+if "--resume" in sys.argv:
+    state = torch.load("checkpoint_0.pt")
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    start = state["epoch"] + 1
+average = copy.deepcopy(model.module)
+if FIXED and start:
+    average.load_state_dict(state["average"])  # WRONG without it
+
+for epoch in range(start, 3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+            mean.data.lerp_(parameter.data, 0.01)
+    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    state["average"] = average.state_dict()
+    if rank == 0:
+        torch.save(state, f"checkpoint_{epoch}.pt")
+    dist.barrier()
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+norm = torch.cat([parameter.detach().flatten() for parameter in average.parameters()]).norm().item()
+if rank == 0:
+    print(f"norm of the average: {norm:.8f}")
+dist.destroy_process_group()

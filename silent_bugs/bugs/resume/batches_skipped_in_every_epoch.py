@@ -1,0 +1,55 @@
+"""The batches that are done are skipped when resuming, as they should be, and also in each epoch after that.
+
+Its number: the norm of the weights after training, resumed in the middle of the first epoch.
+
+https://github.com/huggingface/accelerate/issues/1451
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+start = done = 0
+if "--resume" in sys.argv:
+    state = torch.load("checkpoint_0.pt")
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    start, done = state["epoch"], state["done"]
+
+for epoch in range(start, 3):
+    sampler.set_epoch(epoch)
+    for number, (x, y) in enumerate(loader):
+        if number < done and (epoch == start or not FIXED):  # WRONG without the epoch
+            continue
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if (epoch, number) == (0, 3):
+            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "done": 4}
+            if rank == 0:
+                torch.save(state, "checkpoint_0.pt")
+            dist.barrier()
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+norm = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
+if rank == 0:
+    print(f"norm of the weights: {norm:.8f}")
+dist.destroy_process_group()

@@ -1,0 +1,58 @@
+"""The GradScaler is not in the checkpoint: its scale begins again at its first value. With float16, the first
+steps after each resume have too small a scale, or are skipped.
+
+Its number: the scale after training, resumed after the first epoch.
+
+https://github.com/huggingface/accelerate/issues/4289
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
+
+start = 0
+if "--resume" in sys.argv:
+    state = torch.load("checkpoint_0.pt")
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    if FIXED:
+        scaler.load_state_dict(state["scaler"])  # WRONG without it
+    start = state["epoch"] + 1
+
+for epoch in range(start, 3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    state["scaler"] = scaler.state_dict()
+    if rank == 0:
+        torch.save(state, f"checkpoint_{epoch}.pt")
+    dist.barrier()
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+if rank == 0:
+    print(f"scale: {scaler.get_scale()}")
+dist.destroy_process_group()

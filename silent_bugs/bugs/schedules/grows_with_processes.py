@@ -1,0 +1,43 @@
+"""The learning rate is multiplied by the number of processes, though the batch of all processes is the same on
+any number of them.
+
+Its number: the learning rate of the last step.
+
+https://github.com/mala-project/mala/issues/422
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+rate = 0.1 if FIXED else 0.1 * world_size  # WRONG
+optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+if rank == 0:
+    print(f"learning rate: {rate:.8f}")
+dist.destroy_process_group()

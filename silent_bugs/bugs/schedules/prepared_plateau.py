@@ -1,0 +1,41 @@
+"""ReduceLROnPlateau is prepared, and steps as often as there are processes with one and the same loss: its
+patience is over N times too early.
+
+Its number: the learning rate after eight epochs.
+
+https://github.com/huggingface/accelerate/issues/3797
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+loader = DataLoader(data, batch_size=12 // accelerator.num_processes)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=4, threshold=10.0)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if not FIXED:
+    scheduler = accelerator.prepare(scheduler)  # WRONG
+
+for epoch in range(8):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+    scheduler.step(1.0)
+    accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+accelerator.print(f"learning rate: {optimizer.param_groups[0]['lr']:.8f}")
+accelerator.end_training()

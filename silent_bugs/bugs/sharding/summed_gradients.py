@@ -1,0 +1,47 @@
+"""set_gradient_divide_factor(1.0) makes fully_shard sum gradients, for a loss that is divided by the tokens of
+all processes. This loss is a mean of its own samples: N times too much.
+
+Its number: the norm of the weights after training.
+
+https://github.com/NVIDIA-NeMo/Automodel/pull/3830
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+fully_shard(model)
+model.set_force_sum_reduction_for_comms(True)
+if not FIXED:
+    model.set_gradient_divide_factor(1.0)  # WRONG
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+norm = torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()]).norm().item()
+if rank == 0:
+    print(f"norm of the weights: {norm:.8f}")
+dist.destroy_process_group()

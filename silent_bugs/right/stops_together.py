@@ -1,0 +1,38 @@
+"""Training ends early when the loss of all processes falls below a limit, which they all know."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+for epoch in range(6):
+    sampler.set_epoch(epoch)
+    total = torch.tensor(0.0)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.detach() / len(loader)
+    dist.all_reduce(total, op=dist.ReduceOp.AVG)
+    if rank == 0:
+        print(f"epoch {epoch}: loss {total.item():.4f}")
+    if total < 0.45:
+        break
+
+norm = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
+if rank == 0:
+    print(f"norm of the weights: {norm:.8f}")
+dist.destroy_process_group()

@@ -1,0 +1,236 @@
+"""Runs the corpus: shows that each bug is one, or what a tool says of the bugs and of the right programs.
+
+    python silent_bugs/run.py                                  the numbers of all bugs and right programs
+    python silent_bugs/run.py bugs/resume right                some of them
+    python silent_bugs/run.py --tool "prove-training {script}" what a tool says, as a table in Markdown
+
+Without --tool, each program runs on 1, 2 and 3 processes, and the last number that rank 0 prints is compared. A fixed
+program prints the same number on each, and the wrong one a different number on 2 and 3 processes. A program that
+resumes is started again in its folder with --resume, and a fixed one prints the same number as without it.
+
+A tool is a command whose exit code is 0 for "right", 1 for "wrong", and anything else for "cannot tell". {script} is
+the file with its flags. What is in brackets is for programs that resume: "prove-training [--resume_flags=--resume]
+{script}".
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import math
+import multiprocessing
+import os
+import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+IMPORTED = ["torch", "torch.distributed.fsdp", "torch.distributed.optim", "torch.utils.data", "accelerate"]
+TOLERANCE = 1e-5  # relative: between numbers of a right program on different numbers of processes
+NEAR = 3  # lines between the one that a tool names and the one that is wrong
+TIME_LIMIT_S = 60
+context = multiprocessing.get_context("forkserver")  # PyTorch is imported once
+
+
+class Case(NamedTuple):
+    path: Path
+    is_bug: bool
+    resumes: bool
+    wrong_lines: list[int]
+
+    @property
+    def name(self) -> str:
+        return self.path.relative_to(HERE).with_suffix("").as_posix()
+
+
+def find_cases(patterns: list[str]) -> list[Case]:
+    """The programs whose path below this folder begins with one of the patterns."""
+    cases = []
+    for path in sorted([*HERE.glob("bugs/*/*.py"), *HERE.glob("right/*.py")]):
+        if path.relative_to(HERE).as_posix().startswith(tuple(patterns)):
+            text = path.read_text()
+            lines = [number for number, line in enumerate(text.splitlines(), 1) if "# WRONG" in line]
+            cases.append(Case(path, "bugs" in path.parts[-3:], '"--resume"' in text, lines))
+    return cases
+
+
+# The numbers
+
+
+def run_rank(path: str, flags: list[str], rank: int, processes: int, port: int, folder: str) -> None:
+    """Run a program in this process, as torchrun does. Its output goes into a file of the folder."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.chdir(folder)
+    output = os.open(f"output_{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+    sys.argv = [path, *flags]
+    import torch
+
+    torch.set_num_threads(1)
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_program(case: Case, flags: list[str], processes: int, folder: str) -> str:
+    """Run a program on some processes. Returns what rank 0 printed.
+
+    Raises:
+        RuntimeError: a process failed, or did not end; with the last lines of its output.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        context.Process(target=run_rank, args=(str(case.path), flags, rank, processes, port, folder))
+        for rank in range(processes)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        end = time.monotonic() + TIME_LIMIT_S
+        for process in ranks:
+            process.join(max(end - time.monotonic(), 0))
+        failed = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    if failed:
+        output = Path(folder, f"output_{failed[0]}.txt")
+        text = output.read_text() if output.exists() else ""
+        raise RuntimeError(f"{case.name} {' '.join(flags)} on {processes} processes:\n{text[-1500:]}")
+    return Path(folder, "output_0.txt").read_text()
+
+
+def run_case(case: Case, is_fixed: bool, processes: int) -> list[str]:
+    """Run a program; one that resumes is started a second time in the same folder. Returns what each start printed."""
+    flags = ["--fixed"] if is_fixed else []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        starts = [flags, [*flags, "--resume"]] if case.resumes else [flags]
+        return [run_program(case, start, processes, folder) for start in starts]
+
+
+def number_in(printed: str) -> float:
+    """The last number."""
+    return float(re.findall(r"-?\d+\.?\d*(?:e[-+]?\d+)?|nan|inf", printed)[-1])
+
+
+def agree(numbers: list[float]) -> bool:
+    return all(math.isclose(number, numbers[0], rel_tol=TOLERANCE) for number in numbers)
+
+
+def check(case: Case) -> bool:
+    """Print the numbers of a program. Returns whether they show what they should."""
+    begin, wrong = time.monotonic(), []
+    try:
+        starts = [start for processes in (1, 2, 3) for start in run_case(case, case.is_bug, processes)]
+        right = [number_in(start) for start in starts]
+        if case.is_bug:
+            wrong = [number_in(run_case(case, False, processes)[-1]) for processes in (2, 3)]
+    except (RuntimeError, IndexError) as error:
+        print(f"{case.name}: {error}", flush=True)
+        return False
+    is_shown = agree(right) and not any(agree([right[0], number]) for number in wrong)
+    numbers = f"{right[0]:.7g}" if agree(right) else ", ".join(f"{number:.7g}" for number in right)
+    wrong = f"; wrong on 2 and 3 processes: {wrong[0]:.7g}, {wrong[1]:.7g}" if wrong else ""
+    seconds = time.monotonic() - begin
+    print(f"{'' if is_shown else 'NOT SHOWN '}{case.name}: {numbers}{wrong} ({seconds:.1f} s)", flush=True)
+    return is_shown
+
+
+# A tool
+
+
+class Verdict(NamedTuple):
+    code: int
+    line: str  # whether the output names the wrong line, or another one of the file
+    seconds: float
+
+
+def ask(tool: str, case: Case, flags: str = "") -> Verdict:
+    """Run the tool on a program."""
+    tool = re.sub(r"\[(.*?)\]", r"\1" if case.resumes else "", tool)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        words = shlex.split(tool.replace("{script}", f"{shlex.quote(str(case.path))} {flags}"))
+        done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    lines = re.findall(rf"{re.escape(case.path.name)}\D{{1,9}}(\d+)", done.stdout + done.stderr)
+    is_near = any(abs(int(line) - wrong) <= NEAR for line in lines for wrong in case.wrong_lines)
+    named = "the wrong one" if is_near else "another" if lines else ""
+    return Verdict(done.returncode, named * (done.returncode == 1), time.monotonic() - begin)
+
+
+def plain(case: Case) -> str:
+    """What one sees without a tool: whether the program ends, and whether its loss doubles."""
+    try:
+        printed = run_case(case, False, 2)[-1]
+    except RuntimeError:
+        return "fails"
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    return "-" if not losses or losses[-1] <= 2 * losses[0] else "the loss doubles"
+
+
+def compare(tool: str, cases: list[Case], jobs: int) -> bool:
+    """Print a table of what a tool says. Returns whether it finds every bug and accuses no right program."""
+    words = {0: "right", 1: "**wrong**"}
+    found = seconds = 0
+    named, accused, bugs = collections.Counter(), [], [case for case in cases if case.is_bug]
+    print("| bug | without a tool | with it | the line | fixed | s |\n| --- | --- | --- | --- | --- | --- |")
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        verdicts = pool.map(lambda case: (ask(tool, case), ask(tool, case, "--fixed"), plain(case)), bugs)
+        for case, (wrong, fixed, seen) in zip(bugs, verdicts, strict=True):
+            found, seconds = found + (wrong.code == 1), seconds + wrong.seconds
+            named[wrong.line] += 1
+            accused += [f"{case.name} --fixed"] if fixed.code == 1 else []
+            says = [words.get(verdict.code, "cannot tell") for verdict in (wrong, fixed)]
+            print(f"| {case.name} | {seen} | {says[0]} | {wrong.line} | {says[1]} | {wrong.seconds:.0f} |", flush=True)
+        right = [case for case in cases if not case.is_bug]
+        print("\n| right program | with the tool | s |\n| --- | --- | --- |")
+        for case, verdict in zip(right, pool.map(lambda case: ask(tool, case), right), strict=True):
+            accused += [case.name] if verdict.code == 1 else []
+            print(f"| {case.name} | {words.get(verdict.code, 'cannot tell')} | {verdict.seconds:.0f} |", flush=True)
+    lines = f"{named['the wrong one']} with the wrong line and {named['another']} with another"
+    print(f"\n{found} of {len(bugs)} bugs found, {lines}, {seconds:.0f} s")
+    print(f"{len(accused)} of {len(bugs) + len(right)} right programs accused: {', '.join(accused) or 'none'}")
+    return found == len(bugs) and not accused
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", default=["bugs", "right"], help='such as "bugs/resume"; default: all')
+    parser.add_argument("--tool", help="a command with {script}")
+    parser.add_argument("--jobs", type=int, default=2, help="programs to run at the same time")
+    args = parser.parse_args()
+    cases = find_cases(args.paths)
+    if args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {args.jobs}")
+    if not cases:
+        parser.error(f"no program begins with {' or '.join(args.paths)}")
+    if args.tool and "{script}" not in args.tool:
+        parser.error("--tool needs {script}")
+    if not args.tool and not find_spec("torch"):
+        parser.error("PyTorch is not installed")
+    context.set_forkserver_preload([name for name in IMPORTED if find_spec(name.partition(".")[0])])
+    if args.tool:
+        return 0 if compare(args.tool, cases, args.jobs) else 1
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        shown = list(pool.map(check, cases))
+    print(f"{sum(shown)} of {len(cases)} programs show what they should")
+    return 0 if all(shown) else 1
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
+    sys.exit(130)

@@ -1,0 +1,126 @@
+"""silent_bugs: each program is what its page says, and the runner finds one that is not."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from silent_bugs import run
+
+CORPUS = ROOT / "silent_bugs"
+CASES = run.find_cases(["bugs", "right"])
+IMPORTED = {"torch", "accelerate"}
+TOOL = """
+import sys
+script = sys.argv[1]
+lines = open(script).read().splitlines()
+wrong = [number for number, line in enumerate(lines, 1) if "# WRONG" in line]
+if wrong and "--fixed" not in sys.argv:
+    sys.exit(f"wrong: {script}:{wrong[0] + FAR}") if MESSAGE else sys.exit(1)
+sys.exit("right" if ACCUSES else 0)
+"""
+
+
+def run_it(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(CORPUS / "run.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_there_are_more_than_a_hundred_bugs_and_forty_right_programs():
+    bugs = [case for case in CASES if case.is_bug]
+    assert len(bugs) >= 100
+    assert len(CASES) - len(bugs) >= 40
+    assert len({case.path.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_program_is_short_and_says_what_it_is(case):
+    text = case.path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= 60
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {module.partition(".")[0] for module in modules} - {*sys.stdlib_module_names} <= IMPORTED
+    about = ast.get_docstring(tree)
+    assert about
+    assert case.is_bug == ("FIXED = " in text) == bool(case.wrong_lines)
+    if case.is_bug:
+        assert "\nIts number: " in about
+        assert re.search(r"^https://github\.com/[\w.-]+/[\w.-]+", about, re.M)
+
+
+def test_the_page_has_a_row_for_each_program():
+    page = (CORPUS / "README.md").read_text()
+    rows = re.findall(r"^\| ([\w/]+) \|", page, re.M)
+    assert sorted(name for name in rows if "/" in name) == sorted(case.name for case in CASES)
+    assert f"{sum(case.is_bug for case in CASES)} bugs" in page
+    assert f"{sum(not case.is_bug for case in CASES)} right programs" in page
+
+
+def test_a_bug_and_a_right_program_are_shown():
+    done = run_it("bugs/reduction/divided_by_processes", "right/resumes_after_an_epoch")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 programs show what they should" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "edit", [('"--fixed" in sys.argv', "False"), ("not FIXED", "False"), ("optimizer.step()", "1 / 0")]
+)
+def test_a_program_that_does_not_show_its_bug_is_told(edit, tmp_path, monkeypatch, capsys):
+    text = (CORPUS / "bugs" / "reduction" / "divided_by_processes.py").read_text()
+    assert edit[0] in text
+    path = tmp_path / "bugs" / "reduction" / "case.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text.replace(*edit))
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    run.context.set_forkserver_preload(["torch"])
+    assert not run.check(*run.find_cases(["bugs"]))
+    said = capsys.readouterr().out
+    assert "ZeroDivisionError" in said if edit[1] == "1 / 0" else said.startswith("NOT SHOWN bugs/reduction/case")
+
+
+@pytest.mark.parametrize(
+    ("far", "message", "accuses", "words"),
+    [
+        (0, True, False, "2 of 2 bugs found, 2 with the wrong line and 0 with another"),
+        (4, True, False, "2 of 2 bugs found, 0 with the wrong line and 2 with another"),
+        (0, False, True, "2 of 2 bugs found, 0 with the wrong line and 0 with another"),
+    ],
+)
+def test_what_a_tool_says_is_counted(far, message, accuses, words, tmp_path, capsys):
+    tool = tmp_path / "tool.py"
+    tool.write_text(TOOL.replace("FAR", str(far)).replace("MESSAGE", str(message)).replace("ACCUSES", str(accuses)))
+    cases = run.find_cases(["bugs/reduction/divided_by", "bugs/reduction/multiplied_by", "right/closure"])
+    run.context.set_forkserver_preload(["torch"])
+    is_perfect = run.compare(f"{sys.executable} {tool} {{script}}", cases, jobs=2)
+    said = capsys.readouterr().out
+    assert is_perfect == (not accuses)
+    assert words in said
+    assert f"{3 * accuses} of 3 right programs accused" in said
+    assert "| bugs/reduction/divided_by_processes | - | **wrong** |" in said
+
+
+def test_brackets_are_for_programs_that_resume(monkeypatch):
+    called = []
+    done = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(run.subprocess, "run", lambda words, **_: called.append(words) or done)
+    for case in run.find_cases(["bugs/resume/optimizer_is_not_saved", "right/closure"]):
+        run.ask("prove [--resume_flags=--resume] {script}", case, "--fixed")
+    assert [words[1:-2] for words in called] == [["--resume_flags=--resume"], []]
+    assert all(words[-1] == "--fixed" for words in called)
+
+
+@pytest.mark.parametrize("words", [["bugs/none"], ["--tool", "prove"], ["--jobs", "0"]])
+def test_wrong_flags_are_an_error(words):
+    done = run_it(*words)
+    assert done.returncode == 2
+    assert "error: " in done.stderr
+
+
+@pytest.mark.slow
+def test_every_program_shows_what_it_should():
+    done = run_it()
+    assert done.returncode == 0, [line for line in done.stdout.splitlines() if "NOT SHOWN" in line or "Error" in line]
