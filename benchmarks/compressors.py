@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from utils.datasets.text import load_text
+from utils.datasets.text import read_documents, survey
 
 
 def parse_args():
@@ -24,7 +24,9 @@ def parse_args():
 
 
 def measure(args) -> dict:
-    text = "".join(load_text(args.dataset)[1]).encode()
+    is_test, _ = survey(read_documents(args.dataset))
+    documents = zip(read_documents(args.dataset), is_test, strict=True)
+    text = "".join(content for (_, _, content), of_test in documents if of_test).encode()
     summary, _ = common.run_script("transformer", "--dataset", args.dataset, "--max_steps", args.steps)
     return {
         "gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),

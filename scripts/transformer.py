@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of ut
 
 from utils import atomic_files, launch
 from utils.console import printable, stop
-from utils.datasets.text import EOS, PackedText, count_targets, learn_tokenizer, load_text, load_tokenizer
+from utils.datasets.text import EOS, count_targets, load_tokenizer, load_tokens
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, positive_int
 from utils.loader import GlobalLoader
@@ -44,8 +44,9 @@ def parse_args():
     parser = ArgumentParser(__doc__)
 
     data = parser.add_argument_group("data")
-    data.add_argument("--dataset", default="stdlib", help="Hub id, or folder of text or parquet files")
+    data.add_argument("--dataset", default="stdlib", help="Hub id, or folder of text, JSON lines or parquet files")
     data.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: learn one from --dataset)")
+    data.add_argument("--cache_dir", metavar="FOLDER", help="for the tokens (default: in Hugging Face's cache)")
 
     model = parser.add_argument_group("model", resume_invariant=True)  # must be the same when resuming
     model.add_argument("--vocabulary", type=at_least(257), default=1024, help="tokens of a learned tokenizer")
@@ -243,10 +244,10 @@ def main():
     accelerator = launch.make_accelerator(args)
     run = Run(accelerator, args)
 
-    train_texts, test_texts = load_text(args.dataset)
-    # All processes learn the same tokenizer, which depends only on the texts.
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else learn_tokenizer(train_texts, args.vocabulary)
-    train_data, test_data = (PackedText(texts, tokenizer, args.context) for texts in (train_texts, test_texts))
+    # Tokenized once, into files of the cache, which are read sequence by sequence.
+    train_data, test_data, tokenizer = load_tokens(
+        args.dataset, args.tokenizer, args.vocabulary, args.context, args.cache_dir
+    )
     # Each sequence is weighted by its number of targets, summed over the whole step before the first backward pass.
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, loss_weights=count_targets)
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator, loss_weights=count_targets)

@@ -7,6 +7,7 @@ import pytest
 import run_many
 import run_reader
 import torch
+from documents import load_text
 from fakes import fake_accelerator
 from run_reader import lines, losses
 from torch.distributed.fsdp import FSDPModule
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from scripts.transformer import Transformer, generate
 from tests.docs.pages import blocks, guide
 from utils.console import printable
-from utils.datasets.text import learn_tokenizer, load_text, load_tokenizer
+from utils.datasets.text import learn_tokenizer, load_tokenizer
 from utils.parallel import fsdp
 from utils.sampler import GlobalSampler
 

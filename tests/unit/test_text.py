@@ -1,19 +1,28 @@
 """Text for language models: documents, tokenizers, and packed sequences."""
 
+import errno
+import gzip
 import importlib
+import json
 import math
+import os
+import pickle
+import signal
 import subprocess
 import sys
-from types import SimpleNamespace
+import time
 
 import datasets
+import numpy as np
+import pyarrow
 import pytest
 import torch
 from conftest import ROOT
+from documents import load_text
 from tokenizers import Tokenizer, models
 
 from utils.datasets import text
-from utils.datasets.text import EOS, IGNORE_INDEX, STDLIB, PackedText, learn_tokenizer, load_text, load_tokenizer
+from utils.datasets.text import EOS, IGNORE_INDEX, STDLIB, learn_tokenizer, load_tokenizer, load_tokens
 
 TEXTS = ["low lower lowest\n", "new newer newest wide wider\n    wide", "l\xf6w 12 12_3 ==! \u2603"]
 BYTES = learn_tokenizer(TEXTS, 257)
@@ -41,10 +50,24 @@ def write_parquet(folder, name="text", **splits):
     return str(folder)
 
 
+def pack(tmp_path, texts: list[str], tokenizer: Tokenizer, context: int):
+    """The packed text of these documents, which are also the test."""
+    for split in ("train", "test"):
+        write_files(tmp_path / "packed" / split, {f"{n:03}": each.encode() for n, each in enumerate(texts)})
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    cache = tmp_path / "cache"
+    data, _, _ = load_tokens(str(tmp_path / "packed"), str(tmp_path / "tokenizer.json"), 0, context, str(cache))
+    return data
+
+
+def tensors_of(data) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(map(torch.stack, zip(*(data[index] for index in range(len(data))), strict=True)))
+
+
 @pytest.mark.parametrize("context", [1, 4, 5, 7, 100])
-def test_each_token_is_a_target_once_from_the_one_before_it(context):
-    data = PackedText(["abcd", "e", "fghij"], BYTES, context)
-    inputs, targets = data.tensors
+def test_each_token_is_a_target_once_from_the_one_before_it(context, tmp_path):
+    data = pack(tmp_path, ["abcd", "e", "fghij"], BYTES, context)
+    inputs, targets = tensors_of(pickle.loads(pickle.dumps(data)))
     assert inputs.shape == targets.shape == (math.ceil(13 / context), context)
     real = targets.flatten() != IGNORE_INDEX
 
@@ -56,15 +79,15 @@ def test_each_token_is_a_target_once_from_the_one_before_it(context):
     assert (inputs.flatten()[~real] == BYTES.token_to_id(EOS)).all()
 
 
-def test_no_document_of_many_is_lost():
+def test_no_document_of_many_is_lost(tmp_path):
     texts = [f"document {number} " for number in range(130)]
-    _, targets = PackedText(texts, BYTES, 9).tensors
+    _, targets = tensors_of(pack(tmp_path, texts, BYTES, 9))
     assert BYTES.decode(targets[targets != IGNORE_INDEX].tolist()) == "".join(texts)
 
 
-def test_bits_per_byte_count_every_token_and_divide_by_the_bytes_of_the_text():
-    data = PackedText(["lower l\xf6w", "newest"], learn_tokenizer(TEXTS, 270), 4)
-    _, targets = data.tensors
+def test_bits_per_byte_count_every_token_and_divide_by_the_bytes_of_the_text(tmp_path):
+    data = pack(tmp_path, ["lower l\xf6w", "newest"], learn_tokenizer(TEXTS, 270), 4)
+    _, targets = tensors_of(data)
     counted = (targets != IGNORE_INDEX).sum().item()
     assert counted < 16
     assert data.bits_per_byte(torch.tensor(1.0)).item() == pytest.approx(counted / 16 / math.log(2))
@@ -83,12 +106,13 @@ def test_a_learned_tokenizer_gives_any_text_back(vocabulary):
 
 def test_every_process_learns_the_same_tokenizer():
     program = (
-        "from utils.datasets.text import *; print(learn_tokenizer(load_text('accelerate_configs')[0], 500).to_str())"
+        "from utils.datasets.text import *; texts = [text for *_, text in read_documents('accelerate_configs')]; "
+        "print(learn_tokenizer(texts, 500).to_str())"
     )
     environment = {"RAYON_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
-    train, _ = load_text(str(ROOT / "accelerate_configs"))
-    assert done.stdout == learn_tokenizer(train, 500).to_str() + "\n"
+    texts = [content for *_, content in text.read_documents(str(ROOT / "accelerate_configs"))]
+    assert done.stdout == learn_tokenizer(texts, 500).to_str() + "\n"
 
 
 @pytest.mark.others("transformers")
@@ -114,9 +138,9 @@ def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, 
     tokenizer = load_tokenizer(tmp_path / "theirs.json")
     assert tokenizer.get_vocab_size() == 10
     assert tokenizer.encode("word3 word1 word4 other").ids == [3, 1, 4, 0]
-    data = PackedText(["word3 word1 word4", "word5"], tokenizer, 6)
-    assert data.tensors[0].tolist() == [[9, 3, 1, 4, 9, 5]]
-    assert data.tensors[1].tolist() == [[3, 1, 4, 9, 5, 9]]
+    inputs, targets = tensors_of(pack(tmp_path, ["word3 word1 word4", "word5"], tokenizer, 6))
+    assert inputs.tolist() == [[9, 3, 1, 4, 9, 5]]
+    assert targets.tolist() == [[3, 1, 4, 9, 5, 9]]
 
     for words in ({"a": 0, "b": 7}, {}):
         Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "unusable.json"))
@@ -181,32 +205,166 @@ def test_rows_have_their_own_test_split_or_one_by_hash_and_those_without_text_ar
 
 
 def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys, monkeypatch):
-    memory = {"available": 10**12}
-    monkeypatch.setattr(text.psutil, "virtual_memory", lambda: SimpleNamespace(**memory))
-    assert "needs a non-empty" in stops(capsys, load_text, write_files(tmp_path / "empty", {".hidden": b"a"}))
-    assert "needs a non-empty" in stops(capsys, load_text, write_files(tmp_path / "one", {"a": b"a", "b": b""}))
+    def load(dataset):
+        return load_tokens(str(dataset), None, 257, 4, str(tmp_path / "cache"))
+
+    assert "needs a non-empty" in stops(capsys, load, write_files(tmp_path / "empty", {".hidden": b"a"}))
+    assert "needs a non-empty" in stops(capsys, load, write_files(tmp_path / "one", {"a": b"a", "b": b""}))
     folder = write_files(tmp_path / "images", {"a.txt": b"a", "image.png": b"\x89PNG\0\0"})
-    assert "image.png is not a text file" in stops(capsys, load_text, folder)
-    with open(f"{folder}/image.png", "wb") as file:
-        file.truncate(2 * 10**9)
-    memory["available"] = 4 * 10**9
-    assert "has 2.0 GB of text" in stops(capsys, load_text, folder)
-    memory["available"] = 10**12
-    assert "neither a folder nor a Hub id" in stops(capsys, load_text, "no/such/folder")
+    assert "image.png is not a text file" in stops(capsys, load, folder)
+    monkeypatch.setattr(text, "LARGEST_DOCUMENT", 3)
+    assert "'long.txt' has 0 million characters" in stops(
+        capsys, load, write_files(tmp_path / "long", {"long.txt": b"long"})
+    )
+    monkeypatch.undo()
+    assert "neither a folder nor a Hub id" in stops(capsys, load, "no/such/folder")
     mixed = write_parquet(tmp_path / "mixed", train=["a", "b"])
     write_files(tmp_path / "mixed", {"c.txt": b"c"})
-    assert "parquet files and other files" in stops(capsys, load_text, mixed)
+    assert "parquet files and other files" in stops(capsys, load, mixed)
     several = write_parquet(tmp_path / "several", name="content", train=["a", "b"])
-    assert "has the columns id, content" in stops(capsys, load_text, several)
+    assert "has the columns id, content" in stops(capsys, load, several)
     for column, found in (("number", 1), ("content", "a")):
         (tmp_path / column).mkdir()
         rows = datasets.Dataset.from_dict({"id": [1, 2], column: [found, found]})
         rows.to_parquet(tmp_path / column / "train.parquet")
         rows.to_parquet(tmp_path / column / "test.parquet")
-    assert "has the columns id, number" in stops(capsys, load_text, str(tmp_path / "number"))
+    assert "has the columns id, number" in stops(capsys, load, str(tmp_path / "number"))
     assert load_text(str(tmp_path / "content")) == (["a", "a"], ["a", "a"])
     unlabelled = write_parquet(tmp_path / "unlabelled", train=["a", "b"], test=[None, ""])
-    assert "needs a non-empty document" in stops(capsys, load_text, unlabelled)
+    assert "needs a non-empty document" in stops(capsys, load, unlabelled)
+
+
+def lines_of(*entries) -> bytes:
+    return "\n".join(json.dumps(entry) for entry in entries).encode()
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_json_lines_are_documents_also_if_they_are_compressed(tmp_path, ending):
+    rows = [{"id": str(number), "text": f"text {number} l\xf6w"} for number in range(40)]
+    content = lines_of(*rows, {"text": ""}, {"text": "half \ud800"}) + b"\n\n"
+    if ending != ".jsonl":
+        content = pyarrow.compress(content, {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}[ending], asbytes=True)
+    train, test = load_text(write_files(tmp_path, {f"rows{ending}": content}))
+    assert sorted(train + test) == sorted([row["text"] for row in rows] + ["half ?"])
+    assert len(test) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lines_of({"text": "a"}, {"body": "b", "title": "c"}), "rows.jsonl:2 has no `text`"),
+        (b'{"text": "a"}\n{"text": ', "rows.jsonl:2 is not a line of JSON"),
+        (b"[1]", "rows.jsonl:1 is not a line of JSON"),
+        (b"\x1f\x8bnonsense", "rows.jsonl:1 is not a line of JSON"),
+    ],
+)
+def test_a_line_that_is_not_a_document_is_named(tmp_path, capsys, content, words):
+    folder = write_files(tmp_path, {"rows.jsonl": content, "other.txt": b"other"})
+    assert words in stops(capsys, load_text, folder)
+
+
+def test_a_compressed_file_that_is_cut_off_is_named(tmp_path, capsys):
+    content = gzip.compress(lines_of(*({"text": f"text {number}"} for number in range(9))))
+    folder = write_files(tmp_path, {"rows.jsonl.gz": content[:-9], "other.txt": b"other"})
+    assert "rows.jsonl.gz:" in stops(capsys, load_text, folder)
+
+
+TOKENIZE = """
+import sys
+from utils.datasets import text
+text.SAVED_EVERY = 2000
+write_json = text.write_json
+def slow(path, content):
+    write_json(path, content)
+    print(content["documents"], flush=True)
+    if len(sys.argv) > 3:
+        __import__("time").sleep(float(sys.argv[3]))
+text.write_json = slow
+train, test, _ = text.load_tokens(sys.argv[1], None, 300, 16, sys.argv[2])
+print("done", len(train), len(test), flush=True)
+"""
+
+
+def start_tokenizing(folder, cache, *words) -> subprocess.Popen:
+    command = [sys.executable, "-c", TOKENIZE, folder, str(cache), *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def bytes_of(cache) -> list[bytes]:
+    (folder,) = cache.iterdir()
+    return [(folder / name).read_bytes() for name in ("train.bin", "test.bin", "tokenizer.json", "manifest.json")]
+
+
+def test_tokenizing_goes_on_after_a_kill_and_two_processes_do_it_once(tmp_path):
+    rows = {f"{number:03}.txt": f"text {number} of a few words ".encode() * 9 for number in range(100)}
+    folder = write_files(tmp_path / "rows", rows)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    first, second = start_tokenizing(folder, whole), start_tokenizing(folder, whole)
+    printed = sorted((process.communicate(timeout=120)[0].splitlines() for process in (first, second)), key=len)
+    assert [len(lines) > 5 for lines in printed] == [False, True]
+    assert printed[0] == printed[1][-1:]
+
+    process = start_tokenizing(folder, killed, "60")
+    done = int(process.stdout.readline())
+    (cache,) = killed.iterdir()
+    with open(cache / "train.bin", "ab") as file:
+        file.write(b"half a chunk")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert 0 < done < 100
+    lines = start_tokenizing(folder, killed).communicate(timeout=120)[0].splitlines()
+    assert int(lines[0]) > done
+    assert bytes_of(killed) == bytes_of(whole)
+
+
+def test_tokens_are_made_again_only_if_something_has_changed(tmp_path, monkeypatch):
+    folder, cache = write_files(tmp_path / "rows", {f"{n}.txt": b"text %d" % n for n in range(40)}), tmp_path / "cache"
+
+    def folders(vocabulary=257) -> int:
+        load_tokens(folder, None, vocabulary, 4, str(cache))
+        return len(list(cache.iterdir()))
+
+    assert folders() == 1
+    monkeypatch.setattr(text, "write_tokens", lambda *_: pytest.fail("they are there"))
+    assert folders() == 1
+    monkeypatch.undo()
+    assert folders(vocabulary=300) == 2
+    os.utime(f"{folder}/3.txt", (time.time(), time.time() + 9))
+    assert folders() == 3
+
+
+def test_many_tokens_have_four_bytes(tmp_path):
+    words = {f"w{number}": number for number in range(70_000)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = text.pre_tokenizers.Whitespace()
+    inputs, _ = tensors_of(pack(tmp_path, ["w69999 w3"], tokenizer, 3))
+    assert inputs.tolist() == [[70_000, 69_999, 3]]
+
+
+def test_a_cache_that_cannot_be_written_and_tokens_that_become_shorter_are_one_sentence(tmp_path, capsys, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+    (tmp_path / "file").write_text("")
+    assert "cannot be kept in" in stops(capsys, load_tokens, folder, None, 257, 4, str(tmp_path / "file"))
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(text.os, "fsync", full)
+    assert "No space left on device" in stops(capsys, load_tokens, folder, None, 257, 4, str(tmp_path / "cache"))
+    monkeypatch.undo()
+    data, _, _ = load_tokens(folder, None, 257, 4, str(tmp_path / "cache"))
+    with open(data.file.name, "ab") as file:
+        file.truncate(9)
+    assert "has become shorter" in stops(capsys, data.__getitem__, len(data) - 1)
+
+
+def test_text_that_changes_while_it_is_tokenized_is_one_sentence(tmp_path, capsys, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+    for count in (39, 41):
+        monkeypatch.setattr(text, "survey", lambda _, count=count: (np.arange(count) == 3, np.ones(count, int)))
+        cache = tmp_path / f"cache_{count}"
+        assert "has changed while" in stops(capsys, load_tokens, folder, None, 257, 4, str(cache))
+        assert not list(cache.glob("*/manifest.json"))
 
 
 def test_a_missing_tokenizers_is_one_sentence(monkeypatch, capsys):
