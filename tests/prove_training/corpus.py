@@ -54,7 +54,6 @@ FOUND = {
     "bugs/reduction/count_of_all_samples": "factor",
     "bugs/reduction/different_initial_weights": "initial_weights",
     "bugs/reduction/divided_by_processes": "factor",
-    "bugs/reduction/divided_while_reducing": "gradient",
     "bugs/reduction/gather_without_gradient": "gather",
     "bugs/reduction/gathered_loss_not_rescaled": "factor",
     "bugs/reduction/layer_after_wrapping": "not_reduced",

@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 from silent_bugs import run
+from tests.prove_training.corpus import FOUND
 
 CORPUS = ROOT / "silent_bugs"
 CASES = run.find_cases(["bugs", "right"])
@@ -56,7 +57,12 @@ def test_the_page_has_a_row_for_each_program():
     page = (CORPUS / "README.md").read_text()
     rows = re.findall(r"^\| ([\w/]+) \|", page, re.M)
     assert sorted(name for name in rows if "/" in name) == sorted(case.name for case in CASES)
-    assert f"{sum(case.is_bug for case in CASES)} bugs" in page
+    bugs = sum(case.is_bug for case in CASES)
+    assert f"{bugs} bugs" in page
+    found = re.findall(r"^\| (bugs/[\w/]+) \| [^|]+ \| \*\*wrong", page, re.M)
+    assert sorted(found) == sorted(FOUND)
+    assert f"{len(FOUND)} of {bugs} bugs" in " ".join(page.split())
+    assert f"{len(FOUND)} of the {bugs} bugs" in (ROOT / "prove_training" / "README.md").read_text()
     assert f"{sum(not case.is_bug for case in CASES)} right programs" in page
 
 
