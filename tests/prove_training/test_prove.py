@@ -163,14 +163,14 @@ def test_a_mistake_that_somebody_has_made_is_named(prove_it, name):
 def test_a_silent_bug_is_named(prove_it, name):
     said = prove_it(CORPUS / f"{name}.py", resume_flags="--resume" if "/resume/" in name else None)
     assert said.code == 1, said.text
-    assert said.advice[0] == f"what to do: {mistakes.advice(FOUND[name])}" or "Accelerate" in said.text, said.text
+    assert said.advice[0] == f"what to do: {mistakes.advice(FOUND[name])}", said.text
     assert f"{name.rpartition('/')[2]}.py:" in said.verdict
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTED)
 def test_what_may_be_meant_is_a_note(prove_it, name):
-    said = prove_it(CORPUS / f"{name}.py")
+    said = prove_it(CORPUS / f"{name}.py", resume_flags="--resume" if "/resume/" in name else None)
     assert said.code == 0, said.text
     assert any(NOTED[name] in line for line in said.text.splitlines() if line.startswith("note: ")), said.text
 
