@@ -215,7 +215,7 @@ def continue_prompt(args) -> None:
         model.load_state_dict(load_file(folder / "model.safetensors"))
     except Exception as error:  # no such file, a damaged one, a run of a different script, ...
         stop(f"--prompt needs a finished run of this script in --output_dir, and {folder} is none: {error!r:.200}")
-    prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # as load_text reads files
+    prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # as documents are read
     tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
     print(printable(tokenizer.decode(generate(model, tokens, args.num_tokens, context, args.temperature, args.seed))))
 

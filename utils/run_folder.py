@@ -1,13 +1,11 @@
 """The files of a run: run.json, metrics.jsonl and summary.json. Only the main process writes them."""
 
-import contextlib
 import errno
 import fcntl
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -30,18 +28,6 @@ def lock(file, timeout_s: float) -> None:
             if time.monotonic() >= end:
                 raise
         time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock on a file, for which it waits. Without effect on a file system without locks."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        yield
 
 
 class RunFolder:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..atomic_files import write_atomically, write_json
 from ..console import is_local_main, show, stop
 from ..fingerprint import digest
-from ..run_folder import locked
+from ..run_folder import NO_LOCKS, lock
 from .hub import TEST_SPLITS, load_dataset
 
 try:
@@ -35,11 +35,12 @@ EOS = "<|endoftext|>"
 IGNORE_INDEX = -100  # the default of torch's cross_entropy
 TEST_FRACTION = 1 / 32  # of the documents, if a dataset has no test split
 LEARN_FROM = 2**21  # characters; more take longer, for nearly the same tokens
-LARGEST_DOCUMENT = 2**28  # bytes of UTF-8; its tokens are in memory, about 30 bytes for each of its bytes
+LARGEST_DOCUMENT = 2**28  # characters; its tokens are in memory, about 30 bytes for each of them
 SAVED_EVERY = 2**25  # characters; after a kill, at most as many are tokenized again
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 FORMAT = 1  # of the files in the cache
 SPLITS = ("train", "test")
+EXAMPLE = "roneneldan/TinyStories"
 
 Document = tuple[str, str, str]  # split, "" if the dataset has none; name; text
 
@@ -195,7 +196,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 def read_rows(dataset: str) -> Iterator[Document]:
     """As `read_documents`, through `datasets.load_dataset`."""
-    splits = load_dataset(dataset, example="roneneldan/TinyStories")
+    splits = load_dataset(dataset, EXAMPLE)
     if "train" not in splits:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}, but no train")
     tests = [name for name in TEST_SPLITS if name in splits][:1]
@@ -205,10 +206,9 @@ def read_rows(dataset: str) -> Iterator[Document]:
         if "text" not in columns and len(columns) != 1:
             stop(f"--dataset {dataset} has the columns {', '.join(kinds)}: name the one with the text `text`")
         column = "text" if "text" in columns else columns[0]
+        split = ("train" if name == "train" else "test") if tests else ""
         for rows in splits[name].select_columns([column]).iter(256):
-            yield from (
-                ((name if name == "train" else "test") * bool(tests), text, text) for text in rows[column] if text
-            )
+            yield from ((split, text, text) for text in rows[column] if text)
 
 
 def survey(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray]:
@@ -260,23 +260,26 @@ def load_tokens(
     cache = Path(cache_dir or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "tokens")).expanduser()
     about = [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in files_of(dataset).items()]
     if not about and not Path(dataset).is_dir():
-        about = [(name, rows._fingerprint) for name, rows in load_dataset(dataset, "roneneldan/TinyStories").items()]
+        about = [(name, rows._fingerprint) for name, rows in load_dataset(dataset, EXAMPLE).items()]
     folder = cache / digest([FORMAT, dataset, about, tokenizer.to_str() if tokenizer else vocabulary])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "manifest.json").exists() and not is_local_main():
             time.sleep(1)  # the process that prints goes first
-        with locked(folder / ".lock"):
+        with open(folder / ".lock", "w") as file:
+            try:
+                lock(file, math.inf)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
             if not (folder / "manifest.json").exists():
                 write_tokens(dataset, folder, tokenizer, vocabulary)
     except OSError as error:
         stop(f"the tokens of --dataset {dataset} cannot be kept in {folder} ({error.strerror}): see --cache_dir")
     manifest, tokenizer = json.loads((folder / "manifest.json").read_text()), load_tokenizer(folder / "tokenizer.json")
     eos, dtype = tokenizer.token_to_id(EOS), manifest["dtype"]
-    train, test = (
-        PackedText(folder / f"{split}.bin", dtype, context, eos, manifest["bytes"][split])
-        for split in ("train", "test")
-    )
+    files = [(folder / f"{split}.bin", manifest["bytes"][split]) for split in SPLITS]
+    train, test = (PackedText(file, dtype, context, eos, num_bytes) for file, num_bytes in files)
     return train, test, tokenizer
 
 
@@ -321,12 +324,10 @@ def write_tokens(dataset: str, folder: Path, tokenizer: Tokenizer | None, vocabu
             file.flush()
             os.fsync(file.fileno())
         write_json(saved, progress)
-        done, all_of_them = progress["documents"] - first, len(is_test) - first
+        done, left = progress["documents"], len(is_test) - progress["documents"]
         if (seconds := time.monotonic() - start) > 5:
-            left = seconds / done * (all_of_them - done)
-            show(
-                f"tokenizing --dataset {dataset}: {progress['documents'] / len(is_test):.0%}, {left / 60:.0f} min left"
-            )
+            minutes = seconds / (done - first) * left / 60
+            show(f"tokenizing --dataset {dataset}: {done / len(is_test):.0%}, {minutes:.0f} min left")
     if progress["documents"] != len(is_test):
         stop(f"--dataset {dataset} has changed while it was tokenized: it must not change during a run")
     write_json(folder / "manifest.json", progress | {"dtype": dtype, "dataset": dataset})
