@@ -33,14 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-IMPORTED = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.utils.data",
-    "accelerate",
-]
+IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim", "accelerate"]
 TOLERANCE = 1e-5  # relative: between numbers of a right program on different numbers of processes
 NEAR = 3  # lines between the one that a tool names and the one that is wrong
 TIME_LIMIT_S = 60

@@ -227,7 +227,8 @@ def install_samplers(batches: Batches) -> None:
         """The share of a process in the order of the reference, if that has a sampler of another kind."""
         key = getattr(sampler, "prove_key", None)
         known = (batches.plan.orders or {}).get(key, [])
-        sampler.rank *= not batches.plan.same_share
+        if batches.plan.same_share:
+            sampler.rank = 0
         sampler.prove_passes = number = getattr(sampler, "prove_passes", -1) + 1
         if not sampler.shuffle or number >= len(known) or len(known[number]) != len(sampler.dataset):
             return original(sampler)

@@ -42,9 +42,10 @@ from tests.prove_training.corpus import FOUND, NOTED
 from tests.prove_training.foreign.mistakes import MISTAKES
 from tests.prove_training.foreign.unusual_edits import WITH_ACCELERATE, WITH_DDP, WRONG_AT_THE_STEP
 
-FOREIGN, CORPUS = ROOT / "tests" / "prove_training" / "foreign", ROOT / "silent_bugs"
+FOREIGN = ROOT / "tests" / "prove_training" / "foreign"
 ACCUSED = {"right/whole_batches_cut_by_hand"}  # see the page of the corpus
-RIGHT = [case.name for case in find_cases(["right"]) if case.name not in ACCUSED]
+CASES = {case.name: case for case in find_cases(["bugs", "right"])}
+RIGHT = [name for name, case in CASES.items() if not case.is_bug and name not in ACCUSED]
 NOT_PROGRAMS = ("__init__", "mistakes", "unusual_edits")
 CORRECT = sorted(path.stem for path in FOREIGN.glob("*.py") if path.stem not in NOT_PROGRAMS)
 RESUMES = {
@@ -158,27 +159,37 @@ def test_a_mistake_that_somebody_has_made_is_named(prove_it, name):
         assert any(mistake.words in line for line in said.text.splitlines() if line.startswith("note: ")), said.text
 
 
+@pytest.fixture
+def prove_case(prove_it):
+    """Prove a program of silent_bugs/."""
+
+    def prove_case(name: str) -> Said:
+        return prove_it(CASES[name].path, resume_flags="--resume" if CASES[name].resumes else None)
+
+    return prove_case
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
-def test_a_silent_bug_is_named(prove_it, name):
-    said = prove_it(CORPUS / f"{name}.py", resume_flags="--resume" if "/resume/" in name else None)
+def test_a_silent_bug_is_named(prove_case, name):
+    said = prove_case(name)
     assert said.code == 1, said.text
     assert said.advice[0] == f"what to do: {mistakes.advice(FOUND[name])}", said.text
-    assert f"{name.rpartition('/')[2]}.py:" in said.verdict
+    assert f"{CASES[name].path.name}:" in said.verdict
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTED)
-def test_what_may_be_meant_is_a_note(prove_it, name):
-    said = prove_it(CORPUS / f"{name}.py", resume_flags="--resume" if "/resume/" in name else None)
+def test_what_may_be_meant_is_a_note(prove_case, name):
+    said = prove_case(name)
     assert said.code == 0, said.text
     assert any(NOTED[name] in line for line in said.text.splitlines() if line.startswith("note: ")), said.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_program_is_not_accused(prove_it, name):
-    said = prove_it(CORPUS / f"{name}.py", resume_flags="--resume" if "resumes" in name else None)
+def test_a_right_program_is_not_accused(prove_case, name):
+    said = prove_case(name)
     assert said.code in (0, 3), said.text
 
 
@@ -748,11 +759,11 @@ def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
 
 
 @pytest.fixture
-def made_up_proof(monkeypatch):
+def made_up_proof():
     """A proof whose runs return what is given."""
 
-    def made_up_proof(outcomes: list[Outcome], **args) -> proof.Proof:
-        args = argparse.Namespace(script=Path("train.py"), json=True, processes=[2, 3], **args)
+    def made_up_proof(outcomes: list[Outcome]) -> proof.Proof:
+        args = argparse.Namespace(script=Path("train.py"), json=True, processes=[2, 3])
         made = proof.Proof(args, lambda *_, **__: outcomes.pop(0), proof.Report(args))
         (made.reference,) = made_up()
         made._begin(made.reference.facts)
@@ -781,10 +792,8 @@ def test_items_with_numbers_that_differ_by_process_are_not_accused(made_up_proof
     An item that comes again in the next pass is not augmented.
     """
     first, again = made_up(2), made_up(2)
-    for step in (step for record in first for step in record.steps):
-        step.micro_batches[0].samples[0].digests = [
-            f"other {each}" for each in step.micro_batches[0].samples[0].digests
-        ]
+    for part in (step.micro_batches[0].samples[0] for record in first for step in record.steps):
+        part.digests = [f"other {digest}" for digest in part.digests]
     first[0].passes = [replace(first[0].passes[0], read=[read]) for read in (["a", "b"], later)]
     for record, read in zip(again, (["a", "b"], share), strict=True):
         record.passes[0].read = [read]
@@ -1098,6 +1107,16 @@ def test_the_bits_of_gradients_are_compared_under_virtual_processes():
 
 def digests_of(rank: Record, step: int) -> Part:
     return rank.steps[step].micro_batches[0].samples[0]
+
+
+@pytest.mark.parametrize(("kept", "kinds"), [(1, ["samples"]), (3, [])])
+def test_a_part_made_by_hand_that_is_divided_once_more_is_found(kept, kinds):
+    (reference,), ranks = made_up(), made_up(2)
+    for record in ranks:
+        record.facts.loaders["loader"].is_part = True
+        for step in record.steps:
+            del step.micro_batches[0].samples[0].digests[kept:]
+    assert [finding.kind for finding in several.findings(Comparison(reference, ranks)) if finding.kind] == kinds
 
 
 def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
