@@ -353,10 +353,8 @@ def test_every_unusual_program_is_tried():
 
 @pytest.mark.slow
 def test_a_test_of_another_repository_gets_the_report(tmp_path):
-    mistake = MISTAKES["divided by the processes, which DDP does"]
     text = (FOREIGN / "ddp_series.py").read_text()
-    for old, new in mistake.edits:
-        text = text.replace(old, new)
+    text = text.replace("loss.backward()", "(loss / int(os.environ['WORLD_SIZE'])).backward()")  # DDP divides, too
     (tmp_path / "mine.py").write_text(text)
     said = prove("--processes", "2", str(tmp_path / "mine.py"), "--batch_size", "16")
     assert said["code"] == 1
