@@ -29,6 +29,7 @@ from utils import launch
 from utils.console import stop
 from utils.datasets.image_files import CenterCrop, ImageFiles, RandomAugment, default_num_workers
 from utils.datasets.images_in_memory import load_splits
+from utils.datasets.tar_files import has_tar_files, load_tar_splits
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
@@ -62,7 +63,9 @@ def parse_args():
     switch = argparse.BooleanOptionalAction
 
     data = parser.add_argument_group("data")
-    data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of images")
+    data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet, images or tar files")
+    data.add_argument("--cache_dir", metavar="FOLDER", help="for tables of tar files (default: Hugging Face's cache)")
+    data.add_argument("--shuffle_window", type=non_negative_int, default=0, help="shuffle N images at a time; 0: all")
     data.add_argument("--num_workers", type=non_negative_int, help="processes that decode (default: by the cores)")
     data.add_argument("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
@@ -136,7 +139,10 @@ def check_args(args, accelerator):
 
 def load_data(args):
     """The training set, the test set, and their description for run.json."""
-    train_split, test_split = load_splits(args.dataset)
+    if has_tar_files(args.dataset):
+        train_split, test_split = load_tar_splits(args.dataset, args.cache_dir)
+    else:
+        train_split, test_split = load_splits(args.dataset)
     augment = RandomAugment(args.image_size, args.min_crop, args.flip, args.trivial_augment, args.erase)
     train_data = ImageFiles(train_split, augment)
     test_data = ImageFiles(test_split, CenterCrop(args.eval_size, args.eval_resize))
@@ -285,6 +291,7 @@ def make_loaders(args, train_data, test_data, accelerator):
         args.batch_size,
         accelerator,
         seed=args.seed,
+        shuffle_window=args.shuffle_window,
         drop_last=True,  # a micro-batch of one image has no variance
         **options,
     )

@@ -31,7 +31,7 @@ from utils import atomic_files, launch
 from utils.console import printable, stop
 from utils.datasets.text import EOS, count_targets, load_tokenizer, load_tokens
 from utils.extras.pretrained import load_pretrained
-from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, positive_int
+from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.parallel import fsdp
 from utils.run import Run
@@ -44,9 +44,12 @@ def parse_args():
     parser = ArgumentParser(__doc__)
 
     data = parser.add_argument_group("data")
-    data.add_argument("--dataset", default="stdlib", help="Hub id, or folder of text, JSON lines or parquet files")
+    data.add_argument("--dataset", default="stdlib", help="Hub id, or folder of text, JSON lines, parquet or tokens")
     data.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: learn one from --dataset)")
     data.add_argument("--cache_dir", metavar="FOLDER", help="for the tokens (default: in Hugging Face's cache)")
+    data.add_argument(
+        "--shuffle_window", type=non_negative_int, default=0, help="shuffle N sequences at a time; 0: all"
+    )
 
     model = parser.add_argument_group("model", resume_invariant=True)  # must be the same when resuming
     model.add_argument("--vocabulary", type=at_least(257), default=1024, help="tokens of a learned tokenizer")
@@ -249,7 +252,8 @@ def main():
         args.dataset, args.tokenizer, args.vocabulary, args.context, args.cache_dir
     )
     # Each sequence is weighted by its number of targets, summed over the whole step before the first backward pass.
-    train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, loss_weights=count_targets)
+    options = {"seed": args.seed, "shuffle_window": args.shuffle_window, "loss_weights": count_targets}
+    train_loader = GlobalLoader(train_data, args.batch_size, accelerator, **options)
     test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator, loss_weights=count_targets)
 
     vocabulary, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)

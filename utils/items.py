@@ -153,18 +153,29 @@ class ItemReader:
         self._requests.source = requests
         return iter(self._workers)
 
+    def digest_of(self, request: Request) -> str:
+        """A digest of the items of a request, which this process reads twice; "differs" if that is not the same.
+
+        It is of `dataset.source(index)` if the dataset has such a method: of bytes that no library has decoded.
+        """
+        source = getattr(self.fetcher.dataset, "source", None)
+
+        def read() -> list:
+            return list(map(source, request[1])) if source else self.fetcher.__getitems__(request)
+
+        with generators_restored(), stop_at_unreadable_items():
+            first, again = digest(read()), digest(read())
+        return first if first == again else "differs"
+
     def fingerprint(self) -> str:
         """A digest of the first and the last item; warns if one of them differs when read twice."""
         ends = sorted({0, len(self.fetcher.dataset) - 1})
-        with generators_restored(), stop_at_unreadable_items():
-            first, again = (digest(self.fetcher.__getitems__((0, ends, ends))) for _ in range(2))
-        if first == again:
-            return first
-        if is_local_main():
+        found = self.digest_of((0, ends, ends))
+        if found == "differs" and is_local_main():
             show(
                 f"warning: item {ends[0]} or {ends[-1]} of the dataset differs when it is read twice: the dataset has "
                 "a random generator of its own, so the data will depend on processes and workers, and change when "
                 "resuming; draw from the global generator of torch, Python or NumPy instead",
                 "yellow",
             )
-        return "differs"
+        return found

@@ -97,6 +97,7 @@ class GlobalLoader:
         seed: shuffles by (seed, epoch), for training; None: dataset order, for testing.
         name: each loader of a run has its own, and its order and random numbers depend on (seed, name). None: "train"
             with a seed, "test" without.
+        shuffle_window: shuffle about so many items at a time, read from few places of the disk, instead of all items.
         order: function of the epoch that returns the indices of its items, int64 (n,), with the same n in each epoch;
             items may repeat or be missing. Before each call, the global generators of torch, Python and NumPy are
             seeded by (seed, epoch). The random numbers of an item then depend on its position instead of its index.
@@ -123,6 +124,7 @@ class GlobalLoader:
         *,
         seed: int | None = None,
         name: str | None = None,
+        shuffle_window: int = 0,
         order: Callable[[int], torch.Tensor] | None = None,
         collate_fn: Callable | None = None,
         num_workers: int = 0,
@@ -138,6 +140,8 @@ class GlobalLoader:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if loss_weights is not None and shard is not None:
             raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")
+        if shuffle_window and (seed is None or order is not None):
+            raise ValueError("shuffle_window needs a seed, and cannot be combined with order")
         if accumulation is None:
             accumulation = 1 if seed is None else accelerator.gradient_accumulation_steps
         self.dataset, self.accelerator, self.loss_weights, self.seed = dataset, accelerator, loss_weights, seed
@@ -157,6 +161,7 @@ class GlobalLoader:
             batch_size,
             *(shard or (accelerator.process_index, accelerator.num_processes)),
             seed=None if seed is None else self.stream_seed,
+            shuffle_window=shuffle_window,
             accumulation=accumulation,
             drop_last=drop_last,
             order=order,
@@ -165,7 +170,7 @@ class GlobalLoader:
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {self.sampler.length} items of an epoch: use fewer")
-        self.tensors, self.reader, device = None, None, accelerator.device
+        self.tensors, self.reader, self.newest, device = None, None, None, accelerator.device
         is_plain = gives_its_tensors(dataset) and collate_fn is None
         free_bytes = torch.cuda.mem_get_info(device)[0] if is_plain and device.type == "cuda" else float("inf")
         if is_plain and sum(tensor.nbytes for tensor in dataset.tensors) <= free_bytes / 4:
@@ -230,7 +235,9 @@ class GlobalLoader:
 
     def _read(self, epoch: int, first_step: int) -> Iterator[tuple[MicroBatch, Any]]:
         if self.reader is not None:
-            yield from self.reader.read(epoch, self.sampler.micro_batches(epoch, first_step))
+            for micro_batch, data in self.reader.read(epoch, self.sampler.micro_batches(epoch, first_step)):
+                self.newest = epoch, micro_batch
+                yield micro_batch, data
             return
         for micro_batch in self.sampler.micro_batches(epoch, first_step, self.accelerator.device):
             # index_select copies whole items: 5 times faster than images[indices]
@@ -251,9 +258,29 @@ class GlobalLoader:
             facts["order"] = digest([self.sampler.items(epoch)[0] for epoch in (0, 1)])
         return facts
 
+    def last_sample(self) -> list | None:
+        """The sample that this process has read last, as ItemReader asks for it, and its digest, for `check_sample`."""
+        if self.newest is None:
+            return None
+        epoch, micro_batch = self.newest
+        request = epoch, micro_batch.indices[-1:].tolist(), micro_batch.random_ids[-1:].tolist()
+        return [request, self.reader.digest_of(request)]
+
+    def check_sample(self, sample: list | None) -> None:
+        """Stop if the sample of a checkpoint is a different one today."""
+        if sample is None or self.reader is None:
+            return
+        request, saved = sample
+        now = self.reader.digest_of(request)
+        if "differs" not in (now, saved) and now != saved:
+            stop(
+                f"the training data have changed since the checkpoint was saved: the digest of item {request[1][0]} is "
+                f"{now}, not {saved}; restore them, or start a new run with another --output_dir"
+            )
+
     def resume_invariants(self) -> dict:
         """Settings that must not change when resuming."""
-        names = ("batch_size", "drop_last", "virtual_processes")
+        names = ("batch_size", "shuffle_window", "drop_last", "virtual_processes")
         return {"seed": self.seed} | {name: getattr(self.sampler, name) for name in names}
 
 

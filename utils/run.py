@@ -136,6 +136,7 @@ class Run:
         self.total_steps, self.steps_per_epoch = total_steps, len(train_loader)
         self.samples_per_epoch = train_loader.num_samples
         self.batch_size, self.state, self.model_parts = train_loader.sampler.batch_size, checkpoint, model_parts
+        self.train_loader = train_loader
         models = [part for part in checkpoint.values() if isinstance(part, nn.Module)]
         check_batch_norm(models, train_loader.sampler)
         loaders, accelerator.loaders = accelerator.loaders, None  # a later one would not be compared when resuming
@@ -147,6 +148,7 @@ class Run:
         self.checkpoints = Checkpoints(accelerator, folder, checkpoint, invariants, args.keep_checkpoints)
         self.step, self.extra, saved_metrics = self.checkpoints.load()
         self.best.load_state(self.extra)
+        train_loader.check_sample(self.extra.get("sample"))
         self.metrics = Metrics(accelerator, saved_metrics)
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
@@ -286,7 +288,8 @@ class Run:
         self.metrics.check()
         if self.accelerator.num_processes > 1 and self.model_parts is None:
             same_weights.check(self.accelerator, {name: self.state[name] for name in self.checkpoints.models})
-        self.checkpoints.save(self.step, self.metrics.state(), self.extra, self.folder.sync)
+        sample = self.train_loader.last_sample() if self.accelerator.is_main_process else None
+        self.checkpoints.save(self.step, self.metrics.state(), {**self.extra, "sample": sample}, self.folder.sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.

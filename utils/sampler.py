@@ -1,6 +1,8 @@
 """Which items each process reads: the same samples in every step on any number of processes."""
 
+import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -32,6 +34,51 @@ class MicroBatch:
     slot: int  # index of the micro-batch within the step over all processes
 
 
+class WindowShuffle:
+    """A shuffled order of `length` items that a disk likes; a slice of it is computed when it is asked for.
+
+    Blocks of consecutive items are permuted, and then the items of each BLOCKS blocks, which are `window` items. So
+    what is read at a time lies in BLOCKS places. Only the order of the blocks is kept in memory.
+    """
+
+    BLOCKS = 64
+
+    def __init__(self, length: int, window: int, seed: int):
+        self.seed, self.device = seed, "cpu"
+        size = math.ceil(window / self.BLOCKS)
+        starts = self._permutation(math.ceil(length / size)) * size
+        sizes = (length - starts).clamp(max=size)
+        self.windows = torch.stack([starts, sizes]).split(self.BLOCKS, dim=1)
+        self.ends = list(itertools.accumulate(int(sizes.sum()) for _, sizes in self.windows))
+        self.newest = -1, None
+
+    def _permutation(self, length: int, *key: int) -> torch.Tensor:
+        return torch.randperm(length, generator=torch.Generator().manual_seed(combine(self.seed, *key)))
+
+    def _window(self, number: int) -> torch.Tensor:
+        if self.newest[0] != number:
+            blocks = self.windows[number].T.tolist()
+            items = torch.cat([torch.arange(start, start + size) for start, size in blocks])
+            self.newest = number, items[self._permutation(len(items), number)].to(self.device)
+        return self.newest[1]
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        """The items at places start to stop, int64 (stop - start,)."""
+        found = []
+        for number in range(bisect.bisect_right(self.ends, part.start), len(self.ends)):
+            end = self.ends[number]
+            window = self._window(number)
+            first = end - len(window)
+            found.append(window[max(part.start - first, 0) : part.stop - first])
+            if part.stop <= end:
+                break
+        return torch.cat(found)
+
+    def to(self, device) -> "WindowShuffle":
+        self.device = device
+        return self
+
+
 class GlobalSampler:
     """Assigns items to processes, for steps of `batch_size` items over all processes and accumulation steps.
 
@@ -46,6 +93,7 @@ class GlobalSampler:
 
     Args:
         seed: None: dataset order.
+        shuffle_window: 0: a permutation of all items; N: a WindowShuffle of about N items at a time.
         drop_last: skip a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
         order: function of the epoch that returns the indices of its items in order; see GlobalLoader.
         virtual_processes: number of micro-batches per step, instead of accumulation x world_size; each process
@@ -61,6 +109,7 @@ class GlobalSampler:
         world_size: int = 1,
         *,
         seed: int | None = None,
+        shuffle_window: int = 0,
         accumulation: int = 1,
         drop_last: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
@@ -69,6 +118,7 @@ class GlobalSampler:
     ):
         self.dataset_length, self.batch_size, self.seed = length, batch_size, seed
         self.drop_last, self.order, self.virtual_processes = drop_last, order, virtual_processes
+        self.shuffle_window = shuffle_window
         self.length = length if order is None else None  # items per epoch
         if order is not None:
             self.length = len(self.items(0)[0])
@@ -84,11 +134,13 @@ class GlobalSampler:
             return self.length // self.batch_size
         return math.ceil(self.length / self.batch_size)
 
-    def items(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def items(self, epoch: int) -> tuple[torch.Tensor | WindowShuffle, torch.Tensor | WindowShuffle]:
         """The indices of an epoch in order, and their random ids; both int64 (length,)."""
         if self.order is None:
             if self.seed is None:
                 items = torch.arange(self.length)
+            elif self.shuffle_window:
+                items = WindowShuffle(self.length, self.shuffle_window, combine(self.seed, epoch))
             else:
                 items = torch.randperm(self.length, generator=torch.Generator().manual_seed(combine(self.seed, epoch)))
             return items, items  # one tensor: 8 bytes per item

@@ -291,7 +291,7 @@ def start_tokenizing(folder, cache, *words) -> subprocess.Popen:
 
 
 def bytes_of(cache) -> list[bytes]:
-    (folder,) = cache.iterdir()
+    (folder,) = (cache / "tokens").iterdir()
     return [(folder / name).read_bytes() for name in ("train.bin", "test.bin", "tokenizer.json", "manifest.json")]
 
 
@@ -306,7 +306,7 @@ def test_tokenizing_goes_on_after_a_kill_and_two_processes_do_it_once(tmp_path):
 
     process = start_tokenizing(folder, killed, "60")
     done = int(process.stdout.readline())
-    (cache,) = killed.iterdir()
+    (cache,) = (killed / "tokens").iterdir()
     with open(cache / "train.bin", "ab") as file:
         file.write(b"half a chunk")
     process.send_signal(signal.SIGKILL)
@@ -322,7 +322,7 @@ def test_tokens_are_made_again_only_if_something_has_changed(tmp_path, monkeypat
 
     def folders(vocabulary=257) -> int:
         load_tokens(folder, None, vocabulary, 4, str(cache))
-        return len(list(cache.iterdir()))
+        return len(list((cache / "tokens").iterdir()))
 
     assert folders() == 1
     monkeypatch.setattr(text, "write_tokens", lambda *_: pytest.fail("they are there"))
@@ -358,13 +358,63 @@ def test_a_cache_that_cannot_be_written_and_tokens_that_become_shorter_are_one_s
     assert "has become shorter" in stops(capsys, data.__getitem__, len(data) - 1)
 
 
+def prepared(folder, train, test, dtype=np.uint16):
+    """A folder with tokens as nanoGPT prepares them: an EOS after each document."""
+    folder.mkdir(exist_ok=True)
+    np.array(train, dtype).tofile(folder / "train.bin")
+    np.array(test, dtype).tofile(folder / "val.bin")
+    return str(folder)
+
+
+def test_tokens_that_are_there_are_used_as_they_are(tmp_path):
+    texts = ["the cat sat", "on the mat äö", "and more"]
+    tokenizer = learn_tokenizer(texts * 3, 270)
+    ids = [tokenizer.encode(each).ids for each in texts]
+    eos = tokenizer.token_to_id(EOS)
+    train, test = [*ids[0], eos, *ids[1], eos], [*ids[2], eos]
+    folder = prepared(tmp_path / "bins", train, test)
+    tokenizer.save(f"{folder}/tokenizer.json")
+    for _ in range(2):  # counted, and found in the cache
+        data, test_data, found = load_tokens(folder, None, 0, 4, str(tmp_path / "cache"))
+        assert [int(t) for _, targets in data for t in targets if t != IGNORE_INDEX] == train[1:]
+        assert [int(inputs[0]) for inputs, _ in data] == train[:-1][::4]
+        assert data.tokens_per_byte == (len(train) - 1) / sum(len(each.encode()) for each in texts[:2])
+        assert test_data.tokens_per_byte == (len(test) - 1) / len(texts[2])
+        assert found.to_str() == tokenizer.to_str()
+    assert sorted(path.name for path in (tmp_path / "bins").iterdir()) == ["tokenizer.json", "train.bin", "val.bin"]
+    assert not list((tmp_path / "cache").glob("**/*.bin"))
+
+
+def test_tokens_that_do_not_fit_are_one_sentence(tmp_path, capsys, monkeypatch):
+    tokenizer, cache = learn_tokenizer(["some text"], 257), str(tmp_path / "cache")
+
+    def refused(train, test=(5, 0), dtype=np.uint16):
+        folder = prepared(tmp_path / "bins", train, test, dtype)
+        return stops(capsys, load_tokens, folder, None, 0, 4, cache)
+
+    assert "bins/tokenizer.json is not a readable tokenizer" in refused([1, 2])
+    tokenizer.save(str(tmp_path / "bins" / "tokenizer.json"))
+    monkeypatch.setattr(text, "COUNTED_AT_ONCE", 2)
+    assert "train.bin has the token 257 at place 4, but the tokenizer has only 257" in refused([1, 2, 3, 256, 257])
+    assert "val.bin has the token 65535 at place 0" in refused([1, 2], [65535, 1])
+    assert "train.bin has 3 bytes, which are not two or more tokens of 2 bytes" in refused([1, 2, 3], dtype=np.uint8)
+    assert "val.bin has 2 bytes" in refused([1, 2], [1])
+    tokenizer.decoder = None
+    tokenizer.save(str(tmp_path / "bins" / "tokenizer.json"))
+    assert "its tokenizer is not byte-level" in refused([1, 2])
+    (tmp_path / "bins" / "val.bin").unlink()
+    (tmp_path / "bins" / "tokenizer.json").unlink()
+    learn_tokenizer(["some text"], 257).save(str(tmp_path / "bins" / "tokenizer.json"))
+    assert "val.bin cannot be read" in stops(capsys, load_tokens, str(tmp_path / "bins"), None, 0, 4, cache)
+
+
 def test_text_that_changes_while_it_is_tokenized_is_one_sentence(tmp_path, capsys, monkeypatch):
     folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
     for count in (39, 41):
         monkeypatch.setattr(text, "survey", lambda _, count=count: (np.arange(count) == 3, np.ones(count, int)))
         cache = tmp_path / f"cache_{count}"
         assert "has changed while" in stops(capsys, load_tokens, folder, None, 257, 4, str(cache))
-        assert not list(cache.glob("*/manifest.json"))
+        assert not list(cache.glob("**/manifest.json"))
 
 
 def test_a_missing_tokenizers_is_one_sentence(monkeypatch, capsys):

@@ -112,10 +112,17 @@ class ImageFiles(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         try:
-            cell = self.split.rows[int(index)][self.split.image_column]
-            return read_image(cell, index, self.transform), int(self.split.labels[index])
+            return read_image(self._cell(index), index, self.transform), int(self.split.labels[index])
         except ValueError as error:  # names the file
             raise UnreadableItem(f"--dataset {self.split.dataset}: {error}") from error
+
+    def _cell(self, index: int) -> dict:
+        return self.split.rows[int(index)][self.split.image_column]
+
+    def source(self, index: int) -> bytes:
+        """The file of an image."""
+        cell = self._cell(index)
+        return Path(cell["path"]).read_bytes() if cell["bytes"] is None else cell["bytes"]
 
     @staticmethod
     def collate(items: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
@@ -126,9 +133,11 @@ class ImageFiles(Dataset):
     @functools.cached_property
     def fingerprint(self) -> str:
         """A digest of the labels and the images' names and sizes in bytes; reading all pixels would take an epoch."""
+        digest = hashlib.sha256(self.split.labels.numpy())
+        if own := getattr(self.split.rows, "fingerprint", None):  # TarFiles
+            return f"{own[:8]}{digest.hexdigest()[:8]}"
         import pyarrow.compute
 
-        digest = hashlib.sha256(self.split.labels.numpy())
         column = self.split.rows.data.column(self.split.image_column)
         contents = pyarrow.compute.struct_field(column, "bytes")
         paths = pyarrow.compute.struct_field(column, "path").to_pylist()

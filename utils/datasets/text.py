@@ -1,5 +1,6 @@
 """Text for language models: read document by document, tokenized once into files, and packed into sequences."""
 
+import functools
 import glob
 import hashlib
 import io
@@ -18,9 +19,9 @@ import torch
 from torch.nn import functional as F
 
 from ..atomic_files import write_atomically, write_json
-from ..console import is_local_main, show, stop
+from ..console import show, stop
 from ..fingerprint import digest
-from ..run_folder import NO_LOCKS, lock
+from .cache import cache_folder, identity, make_once
 from .hub import TEST_SPLITS, load_dataset
 
 try:
@@ -38,8 +39,10 @@ LEARN_FROM = 2**21  # characters; more take longer, for nearly the same tokens
 LARGEST_DOCUMENT = 2**28  # characters; its tokens are in memory, about 30 bytes for each of them
 SAVED_EVERY = 2**25  # characters; after a kill, at most as many are tokenized again
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-FORMAT = 1  # of the files in the cache
+COUNTED_AT_ONCE = 2**24  # tokens
+FORMAT = 2  # of the files in the cache
 SPLITS = ("train", "test")
+PREPARED = {"train": "train.bin", "test": "val.bin"}  # nanoGPT's names
 EXAMPLE = "roneneldan/TinyStories"
 
 Document = tuple[str, str, str]  # split, "" if the dataset has none; name; text
@@ -84,7 +87,7 @@ class PackedText(torch.utils.data.Dataset):
 
     Args:
         file: the tokens.
-        dtype: of the file, "uint16" or "uint32".
+        dtype: of the file; see `dtype_of`.
         eos: the token.
         num_bytes: of the whole text in UTF-8.
 
@@ -251,36 +254,59 @@ def load_tokens(
     others wait; later runs find them there. After a kill, tokenizing goes on where it was.
 
     Args:
-        dataset: see `read_documents`.
+        dataset: see `read_documents`; or a folder with the files PREPARED, tokens of 2 bytes each, or 4 where the
+            tokenizer has more than 65,536, and their tokenizer.json.
         tokenizer_file: tokenizer.json; None: learn one from the documents for training.
         vocabulary: number of tokens of a learned tokenizer.
         cache_dir: None: beside the cache of Hugging Face.
     """
+    is_prepared = Path(dataset, PREPARED["train"]).is_file()
+    if is_prepared and tokenizer_file is None:
+        tokenizer_file = f"{dataset}/tokenizer.json"
     tokenizer = load_tokenizer(Path(tokenizer_file)) if tokenizer_file else None
-    cache = Path(cache_dir or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "tokens")).expanduser()
-    about = [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in files_of(dataset).items()]
+    about = [(name, *identity(file)) for name, file in files_of(dataset).items()]
     if not about and not Path(dataset).is_dir():
         about = [(name, rows._fingerprint) for name, rows in load_dataset(dataset, EXAMPLE).items()]
-    folder = cache / digest([FORMAT, dataset, about, tokenizer.to_str() if tokenizer else vocabulary])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "manifest.json").exists() and not is_local_main():
-            time.sleep(1)  # the process that prints goes first
-        with open(folder / ".lock", "w") as file:
-            try:
-                lock(file, math.inf)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-            if not (folder / "manifest.json").exists():
-                write_tokens(dataset, folder, tokenizer, vocabulary)
-    except OSError as error:
-        stop(f"the tokens of --dataset {dataset} cannot be kept in {folder} ({error.strerror}): see --cache_dir")
+    key = digest([FORMAT, dataset, about, tokenizer.to_str() if tokenizer else vocabulary])
+    folder = cache_folder(cache_dir, "tokens") / key
+    make_tokens = functools.partial(
+        count_tokens if is_prepared else write_tokens, dataset, folder, tokenizer, vocabulary
+    )
+    make_once([folder / "manifest.json"], make_tokens, f"the tokens of --dataset {dataset}")
     manifest, tokenizer = json.loads((folder / "manifest.json").read_text()), load_tokenizer(folder / "tokenizer.json")
-    eos, dtype = tokenizer.token_to_id(EOS), manifest["dtype"]
-    files = [(folder / f"{split}.bin", manifest["bytes"][split]) for split in SPLITS]
+    eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer)
+    files = [(folder / manifest["files"][split], manifest["bytes"][split]) for split in SPLITS]
     train, test = (PackedText(file, dtype, context, eos, num_bytes) for file, num_bytes in files)
     return train, test, tokenizer
+
+
+def dtype_of(tokenizer: Tokenizer) -> str:
+    """The type of a token in a file."""
+    return "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
+
+
+def count_tokens(dataset: str, folder: Path, tokenizer: Tokenizer, _vocabulary: int) -> None:
+    """Check the tokens in the files PREPARED of a dataset, and write manifest.json, which refers to them."""
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        stop(f"--dataset {dataset} has tokens, but its tokenizer is not byte-level: use the text instead")
+    tokens, size, counted = tokenizer.get_vocab(), tokenizer.get_vocab_size(), {}
+    num_bytes = np.array([len(token) if token != EOS else 0 for token in sorted(tokens, key=tokens.get)])
+    dtype = np.dtype(dtype_of(tokenizer))
+    for split, name in PREPARED.items():
+        path, length, _ = identity(Path(dataset, name))
+        if length % dtype.itemsize or length < 2 * dtype.itemsize:
+            stop(f"{path} has {length} bytes, which are not two or more tokens of {dtype.itemsize} bytes")
+        counts = np.zeros(size, np.int64)
+        for start in range(0, length // dtype.itemsize, COUNTED_AT_ONCE):
+            part = np.fromfile(path, dtype, COUNTED_AT_ONCE, offset=start * dtype.itemsize)
+            if part.max() >= size:
+                place = int((part >= size).argmax())
+                stop(f"{path} has the token {part[place]} at place {start + place}, but the tokenizer has only {size}")
+            counts += np.bincount(part, minlength=size)
+        counted[split] = max(int(counts @ num_bytes), 1)
+    write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
+    files = {split: str(Path(dataset, name).resolve()) for split, name in PREPARED.items()}
+    write_json(folder / "manifest.json", {"dataset": dataset, "files": files, "bytes": counted})
 
 
 def write_tokens(dataset: str, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> None:
@@ -300,7 +326,7 @@ def write_tokens(dataset: str, folder: Path, tokenizer: Tokenizer | None, vocabu
             tokenizer = learn_tokenizer(at(read_documents(dataset), chosen), vocabulary)
         np.save(folder / "is_test.npy", is_test)
         write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-    eos, dtype = tokenizer.token_to_id(EOS), "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
+    eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer)
     files = {split: open(folder / f"{split}.bin", "ab") for split in SPLITS}  # noqa: SIM115
     start = time.monotonic()
     for split, file in files.items():
@@ -330,7 +356,8 @@ def write_tokens(dataset: str, folder: Path, tokenizer: Tokenizer | None, vocabu
             show(f"tokenizing --dataset {dataset}: {done / len(is_test):.0%}, {minutes:.0f} min left")
     if progress["documents"] != len(is_test):
         stop(f"--dataset {dataset} has changed while it was tokenized: it must not change during a run")
-    write_json(folder / "manifest.json", progress | {"dtype": dtype, "dataset": dataset})
+    names = {split: f"{split}.bin" for split in SPLITS}
+    write_json(folder / "manifest.json", progress | {"dataset": dataset, "files": names})
 
 
 def at(documents: Iterable[Document], places: np.ndarray) -> Iterator[str]:

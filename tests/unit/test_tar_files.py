@@ -1,0 +1,233 @@
+"""Samples in tar files: any of them, in any order, whole, and never those of another file."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from fakes import fake_accelerator
+from PIL import Image
+
+from utils.datasets import tar_files
+from utils.datasets.image_files import CenterCrop, ImageFiles
+from utils.datasets.tar_files import TarFiles, load_tar_splits
+from utils.items import UnreadableItem
+from utils.loader import GlobalLoader
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+
+
+def write_tar(path, members, **options):
+    """A tar file of (name, content) pairs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", **options) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def numbered(first, last):
+    """Members of two kinds, of unequal sizes, and of which some are empty."""
+    return [(f"{n:04}.{kind}", b"%d" % n * (n % 5)) for n in range(first, last) for kind in ("txt", "cls")]
+
+
+def stops(capsys, function, *arguments) -> str:
+    with pytest.raises(SystemExit):
+        function(*arguments)
+    return capsys.readouterr().err
+
+
+def test_each_sample_is_read_from_files_of_unequal_length(tmp_path):
+    parts = [(0, 3), (3, 3), (3, 4), (4, 90)]
+    paths = [write_tar(tmp_path / f"{n}.tar", numbered(*part)) for n, part in enumerate(parts)]
+    data = TarFiles(paths)
+    assert len(data) == 90
+    for index in (*range(90), 5, 0, 89):
+        sample = data[index]
+        content = b"%d" % index * (index % 5)
+        where = next(path for path, (first, last) in zip(paths, parts, strict=True) if first <= index < last)
+        assert sample == {"__url__": str(where), "__key__": f"{index:04}", "txt": content, "cls": content}
+    assert [sample["__key__"] for sample in data] == [f"{n:04}" for n in range(90)]
+    assert data[-1] == data[89]
+    with pytest.raises(IndexError):
+        data[90]
+    assert TarFiles(paths, lambda sample: len(sample["txt"]), extensions=["txt"])[44] == 8
+    assert [sorted(sample) for sample in TarFiles(paths[:1], extensions=["cls"])] == [["__key__", "__url__", "cls"]] * 3
+
+
+@pytest.mark.parametrize("layout", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_of_one_key_are_one_sample_wherever_they_are(tmp_path, layout):
+    deep = "/".join(["folder"] * 12)
+    members = [("b/1.JPG", b"x"), ("a/1.jpg", b"y"), ("a/1.seg.png", b"z"), ("b/1.cls", b"7"), (f"{deep}/ö.jpg", b"o")]
+    path = write_tar(tmp_path / "of.folders.tar", members, format=layout)
+    with tarfile.open(path, "a", format=layout) as tar:  # folders and links are no samples
+        tar.addfile(tarfile.TarInfo("a"), None)
+        folder = tarfile.TarInfo("c")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        link = tarfile.TarInfo("a/2.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "1.jpg"
+        tar.addfile(link)
+    found = [{name: part for name, part in sample.items() if name != "__url__"} for sample in TarFiles([path])]
+    assert found == [
+        {"__key__": "b/1", "jpg": b"x", "cls": b"7"},
+        {"__key__": "a/1", "jpg": b"y", "seg.png": b"z"},
+        {"__key__": f"{deep}/ö", "jpg": b"o"},
+        {"__key__": "a", "": b""},
+    ]
+
+
+def test_a_tar_file_is_looked_through_once_and_again_if_it_has_changed(tmp_path, monkeypatch):
+    paths = [write_tar(tmp_path / f"{n}.tar", numbered(9 * n, 9 * n + 9)) for n in range(3)]
+    state = torch.get_rng_state()
+    first = TarFiles(paths)
+    assert torch.equal(torch.get_rng_state(), state)  # a run must not depend on what is in the cache
+    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "home" / "tar").glob("*.npy")}
+    assert len(cached) == 3
+    again = TarFiles(paths)
+    assert {path: path.stat().st_mtime_ns for path in cached} == cached
+    assert again.fingerprint == first.fingerprint
+    write_tar(paths[1], numbered(50, 53))
+    changed = TarFiles(paths)
+    assert [sample["__key__"] for sample in changed][9:12] == ["0050", "0051", "0052"]
+    assert len(changed) == 21
+    assert changed.fingerprint != first.fingerprint
+    with pytest.raises(UnreadableItem, match=r"1\.tar: 0009: ValueError: the file has changed during the run"):
+        first[9]
+    paths[0].unlink()
+    tar_files.open_unchanged.cache_clear()
+    with pytest.raises(UnreadableItem, match=r"0\.tar: 0000: FileNotFoundError: No such file"):
+        first[0]
+
+
+@pytest.mark.parametrize("size", [0, 100, 512, 700, 1024, 3000, 5120])
+def test_a_file_that_is_cut_off_is_named(tmp_path, capsys, size):
+    path = write_tar(tmp_path / "cut.tar", [(f"{n}.txt", b"x" * 600) for n in range(5)])
+    content = path.read_bytes()
+    path.write_bytes(content[:size])
+    said = stops(capsys, TarFiles, [path])
+    assert "cut.tar is not a whole, uncompressed tar file" in said
+    assert ("after" in said) == (size >= 512)
+    assert len(said.splitlines()) == 1
+
+
+def test_files_that_are_no_tar_files_are_named(tmp_path, capsys):
+    whole = write_tar(tmp_path / "whole.tar", numbered(1, 9)).read_bytes()
+    for name, content in {
+        "two.tar": whole + whole,
+        "broken.tar": whole[:1024] + b"?" * 512 + whole[1536:],
+        "text.tar": b"no tar file" * 200,
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        assert f"{name} is not a whole" in stops(capsys, TarFiles, [tmp_path / name])
+    with tarfile.open(tmp_path / "packed.tar", "w:gz") as tar:
+        tar.add(tmp_path / "whole.tar")
+    assert "packed.tar is not a whole, uncompressed" in stops(capsys, TarFiles, [tmp_path / "packed.tar"])
+    twice = write_tar(tmp_path / "twice.tar", [*numbered(1, 9), ("0003.TXT", b"other")])
+    assert "twice.tar has two members 0003.txt" in stops(capsys, TarFiles, [twice])
+    assert "none.tar cannot be read: No such file" in stops(capsys, TarFiles, [tmp_path / "none.tar"])
+    (tmp_path / "file").write_text("")
+    good = write_tar(tmp_path / "good.tar", numbered(1, 9))
+    options = {"cache_dir": str(tmp_path / "file")}
+    assert "cannot be kept in" in stops(capsys, lambda: TarFiles([good], **options))
+
+
+def test_errors_of_decode_name_the_sample_and_others_keep_their_traceback(tmp_path):
+    path = write_tar(tmp_path / "some.tar", numbered(0, 3))
+    with pytest.raises(UnreadableItem, match=r"some\.tar: 0002: ValueError: invalid literal .* 'b?"):
+        TarFiles([path], lambda sample: int(sample["txt"].decode() + "?"))[2]
+    with pytest.raises(UnreadableItem, match=r"some\.tar: 0001: KeyError: 'jpg'"):
+        TarFiles([path], lambda sample: sample["jpg"])[1]
+    with pytest.raises(TypeError):
+        TarFiles([path], lambda sample: sample["txt"] + 1)[1]
+
+
+START = """
+import sys
+from pathlib import Path
+from utils.datasets.tar_files import TarFiles
+print(len(TarFiles(sorted(Path(sys.argv[1]).glob("*.tar")), cache_dir=sys.argv[2])))
+"""
+
+
+def test_processes_that_need_the_same_tables_make_them_once(tmp_path):
+    for n in range(4):
+        write_tar(tmp_path / f"{n}.tar", numbered(0, 200))
+    command = [sys.executable, "-c", START, str(tmp_path), str(tmp_path / "cache")]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = sorted((process.communicate(timeout=120)[0].splitlines() for process in processes), key=len)
+    assert said == [["800"], ["800"], [f"looking through 4 tar files beside {tmp_path}/0.tar, once", "800"]]
+
+
+def png(colour) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (colour, colour, colour)).save(file, "PNG")
+    return file.getvalue()
+
+
+def image_folder(folder, label=lambda n: ("cls", b"%d" % (n % 3)), count=6):
+    """A folder of webdataset's form: train-0.tar, train-1.tar, val-0.tar."""
+    for name, first in (("train-000000", 0), ("train-000001", count), ("val-000000", 2 * count)):
+        numbers = range(first, first + count)
+        members = [pair for n in numbers for pair in ((f"{n}.png", png(n)), (f"{n}.{label(n)[0]}", label(n)[1]))]
+        write_tar(folder / f"{name}.tar", members)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "label", [lambda n: ("cls", b"%d\n" % (n % 3)), lambda n: ("json", json.dumps({"label": n % 3}).encode())]
+)
+def test_images_and_labels_are_a_split(tmp_path, label):
+    dataset = image_folder(tmp_path / "images", label)
+    assert tar_files.has_tar_files(dataset)
+    for _ in range(2):  # the second from the cache
+        train, test = (ImageFiles(split, CenterCrop(8, 8)) for split in load_tar_splits(dataset, None))
+        assert (len(train), len(test), train.classes) == (12, 6, ["0", "1", "2"])
+        for data, first in ((train, 0), (test, 12)):
+            for index in range(len(data)):
+                pixels, number = data[index]
+                assert (int(pixels[0, 0, 0]), number) == (first + index, (first + index) % 3)
+    assert train.source(3) == png(3)
+    other = image_folder(tmp_path / "other" / "images", lambda n: ("cls", b"%d" % (n % 2)))
+    assert ImageFiles(load_tar_splits(other, None)[0], None).fingerprint != train.fingerprint
+    loader = GlobalLoader(train, 5, fake_accelerator(), seed=0, collate_fn=train.collate, shuffle_window=4)
+    assert sorted(int(pixel) for batch in loader for pixel in batch.data[0][:, 0, 0, 0]) == list(range(12))
+
+
+def test_images_that_cannot_be_used_are_one_sentence(tmp_path, capsys):
+    def refused(label, **options):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return stops(capsys, load_tar_splits, image_folder(folder, label, **options), None)
+
+    assert "0: ValueError: it has neither .cls nor .json" in refused(lambda n: ("txt", b"1"))
+    assert "0: ValueError: its label is -1, but labels are numbers from 0" in refused(lambda n: ("cls", b"-1"))
+    assert "0: ValueError: invalid literal for int()" in refused(lambda n: ("cls", b"dog"))
+    assert "0: KeyError: 'label'" in refused(lambda n: ("json", b"{}"))
+    assert "0: ValueError: its label is '1'" in refused(lambda n: ("json", b'{"label": "1"}'))
+    dataset = image_folder(tmp_path / "names")
+    os.rename(f"{dataset}/val-000000.tar", f"{dataset}/validated.tar")
+    assert "validated.tar has none of the words train, test, validation, val" in stops(
+        capsys, load_tar_splits, dataset, None
+    )
+    os.unlink(f"{dataset}/validated.tar")
+    assert "has no tar files for testing" in stops(capsys, load_tar_splits, dataset, None)
+    write_tar(tmp_path / "names" / "test.tar", [("1.txt", b""), ("1.cls", b"0")])
+    train, test = load_tar_splits(dataset, None)
+    with pytest.raises(UnreadableItem, match=r"test\.tar: 1: ValueError: it has no image: none of jpg"):
+        ImageFiles(test, CenterCrop(8, 8))[0]
+    write_tar(tmp_path / "names" / "test.tar", [("1.png", b"no image"), ("1.cls", b"0")])
+    train, test = load_tar_splits(dataset, None)
+    with pytest.raises(UnreadableItem, match=r"test\.tar: 1\.png \(row 0\) cannot be decoded"):
+        ImageFiles(test, CenterCrop(8, 8))[0]
+    assert np.array_equal(train.labels, [0, 1, 2] * 4)
