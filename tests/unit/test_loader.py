@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import json
 import math
 import os
 import random
@@ -20,7 +21,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 from utils.items import UnreadableItem
 from utils.loader import GlobalLoader, describe_data
 from utils.randomness import combine, random_uniform
-from utils.sampler import GlobalSampler
+from utils.sampler import GlobalSampler, WindowShuffle
 
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
 
@@ -134,6 +135,47 @@ class BatchedNoisy(Noisy):
         return [self[index] for index in indices]
 
 
+class Photos(Squares):
+    """Decoded items differ between libraries; what is on the disk does not."""
+
+    version = 1
+
+    def __getitem__(self, index):
+        return torch.tensor([index * self.version])
+
+    def source(self, index):
+        return b"%d" % index
+
+
+def test_a_checkpoint_knows_the_last_sample_that_was_read(capsys):
+    for data in (Noisy(50), Photos(50), BatchedSquares(50)):
+        loader = make(data, batch_size=8)
+        assert loader.last_sample() is None
+        for step, batch in enumerate(loader.epoch(2)):
+            (epoch, (index,), (random_id,)), digest = loader.last_sample()
+            assert (epoch, index, random_id) == (2, int(batch.indices[-1]), int(batch.random_ids[-1]))
+            if step == 3:
+                break
+        sample = json.loads(json.dumps(loader.last_sample()))
+        state = torch.get_rng_state(), random.getstate()
+        loader.check_sample(sample)
+        assert torch.equal(torch.get_rng_state(), state[0])
+        assert random.getstate() == state[1]
+        with pytest.raises(SystemExit):
+            loader.check_sample([sample[0], "another"])
+        assert f"the digest of item {index} is {digest}, not another" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            loader.check_sample([[2, [(index + 1) % 50], [random_id]], digest])
+    own = make(OwnGenerator(), batch_size=8)
+    next(iter(own))
+    own.check_sample(own.last_sample())  # it warned at the start
+    newer, older = make(Photos(50)), make(Photos(50))
+    next(iter(older))
+    newer.dataset.version = 2
+    newer.check_sample(older.last_sample())
+    make(TensorDataset(torch.arange(9.0))).check_sample(None)
+
+
 class OwnGenerator(Squares):
     def __init__(self):
         super().__init__()
@@ -204,6 +246,50 @@ def test_any_step_is_found_without_the_ones_before(length):
         whole = [piece.indices.tolist() for piece in sampler.micro_batches(4)]
         assert whole[2 * last :] == tail
     assert list(sampler.micro_batches(4, first_step=len(sampler))) == []
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, 8), (64, 64), (1000, 64), (1003, 200), (1003, 130), (70, 1000)])
+def test_a_window_shuffles_each_item_once_and_any_place_is_found(length, window):
+    sampler = GlobalSampler(length, 7, seed=3, shuffle_window=window)
+    orders = []
+    for epoch in (0, 1, 0):
+        steps = [part.indices.tolist() for part in sampler.micro_batches(epoch)]
+        for first in (0, len(steps) // 2, len(steps) - 1):
+            assert [part.indices.tolist() for part in sampler.micro_batches(epoch, first)] == steps[first:]
+        orders.append([item for step in steps for item in step])
+        assert sorted(orders[-1]) == list(range(length))
+    assert orders[0] == orders[2]
+    if length > 1:
+        other = GlobalSampler(length, length, seed=4, shuffle_window=window)
+        assert len({tuple(order) for order in (*orders, next(other.micro_batches()).indices.tolist())}) == 3
+
+
+@pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
+def test_a_window_is_the_same_on_every_topology(processes, accumulation):
+    def steps(*topology):
+        found = by_step(*topology, epoch=1, dataset=Squares(203), batch_size=60, shuffle_window=64)
+        return [indices(parts) for parts in found]
+
+    assert steps(processes, accumulation) == steps(1, 1)
+
+
+def test_a_window_reads_from_few_places_and_is_shuffled_within():
+    length, window = 2**20, 2**14
+    order = WindowShuffle(length, window, 0)
+    block = window // order.BLOCKS
+    assert len(order.windows) * order.BLOCKS * block == length
+    for first in (0, 5 * window, length - window):
+        items = order[slice(first, first + window)]
+        assert len((items // block).unique()) == order.BLOCKS
+        near = (items.diff().abs() < block).float().mean()  # a neighbour is in the same block by chance only
+        assert 0.5 / order.BLOCKS < near < 4 / order.BLOCKS
+    whole = order[slice(0, length)]
+    distance = (whole.argsort().diff().abs().float().mean() / (length / 3)).item()  # a full permutation has 1
+    assert 0.001 < distance < 0.1
+    with pytest.raises(ValueError, match="shuffle_window needs a seed"):
+        make(Squares(), seed=None, shuffle_window=8)
+    with pytest.raises(ValueError, match="cannot be combined with order"):
+        make(Squares(), order=lambda _: torch.arange(5), shuffle_window=8)
 
 
 def test_order_is_shuffled_by_seed_and_epoch_and_kept_without_seed():

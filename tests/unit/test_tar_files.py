@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT
 from fakes import fake_accelerator
 from PIL import Image
+from tars import write_tar
 
 from utils.datasets import tar_files
 from utils.datasets.image_files import CenterCrop, ImageFiles
@@ -24,17 +25,6 @@ from utils.loader import GlobalLoader
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-
-
-def write_tar(path, members, **options):
-    """A tar file of (name, content) pairs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", **options) as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return path
 
 
 def numbered(first, last):
