@@ -123,12 +123,12 @@ FREE = {
     "timeout_s",
 }
 FREE_IN = {
-    # virtual_processes is compared by what the loader says of itself.
+    # virtual_processes and shuffle_window are compared by what the loader says of itself.
     "mnist_mlp": {"virtual_processes", "whole_gradients"},
     "gradient_accumulation": {"virtual_processes", "whole_gradients"},
     # compile is how the model is computed, as a dynamo_config of the config file.
     "resnet50": {
-        *{"compile", "max_test_samples", "num_workers", "preset", "virtual_processes"},
+        *{"cache_dir", "compile", "max_test_samples", "num_workers", "preset", "shuffle_window", "virtual_processes"},
         "whole_gradients",
     },
     "model_split": {
