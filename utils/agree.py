@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from .console import stop
 
 # May differ between machines. (resume_invariants is not a flag, but follows from the script.)
-PER_MACHINE_FLAGS = {"output_dir", "dataset", "num_workers", "resume_invariants"}
+PER_MACHINE_FLAGS = {"output_dir", "dataset", "cache_dir", "num_workers", "resume_invariants"}
 
 
 def compare(values: dict, is_same: Callable = operator.eq) -> tuple[dict, list[str], dict[str, tuple]]:

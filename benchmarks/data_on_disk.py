@@ -1,0 +1,178 @@
+"""Data that do not fit into memory.
+
+    python benchmarks/data_on_disk.py
+
+Two workers each; guides/data_beyond_memory.md says how to use what is measured.
+
+- images, cold and warm: thousands of images/s, in a shuffled order and not decoded, from files of 50 kB and from tar
+  files of 1000 of them; cold: none of them in the cache of the operating system. TarFiles reads in a full permutation
+  or with a shuffle window of 4096 images. webdataset, where it is installed, reads the tar files from beginning to end,
+  with a shuffle buffer of 1000
+- tokens: MB/s from JSON lines to tokens on disk, with the same tokenizer: transformer.py's first run; `datasets.map` in
+  batches, with two processes
+"""
+
+import functools
+import json
+import os
+import random
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import datasets
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from utils.datasets.tar_files import TarFiles
+from utils.datasets.text import learn_tokenizer, read_documents, write_tokens
+from utils.sampler import WindowShuffle
+
+IMAGE = 50_000  # bytes
+PER_TAR = 1000
+WORKERS = 2
+
+
+def parse_args():
+    parser = common.make_parser(__doc__, rounds=3)
+    parser.add_argument("--images", type=common.positive_int, default=20_000, help="number of images (%(default)s)")
+    parser.add_argument("--megabytes", type=common.positive_int, default=100, help="of text (%(default)s)")
+    return parser.parse_args()
+
+
+class Files(Dataset):
+    """Files in a folder, as torchvision's ImageFolder reads them, not decoded."""
+
+    def __init__(self, paths: list[Path]):
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> int:
+        return len(self.paths[index].read_bytes())
+
+
+def size_of(sample: dict) -> int:
+    return len(sample["jpg"])
+
+
+def write_images(folder: Path, count: int) -> tuple[list[Path], list[Path]]:
+    """The same images as files and in tar files."""
+    files, tars = [], []
+    for first in range(0, count, PER_TAR):
+        tars.append(folder / f"{first // PER_TAR:03}.tar")
+        with tarfile.open(tars[-1], "w") as tar:
+            for number in range(first, min(first + PER_TAR, count)):
+                files.append(folder / f"{number:06}.jpg")
+                files[-1].write_bytes(os.urandom(IMAGE))
+                tar.add(files[-1], files[-1].name)
+    os.sync()  # what is not written yet would stay in the cache
+    return files, tars
+
+
+def leave_cache(paths: list[Path]) -> None:
+    for path in paths:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_all(loader, count: int, cold: list[Path] = ()) -> float:
+    """Thousands of images/s, of which all have to come."""
+    leave_cache(cold)
+    began = time.perf_counter()
+    found = [int(size) for sizes in loader for size in sizes]
+    seconds = time.perf_counter() - began
+    assert found == [IMAGE] * count
+    return count / seconds / 1000
+
+
+def loader_of(dataset: Dataset, window: int) -> DataLoader:
+    length = len(dataset)
+    order = WindowShuffle(length, window, 0)[0:length] if window else torch.randperm(length)
+    return DataLoader(dataset, 64, sampler=order.tolist(), num_workers=WORKERS)
+
+
+def webdataset_loader(tars: list[Path]) -> DataLoader | None:
+    try:
+        import webdataset
+    except ModuleNotFoundError:
+        return None
+    samples = webdataset.WebDataset([*map(str, tars)], shardshuffle=len(tars)).shuffle(1000).map(size_of)
+    return DataLoader(samples, 64, num_workers=WORKERS)
+
+
+def images(args, folder: Path) -> dict[str, dict]:
+    files, tars = write_images(folder, args.images)
+    dataset = TarFiles(tars, size_of, cache_dir=str(folder))
+    loaders = {
+        "files": loader_of(Files(files), 0),
+        "webdataset": webdataset_loader(tars),
+        "TarFiles": loader_of(dataset, 0),
+        "TarFiles, window": loader_of(dataset, 4096),
+    }
+    loaders = {way: loader for way, loader in loaders.items() if loader is not None}
+    of_files = {way: files if way == "files" else tars for way in loaders}
+    measured = {}
+    for state in ("cold", "warm"):
+        cold = of_files if state == "cold" else dict.fromkeys(of_files, ())
+        ways = {way: functools.partial(read_all, loaders[way], args.images, cold[way]) for way in loaders}
+        measured[f"images, {state}"] = common.take_turns(ways, args.rounds)
+    return measured
+
+
+def write_text(file: Path, size: int) -> None:
+    """JSON lines with sources of Python's standard library."""
+    texts = [text for _, _, text in read_documents("stdlib")]
+    with open(file, "w") as out:
+        while out.tell() < size:
+            for text in random.sample(texts, 100):
+                out.write(json.dumps({"text": text}) + "\n")
+
+
+def tokens(args, folder: Path) -> dict[str, list[float]]:
+    text = folder / "text" / "all.jsonl"
+    text.parent.mkdir()
+    write_text(text, args.megabytes * 10**6)
+    size = text.stat().st_size / 1e6
+    datasets.disable_progress_bars()
+    tokenizer = learn_tokenizer((document for _, _, document in read_documents("stdlib")), 1024)
+
+    def tokenize(rows: dict) -> dict:
+        encodings = tokenizer.encode_batch_fast(rows["text"], add_special_tokens=False)
+        return {"ids": [encoding.ids for encoding in encodings]}
+
+    def by_transformer() -> float:
+        with tempfile.TemporaryDirectory(dir=folder) as cache:
+            began = time.perf_counter()
+            write_tokens(str(text.parent), Path(cache), tokenizer, 1024)
+            return size / (time.perf_counter() - began)
+
+    def by_map() -> float:
+        with tempfile.TemporaryDirectory(dir=folder) as cache:
+            began = time.perf_counter()
+            rows = datasets.load_dataset("json", data_files=str(text), cache_dir=cache, split="train")
+            rows.map(tokenize, batched=True, num_proc=WORKERS, remove_columns="text")
+            seconds = time.perf_counter() - began
+        os.unsetenv("TOKENIZERS_PARALLELISM")  # `map` leaves it at false for this process, too
+        return size / seconds
+
+    return common.take_turns({"datasets.map": by_map, "transformer.py": by_transformer}, args.rounds)
+
+
+def measure(args) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        return {**images(args, Path(folder)), "tokens": tokens(args, Path(folder))}
+
+
+def report(measured) -> list[str]:
+    return [common.compare("part", measured.items(), "1000 images/s or MB/s", "first", "{:.2f}")]
+
+
+if __name__ == "__main__":
+    common.main(parse_args(), measure, report)
