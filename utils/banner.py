@@ -26,6 +26,9 @@ def describe_topology(accelerator: Accelerator) -> dict:
     """The running topology, for run.json; "processes" has one entry per rank. Collective."""
     options, _ = requested_topology()
     gpus = data_parallel_gpus(accelerator)
+    kind, replicas = accelerator.distributed_type.value, accelerator.num_processes // accelerator.shards
+    if 1 < accelerator.shards < accelerator.num_processes:
+        kind = f"HSDP {replicas} x {accelerator.shards}"
     on_gpu, backend = accelerator.device.type == "cuda", accelerator.state.backend
     if on_gpu and backend:  # with TORCH_DIST_USE_NCCL2=0, "nccl" is ProcessGroupNCCL, not ProcessGroupNCCL2
         backend += f" by {type(distributed.group.WORLD._get_backend(accelerator.device)).__name__}"
@@ -40,7 +43,7 @@ def describe_topology(accelerator: Accelerator) -> dict:
     }
     return {
         "config_file": os.path.relpath(options.config_file) if options and options.config_file else None,
-        "distributed_type": "DATA_PARALLEL" if gpus > 1 else accelerator.distributed_type.value,
+        "distributed_type": "DATA_PARALLEL" if gpus > 1 else kind,
         "backend": backend,
         "num_processes": accelerator.num_processes,
         "data_parallel_gpus": gpus,

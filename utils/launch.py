@@ -23,6 +23,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    patch_environment,
     set_seed,
 )
 
@@ -35,6 +36,7 @@ from .processes import check_restarts, end_process_group, follow_launcher, has_l
 from .topology import (
     bind_gloo_to_the_route,
     check_gpus,
+    check_sharding,
     check_topology,
     data_parallel_gpus,
     share_of_cores,
@@ -49,14 +51,12 @@ class TrainingAccelerator(Accelerator):
     split_batch = True  # each process gets a part of the batch; False if the processes share the model
     whole_gradients = False  # the value of --whole_gradients
     steps_done = 0  # by the run, for the watchdog
+    shards = 1  # processes over which FSDP shards a model: all of them, or with HSDP those of a replica
 
     def __init__(self, *args, **kwargs):
-        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-            if os.environ.get("FSDP_VERSION") != "2":
-                stop("FSDP needs `fsdp_version: 2` in the config file, as in accelerate_configs/fsdp.yaml")
-            if torch.__version__ < (2, 9, 99):  # over gloo, gradients would be summed: pytorch/pytorch#162338
-                stop(f"FSDP needs torch 2.10 or newer, and this is {torch.__version__}: use ddp.yaml or cpu_ddp.yaml")
-        super().__init__(*args, **kwargs)
+        shards = check_sharding()
+        with patch_environment(accelerate_use_parallelism_config="false"):  # Accelerate refuses it on CPUs
+            super().__init__(*args, **kwargs)
         self.around_backward = contextlib.nullcontext  # returns the context manager of every backward pass
         self.loaders = {}  # by name; None after run.start
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -65,6 +65,17 @@ class TrainingAccelerator(Accelerator):
                 plugin.set_mixed_precision(self.mixed_precision)
             self.state.fsdp_plugin = plugin
             self.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        if self.distributed_type == DistributedType.FSDP:
+            self.shards = shards or self.num_processes
+
+    @functools.cached_property
+    def mesh(self):
+        """FSDP's mesh of the processes: "shards", or with HSDP "replicas" x "shards". Collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = {"replicas": self.num_processes // self.shards, "shards": self.shards}
+        names = tuple(name for name in sizes if name == "shards" or sizes[name] > 1)
+        return init_device_mesh(self.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
     def backward(self, loss, **kwargs):
         if self.is_fsdp2 and kwargs.get("inputs") is not None:

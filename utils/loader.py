@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset, TensorDataset
 
 from .console import stop
@@ -166,7 +165,7 @@ class GlobalLoader:
             drop_last=drop_last,
             order=order,
             virtual_processes=accelerator.virtual_processes,
-            strided=accelerator.distributed_type == DistributedType.FSDP,
+            stride=accelerator.shards,
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {self.sampler.length} items of an epoch: use fewer")

@@ -149,6 +149,8 @@ class Run:
         self.step, self.extra, saved_metrics = self.checkpoints.load()
         self.best.load_state(self.extra)
         train_loader.check_sample(self.extra.get("sample"))
+        if 1 < accelerator.shards < accelerator.num_processes:  # nobody has broadcast the first weights
+            self._check_weights()
         self.metrics = Metrics(accelerator, saved_metrics)
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
@@ -284,10 +286,13 @@ class Run:
             self.checkpoints.wait()
             self.stop_signal.leave(self.step)
 
+    def _check_weights(self) -> None:
+        same_weights.check(self.accelerator, {name: self.state[name] for name in self.checkpoints.models})
+
     def _save(self) -> None:
         self.metrics.check()
         if self.accelerator.num_processes > 1 and self.model_parts is None:
-            same_weights.check(self.accelerator, {name: self.state[name] for name in self.checkpoints.models})
+            self._check_weights()
         sample = self.train_loader.last_sample() if self.accelerator.is_main_process else None
         self.checkpoints.save(self.step, self.metrics.state(), {**self.extra, "sample": sample}, self.folder.sync)
 

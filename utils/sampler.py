@@ -12,14 +12,14 @@ from .console import stop
 from .randomness import combine, generators_restored, seed_generators
 
 
-def logical_ranks(rank: int, world_size: int, number: int, strided: bool = False) -> range:
+def logical_ranks(rank: int, world_size: int, number: int, stride: int = 1) -> range:
     """The logical ranks (virtual processes), out of `number`, that process `rank` computes.
 
-    They are consecutive, or with `strided` every world_size-th one.
+    Each group of `stride` processes has consecutive ones, and each process every `stride`-th of its group's.
     """
-    if strided:
-        return range(rank, number, world_size)
-    return range(rank * number // world_size, (rank + 1) * number // world_size)
+    group, place = divmod(rank, stride)
+    groups = world_size // stride
+    return range(group * number // groups + place, (group + 1) * number // groups, stride)
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ class GlobalSampler:
         order: function of the epoch that returns the indices of its items in order; see GlobalLoader.
         virtual_processes: number of micro-batches per step, instead of accumulation x world_size; each process
             computes consecutive ones, and some compute one more than others. 0: off.
-        strided: with virtual processes too, each process computes every world_size-th micro-batch, as FSDP needs.
+        stride: with virtual processes, the processes that share a model's shards; see `logical_ranks`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class GlobalSampler:
         drop_last: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
         virtual_processes: int = 0,
-        strided: bool = False,
+        stride: int = 1,
     ):
         self.dataset_length, self.batch_size, self.seed = length, batch_size, seed
         self.drop_last, self.order, self.virtual_processes = drop_last, order, virtual_processes
@@ -125,7 +125,7 @@ class GlobalSampler:
             if not torch.equal(self.items(0)[0], self.items(0)[0]):
                 stop("order(0) differs when called twice: draw from the global generators of torch, Python or NumPy")
         self.num_slots = virtual_processes or accumulation * world_size
-        self.slots = logical_ranks(rank, world_size, self.num_slots, strided or not virtual_processes)
+        self.slots = logical_ranks(rank, world_size, self.num_slots, stride if virtual_processes else world_size)
         self.accumulation = len(self.slots)
 
     def __len__(self) -> int:

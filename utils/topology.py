@@ -73,6 +73,36 @@ def check_gpus() -> None:
         )
 
 
+def check_sharding() -> int | None:
+    """Stop if FSDP, or the config file's parallelism_config, would train something else; returns its dp_shard_size."""
+    is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if is_fsdp and os.environ.get("FSDP_VERSION") != "2":
+        stop("FSDP needs `fsdp_version: 2` in the config file, as in accelerate_configs/fsdp.yaml")
+    if is_fsdp and torch.__version__ < (2, 9, 99):  # over gloo, gradients would be summed: pytorch/pytorch#162338
+        stop(f"FSDP needs torch 2.10 or newer, and this is {torch.__version__}: use ddp.yaml or cpu_ddp.yaml")
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") != "true":
+        return None
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    replicas, shards, *others = (int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in names)
+    processes, on_machine = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    asked = f"parallelism_config asks for {plural(replicas, 'replica')} of {plural(shards, 'shard')}"
+    for name, size in zip(names[2:], others, strict=True):
+        if size > 1:
+            stop(f"parallelism_config: {name}_size {size} shares samples between processes: only dp sizes work here")
+    if not is_fsdp:
+        stop(f"{asked}, which needs distributed_type: FSDP, as in accelerate_configs/hsdp.yaml")
+    if replicas * shards != processes:
+        stop(f"{asked}, which needs {replicas * shards} processes, but {processes} run: change one of the three")
+    if shards == 1 < replicas:
+        stop(f"{asked}, so nothing is sharded: use ddp.yaml or multi_node.yaml")
+    if on_machine % shards and shards % on_machine:
+        stop(
+            f"{asked}, which would lie across machines of {plural(on_machine, 'process')}: dp_shard_size must divide "
+            "that number, or be a multiple of it"
+        )
+    return shards
+
+
 def check_topology(accelerator: Accelerator) -> None:
     """Stop unless the running processes are those that the launcher and the config file asked for."""
     started = int(os.environ.get("WORLD_SIZE", 1))

@@ -1,4 +1,4 @@
-"""Sharded models, by cpu_fsdp.yaml, on 2 processes.
+"""Sharded models, by cpu_fsdp.yaml on 2 processes, and by cpu_hsdp.yaml on 2 x 2.
 
 This file is also the script that its tests launch: run_many.py, but with the small ResNet in
 float64 of small_resnets.py.
@@ -63,21 +63,24 @@ def runs(shared_launcher, small_mnist, tiny_mnist, texts):
     mlp, clipped = (["--dataset", small_mnist, *flags] for flags in (MLP, CLIPPED))
     resnet = ["--dataset", tiny_mnist, *RESNET]
     transformer = ["--dataset", texts, *TRANSFORMER]
+    float64 = [*transformer, "--float64", "--max_grad_norm", 0.3]
+    large_resnet = [*resnet, "--batch_size", 32]  # with 4 images per process, its BatchNorms would amplify rounding
+    two_parts, four_parts = (["--gradient_accumulation_steps", parts] for parts in (2, 4))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run_many.run("mlp", [*mlp, "--output_dir", "one"]) is None
         assert run_many.run("gradient_accumulation", [*clipped, "--output_dir", "clipped_one"]) is None
         use_small_resnet(patch.setattr)
-        two_parts = ["--gradient_accumulation_steps", 2, "--output_dir", "resnet_one"]
         try:
-            assert run_many.run("resnet50", [*resnet, *two_parts]) is None
+            assert run_many.run("resnet50", [*resnet, *two_parts, "--output_dir", "resnet_one"]) is None
+            assert run_many.run("resnet50", [*large_resnet, *four_parts, "--output_dir", "resnet_four"]) is None
+            assert run_many.run("transformer", [*float64, *four_parts, "--output_dir", "transformer_four"]) is None
         finally:
             torch.set_default_dtype(torch.float32)
 
     def resumed(before, step, after, *flags):
         return ["--back_to", before, step, after, *flags, "--resume", "--output_dir", after]
 
-    two_parts = ["--gradient_accumulation_steps", 2]
     # It stops after a test, and saves then: not all parameters are shards at that moment.
     early = ["--num_epochs", 9, "--patience", 1, "--save_best", "max:loss"]
     early += ["--checkpoint_every", 1000]
@@ -95,9 +98,21 @@ def runs(shared_launcher, small_mnist, tiny_mnist, texts):
     )
     script = ROOT / "tests" / "distributed" / "test_fsdp"
     shared_launcher("cpu_fsdp", *words, timeout=400, script=script)
-    ddp, sharded = resumed("sharded", 2, "ddp", *mlp), resumed("ddp", 4, "sharded_last", *mlp)
-    shared_launcher("cpu_ddp", *run_many.words("mlp", ddp), script=run_many.FILE)
-    shared_launcher("cpu_fsdp", *run_many.words("mlp", sharded), script=script)
+    words = run_many.words(
+        "mlp",
+        [*mlp, "--output_dir", "replicas"],
+        resumed("replicas", 2, "replicas_again", *mlp),
+        resumed("sharded", 2, "sharded_to_replicas", *mlp),
+        ["--script", "gradient_accumulation", *clipped, "--output_dir", "clipped_replicas"],
+        ["--script", "transformer", *float64, "--output_dir", "transformer_replicas"],
+        ["--script", "resnet50", *large_resnet, "--output_dir", "resnet_replicas"],
+        resumed("resnet_replicas", 2, "resnet_replicas_again", *large_resnet),
+    )
+    shared_launcher("cpu_hsdp", *words, timeout=400, script=script)
+    to_ddp = [resumed("sharded", 2, "ddp", *mlp), resumed("sharded_to_replicas", 4, "replicas_to_ddp", *mlp)]
+    shared_launcher("cpu_ddp", *run_many.words("mlp", *to_ddp), script=run_many.FILE)
+    to_shards = resumed("ddp", 4, "sharded_last", *mlp), resumed("sharded_to_replicas", 4, "replicas_to_sharded", *mlp)
+    shared_launcher("cpu_fsdp", *run_many.words("mlp", *to_shards), script=script)
     return folder
 
 
@@ -129,22 +144,33 @@ def assert_launches(run, *kinds):
     assert [(each["distributed_type"], each["num_processes"]) for each in launches] == [*kinds]
 
 
-SHARDED, DDP, ONE = ("FSDP", 2), ("MULTI_CPU", 2), ("NO", 1)
+SHARDED, REPLICAS, DDP, ONE = ("FSDP", 2), ("HSDP 2 x 2", 4), ("MULTI_CPU", 2), ("NO", 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("one", "sharded"), [("one", "sharded"), ("clipped_one", "clipped"), ("resnet_one", "resnet")])
-def test_two_sharded_processes_have_the_numbers_of_one(runs, one, sharded):
+@pytest.mark.parametrize(
+    ("one", "run", "kind"),
+    [
+        ("one", "sharded", SHARDED),
+        ("clipped_one", "clipped", SHARDED),
+        ("resnet_one", "resnet", SHARDED),
+        ("one", "replicas", REPLICAS),
+        ("clipped_one", "clipped_replicas", REPLICAS),
+        ("transformer_four", "transformer_replicas", REPLICAS),
+        ("resnet_four", "resnet_replicas", REPLICAS),
+    ],
+)
+def test_sharded_processes_have_the_numbers_of_one(runs, one, run, kind):
     assert_launches(runs / one, ONE)
-    assert_launches(runs / sharded, SHARDED)
-    assert_same(runs / one, runs / sharded)
+    assert_launches(runs / run, kind)
+    assert_same(runs / one, runs / run)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["sharded", "resnet", "transformer"])
+@pytest.mark.parametrize("run", ["sharded", "resnet", "transformer", "replicas", "resnet_replicas"])
 def test_a_sharded_run_resumes_bit_by_bit(runs, run):
-    again = runs / f"{run}_again"
-    assert_launches(again, SHARDED, SHARDED)
+    again, kind = runs / f"{run}_again", REPLICAS if "replicas" in run else SHARDED
+    assert_launches(again, kind, kind)
     assert run_reader.final_models(again) == run_reader.final_models(runs / run)
 
 
@@ -155,6 +181,8 @@ def test_a_sharded_run_resumes_bit_by_bit(runs, run):
         ("one", "ddp", (SHARDED, DDP)),
         ("one", "sharded_last", (SHARDED, DDP, SHARDED)),
         ("resnet_one", "resnet_one_to_sharded", (ONE, SHARDED)),
+        ("one", "replicas_to_ddp", (SHARDED, REPLICAS, DDP)),
+        ("one", "replicas_to_sharded", (SHARDED, REPLICAS, SHARDED)),
     ],
 )
 def test_a_checkpoint_goes_on_with_and_without_shards(runs, one, run, kinds):
@@ -233,7 +261,7 @@ REFUSED_UNDER_FSDP = {
     "average of a model that is whole": "call shard(accelerator, average.module) after prepare",
     "average by torch": "use shard and update_average",
     "copied after": "copy it before prepare",
-    "lbfgs": "use DDP, or sizes that the number of processes divides",
+    "lbfgs": "use DDP, or sizes that the number of shards divides",
 }
 
 

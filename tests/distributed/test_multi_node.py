@@ -62,6 +62,43 @@ def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_m
     compare(one_process, again)
 
 
+HSDP = {"config": "hsdp", "processes": 4, "launch_flags": ["--parallelism_config_dp_shard_size", 2]}
+
+
+@pytest.mark.slow
+def test_a_replica_on_each_machine_trains_the_model_of_one_process_also_after_a_kill(
+    hosts, one_process, small_mnist, tmp_path
+):
+    flags = [*FLAGS, "--dataset", small_mnist, "--checkpoint_every", 1, "--output_dir", "run", "--resume"]
+    running = hosts.launch(*flags, **HSDP)
+    hosts.wait_for("step 10/48")
+    hosts.kill(1)
+    assert 0 not in hosts.ends(running)[0], hosts.tails()
+    running = hosts.launch(*flags, **HSDP)
+    assert hosts.ends(running)[0] == [0, 0], hosts.tails()
+    run = hosts.folder / "run"
+    compare(one_process, run)
+    launches = run_reader.launches(run)
+    assert len(launches) == 2
+    assert 5 < launches[1]["from_step"] < 48
+    assert {launch["distributed_type"] for launch in launches} == {"HSDP 2 x 2"}
+    assert [each["host"] for each in launches[1]["processes"]] == ["alpha", "alpha", "beta", "beta"]
+    last = run_reader.last_checkpoint(run)
+    assert {file.name for file in last.glob("model*")} == {"model.safetensors", "model.rank_1.safetensors"}
+
+
+@pytest.mark.slow
+def test_replicas_on_machines_without_one_folder_are_refused_before_the_first_step(hosts, small_mnist, tmp_path):
+    folders = [tmp_path / "on" / name for name in NAMES]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    flags = [*FLAGS, "--dataset", small_mnist, "--output_dir", "run"]
+    running = hosts.launch(*flags, each=[{"cwd": folder} for folder in folders], **HSDP)
+    assert 0 not in hosts.ends(running)[0], hosts.tails()
+    assert "rank 2 does not see run: the machines of a run with a sharded or split model need one" in hosts.tails()
+    assert "train epoch" not in hosts.log(0)
+
+
 @pytest.mark.slow
 def test_torchrun_starts_it_too(hosts, one_process, small_mnist):
     """One process on each machine, so that what torchrun is told differs from the test above in

@@ -45,7 +45,7 @@ def train(flags):
     return 0
 
 
-def start(world, folder, flags):
+def start(world, folder, flags, shards=None):
     """The ranks of a run, each in a child of this process; what they print goes to `folder`/log. Returns their ids."""
     port, children = free_port(), []
     for rank in range(world):
@@ -55,6 +55,10 @@ def start(world, folder, flags):
             continue
         try:
             os.environ.update(ENVIRONMENT, MASTER_PORT=str(port))
+            if shards:
+                os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+                os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(world // shards)
+                os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(shards)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
             log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
@@ -89,16 +93,16 @@ def ended(children, seconds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-def test_kills_of_random_ranks_change_nothing(world, tmp_path, small_mnist, home):
+@pytest.mark.parametrize(("world", "shards"), [(2, None), (3, None), (4, 2)])
+def test_kills_of_random_ranks_change_nothing(world, shards, tmp_path, small_mnist, home):
     rng, run, log = random.Random(world), tmp_path / "run", tmp_path / "log"
     flags = ["--dataset", small_mnist, *FLAGS]
-    codes, _ = ended(start(world, tmp_path, [*flags, "--output_dir", tmp_path / "whole"]), 120)
+    codes, _ = ended(start(world, tmp_path, [*flags, "--output_dir", tmp_path / "whole"], shards), 120)
     assert set(codes.values()) == {0}, log.read_text()[-3000:]
     kills = unfinished = 0
     while True:
         starts = log.read_text().count("\noutput ")
-        children = start(world, tmp_path, [*flags, "--output_dir", run, "--resume"])
+        children = start(world, tmp_path, [*flags, "--output_dir", run, "--resume"], shards)
         until = time.monotonic() + 120
         while log.read_text().count("\noutput ") == starts and time.monotonic() < until:
             time.sleep(0.01)
@@ -133,7 +137,7 @@ def test_kills_of_random_ranks_change_nothing(world, tmp_path, small_mnist, home
     last = [run_reader.last_checkpoint(each) for each in (run, whole)]
     files = [{file.name: run_reader.sha256(file) for file in each.glob("*.safetensors")} for each in last]
     assert files[0] == files[1]
-    assert len(files[0]) == 1 + 2 * world
+    assert len(files[0]) == 1 + 2 * (shards or world)  # the first replica's
     assert run_reader.lines(run) == run_reader.lines(whole)
     assert not list((run / "checkpoints").glob(".part_*"))
 

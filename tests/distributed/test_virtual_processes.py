@@ -70,9 +70,10 @@ def test_a_power_of_two_of_processes_sends_one_sum_each():
 class OneRank:
     """What GradientSum, TreeSum and ShardSum use of an Accelerator, on one of several threads."""
 
-    def __init__(self, rank, world_size, number, kind="NO"):
+    def __init__(self, rank, world_size, number, kind="NO", shards=None):
         self.distributed_type = DistributedType(kind)
         self.process_index, self.num_processes = rank, world_size
+        self.shards = shards or (world_size if kind == "FSDP" else 1)
         self.virtual_processes = number
         self.gradient_accumulation_steps = len(vp.own_logical_ranks(self))
         self.device, self.init_handler, self.step = torch.device("cpu"), None, 0
@@ -86,14 +87,21 @@ class OneRank:
 def tree_threads(threads, monkeypatch):
     """`threads` with the collectives that TreeSum uses."""
 
+    def exchange(mine, group):
+        """What the threads of a group have, and the place of this one. None: all threads."""
+        ranks = range(len(threads.rounds)) if group is None else group
+        everyone = threads.exchange(mine)
+        return [everyone[rank] for rank in ranks], ranks.index(threads.here.rank)
+
     def all_to_all_single(output, sent, output_split_sizes=None, input_split_sizes=None, group=None):
-        sizes = input_split_sizes or len(sent) // len(threads.rounds)
-        parts = [split[threads.here.rank] for split in threads.exchange(sent.split(sizes))]
+        sizes = input_split_sizes or len(sent) // len(group or threads.rounds)
+        splits, place = exchange(sent.split(sizes), group)
+        parts = [split[place] for split in splits]
         assert output_split_sizes in (None, [len(part) for part in parts])
         output.copy_(torch.cat(parts))
 
-    def all_gather_into_tensor(output, mine):
-        output.copy_(torch.cat(threads.exchange(mine)))
+    def all_gather_into_tensor(output, mine, group=None):
+        output.copy_(torch.cat(exchange(mine, group)[0]))
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather_into_tensor)
@@ -111,9 +119,9 @@ def test_sums_are_the_same_bits_on_any_number_of_processes(tree_threads, number,
     leaves = random_leaves(number, size)
 
     def total(rank, world_size):
-        tree = vp.TreeSum(OneRank(rank, world_size, number, kind))
-        nodes = []
-        for leaf in tree.logical_ranks:
+        accelerator, nodes = OneRank(rank, world_size, number, kind), []
+        tree = vp.TreeSum([vp.own_logical_ranks(accelerator, other) for other in range(world_size)])
+        for leaf in vp.own_logical_ranks(accelerator):
             tree_push(nodes, Node(leaf, 1, leaves[leaf].clone()), torch.Tensor.add_)
         return tree.total(nodes)
 
@@ -136,37 +144,48 @@ def tree_sum(leaves):
     return tree_total(nodes, torch.Tensor.add_)
 
 
-@pytest.mark.parametrize(("world_size", "number"), [(2, 4), (2, 8), (2, 14), (3, 6), (3, 12), (4, 12), (5, 20)])
-def test_shards_are_added_in_the_order_of_the_tree_and_stay_shards(tree_threads, world_size, number):
+SIZES = [(2, 4), (2, 8), (2, 14), (3, 6), (3, 12), (4, 12), (5, 20)]
+HSDP = [(4, 4, 2), (4, 8, 2), (4, 12, 2), (6, 12, 3), (6, 18, 2), (8, 16, 4)]
+
+
+@pytest.mark.parametrize(("world_size", "number", "shards"), [*((*size, size[0]) for size in SIZES), *HSDP])
+def test_shards_are_added_in_the_order_of_the_tree_and_stay_shards(tree_threads, world_size, number, shards):
     size = 7  # of a shard
-    leaves = random_leaves(number, world_size * size)
+    leaves = random_leaves(number, shards * size)
     leaves[:, ::3] = -0.0
+    # Of each replica's micro-batches, the first ones of its processes.
+    late = leaves.clone()
+    starts = range(0, number, number * shards // world_size)
+    firsts = [start + shard for start in starts for shard in range(shards)]
+    late[firsts] = 0
 
     def run(rank):
-        accelerator = OneRank(rank, world_size, number, "FSDP")
+        accelerator = OneRank(rank, world_size, number, "FSDP", shards)
+        groups = {"replicas": range(rank % shards, world_size, shards)}
+        accelerator.mesh = SimpleNamespace(get_group=groups.get)
+        own = range(rank - rank % shards, rank - rank % shards + shards)
         shard_sum, result = vp.ShardSum(accelerator), []
         for step in range(4):
-            for leaf in range(rank, number, world_size):
+            for leaf in vp.own_logical_ranks(accelerator):
                 accelerator.step += 1
                 if step == 1 and accelerator.sync_gradients:
                     continue  # an unfinished step, which must not count in the next one
-                if step == 3 and leaf < world_size:
+                if step == 3 and leaf in firsts and number > world_size:
                     continue  # no gradients: as zeros
                 output = torch.full((size,), math.nan)
-                shard_sum(output, leaves[leaf].clone(), None, None)
+                shard_sum(output, leaves[leaf].clone(), own, None)
                 held = sum(node.value.untyped_storage().nbytes() for node in shard_sum.nodes)
                 assert held <= (math.log2(number) + 1) * output.nbytes
             result.append(output)
         with pytest.raises(RuntimeError, match="one backward pass per micro-batch"):
-            shard_sum(output, leaves[0], None, None)
+            shard_sum(output, leaves[0], own, None)
         return torch.stack(result)
 
     parts = tree_threads.run(world_size, run)
-    late = leaves.clone()
-    late[:world_size] = 0
-    for step, expected in ((0, leaves), (2, leaves), (3, late)):
-        found = torch.cat([part[step] for part in parts])
-        assert found.numpy().tobytes() == tree_sum(expected).numpy().tobytes()
+    for step, expected in ((0, leaves), (2, leaves), (3, late if number > world_size else leaves)):
+        for replica in range(0, world_size, shards):
+            found = torch.cat([part[step] for part in parts[replica : replica + shards]])
+            assert found.numpy().tobytes() == tree_sum(expected).numpy().tobytes()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -181,10 +200,11 @@ def test_the_norm_for_clipping_has_the_same_bits_however_rows_are_sharded(thread
 
     expected = vp.total_norm(OneRank(0, 1, 4), plain[: len(gradients) - 1])
     monkeypatch.setattr(vp, "own_rows", lambda gradient: gradient.rows)
+    monkeypatch.setattr(dist, "all_reduce", lambda sums, group: sums.copy_(sum(threads.exchange(sums.clone()))))
 
     def norm(rank):
         accelerator = OneRank(rank, world_size, 4, "FSDP")
-        accelerator.reduce = lambda tensor, _: sum(threads.exchange(tensor))
+        accelerator.mesh = SimpleNamespace(get_group=lambda _: None)
         sharded = []
         for gradient in gradients[:-1]:  # FSDP does not shard a scalar
             parts = [*gradient.chunk(world_size), *[gradient[:0]] * world_size]  # of 1 row, the others have none
@@ -226,7 +246,7 @@ def test_gradients_of_a_bare_model_are_added_in_the_tree_also_where_some_are_mis
     accelerator = OneRank(0, 1, 4)
     first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     model = nn.ParameterList([first, second])
-    gradients = vp.GradientSum(model, vp.TreeSum(accelerator))
+    gradients = vp.GradientSum(model, accelerator)
     leaves = torch.tensor([[1e8, 1.0, -0.0], [1.0, 1e-8, -0.0], [-1e8, 1e8, -0.0], [1.0, 3.0, -0.0]])
     for _ in range(2):
         for step, leaf in enumerate(leaves):
@@ -247,7 +267,7 @@ def test_gradients_of_a_bare_model_are_added_in_the_tree_also_where_some_are_mis
 def test_a_micro_batch_without_any_gradient_keeps_its_place_in_the_tree():
     accelerator = OneRank(0, 1, 8)
     parameter = nn.Parameter(torch.zeros(100))
-    gradients = vp.GradientSum(nn.ParameterList([parameter]), vp.TreeSum(accelerator))
+    gradients = vp.GradientSum(nn.ParameterList([parameter]), accelerator)
     leaves = list(torch.randn(8, 100, generator=torch.Generator().manual_seed(0)))
     for number, leaf in enumerate(leaves):
         accelerator.step += 1
@@ -266,7 +286,7 @@ def test_one_process_of_torchrun_has_the_bits_of_a_model_without_ddp():
         torch.manual_seed(0)
         accelerator, model = OneRank(0, 1, 4), nn.Linear(3, 2)
         wrapped = wrap(model)
-        gradients = vp.GradientSum(wrapped, vp.TreeSum(accelerator))
+        gradients = vp.GradientSum(wrapped, accelerator)
         for micro_batch in inputs:
             accelerator.step += 1
             wrapped(micro_batch).square().sum().backward()
@@ -300,7 +320,7 @@ def test_a_shard_that_only_some_steps_use_has_no_gradient_in_the_others():
         accelerator.reduce = lambda tensor, _: tensor
         model = Rarely()
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        gradients = vp.ShardedGradientSum(model, vp.TreeSum(accelerator))
+        gradients = vp.ShardedGradientSum(model, accelerator)
         for uses_rare in (True, False, True):
             for _ in range(accelerator.gradient_accumulation_steps):
                 accelerator.step += 1
@@ -358,7 +378,7 @@ def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused(step):
     """Also in the last micro-batch of a step, after which the sum is in the parameters."""
     accelerator = OneRank(0, 1, 2)
     model = nn.Linear(2, 1)
-    gradients = vp.GradientSum(model, vp.TreeSum(accelerator))
+    gradients = vp.GradientSum(model, accelerator)
     for accelerator.step in range(1, step + 1):
         gradients.prepare()
         model(torch.ones(1, 2)).sum().backward()
@@ -466,7 +486,7 @@ SHARDED = {
     # The last of 3 steps an epoch has 4 samples.
     "sometimes": ["--virtual_processes", 12, "--idle", -1, "--batch_size", 28],
 }
-CHAIN = [("cpu_fsdp", 2), ("cpu_ddp", 3), ("cpu_fsdp", 4), ("cpu_fsdp", 3), ("cpu_fsdp", 1)]
+CHAIN = [("cpu_fsdp", 2), ("cpu_ddp", 3), ("cpu_hsdp", 4), ("cpu_fsdp", 3), ("cpu_fsdp", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -502,7 +522,7 @@ def test_shards_have_the_bits_of_one_process(sharded, name, other):
     assert found == expected
     kinds = [(each["distributed_type"], each["num_processes"]) for each in run_reader.launches(sharded / name / other)]
     assert len(kinds) == (6 if other == "chain_5" else 1)
-    assert kinds[-1][0] == ("MULTI_CPU" if "ddp" in other else "FSDP")
+    assert kinds[-1][0] == {"cpu_ddp_3": "MULTI_CPU", "cpu_hsdp_4": "HSDP 2 x 2"}.get(other, "FSDP")
 
 
 @needs_torch("2.13")

@@ -14,8 +14,8 @@ from conftest import CONFIGS, ROOT, free_port
 
 from utils import topology
 
-ON_CPUS = {"cpu", "cpu_ddp", "cpu_fsdp"}
-NAMES = {*ON_CPUS, "single_gpu", "dp", "ddp", "multi_node", "fsdp"}
+ON_CPUS = {"cpu", "cpu_ddp", "cpu_fsdp", "cpu_hsdp"}
+NAMES = {*ON_CPUS, "single_gpu", "dp", "ddp", "multi_node", "fsdp", "hsdp"}
 
 
 def test_all_topologies_are_there_and_explained():
@@ -34,7 +34,7 @@ def test_config_is_accepted_and_its_header_command_parses(path):
         options, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(shlex.split(command)))
         assert options.config_file == f"accelerate_configs/{path.name}"
         assert (ROOT / options.training_script).is_file()
-        assert defaults.num_processes in (1, 2, 8, "gpu")
+        assert defaults.num_processes in (1, 2, 4, 8, "gpu")
 
 
 def launched_environment(name: str) -> dict[str, str]:
@@ -48,7 +48,8 @@ def launched_environment(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "visible"), [("single_gpu", "0"), ("dp", None), ("ddp", None), ("multi_node", None), ("fsdp", None)]
+    ("name", "visible"),
+    [("single_gpu", "0"), *((name, None) for name in ("dp", "ddp", "multi_node", "fsdp", "hsdp"))],
 )
 def test_a_process_sees_the_first_gpu_alone_or_all_of_them(name, visible, monkeypatch):
     """Several GPUs in one process would be DataParallel, and one GPU would make dp.yaml another single_gpu.yaml."""
@@ -56,7 +57,9 @@ def test_a_process_sees_the_first_gpu_alone_or_all_of_them(name, visible, monkey
     assert launched_environment(name).get("CUDA_VISIBLE_DEVICES") == visible
 
 
-@pytest.mark.parametrize(("name", "large"), [("fsdp", 100_000), ("cpu_fsdp", 10_000)])
+@pytest.mark.parametrize(
+    ("name", "large"), [("fsdp", 100_000), ("cpu_fsdp", 10_000), ("hsdp", 100_000), ("cpu_hsdp", 10_000)]
+)
 def test_fsdp_frees_gathered_parameters_and_shards_large_modules_each_on_its_own(monkeypatch, name, large):
     for variable, value in launched_environment(name).items():
         monkeypatch.setenv(variable, value)

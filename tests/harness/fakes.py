@@ -10,6 +10,7 @@ def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no
     """Its collectives return what this rank has: the others have zeros. more: other attributes, by their names."""
     attributes = {
         "num_processes": processes,
+        "shards": processes if kind == "FSDP" else 1,
         "process_index": rank,
         "is_main_process": rank == 0,
         "device": torch.device(device),

@@ -57,7 +57,17 @@ class Hosts:
         self.processes.append(process)
         return process
 
-    def launch(self, *flags, launch_flags=(), each=({}, {}), only=(0, 1), processes=2, script=None, **environment):
+    def launch(
+        self,
+        *flags,
+        config="multi_node",
+        launch_flags=(),
+        each=({}, {}),
+        only=(0, 1),
+        processes=2,
+        script=None,
+        **environment,
+    ):
         """`accelerate launch` of a script on both hosts.
 
         Args:
@@ -68,7 +78,7 @@ class Hosts:
         for host in only:
             own = each[host]
             command = [sys.executable, "-m", "accelerate.commands.launch"]
-            command += ["--config_file", ROOT / "accelerate_configs" / "multi_node.yaml", "--machine_rank", host]
+            command += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--machine_rank", host]
             command += ["--main_process_ip", ADDRESSES[0], "--main_process_port", port, "--num_processes", processes]
             command += ["--gpu_ids=-1,-1", *launch_flags, *own.get("launch_flags", ())]
             command += [script or ROOT / "scripts" / "mnist_mlp.py", *flags, *own.get("flags", ())]

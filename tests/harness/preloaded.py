@@ -38,7 +38,7 @@ IMPORTS = [
 # Variables that no import reads. With any other one changed, a fresh interpreter is needed. A run in the process of the
 # tests leaves the last three.
 READ_LATER = ("ACCELERATE_", "CUDA_VISIBLE_DEVICES", "FSDP_", "LOCAL_", "MASTER_", "PYTEST_", "RANK", "WORLD_SIZE")
-READ_LATER += ("CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR")
+READ_LATER += ("PARALLELISM_CONFIG_", "CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR")
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(IMPORTS)

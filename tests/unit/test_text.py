@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -423,3 +424,9 @@ def test_a_missing_tokenizers_is_one_sentence(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module("utils.datasets.text")
     assert "needs the package tokenizers: pip install -r scripts/requirements.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
+def test_a_token_has_two_bytes_while_all_ids_fit(size, dtype):
+    assert text.dtype_of(SimpleNamespace(get_vocab_size=lambda: size)) == dtype
+    assert np.iinfo(dtype).max >= size - 1

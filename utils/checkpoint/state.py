@@ -204,8 +204,8 @@ def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This process's rows of a sharded tensor, and the first of them; or the whole of any other tensor, and 0."""
     if not is_sharded(tensor):
         return tensor, 0
-    mesh = tensor.device_mesh
-    first = mesh.get_local_rank() * math.ceil(len(tensor) / mesh.size())  # as torch.chunk
+    mesh = tensor.device_mesh  # its last dimension; under HSDP the first is that of the replicas
+    first = mesh.get_local_rank(mesh.ndim - 1) * math.ceil(len(tensor) / mesh.shape[-1])  # as torch.chunk
     return tensor.to_local(), min(first, len(tensor))
 
 

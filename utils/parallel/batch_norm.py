@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from .virtual_processes import Node, TreeSum, current_logical_rank, tree_push
+from .virtual_processes import Node, current_logical_rank, tree_over_all, tree_push
 
 
 class BatchNorms:
@@ -46,7 +46,7 @@ class BatchNorms:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 module.broadcast_buffers = False
-        self.tree = TreeSum(accelerator) if accelerator.virtual_processes else None
+        self.tree = tree_over_all(accelerator) if accelerator.virtual_processes else None
         self.sums = []  # over the micro-batches of this step, as nodes of the tree
 
     @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""FSDP2 (fsdp.yaml, cpu_fsdp.yaml): making and averaging models whose parameters are sharded over the processes."""
+"""FSDP2 and HSDP (fsdp.yaml, hsdp.yaml, ...): making and averaging models whose parameters are sharded over processes.
+
+Under HSDP, each machine, or part of it, has a replica of the model, which is sharded over its processes.
+"""
 
 import dataclasses
 import zlib
@@ -63,8 +66,8 @@ def train_shards(optimizer: Optimizer) -> None:
     """Replace the parameters of an optimizer by their shards."""
     for group in optimizer.param_groups:
         group["params"][:] = shards_of(group["params"])
-        if isinstance(optimizer, torch.optim.LBFGS) and any(len(p) % p.device_mesh.size() for p in group["params"]):
-            stop("LBFGS cannot join shards of unequal size: use DDP, or sizes that the number of processes divides")
+        if isinstance(optimizer, torch.optim.LBFGS) and any(len(p) % p.device_mesh.shape[-1] for p in group["params"]):
+            stop("LBFGS cannot join shards of unequal size: use DDP, or sizes that the number of shards divides")
 
 
 def supports_fused_step(accelerator: Accelerator) -> bool:
@@ -108,7 +111,6 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if isinstance(model, FSDPModule):
@@ -121,7 +123,8 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     for key in [key for key, value in is_set.items() if value]:
         stop(f"fsdp_{key}: true in the config file does not work with this script and device: set it to false")
     options = {
-        "mesh": init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
+        # Virtual processes add gradients between the replicas, too.
+        "mesh": accelerator.mesh["shards"] if accelerator.virtual_processes else accelerator.mesh,
         "reshard_after_forward": plugin.reshard_after_forward,
         "offload_policy": plugin.cpu_offload,
     }

@@ -12,7 +12,8 @@ completes the tree on its slice and sends the result to all (all-gather). If P d
 this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums.
 
 Under FSDP, each process computes every P-th micro-batch, and receives its slice of each one's gradients, which is as
-much traffic as the reduce-scatter of FSDP. The sums of the tree stay sharded.
+much traffic as the reduce-scatter of FSDP. The sums of the tree stay sharded. Under HSDP, each replica does so with
+consecutive micro-batches, and the replicas complete the tree as the processes of DDP do.
 
 Source: EasyScale, M. Li et al., SC 2023, https://arxiv.org/abs/2208.14228, which trains with a fixed number of logical
 workers; the tree makes it irrelevant which process computes them.
@@ -83,8 +84,7 @@ def check_fsdp(accelerator: Accelerator, number: int) -> None:
 def own_logical_ranks(accelerator: Accelerator, rank: int | None = None) -> range:
     """The logical ranks of process `rank`; None: this one."""
     rank = accelerator.process_index if rank is None else rank
-    strided = accelerator.distributed_type == DistributedType.FSDP
-    return logical_ranks(rank, accelerator.num_processes, accelerator.virtual_processes, strided)
+    return logical_ranks(rank, accelerator.num_processes, accelerator.virtual_processes, accelerator.shards)
 
 
 def current_logical_rank(accelerator: Accelerator) -> int:
@@ -121,8 +121,8 @@ def tree_total(nodes: list[Node], add: Callable) -> Any:
     return total
 
 
-def partial_sums(logical_ranks: range) -> list[Node]:
-    """The nodes, without values, that a process with these logical ranks sends."""
+def partial_sums(logical_ranks: Iterable[int]) -> list[Node]:
+    """The nodes, without values, that are made of these logical ranks."""
     nodes = []
     for logical_rank in logical_ranks:
         tree_push(nodes, Node(logical_rank, 1, None), lambda left, right: None)
@@ -130,14 +130,16 @@ def partial_sums(logical_ranks: range) -> list[Node]:
 
 
 class TreeSum:
-    """Adds up tensors over all virtual processes, on every real process. Collective."""
+    """Adds up tensors over all virtual processes, on every process of a group. Collective.
 
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.world_size = accelerator.num_processes
-        self.logical_ranks = own_logical_ranks(accelerator)
-        ranks = [own_logical_ranks(accelerator, rank) for rank in range(self.world_size)]
-        self.nodes_of_ranks = [partial_sums(logical_ranks) for logical_ranks in ranks]
+    Args:
+        logical_ranks: those that each process of the group has.
+        group: None: all processes.
+    """
+
+    def __init__(self, logical_ranks: list[Iterable[int]], group: dist.ProcessGroup | None = None):
+        self.world_size, self.group = len(logical_ranks), group
+        self.nodes_of_ranks = [*map(partial_sums, logical_ranks)]
 
     def total(self, nodes: list[Node]) -> torch.Tensor:
         """The sum over all logical ranks; `nodes` are this process's, flat tensors of one size. Collective."""
@@ -158,6 +160,7 @@ class TreeSum:
             sent.flatten(),
             output_split_sizes=[count * size for count in counts],
             input_split_sizes=[len(nodes) * size] * self.world_size,
+            group=self.group,
         )
         expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
         leaves = [node._replace(value=part) for node, part in zip(expected, received.split(size), strict=True)]
@@ -165,8 +168,13 @@ class TreeSum:
         for node in sorted(leaves, key=lambda node: node.start):
             tree_push(sums, node, torch.Tensor.add_)
         result = sent.new_empty(self.world_size * size)
-        dist.all_gather_into_tensor(result, tree_total(sums, torch.Tensor.add_))
+        dist.all_gather_into_tensor(result, tree_total(sums, torch.Tensor.add_), group=self.group)
         return result[:length]
+
+
+def tree_over_all(accelerator: Accelerator) -> TreeSum:
+    """The TreeSum over all processes."""
+    return TreeSum([own_logical_ranks(accelerator, rank) for rank in range(accelerator.num_processes)])
 
 
 class GradientSum:
@@ -176,8 +184,9 @@ class GradientSum:
     moved back. DDP does not all-reduce.
     """
 
-    def __init__(self, model: nn.Module, tree: TreeSum):
-        self.tree, self.accelerator, self.collected_at = tree, tree.accelerator, None
+    def __init__(self, model: nn.Module, accelerator: Accelerator):
+        self.accelerator, self.collected_at = accelerator, None
+        self.tree = tree_over_all(accelerator)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buckets = buckets(self.parameters)
         if isinstance(model, DistributedDataParallel):
@@ -187,7 +196,7 @@ class GradientSum:
 
     def _begin_step(self) -> None:
         self.nodes = []  # of {parameter: gradient}; a missing gradient is zero
-        self.next_rank = self.tree.logical_ranks[0]
+        self.next_rank = own_logical_ranks(self.accelerator)[0]
 
     def prepare(self) -> None:
         """Call it before each backward pass."""
@@ -262,18 +271,22 @@ def views(values: torch.Tensor, bucket: list[nn.Parameter]) -> dict[nn.Parameter
 
 
 class ShardSum:
-    """FSDP's reduce-scatter of one module's gradients, in the order of the tree.
+    """FSDP's reduce-scatter of one module's gradients, in the order of the tree; with HSDP, its all-reduce as well.
 
-    Each process receives one slice of the gradients of all: the next leaves. Sums stay sharded between micro-batches:
-    up to log2(V) + 1 slices.
+    Each process receives one slice of the gradients of its replica's processes: the next leaves. Sums stay sharded
+    between micro-batches: up to log2(V) + 1 slices.
     """
 
     def __init__(self, accelerator: Accelerator):
-        self.accelerator, self.called_at = accelerator, None
+        self.accelerator, self.called_at, shards = accelerator, None, accelerator.shards
+        firsts = [own_logical_ranks(accelerator, rank) for rank in range(0, accelerator.num_processes, shards)]
+        self.leaves = firsts[accelerator.process_index // shards]  # the first one of each micro-batch
+        all_leaves = [[leaf for first in replica for leaf in range(first, first + shards)] for replica in firsts]
+        self.tree = TreeSum(all_leaves, accelerator.mesh.get_group("replicas") if len(firsts) > 1 else None)
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self.nodes, self.next_leaf = [], 0
+        self.nodes, self.micro_batches = [], 0
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -284,18 +297,19 @@ class ShardSum:
         if self.called_at == accelerator.step:
             refuse_second_backward()
         self.called_at = accelerator.step
-        first = current_logical_rank(accelerator) - accelerator.process_index
-        if first < self.next_leaf:  # the last step had no backward pass in its last micro-batch
+        micro_batch = (accelerator.step - 1) % len(self.leaves)
+        if micro_batch < self.micro_batches:  # the last step had no backward pass in its last micro-batch
             self._begin_step()
-        for skipped in range(self.next_leaf, first):
-            tree_push(self.nodes, Node(skipped, 1, torch.zeros_like(output_tensor)), torch.Tensor.add_)
+        for skipped in self.leaves[self.micro_batches : micro_batch]:
+            for leaf in range(skipped, skipped + accelerator.shards):
+                tree_push(self.nodes, Node(leaf, 1, torch.zeros_like(output_tensor)), torch.Tensor.add_)
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
+        first, self.micro_batches = self.leaves[micro_batch], micro_batch + 1
         for leaf, value in enumerate(received.split(len(output_tensor)), first):
             tree_push(self.nodes, Node(leaf, 1, value), torch.Tensor.add_)
-        self.next_leaf = first + accelerator.num_processes
         if accelerator.sync_gradients:
-            output_tensor.copy_(tree_total(self.nodes, torch.Tensor.add_))
+            output_tensor.copy_(self.tree.total(self.nodes))
             self._begin_step()
         else:  # sums that begin here lie in `received`, which would stay in memory whole
             self.nodes = [n if n.start < first else n._replace(value=n.value.clone()) for n in self.nodes]
@@ -304,8 +318,8 @@ class ShardSum:
 class ShardedGradientSum:
     """As GradientSum, for a model sharded over several processes."""
 
-    def __init__(self, model: nn.Module, tree: TreeSum):
-        self.accelerator, self.collected_at = tree.accelerator, None
+    def __init__(self, model: nn.Module, accelerator: Accelerator):
+        self.accelerator, self.collected_at = accelerator, None
         self.sums, self.parameters, self.used = [], [], set()
         model.set_reduce_scatter_unused_params(True)  # as zeros: each process sends as much
         for module in [module for module in model.modules() if isinstance(module, FSDPModule)]:
@@ -374,13 +388,12 @@ def sum_gradients_by_tree(
     for optimizer in optimizers if accelerator.device.type == "cpu" else ():
         unfuse(optimizer)
     before = bits_of_buffers(models)
-    tree = TreeSum(accelerator)
     sums = []
     for model in models:
         model = model._orig_mod if is_compiled_module(model) else model  # by dynamo_config
         if any(parameter.requires_grad for parameter in model.parameters()):
-            is_sharded = tree.world_size > 1 and isinstance(model, FSDPModule)
-            sums.append((ShardedGradientSum if is_sharded else GradientSum)(model, tree))
+            is_sharded = accelerator.num_processes > 1 and isinstance(model, FSDPModule)
+            sums.append((ShardedGradientSum if is_sharded else GradientSum)(model, accelerator))
     accumulation = accelerator.gradient_accumulation_steps
 
     @contextlib.contextmanager
@@ -461,7 +474,7 @@ def total_norm(accelerator: Accelerator, parameters: list[nn.Parameter]) -> torc
         sums[-1][first : first + len(squares)] = add_columns(squares)
     sums = torch.cat(sums)
     if any(map(is_sharded, gradients)):  # zeros and one number each, so the order does not matter
-        sums = accelerator.reduce(sums, "sum")
+        dist.all_reduce(sums, group=accelerator.mesh.get_group("shards"))
     return add_columns(sums[None]).sqrt()[0]
 
 

@@ -1,0 +1,46 @@
+"""mlp.py with a mistake between the replicas of HSDP, by --mistake: they begin with different weights, or the shards of
+one do not receive the gradients of the others."""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.programs import mlp
+from utils.launch import TrainingAccelerator
+
+MISTAKE = sys.argv[sys.argv.index("--mistake") + 1 :][0]
+mesh = TrainingAccelerator.mesh.func
+
+
+class OtherWeights(mlp.MLP):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        accelerator = TrainingAccelerator()
+        with torch.no_grad():
+            self.fc2.weight[-1, -1] += accelerator.process_index // accelerator.shards
+
+
+class WithoutReplicas:
+    """TrainingAccelerator.mesh of a replica alone."""
+
+    def __get__(self, accelerator, _=None):
+        found = accelerator.__dict__.setdefault("found", mesh(accelerator))
+        return found["shards"]
+
+
+def main():
+    del sys.argv[sys.argv.index("--mistake") :]
+    if MISTAKE == "weights":
+        with mock.patch.object(mlp, "MLP", OtherWeights):
+            mlp.main()
+    else:
+        with mock.patch.object(TrainingAccelerator, "mesh", WithoutReplicas()):
+            mlp.main()
+
+
+if __name__ == "__main__":
+    main()
