@@ -26,6 +26,7 @@ from accelerate.utils import (
     patch_environment,
     set_seed,
 )
+from torch import distributed
 
 from . import memory
 from .agree import same_on_all
@@ -75,7 +76,12 @@ class TrainingAccelerator(Accelerator):
 
         sizes = {"replicas": self.num_processes // self.shards, "shards": self.shards}
         names = tuple(name for name in sizes if name == "shards" or sizes[name] > 1)
-        return init_device_mesh(self.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        mesh = init_device_mesh(self.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        # New groups have a default timeout of up to 30 minutes. Before torch 2.14 the function had another name.
+        set_timeout = getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout
+        for group in mesh.get_all_groups():
+            set_timeout(self.init_handler.timeout, group)
+        return mesh
 
     def backward(self, loss, **kwargs):
         if self.is_fsdp2 and kwargs.get("inputs") is not None:
@@ -271,8 +277,8 @@ def attach_to_process(args: argparse.Namespace):
 def abort_process_group() -> None:
     """End the process group of a run that failed, without waiting for other ranks; otherwise NCCL prints a warning."""
     with contextlib.suppress(Exception):  # there is none after a run that succeeded
-        groups = [*torch.distributed.distributed_c10d._world.pg_names]
-        torch.distributed.distributed_c10d._abort_process_group()
+        groups = [*distributed.distributed_c10d._world.pg_names]
+        distributed.distributed_c10d._abort_process_group()
         for group in groups:
             group.shutdown()
 

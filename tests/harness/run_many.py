@@ -122,6 +122,8 @@ def check_shards() -> None:
                 held = sum(parameter.to_local().numel() for parameter in model.parameters())
                 part = sum(parameter.numel() for parameter in model.parameters()) / self.shards
                 assert 0.6 * part < held < 1.4 * part, (held, part)
+        for group in self.mesh.get_all_groups():
+            assert group._get_backend(self.device).options._timeout == self.init_handler.timeout
         return prepared
 
     TrainingAccelerator.prepare = prepare_and_check
