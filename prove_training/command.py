@@ -31,7 +31,12 @@ def module_file(name: str) -> Path | None:
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="prove_training", description=WHAT, epilog=CODES, allow_abbrev=False)
     add = parser.add_argument
-    add("--processes", type=process_counts, default=(2, 3), metavar="N,N", help="to compare with one (default: 2,3)")
+    add(
+        "--processes",
+        type=process_counts,
+        metavar="N,N",
+        help="to compare with one (default: 2,3; on a device mesh of two dimensions, as many as it has, or 4)",
+    )
     add("--resume_flags", metavar="FLAGS", help='flags with which the script resumes, "" if it does so by itself')
     add("--timeout_s", type=float, default=60, metavar="X", help="limit of each run in seconds (default: 60)")
     add("--json", action="store_true", help="print the report as JSON")

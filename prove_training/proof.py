@@ -150,10 +150,11 @@ class Proof:
         self.reference = reference = outcome.records[0]
         if reason := single.cannot_judge(reference):
             raise CannotTell(reason)
+        self.processes = self.args.processes or ((reference.facts.mesh,) if reference.facts.mesh else (2, 3))
         self._begin(reference.facts)
         self.report.line("1 process", f"{plural(len(reference.steps), 'step')}, the reference")
         self.report.add("", single.findings(reference))
-        if all(map(self._compare, self.args.processes)) and not self.report.findings:
+        if all(map(self._compare, self.processes)) and not self.report.findings:
             if reference.facts.run:
                 words = ["--output_dir", "resumed_by_prove", "--checkpoint_every", "3"]
                 self._resume(words, [*words, "--resume", *(self.args.resume_flags or "").split()])
@@ -221,7 +222,7 @@ class Proof:
         In the last comparison, each process runs as if it had a machine of its own, with LOCAL_RANK 0. Where that alone
         makes a difference, it is a finding of the comparison on one machine.
         """
-        name, is_first = plural(processes, "process"), processes == self.args.processes[0]
+        name, is_first = plural(processes, "process"), processes == self.processes[0]
         is_apart = not is_first and not self.reference.facts.starts
 
         def run(is_apart: bool):
@@ -312,7 +313,7 @@ class Proof:
             outcome = self.runs(1, again, flags, first.changes)
             if not self._goes_on(outcome, whole, done_again, ", resumed a second time"):
                 return
-        more = self.args.processes[0]
+        more = self.processes[0]
         # From a checkpoint made anew: the runs above have written into the folder of the first one.
         third = self.runs(more, again, flags, self._interrupted(flags_before).changes)
         name, problems = f"resumed on {plural(more, 'process')}", []

@@ -169,6 +169,7 @@ class Facts:
     join: str = ""
     flat: str = ""  # FSDP version 1
     sharded: str = ""
+    mesh: int = 0  # processes for a mesh of several dimensions, such as HSDP's
     data_parallel: str = ""
     layers: list[str] = field(default_factory=list)  # lines
     ddp: list[str] = field(default_factory=list)

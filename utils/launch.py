@@ -79,7 +79,7 @@ class TrainingAccelerator(Accelerator):
         mesh = init_device_mesh(self.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
         # New groups have a default timeout of up to 30 minutes. Before torch 2.14 the function had another name.
         set_timeout = getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout
-        for group in mesh.get_all_groups():
+        for group in mesh.get_all_groups() if len(names) > 1 else ():
             set_timeout(self.init_handler.timeout, group)
         return mesh
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import itertools
+import math
 import multiprocessing
 import os
 import sys
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from .where import pretend, wrap
 
 MOST_FILES = 500  # that are searched
+ON_A_MESH = 4  # processes, if a mesh of two dimensions is of any size
 LIGHTNING = (
     ("lightning", "pytorch.trainer.trainer", "fabric.fabric"),
     ("pytorch_lightning", "trainer.trainer"),
@@ -75,6 +78,16 @@ def install(recording) -> None:
         original("gloo", timeout=timeout, world_size=starting.processes, rank=recording.rank)
         recording.facts.group = recording.where.line()
 
+    @wrap(device_mesh, "init_device_mesh")
+    def init_mesh(original, device_type, mesh_shape, *others, **options):
+        """On one process, as of one process; the real run is on as many as it asks for."""
+        if len(mesh_shape) > 1:
+            recording.facts.mesh = math.prod(mesh_shape) if math.prod(mesh_shape) > 1 else ON_A_MESH
+        if starting.processes == 1:
+            mesh_shape = (1,) * len(mesh_shape)
+        return original("cpu", mesh_shape, *others, **options)
+
+    dist.init_device_mesh = device_mesh.init_device_mesh
     watch_lightning(recording)
     with contextlib.suppress(ImportError):
         import accelerate

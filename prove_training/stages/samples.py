@@ -85,7 +85,7 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
         what = f"{missing.total()} of {wanted.total()} samples of an epoch are in no process's part"
         yield Finding("samples", "samples", what, None, line)
     elif extra.total() > batch or (extra and both.is_exact):
-        what = f"{extra.total()} of {wanted.total()} samples of an epoch count twice"
+        what = f"{min(extra.total(), wanted.total())} of {wanted.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)
     elif extra and not unknown:
         who = "DistributedSampler" if loader.sampler == "DistributedSampler" else "Accelerate"

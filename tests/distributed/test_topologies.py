@@ -43,6 +43,9 @@ TIMEOUT_S = 600
 TEXT = ["--vocabulary", 290, "--context", 64, "--dim", 128, "--layers", 2, "--heads", 2, "--num_tokens", 8]
 
 
+ON_CPUS = {"cpu_ddp": 2, "cpu_fsdp": 2, "cpu_hsdp": 4}  # processes
+
+
 class Topology(NamedTuple):
     """A config, and what it needs."""
 
@@ -66,8 +69,8 @@ class Topology(NamedTuple):
 
     def processes(self) -> int:
         """Not what the config says, but what it is meant to say."""
-        if self.config in ("cpu_ddp", "cpu_fsdp"):
-            return 2
+        if self.config in ON_CPUS:
+            return ON_CPUS[self.config]
         return torch.cuda.device_count() if self.config in ("ddp", "fsdp") else 1
 
     def devices(self) -> int:
@@ -77,6 +80,7 @@ class Topology(NamedTuple):
         if self.config == "dp" and self.devices() > 1:
             return "DATA_PARALLEL"
         known = {"cpu_ddp": "MULTI_CPU", "cpu_fsdp": "FSDP", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
+        known["cpu_hsdp"] = "HSDP 2 x 2"
         return known.get(self.config, "NO")
 
     def reference(self) -> "Topology":
@@ -94,9 +98,12 @@ TOPOLOGIES = [
     Topology("dp", 1),
     Topology("ddp", 1),
     Topology("cpu_fsdp"),
+    Topology("cpu_hsdp"),
     Topology("fsdp", 1),
 ]
-TOPOLOGIES += [each._replace(precision="bf16") for each in TOPOLOGIES if each.config not in ("cpu", "cpu_fsdp")]
+TOPOLOGIES += [
+    each._replace(precision="bf16") for each in TOPOLOGIES if each.config not in ("cpu", "cpu_fsdp", "cpu_hsdp")
+]
 
 
 def on(*configs, precisions=("no", "bf16")):
@@ -111,7 +118,7 @@ def on(*configs, precisions=("no", "bf16")):
     return pytest.mark.parametrize("topology", marked, indirect=True)
 
 
-SEVERAL = ("cpu_ddp", "cpu_fsdp", "dp", "ddp", "fsdp")
+SEVERAL = (*ON_CPUS, "dp", "ddp", "fsdp")
 PLAIN = {"precisions": ("no",)}
 
 
@@ -468,7 +475,7 @@ def test_a_model_that_is_split_has_the_numbers_of_the_whole_one(topology, launch
 
 def test_each_config_is_here_and_its_gpu_parameters_are_marked(request):
     files = {path.stem for path in CONFIGS}
-    assert {each.config for each in TOPOLOGIES} == files - {"multi_node"}  # needs two machines
+    assert {each.config for each in TOPOLOGIES} == files - {"multi_node", "hsdp"}  # need two machines
     for item in request.session.items:
         if item.path == Path(__file__) and "topology" in item.fixturenames:
             on_gpu = item.callspec.params["topology"].gpus > 0
@@ -478,7 +485,7 @@ def test_each_config_is_here_and_its_gpu_parameters_are_marked(request):
 @pytest.mark.parametrize(("gpus", "split"), [(0, {"cpu_ddp"}), (1, {"cpu_ddp"}), (8, {"cpu_ddp", "dp", "ddp"})])
 def test_what_runs_on_a_machine(monkeypatch, gpus, split):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    fit = {"cpu", "cpu_ddp", "cpu_fsdp"} | ({"single_gpu", "dp", "ddp", "fsdp"} if gpus else set())
+    fit = {"cpu", *ON_CPUS} | ({"single_gpu", "dp", "ddp", "fsdp"} if gpus else set())
     plain = [each for each in TOPOLOGIES if each.precision == "no"]
     here = [each for each in plain if each.unfit() is None]
     assert {each.config for each in here} == fit
@@ -498,5 +505,4 @@ def test_what_runs_on_a_machine(monkeypatch, gpus, split):
     assert "cpu_ddp_virtual" in runs["cpu"]
     if gpus:
         processes = {each.config: each.processes() for each in here}
-        on_cpus = {"cpu": 1, "cpu_ddp": 2, "cpu_fsdp": 2}
-        assert processes == {**on_cpus, "single_gpu": 1, "dp": 1, "ddp": gpus, "fsdp": gpus}
+        assert processes == {"cpu": 1, **ON_CPUS, "single_gpu": 1, "dp": 1, "ddp": gpus, "fsdp": gpus}

@@ -124,7 +124,7 @@ def test_gradients_that_a_hook_of_pytorch_rounds_are_the_same(prove_it):
 @pytest.mark.parametrize("program", CORRECT)
 def test_a_correct_program_is_proven_on_one_two_and_three_processes(prove_it, program):
     options = {"resume_flags": RESUMES[program]} if program in RESUMES else {}
-    said = prove_it(FOREIGN / f"{program}.py", processes=(2, 3), **options)
+    said = prove_it(FOREIGN / f"{program}.py", processes=None, **options)
     draws_batches = program == "nanogpt"
     assert said.code == (3 if draws_batches else 0), said.text
     words = (
@@ -136,10 +136,29 @@ def test_a_correct_program_is_proven_on_one_two_and_three_processes(prove_it, pr
     assert "gradients" in said.verdict
     assert "learning rates" in said.verdict
     assert "samples" in said.verdict
-    assert ("evaluations" in said.verdict) == (program not in ("nanogpt", "ddp_series"))
+    assert ("evaluations" in said.verdict) == (program not in ("nanogpt", "ddp_series", "hsdp"))
+    processes = "1 and 4" if program == "hsdp" else "1, 2 and 3"
+    assert draws_batches or f"on {processes} processes" in said.verdict
     assert not said.advice
     if program in RESUMES:
         assert "  resumed       the same after step" in said.text
+
+
+BETWEEN_REPLICAS = {
+    "mesh=mesh)": ('mesh=mesh["shard"])', "ranks 0 and 2 have different gradients at the step"),
+    "torch.manual_seed(0)": ("torch.manual_seed(rank // 2)", "ranks 0 and 2 begin with different weights"),
+    "world, rank=rank)": ("max(world // 2, 1), rank=rank // 2)", "77 of 77 samples of an epoch count twice"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old", BETWEEN_REPLICAS)
+@pytest.mark.parametrize("mesh", ["(world // 2, 2)", "(2, 2)"])
+def test_a_mistake_between_the_replicas_of_hsdp_is_named(prove_it, old, mesh):
+    new, words = BETWEEN_REPLICAS[old]
+    said = prove_it(FOREIGN / "hsdp.py", [(old, new), ("(world // 2, 2)", mesh)], processes=None)
+    assert said.code == 1, said.text
+    assert words in said.verdict
 
 
 @pytest.mark.slow

@@ -404,7 +404,8 @@ def test_rank_0_decides_whether_a_sharded_checkpoint_is_damaged(tmp_path, thread
         folder = tmp_path / f"machine{0 if is_damaged else rank}" / "checkpoints"
         savers.append(Checkpoints(fake_accelerator(2, rank, **more), folder, {"model": nn.Linear(2, 2)}, {}))
         savers[-1].is_sharded = True
-    (tmp_path / "machine0").mkdir()
+    for machine in ("machine0", "machine1"):
+        (tmp_path / machine).mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "gather_object", lambda values: values * 2)
         for step in (1, 2):
