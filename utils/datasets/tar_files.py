@@ -8,15 +8,17 @@ import hashlib
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ..atomic_files import write_atomically
 from ..console import plural, show, stop
@@ -111,50 +113,27 @@ def split_name(name: bytes) -> tuple[str, str]:
 # Made once per file, and kept in the cache
 
 
-class Calls(Dataset):
-    """Calls a function in the workers of a DataLoader; an item is its UnreadableItem or OSError, or None."""
-
-    def __init__(self, function: Callable, items: list):
-        self.function, self.items = function, items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Exception | None:
-        try:
-            self.function(*self.items[index])
-        except (UnreadableItem, OSError) as error:
-            return error
-
-
 def for_each(paths: list[Path], make: Callable[[Path], np.ndarray], cache_dir: str | None) -> list[Path]:
     """The cached files with the array of `make(path)`; those that are missing are made in parallel."""
-    folder = cache_folder(cache_dir, "tar")
-    files = [folder / f"{digest([FORMAT, make.__name__, *identity(path)])}.npy" for path in paths]
-
-    def save(path: Path, file: Path) -> None:
-        with io.BytesIO() as content:
-            np.save(content, make(path))
-            write_atomically(file, lambda part: part.write_bytes(content.getbuffer()))
+    folder, name = cache_folder(cache_dir, "tar"), getattr(make, "func", make).__name__
+    files = [folder / f"{digest([FORMAT, name, *identity(path)])}.npy" for path in paths]
 
     def make_missing() -> None:
         missing = [pair for pair in zip(paths, files, strict=True) if not pair[1].exists()]
         show(f"looking through {plural(len(missing), 'tar file')} beside {missing[0][0]}, once")
         workers = min(len(missing), share_of_cores() * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        parallel = DataLoader(
-            Calls(save, missing),
-            batch_size=None,
-            num_workers=workers,
-            worker_init_fn=obey_only_parent,
-            multiprocessing_context="fork",
-            generator=torch.Generator(),  # not the global one: what follows must not depend on the cache
-        )
-        with stop_at_unreadable_items():
-            for error in [error for error in parallel if error is not None]:  # after the last: it ends the workers
-                raise error
+        fork = multiprocessing.get_context("fork")
+        with stop_at_unreadable_items(), ProcessPoolExecutor(workers, fork, obey_only_parent) as processes:
+            [*processes.map(functools.partial(save, make), *zip(*missing, strict=True))]
 
     make_once(files, make_missing, "the tables of tar files")
     return files
+
+
+def save(make: Callable[[Path], np.ndarray], path: Path, file: Path) -> None:
+    with io.BytesIO() as content:
+        np.save(content, make(path))
+        write_atomically(file, lambda part: part.write_bytes(content.getbuffer()))
 
 
 def places_of(path: Path) -> np.ndarray:
@@ -217,14 +196,10 @@ def load_tar_splits(dataset: str, cache_dir: str | None) -> tuple[Split, Split]:
     if not splits["train"] or test is None:
         stop(f"--dataset {dataset} has no tar files for {'testing' if splits['train'] else 'training'}")
 
-    def labels_of(path: Path) -> np.ndarray:
-        labels = TarFiles([path], label_of, extensions=("cls", "json"), cache_dir=cache_dir)
-        return np.array([*labels], np.int64)
-
-    found = []
+    found, read_labels = [], functools.partial(labels_of, cache_dir)
     for name in ("train", test):
         rows = TarFiles(splits[name], as_cell, extensions=IMAGES, cache_dir=cache_dir)
-        labels = np.concatenate([np.load(file) for file in for_each(splits[name], labels_of, cache_dir)])
+        labels = np.concatenate([np.load(file) for file in for_each(splits[name], read_labels, cache_dir)])
         found.append((rows, torch.from_numpy(labels)))
     classes = [str(label) for label in range(int(max(labels.max() for _, labels in found)) + 1)]
     return tuple(Split(dataset, rows, "image", labels, classes) for rows, labels in found)
@@ -237,6 +212,10 @@ def as_cell(sample: dict) -> dict:
         raise ValueError(f"it has no image: none of {', '.join(IMAGES)}")
     path = f"{sample['__url__']}: {sample['__key__']}.{extension}"
     return {"image": {"bytes": sample[extension], "path": path}}
+
+
+def labels_of(cache_dir: str | None, path: Path) -> np.ndarray:
+    return np.array([*TarFiles([path], label_of, extensions=("cls", "json"), cache_dir=cache_dir)], np.int64)
 
 
 def label_of(sample: dict) -> int:
