@@ -120,7 +120,7 @@ class Proof:
         self.args, self.runs, self.report = args, runs, report
         # Of all runs, and of those that repeat the reference.
         self.plan, self.repeat = Plan(items_of_epoch()), {}
-        self.counts = [1]  # process counts that were compared
+        self.processes, self.counts = args.processes or (2, 3), [1]  # to compare with, and those that were compared
         self.compared, self.not_compared = set(), {}
         self.pretends = False  # to a script that asks that there is an accelerator
 
@@ -150,7 +150,8 @@ class Proof:
         self.reference = reference = outcome.records[0]
         if reason := single.cannot_judge(reference):
             raise CannotTell(reason)
-        self.processes = self.args.processes or ((reference.facts.mesh,) if reference.facts.mesh else (2, 3))
+        if reference.facts.mesh and not self.args.processes:
+            self.processes = (reference.facts.mesh,)
         self._begin(reference.facts)
         self.report.line("1 process", f"{plural(len(reference.steps), 'step')}, the reference")
         self.report.add("", single.findings(reference))
