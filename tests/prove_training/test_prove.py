@@ -770,7 +770,7 @@ def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
         error = "Got 77 predictions and 100 features" if plan.limit < 100 else None
         return Outcome(made_up(), error, Path(), [], [], [])
 
-    proven = proof.Proof(argparse.Namespace(), outcome, None)
+    proven = proof.Proof(argparse.Namespace(processes=None), outcome, None)
     assert proven._first_run().error is None
     assert proven.plan.limit >= 100
 
@@ -1006,7 +1006,7 @@ def verdict(ranks: list[Record], waits=()) -> tuple[int, str]:
 
 
 def test_a_wrong_evaluation_does_not_condemn_the_training():
-    proven = proof.Proof(argparse.Namespace(), None, None)
+    proven = proof.Proof(argparse.Namespace(processes=None), None, None)
     proven.compared = {"samples", "gradients"}
     finding = Finding("eval_repeated", "evaluation", "1 sample counted twice")
     words = "wrong: 1 sample counted twice (evaluation); in training, the same samples and gradients"
