@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -219,6 +220,10 @@ def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys, monkey
     )
     monkeypatch.undo()
     assert "neither a folder nor a Hub id" in stops(capsys, load, "no/such/folder")
+    cut = write_parquet(tmp_path / "cut", train=["a", "b"], test=["c"])
+    (file,) = Path(cut).glob("test-*")
+    file.write_bytes(file.read_bytes()[:-20])
+    assert f"--dataset {cut} cannot be read (Could not open Parquet" in stops(capsys, load, cut)
     mixed = write_parquet(tmp_path / "mixed", train=["a", "b"])
     write_files(tmp_path / "mixed", {"c.txt": b"c"})
     assert "parquet files and other files" in stops(capsys, load, mixed)

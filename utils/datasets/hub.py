@@ -9,8 +9,8 @@ from ..console import is_local_main, stop
 TEST_SPLITS = ("test", "validation", "val")  # the first of these that exists is used
 
 
-def load_dataset(dataset: str, example: str, folder: Path | None = None) -> dict:
-    """The splits of a dataset by name, each a `datasets.Dataset`.
+def load_dataset(dataset: str, example: str, folder: Path | None = None, streaming: bool = False) -> dict:
+    """The splits of a dataset by name, each a `datasets.Dataset`, or with `streaming` an IterableDataset.
 
     Args:
         dataset: the value of --dataset: a Hub id or a folder.
@@ -34,7 +34,7 @@ def load_dataset(dataset: str, example: str, folder: Path | None = None) -> dict
         for link in filter(os.path.islink, (os.path.join(top, name) for name in folders)):
             stop(f"--dataset {dataset} has a link to a folder, {link}, whose files would be left out: move them here")
     try:
-        return datasets.load_dataset(source.as_posix())
+        return datasets.load_dataset(source.as_posix(), streaming=streaming)
     except Exception as error:  # some twenty types; all of them mean that there is no data
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         cache = str(datasets.config.HF_DATASETS_CACHE)

@@ -198,8 +198,8 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(dataset: str) -> Iterator[Document]:
-    """As `read_documents`, through `datasets.load_dataset`."""
-    splits = load_dataset(dataset, EXAMPLE)
+    """As `read_documents`, through `datasets.load_dataset`; of a folder, without its copy of the rows on the disk."""
+    splits = load_dataset(dataset, EXAMPLE, streaming=Path(dataset).is_dir())
     if "train" not in splits:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}, but no train")
     tests = [name for name in TEST_SPLITS if name in splits][:1]
@@ -210,8 +210,11 @@ def read_rows(dataset: str) -> Iterator[Document]:
             stop(f"--dataset {dataset} has the columns {', '.join(kinds)}: name the one with the text `text`")
         column = "text" if "text" in columns else columns[0]
         split = ("train" if name == "train" else "test") if tests else ""
-        for rows in splits[name].select_columns([column]).iter(256):
-            yield from ((split, text, text) for text in rows[column] if text)
+        try:
+            for rows in splits[name].select_columns([column]).iter(256):
+                yield from ((split, text, text) for text in rows[column] if text)
+        except Exception as error:  # of many types; `datasets` prints the name of the file
+            stop(f"--dataset {dataset} cannot be read ({' '.join(str(error).split())}): fix the file, or remove it")
 
 
 def survey(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray]:
