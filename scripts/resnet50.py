@@ -240,7 +240,7 @@ def mean_and_std(device, dtype):
 def normalize(images):
     """Normalise images (N, 3, H, W), uint8 or float32, 0 to 255, as torchvision's weights expect them."""
     mean, std = mean_and_std(images.device, torch.get_default_dtype())
-    return (images.to(mean.dtype) - mean) / std
+    return images.to(mean.dtype, copy=True).sub_(mean).div_(std)  # in place: half of the time on CPUs
 
 
 def losses_and_predictions(model, images, labels, partners=None, kept=1.0, label_smoothing=0.0):
