@@ -99,6 +99,52 @@ def test_folder_of_images_by_class(tmp_path, color, channels):
         assert image.flatten()[0] // 100 == label
 
 
+def move(root, old, new):
+    (root / new).parent.mkdir(parents=True, exist_ok=True)
+    (root / old).rename(root / new)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: None,
+        lambda root: (root / "README.md").write_text("about"),
+        lambda root: (root / "train" / "cat" / ".hidden").write_text("no image"),
+        lambda root: move(root, "train/cat/0.png", "train/cat-like/10.PNG"),  # sorted before cat/ as a path
+        lambda root: move(root, "test", "validation"),
+        lambda root: (root / "test" / "empty").mkdir(),
+    ],
+)
+def test_a_folder_of_images_is_listed_as_datasets_does(tmp_path, monkeypatch, change):
+    root = image_folder(tmp_path / "images")
+    change(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", None)
+        ours = data.load_splits(str(root))
+    monkeypatch.setattr(data, "list_images", lambda folder: None)
+    for mine, theirs in zip(ours, data.load_splits(str(root)), strict=True):
+        assert mine.classes == theirs.classes
+        assert torch.equal(mine.labels, theirs.labels)
+        paths = [[row["image"]["path"] for row in split.rows] for split in (mine, theirs)]
+        assert paths[0] == paths[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "train" / "metadata.csv").write_text("file_name,label\ncat/0.png,1\n"),
+        lambda root: move(root, "train/cat/0.png", "train/0.png"),
+        lambda root: move(root, "train/cat/0.png", "train/cat/small/0.png"),
+        lambda root: move(root, "train/cat/0.png", "more/cat/0.png"),
+        lambda root: (root / "train" / "link").symlink_to(root / "test"),
+    ],
+)
+def test_a_folder_of_another_form_is_left_to_datasets(tmp_path, change):
+    root = image_folder(tmp_path / "images")
+    change(root)
+    assert data.list_images(root) is None
+
+
 def test_a_validation_split_is_the_test_where_there_is_no_other(tmp_path):
     folder = image_folder(tmp_path, splits=("train", "validation", "test"))
     (folder / "test" / "cat" / "0.png").unlink()
