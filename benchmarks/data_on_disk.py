@@ -103,8 +103,9 @@ def webdataset_loader(tars: list[Path]) -> DataLoader | None:
         import webdataset
     except ModuleNotFoundError:
         return None
-    samples = webdataset.WebDataset([*map(str, tars)], shardshuffle=len(tars)).shuffle(1000).map(size_of)
-    return DataLoader(samples, 64, num_workers=WORKERS)
+    # empty_check=False: a worker may have no file.
+    samples = webdataset.WebDataset([*map(str, tars)], shardshuffle=len(tars), empty_check=False)
+    return DataLoader(samples.shuffle(1000).map(size_of), 64, num_workers=WORKERS)
 
 
 def images(args, folder: Path) -> dict[str, dict]:
