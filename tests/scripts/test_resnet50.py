@@ -377,3 +377,13 @@ def test_residual_blocks_start_as_the_identity_if_asked_to():
         weights = [layer[number].bn3.weight for layer in (model.layer1, model.layer4) for number in (0, 1)]
         found = [bool((weight == 0).all()) for weight in weights]
         assert found == [False, zero_init, False, zero_init]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_images_are_normalised_as_by_torchvision_and_left_as_they_are(dtype):
+    before = torch.randint(256, (2, 3, 5, 4), generator=torch.Generator().manual_seed(0)).to(dtype)
+    images_in_use = before.clone()
+    mean, std = (torch.tensor(values) / 255 for values in (resnet50.MEAN, resnet50.STD))
+    expected = torchvision.transforms.Normalize(mean, std)(before.float() / 255)
+    torch.testing.assert_close(resnet50.normalize(images_in_use), expected)
+    assert torch.equal(images_in_use, before)
