@@ -119,6 +119,7 @@ class ItemReader:
         self.fetcher = ItemFetcher(dataset, collate_fn or default_collate, seed, deterministic)
         self.num_workers, self.device = num_workers, device
         self._requests, self._workers = Requests(), None
+        self.newest = None  # epoch, items and random ids of the micro-batch that was read last, on the CPU
 
     def read(self, epoch: int, micro_batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Each micro-batch and its data, both on the device."""
@@ -127,6 +128,7 @@ class ItemReader:
         ItemFetcher.newest = None  # the dataset may have changed
         with stop_at_unreadable_items():
             for micro_batch, data in zip(micro_batches, self._batches(requests), strict=True):
+                self.newest = epoch, micro_batch.indices, micro_batch.random_ids
                 if self.device.type != "cpu":
                     # From pinned memory, the copy overlaps with work on the CPU.
                     data = send_to_device(data, self.device, non_blocking=True)

@@ -135,12 +135,8 @@ class GlobalLoader:
         drop_last: bool = False,
     ):
         check_dataset(dataset)
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if loss_weights is not None and shard is not None:
             raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")
-        if shuffle_window and (seed is None or order is not None):
-            raise ValueError("shuffle_window needs a seed, and cannot be combined with order")
         if accumulation is None:
             accumulation = 1 if seed is None else accelerator.gradient_accumulation_steps
         self.dataset, self.accelerator, self.loss_weights, self.seed = dataset, accelerator, loss_weights, seed
@@ -169,7 +165,7 @@ class GlobalLoader:
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {self.sampler.length} items of an epoch: use fewer")
-        self.tensors, self.reader, self.newest, device = None, None, None, accelerator.device
+        self.tensors, self.reader, device = None, None, accelerator.device
         is_plain = gives_its_tensors(dataset) and collate_fn is None
         free_bytes = torch.cuda.mem_get_info(device)[0] if is_plain and device.type == "cuda" else float("inf")
         if is_plain and sum(tensor.nbytes for tensor in dataset.tensors) <= free_bytes / 4:
@@ -234,9 +230,7 @@ class GlobalLoader:
 
     def _read(self, epoch: int, first_step: int) -> Iterator[tuple[MicroBatch, Any]]:
         if self.reader is not None:
-            for micro_batch, data in self.reader.read(epoch, self.sampler.micro_batches(epoch, first_step)):
-                self.newest = epoch, micro_batch
-                yield micro_batch, data
+            yield from self.reader.read(epoch, self.sampler.micro_batches(epoch, first_step))
             return
         for micro_batch in self.sampler.micro_batches(epoch, first_step, self.accelerator.device):
             # index_select copies whole items: 5 times faster than images[indices]
@@ -259,10 +253,10 @@ class GlobalLoader:
 
     def last_sample(self) -> list | None:
         """The sample that this process has read last, as ItemReader asks for it, and its digest, for `check_sample`."""
-        if self.newest is None:
+        if self.reader is None or self.reader.newest is None:
             return None
-        epoch, micro_batch = self.newest
-        request = epoch, micro_batch.indices[-1:].tolist(), micro_batch.random_ids[-1:].tolist()
+        epoch, indices, random_ids = self.reader.newest
+        request = epoch, indices[-1:].tolist(), random_ids[-1:].tolist()
         return [request, self.reader.digest_of(request)]
 
     def check_sample(self, sample: list | None) -> None:

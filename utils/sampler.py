@@ -116,6 +116,10 @@ class GlobalSampler:
         virtual_processes: int = 0,
         stride: int = 1,
     ):
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if shuffle_window and (seed is None or order is not None):
+            raise ValueError("shuffle_window needs a seed, and cannot be combined with order")
         self.dataset_length, self.batch_size, self.seed = length, batch_size, seed
         self.drop_last, self.order, self.virtual_processes = drop_last, order, virtual_processes
         self.shuffle_window = shuffle_window
