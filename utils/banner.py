@@ -26,9 +26,9 @@ def describe_topology(accelerator: Accelerator) -> dict:
     """The running topology, for run.json; "processes" has one entry per rank. Collective."""
     options, _ = requested_topology()
     gpus = data_parallel_gpus(accelerator)
-    kind, replicas = accelerator.distributed_type.value, accelerator.num_processes // accelerator.shards
+    kind = accelerator.distributed_type.value
     if 1 < accelerator.shards < accelerator.num_processes:
-        kind = f"HSDP {replicas} x {accelerator.shards}"
+        kind = f"HSDP {accelerator.num_processes // accelerator.shards} x {accelerator.shards}"
     on_gpu, backend = accelerator.device.type == "cuda", accelerator.state.backend
     if on_gpu and backend:  # with TORCH_DIST_USE_NCCL2=0, "nccl" is ProcessGroupNCCL, not ProcessGroupNCCL2
         backend += f" by {type(distributed.group.WORLD._get_backend(accelerator.device)).__name__}"

@@ -74,12 +74,12 @@ class TrainingAccelerator(Accelerator):
         """FSDP's mesh of the processes: "shards", or with HSDP "replicas" x "shards". Collective."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        sizes = {"replicas": self.num_processes // self.shards, "shards": self.shards}
-        names = tuple(name for name in sizes if name == "shards" or sizes[name] > 1)
-        mesh = init_device_mesh(self.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        replicas = self.num_processes // self.shards
+        sizes = {"replicas": replicas, "shards": self.shards} if replicas > 1 else {"shards": self.shards}
+        mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         # New groups have a default timeout of up to 30 minutes. Before torch 2.14 the function had another name.
         set_timeout = getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout
-        for group in mesh.get_all_groups() if len(names) > 1 else ():
+        for group in mesh.get_all_groups() if replicas > 1 else ():
             set_timeout(self.init_handler.timeout, group)
         return mesh
 

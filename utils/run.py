@@ -149,8 +149,6 @@ class Run:
         self.step, self.extra, saved_metrics = self.checkpoints.load()
         self.best.load_state(self.extra)
         train_loader.check_sample(self.extra.get("sample"))
-        if 1 < accelerator.shards < accelerator.num_processes:  # nobody has broadcast the first weights
-            self._check_weights()
         self.metrics = Metrics(accelerator, saved_metrics)
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
@@ -172,6 +170,8 @@ class Run:
     def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks, the profiler and the trackers that this run needs. Collective."""
         accelerator, args = self.accelerator, self.args
+        if 1 < accelerator.shards < accelerator.num_processes:  # nobody has broadcast the first weights
+            self._check_weights()
         if args.save_best or args.patience:
             accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
         if accelerator.virtual_processes:

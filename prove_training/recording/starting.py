@@ -82,7 +82,8 @@ def install(recording) -> None:
     def init_mesh(original, device_type, mesh_shape, *others, **options):
         """On one process, as of one process; the real run is on as many as it asks for."""
         if len(mesh_shape) > 1:
-            recording.facts.mesh = math.prod(mesh_shape) if math.prod(mesh_shape) > 1 else ON_A_MESH
+            size = math.prod(mesh_shape)  # 0 of (world_size // 2, 2) on one process
+            recording.facts.mesh = size if size > 1 else ON_A_MESH
         if starting.processes == 1:
             mesh_shape = (1,) * len(mesh_shape)
         return original("cpu", mesh_shape, *others, **options)

@@ -13,7 +13,7 @@ from tests.programs import mlp
 from utils.launch import TrainingAccelerator
 
 MISTAKE = sys.argv[sys.argv.index("--mistake") + 1 :][0]
-mesh = TrainingAccelerator.mesh.func
+MESH = TrainingAccelerator.mesh  # a cached_property
 
 
 class OtherWeights(mlp.MLP):
@@ -24,21 +24,14 @@ class OtherWeights(mlp.MLP):
             self.fc2.weight[-1, -1] += accelerator.process_index // accelerator.shards
 
 
-class WithoutReplicas:
-    """TrainingAccelerator.mesh of a replica alone."""
-
-    def __get__(self, accelerator, _=None):
-        found = accelerator.__dict__.setdefault("found", mesh(accelerator))
-        return found["shards"]
-
-
 def main():
     del sys.argv[sys.argv.index("--mistake") :]
     if MISTAKE == "weights":
         with mock.patch.object(mlp, "MLP", OtherWeights):
             mlp.main()
     else:
-        with mock.patch.object(TrainingAccelerator, "mesh", WithoutReplicas()):
+        of_replica = property(lambda accelerator: MESH.__get__(accelerator)["shards"])
+        with mock.patch.object(TrainingAccelerator, "mesh", of_replica):
             mlp.main()
 
 

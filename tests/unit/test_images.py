@@ -127,11 +127,12 @@ def test_the_middle_is_that_of_torchvision(width, height, tolerance):
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (1501, 1999, 3), dtype=np.uint8))
+PLAIN = encoded(NOISE, "JPEG")
 JPEGS = {
-    "plain": encoded(NOISE, "JPEG"),
+    "plain": PLAIN,
     "progressive": encoded(NOISE, "JPEG", progressive=True),
     "without subsampling": encoded(NOISE, "JPEG", subsampling=0),
-    "with bytes between segments": encoded(NOISE, "JPEG")[:20] + b"\0\1" + encoded(NOISE, "JPEG")[20:],
+    "with bytes between segments": PLAIN[:20] + b"\0\1" + PLAIN[20:],
 }
 
 

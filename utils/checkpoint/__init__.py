@@ -242,8 +242,8 @@ class Checkpoints:
             SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit; or if a rank
                 of a sharded model does not see the folder.
         """
-        if self.is_sharded and None in (seen := gather_object([self.folder.parent.exists() or None])):
-            stop(f"rank {seen.index(None)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
+        if self.is_sharded and not all(seen := gather_object([self.folder.parent.exists()])):
+            stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
         newest = self._read_newest()
         if newest is None:
             return 0, {}, {}

@@ -72,15 +72,18 @@ def list_images(folder: Path) -> dict | None:
 
     extensions, files = {*ImageFolder.EXTENSIONS}, {}
     for top, folders, names in os.walk(folder):
-        split, *others = Path(top).relative_to(folder).parts or [""]
+        split, *labels = Path(top).relative_to(folder).parts or [""]
         folders[:] = [name for name in folders if not name.startswith(".")]
         names = [name for name in names if not name.startswith(".")]
-        are_images = all(os.path.splitext(name)[1].lower() in extensions for name in names)
         if split not in ("", "train", *TEST_SPLITS) or any(os.path.islink(f"{top}/{name}") for name in folders):
             return None
-        if names and not (len(others) == 1 and are_images) and (split or names != ["README.md"]):
+        if len(labels) != 1:
+            if names and (split or names != ["README.md"]):
+                return None
+            continue
+        if any(os.path.splitext(name)[1].lower() not in extensions for name in names):
             return None
-        files.setdefault(split, []).extend((f"{top}/{name}", others[0]) for name in names if others)
+        files.setdefault(split, []).extend((f"{top}/{name}", labels[0]) for name in names)
     classes = sorted({label for entries in files.values() for _, label in entries})
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=classes)})
     splits = {}

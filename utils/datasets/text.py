@@ -1,6 +1,5 @@
 """Text for language models: read document by document, tokenized once into files, and packed into sequences."""
 
-import functools
 import glob
 import hashlib
 import io
@@ -272,9 +271,13 @@ def load_tokens(
         about = [(name, rows._fingerprint) for name, rows in load_dataset(dataset, EXAMPLE).items()]
     key = digest([FORMAT, dataset, about, tokenizer.to_str() if tokenizer else vocabulary])
     folder = cache_folder(cache_dir, "tokens") / key
-    make_tokens = functools.partial(
-        count_tokens if is_prepared else write_tokens, dataset, folder, tokenizer, vocabulary
-    )
+
+    def make_tokens() -> None:
+        if is_prepared:
+            count_tokens(dataset, folder, tokenizer)
+        else:
+            write_tokens(dataset, folder, tokenizer, vocabulary)
+
     make_once([folder / "manifest.json"], make_tokens, f"the tokens of --dataset {dataset}")
     manifest, tokenizer = json.loads((folder / "manifest.json").read_text()), load_tokenizer(folder / "tokenizer.json")
     eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer)
@@ -288,7 +291,7 @@ def dtype_of(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
 
 
-def count_tokens(dataset: str, folder: Path, tokenizer: Tokenizer, _vocabulary: int) -> None:
+def count_tokens(dataset: str, folder: Path, tokenizer: Tokenizer) -> None:
     """Check the tokens in the files PREPARED of a dataset, and write manifest.json, which refers to them."""
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
         stop(f"--dataset {dataset} has tokens, but its tokenizer is not byte-level: use the text instead")

@@ -23,7 +23,7 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
     additions, which differs between devices. Without virtual processes, buffers that DDP broadcasts may differ: the
     next forward pass begins with those of rank 0, which are saved. Others would stay different until a resume.
     """
-    tensors, has_replicas = {}, accelerator.shards < accelerator.num_processes  # of shards
+    tensors, has_replicas = {}, accelerator.shards < accelerator.num_processes  # with HSDP, of each shard
     for owner, model in models.items():
         ddp = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         broadcast = {buffer for part in ddp if part.broadcast_buffers for buffer in part.buffers()}
