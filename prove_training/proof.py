@@ -197,6 +197,9 @@ class Proof:
                 again = self.runs(1, replace(self.plan, **own))
                 if not again.error:
                     self.plan = replace(self.plan, **own)
+                    if self.plan.own_batch_size and not self.args.processes:
+                        fitting = [each for each in self.processes if not any(size % each for size in sizes)]
+                        self.processes = tuple(fitting) or self.processes
                     return again
         return outcome
 
@@ -205,6 +208,7 @@ class Proof:
         self.repeat = {"orders": self.reference.orders, "weights": self.reference.weights}
         self.repeat |= {"lengths": facts.lengths, "sizes": given_sizes([self.reference])}
         training = trained_on(self.reference)
+        self.repeat["tests"] = {key: each.given for key, each in facts.loaders.items() if key not in training}
         words = f"{self.args.script} on the CPU"
         for loader in [loader for key, loader in facts.loaders.items() if key in training and loader.given][:1]:
             size = loader.given if self.plan.own_batch_size else micro_batch(loader.given)

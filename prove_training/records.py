@@ -30,6 +30,7 @@ class Plan:
     weights: dict[int, str] | None = None  # by the number of steps before: a file
     lengths: set[int] = field(default_factory=set)  # of its data before they were cut
     sizes: set[int] = field(default_factory=set)  # of its batches
+    tests: dict[str, int] = field(default_factory=dict)  # by loader that only tests: the size of its batches
     # Of the processes:
     address: dict[str, str] = field(default_factory=dict)
     time_is_over: int = -1  # a pipe

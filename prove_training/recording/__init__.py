@@ -141,7 +141,7 @@ def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str
             recording.facts.cannot_tell = str(raised)
         elif isinstance(raised, EOFError):
             recording.facts.cannot_tell = f"it asks for input ({place}), and prove gives none"
-        elif frames and frames[-1].filename.startswith(where.OWN_FOLDER):
+        elif where.is_own_fault(frames):
             recording.facts.cannot_tell = f"prove has a fault of its own: {error}"
         # The script itself raised it, on purpose.
         is_meant = isinstance(raised, (AssertionError, ValueError, RuntimeError))

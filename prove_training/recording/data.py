@@ -42,10 +42,13 @@ class Batches:
     def step_size(self, given: int) -> int:
         return given if self.plan.own_batch_size else micro_batch(given)
 
-    def batch_size(self, given: int) -> int:
-        """The batch size of a DataLoader for which the script says `given`, which may be divided by the processes."""
+    def batch_size(self, given: int, key: str) -> int:
+        """The batch size of a DataLoader for which the script says `given`, which may be divided by the processes.
+
+        Each process tests in batches of one size, on any number of processes: a result may depend on it.
+        """
         total = self.step_size(self.whole(given, "sizes") or given)
-        if self.splits_batches:
+        if self.splits_batches or self.plan.tests.get(key) == given:
             return total
         if total % self.plan.processes:
             raise CannotTell(f"batches of {total} cannot be divided by {self.plan.processes} processes")
@@ -258,14 +261,14 @@ def install_loaders(batches: Batches) -> None:
             vars(batches.loaders[loader.prove_key]).update(made)
             return
         names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
-        own = names.get("batch_sampler")
+        own, key = names.get("batch_sampler"), batches.recording.where.place()
         given = batch_size if own is None else None
         if own is None and not batches.cut_indices(names.get("sampler")):
             dataset = batches.cut(dataset)
         if given is not None:
-            batch_size = batches.batch_size(given)
+            batch_size = batches.batch_size(given, key)
         elif isinstance(getattr(own, "batch_size", None), int):
-            own.batch_size = batches.batch_size(own.batch_size)
+            own.batch_size = batches.batch_size(own.batch_size, key)
         if batches.plan.without_gpu:
             kwargs["pin_memory"] = False
         if kwargs.get("num_workers", 0):

@@ -3,12 +3,14 @@
 import functools
 import itertools
 import os
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 
 PACKAGE = __name__.partition(".")[0]
 FRAMEWORKS = {" transformers.trainer": "Trainer", " lightning.": "Lightning", " pytorch_lightning.": "Lightning"}
+PASSED_ON = re.compile(r"\boriginal\(|\bfunction\(\*args")  # a line of a wrapper that calls what it wraps
 replacements = {}  # of functions in modules, by their ids
 wrapped = []  # each function, and what is called in its place
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -73,6 +75,11 @@ class Where:
             if self.is_own(file):
                 yield f"{os.path.relpath(file, self.root)}:{frame.f_lineno} {frame.f_lasti}"
             frame = frame.f_back
+
+
+def is_own_fault(frames) -> bool:
+    """Whether prove itself has failed, and not what the script calls through a wrapper."""
+    return bool(frames) and frames[-1].filename.startswith(OWN_FOLDER) and not PASSED_ON.search(frames[-1].line)
 
 
 def wrap(owner, name: str):

@@ -124,12 +124,11 @@ def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, float,
     Yields: the words before the number, its values, and its lines in `wanted` and in `found`.
     """
     left = collections.defaultdict(list)
-    # Spaces align numbers in a table, and are as many as the number leaves.
     wanted, found = ([" ".join(CLOCK.sub("", line).split()) for line in lines] for lines in (wanted, found))
     for line in found:
-        left[NUMBER.sub("#", line)].append(line)
+        left[template_of(line)].append(line)
     for line in wanted:
-        template = NUMBER.sub("#", line)
+        template = template_of(line)
         if not left[template]:
             continue
         other = left[template].pop(0)
@@ -137,6 +136,11 @@ def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, float,
             if not same_number(match[0], number[0]):
                 words = NUMBER.sub("#", line[: match.start()]).split("#")[-1].strip()
                 yield words, float(match[0]), float(number[0]), line, other
+
+
+def template_of(line: str) -> str:
+    """A line without its numbers, and without spaces: they align numbers, and are as many as these leave."""
+    return NUMBER.sub("#", line).replace(" ", "")
 
 
 def same_number(one: str, other: str) -> bool:

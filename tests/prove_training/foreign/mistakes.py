@@ -92,7 +92,7 @@ MISTAKES = {
     "tensors of unequal shapes in gather": Mistake(
         "accelerate_nlp",
         [("seen += len(references)", "seen += len(references)\n            accelerator.gather(batch['input_ids'])")],
-        *("shapes", "calls gather with a tensor of 6x", f"{HUGGING_FACE}/accelerate/issues/167"),
+        *("shapes", "calls gather with a tensor of 12x", f"{HUGGING_FACE}/accelerate/issues/167"),
     ),
     "save_state on the main process": Mistake(
         "accelerate_cv",

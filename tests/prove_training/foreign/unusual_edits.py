@@ -98,6 +98,13 @@ GROWING = """            accelerator.backward(loss / 4)
                 optimizer.zero_grad()
                 waiting = 0
 """
+# Each process tests all samples: a mean over batches depends on their size, and not on the processes.
+TESTED_BY_ALL = """        results = []
+        with torch.no_grad():
+            for x, y in DataLoader(data, batch_size=24):
+                results.append(nn.functional.mse_loss(model.module(x), y).item() / len(x))
+        print(f"epoch {epoch} loss {sum(results):.6f}")
+    dist.destroy"""
 
 WITH_ACCELERATE = {
     "compiled": [(f"= {MODEL}", f"= torch.compile({MODEL})")],
@@ -202,6 +209,10 @@ WITH_DDP = {
     ],
     "captures_graphs": [
         (GROUP, f"{GROUP}    torch.cuda.make_graphed_callables(nn.Linear(1, 1).cuda(), (torch.ones(1).cuda(),))\n")
+    ],
+    "tested_by_all": [("    dist.destroy", TESTED_BY_ALL)],
+    "fails_in_a_call": [
+        (GROUP, f'{GROUP}    torch.zeros(2, 3, device="cuda").t().view(-1)  # torch says: use reshape\n'),
     ],
     "asks_for_input": [(GROUP, f'{GROUP}    input("continue? ")\n')],
     "passes_by_name": [("nn.Tanh()", "Norm(8, affine=False)"), ("def train", NORM)],
