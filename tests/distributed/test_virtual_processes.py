@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import run_many
@@ -18,6 +19,7 @@ from conftest import ROOT, needs_torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from utils.launch import TrainingAccelerator
 from utils.parallel import virtual_processes as vp
@@ -93,12 +95,13 @@ def tree_threads(threads, monkeypatch):
         everyone = threads.exchange(mine)
         return [everyone[rank] for rank in ranks], ranks.index(threads.here.rank)
 
-    def all_to_all_single(output, sent, output_split_sizes=None, input_split_sizes=None, group=None):
+    def all_to_all_single(output, sent, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
         sizes = input_split_sizes or len(sent) // len(group or threads.rounds)
         splits, place = exchange(sent.split(sizes), group)
         parts = [split[place] for split in splits]
         assert output_split_sizes in (None, [len(part) for part in parts])
         output.copy_(torch.cat(parts))
+        return mock.Mock()
 
     def all_gather_into_tensor(output, mine, group=None):
         output.copy_(torch.cat(exchange(mine, group)[0]))
@@ -276,6 +279,40 @@ def test_a_micro_batch_without_any_gradient_keeps_its_place_in_the_tree():
     first, second = (leaves[0] + leaves[1]) + leaves[3], (leaves[4] + leaves[5]) + (leaves[6] + leaves[7])
     assert torch.equal(parameter.grad, first + second)
     assert not torch.equal(parameter.grad, (leaves[0] + leaves[1]) + (leaves[3] + second))
+
+
+@pytest.mark.parametrize("unused", [None, 0, 2])
+def test_exchanges_begin_in_the_last_backward_pass_in_one_order(unused, monkeypatch):
+    """The last layer's gradients come first; where one does not come, the ones after it wait for the end."""
+    monkeypatch.setattr(vp, "BUCKET", 1)
+    accelerator, parameters = OneRank(0, 2, 4), [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    gradients = vp.GradientSum(nn.ParameterList(parameters), accelerator)
+    begun = []
+    gradients.tree.begin = lambda nodes: begun.append(nodes[0].value) or (lambda: 2 * begun.pop(0))
+    for is_last in (False, True):
+        accelerator.step += 1
+        gradients.prepare()
+        x = torch.ones(2)
+        for number, parameter in enumerate(parameters):
+            x = x * parameter if number != unused else x
+        x.sum().backward()
+        assert len(begun) == is_last * {None: 3, 0: 2, 2: 0}[unused]
+        gradients.collect()
+    for number, parameter in enumerate(parameters):
+        assert parameter.grad is None if number == unused else parameter.grad.tolist() == [4, 4]
+
+
+def test_a_gradient_in_two_parts_is_refused_and_not_half_exchanged(monkeypatch):
+    accelerator, layer = OneRank(0, 2, 2), nn.Linear(2, 2)
+    gradients = vp.GradientSum(layer, accelerator)
+    monkeypatch.setattr(gradients.tree, "begin", lambda nodes: lambda: None)
+    accelerator.step = 1
+    gradients.prepare()
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="in two parts"):
+        x.sum().backward()
 
 
 def test_one_process_of_torchrun_has_the_bits_of_a_model_without_ddp():

@@ -7,7 +7,7 @@ the order of one binary tree, whichever process computed them. For V = 8:
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
 
 Each process computes consecutive micro-batches and makes the sums of the tree that contain only these: 2 processes one
-sum each, 3 processes two. After the last micro-batch, each process receives one slice of all sums (all-to-all),
+sum each, 3 processes two. In the last micro-batch, each process receives one slice of all sums (all-to-all),
 completes the tree on its slice and sends the result to all (all-gather). If P divides V and both are powers of two,
 this is the traffic of a ring all-reduce; otherwise a process sends up to 2 log2(V) sums.
 
@@ -143,8 +143,12 @@ class TreeSum:
 
     def total(self, nodes: list[Node]) -> torch.Tensor:
         """The sum over all logical ranks; `nodes` are this process's, flat tensors of one size. Collective."""
+        return self.begin(nodes)()
+
+    def begin(self, nodes: list[Node]) -> Callable[[], torch.Tensor]:
+        """Begin to send the nodes; the function that is returned waits for those of others, and gives the total."""
         if self.world_size == 1:
-            return tree_total(nodes, torch.Tensor.add_)
+            return lambda: tree_total(nodes, torch.Tensor.add_)
         length = len(nodes[0].value)
         size = math.ceil(length / self.world_size)  # of each slice; the last one is padded
         sent = nodes[0].value
@@ -155,21 +159,27 @@ class TreeSum:
                     sent[rank, index, : len(part)] = part
         counts = [len(nodes_of_rank) for nodes_of_rank in self.nodes_of_ranks]
         received = sent.new_empty(sum(counts) * size)
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             received,
             sent.flatten(),
             output_split_sizes=[count * size for count in counts],
             input_split_sizes=[len(nodes) * size] * self.world_size,
             group=self.group,
+            async_op=True,
         )
-        expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
-        leaves = [node._replace(value=part) for node, part in zip(expected, received.split(size), strict=True)]
-        sums = []
-        for node in sorted(leaves, key=lambda node: node.start):
-            tree_push(sums, node, torch.Tensor.add_)
-        result = sent.new_empty(self.world_size * size)
-        dist.all_gather_into_tensor(result, tree_total(sums, torch.Tensor.add_), group=self.group)
-        return result[:length]
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            expected = [node for nodes_of_rank in self.nodes_of_ranks for node in nodes_of_rank]
+            leaves = [node._replace(value=part) for node, part in zip(expected, received.split(size), strict=True)]
+            sums = []
+            for node in sorted(leaves, key=lambda node: node.start):
+                tree_push(sums, node, torch.Tensor.add_)
+            result = sent.new_empty(self.world_size * size)
+            dist.all_gather_into_tensor(result, tree_total(sums, torch.Tensor.add_), group=self.group)
+            return result[:length]
+
+        return finish
 
 
 def tree_over_all(accelerator: Accelerator) -> TreeSum:
@@ -180,62 +190,98 @@ def tree_over_all(accelerator: Accelerator) -> TreeSum:
 class GradientSum:
     """Adds the gradients of one model in the order of the tree.
 
-    After each micro-batch, the gradients are moved from the parameters to the tree, and after the last one the sum is
-    moved back. DDP does not all-reduce.
+    After each micro-batch but the last, the gradients are moved from the parameters to the tree. In the last backward
+    pass, the exchange of a bucket begins when its gradients are there. DDP does not all-reduce.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
-        self.accelerator, self.collected_at = accelerator, None
+        self.accelerator, self.collected_at, self.versions = accelerator, None, {}
         self.tree = tree_over_all(accelerator)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buckets = buckets(self.parameters)
+        self.buckets = buckets(self.parameters[::-1])  # the gradients of the last layers come first
+        for parameter in self.parameters if self.tree.world_size > 1 else ():
+            parameter.register_post_accumulate_grad_hook(self._arrived)
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = False
         self._begin_step()
-        self.prepare()
 
     def _begin_step(self) -> None:
         self.nodes = []  # of {parameter: gradient}; a missing gradient is zero
         self.next_rank = own_logical_ranks(self.accelerator)[0]
+        self.exchanges = []  # that have begun: the bucket, its parameters that are used here, what waits for the sum
+        self.waiting = None  # parameters without a gradient yet, in a backward pass
 
     def prepare(self) -> None:
         """Call it before each backward pass."""
         self.versions = {p: p.grad._version for p in self.parameters if p.grad is not None}
+        self.waiting = set(self.parameters)
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        if self.waiting is None or not self.accelerator.sync_gradients:
+            return
+        if parameter not in self.waiting:
+            raise RuntimeError("a parameter gets its gradient in two parts: use checkpoint(..., use_reentrant=False)")
+        self.waiting.remove(parameter)
+        for bucket in self.buckets[len(self.exchanges) :]:  # in the same order on all processes
+            if not self.waiting.isdisjoint(bucket):
+                break
+            self._exchange(bucket, self._take(bucket))
 
     def collect(self) -> None:
         """Call it after each backward pass. Collective in the last micro-batch of a step."""
-        gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
-        gradients = {p: gradient for p, gradient in gradients.items() if gradient._version != self.versions.get(p)}
-        if not gradients:  # a different model's backward pass
+        self.waiting = None
+        gradients = self._take(self.parameters)
+        if not gradients and not self.exchanges:  # a different model's backward pass
             return
         if self.collected_at == self.accelerator.step:
             refuse_second_backward()
         self.collected_at = self.accelerator.step
-        logical_rank = current_logical_rank(self.accelerator)
-        for skipped in range(self.next_rank, logical_rank):  # without any gradient
-            tree_push(self.nodes, Node(skipped, 1, {}), add_gradients)
-        self.next_rank = logical_rank + 1
+        if not self.accelerator.sync_gradients:
+            self._push(self.nodes, gradients)
+            self.next_rank = current_logical_rank(self.accelerator) + 1
+            return
+        for parameter, gradient in self._total(gradients).items():
+            parameter.grad = gradient
+        self._begin_step()
+
+    def _take(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """Take the gradients of this backward pass from the parameters."""
+        gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        gradients = {p: gradient for p, gradient in gradients.items() if gradient._version != self.versions.get(p)}
         for parameter in gradients:
             parameter.grad = None
-        tree_push(self.nodes, Node(logical_rank, 1, gradients), add_gradients)
-        if self.accelerator.sync_gradients:
-            for parameter, gradient in self._total().items():
-                parameter.grad = gradient
-            self._begin_step()
-
-    def _total(self) -> dict[nn.Parameter, torch.Tensor]:
-        if self.tree.world_size == 1:
-            return tree_total(self.nodes, add_gradients)
-        used = {parameter for node in self.nodes for parameter in node.value}
-        gradients = {}
-        for bucket in self.buckets:
-            nodes = [node._replace(value=flat(node.value, bucket, self.tree.world_size)) for node in self.nodes]
-            total = self.tree.total(nodes)
-            gradients |= views(total, bucket)
-            for parameter, count in zip(bucket, total[-len(bucket) :], strict=True):
-                if parameter not in used and not count:  # no process has used it: AdamW must skip it
-                    del gradients[parameter]
         return gradients
+
+    def _push(self, nodes: list[Node], gradients: dict) -> None:
+        """Add this micro-batch, after those before it that had no backward pass."""
+        last = current_logical_rank(self.accelerator)
+        for skipped in range(self.next_rank, last):
+            tree_push(nodes, Node(skipped, 1, {}), add_gradients)
+        tree_push(nodes, Node(last, 1, gradients), add_gradients)
+
+    def _exchange(self, bucket: list[nn.Parameter], gradients: dict) -> None:
+        """Begin to add up the gradients of a bucket. Collective."""
+        nodes = [node._replace(value={p: node.value.pop(p) for p in bucket if p in node.value}) for node in self.nodes]
+        self._push(nodes, gradients)
+        used = {parameter for node in nodes for parameter in node.value}
+        nodes = [node._replace(value=flat(node.value, bucket, self.tree.world_size)) for node in nodes]
+        self.exchanges.append((bucket, used, self.tree.begin(nodes)))
+
+    def _total(self, gradients: dict) -> dict[nn.Parameter, torch.Tensor]:
+        if self.tree.world_size == 1:
+            self._push(self.nodes, gradients)
+            return tree_total(self.nodes, add_gradients)
+        for bucket in self.buckets[len(self.exchanges) :]:
+            self._exchange(bucket, {p: gradients.pop(p) for p in bucket if p in gradients})
+        total = {}
+        while self.exchanges:  # and free their memory
+            bucket, used, finish = self.exchanges.pop(0)
+            values = finish()
+            total |= views(values, bucket)
+            for parameter, count in zip(bucket, values[-len(bucket) :], strict=True):
+                if parameter not in used and not count:  # no process has used it: AdamW must skip it
+                    del total[parameter]
+        return total
 
 
 def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
