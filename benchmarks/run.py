@@ -27,6 +27,8 @@ from benchmarks import common
 
 # In the order of RESULTS.md, with the flags with which tests run them.
 BENCHMARKS = {
+    "bandwidth": "--rounds 1",
+    "start": "--rounds 1",
     "mnist_epoch": "--rounds 1",
     "same_curve": "--num_epochs 1",
     "checkpoint": "--rounds 1 --batch_size 4",

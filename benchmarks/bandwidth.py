@@ -1,0 +1,71 @@
+"""What several processes at once get from this machine.
+
+    python benchmarks/bandwidth.py
+
+The bound for every speed-up below. All processes do the same at the same time, with one thread each: `a = b + c` over
+vectors larger than the caches, as optimizers and BatchNorm do (the "add" of STREAM, J. D. McCalpin,
+https://www.cs.virginia.edu/stream/), and products of matrices. The speed of all processes together, and the ratio to
+one process: a program that only moves memory cannot gain more than the first, nor one that only multiplies more than
+the second.
+"""
+
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+
+ENTRIES, SIDE, SECONDS = 2**25, 1024, 1.0  # of a vector; of a matrix; for each measurement
+
+
+def parse_args():
+    return common.make_parser(__doc__, rounds=5).parse_args()
+
+
+def add_speed(_: int) -> float:
+    """GB/s: two vectors are read and one is written."""
+    a, b, c = (torch.ones(ENTRIES) for _ in range(3))
+    return 12e-9 * ENTRIES * repetitions_per_s(lambda: torch.add(b, c, out=a))
+
+
+def product_speed(_: int) -> float:
+    """GFLOP/s."""
+    a, b = torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE)
+    return 2e-9 * SIDE**3 * repetitions_per_s(lambda: torch.mm(a, b))
+
+
+def repetitions_per_s(work) -> float:
+    work()
+    count, began = 0, time.perf_counter()
+    while time.perf_counter() < began + SECONDS:
+        work()
+        count += 1
+    return count / (time.perf_counter() - began)
+
+
+def measure(args) -> dict[str, dict[str, list[float]]]:
+    works = {"sums of vectors, GB/s": add_speed, "products of matrices, GFLOP/s": product_speed}
+    measured = {}
+    for name, work in works.items():
+
+        def together(processes: int, work=work) -> float:
+            with get_context("spawn").Pool(processes, torch.set_num_threads, (1,)) as pool:
+                pool.map(abs, range(100))  # all have started
+                return sum(pool.map(work, range(processes), chunksize=1))
+
+        ways = {f"{number} at once": lambda number=number, run=together: run(number) for number in (1, 2)}
+        measured[name] = common.take_turns(ways, args.rounds)
+    return measured
+
+
+def report(measured) -> list[str]:
+    return [common.compare("work", measured.items(), "speed", "1", "{:.1f}")]
+
+
+if __name__ == "__main__":
+    common.main(parse_args(), measure, report)

@@ -1,0 +1,60 @@
+"""From the command to its end.
+
+    python benchmarks/start.py
+
+Seconds of whole commands on one CPU process: four epochs of MNIST in batches of 256, with imports, reading the data,
+and files at the end.
+
+- plain script: benchmarks/plain_mnist.py, the same training and nothing else
+- mnist_mlp.py, without a launcher: python scripts/mnist_mlp.py
+- accelerate-launch, and accelerate launch: the same script; they first import PyTorch for themselves. The second one
+  also imports all other commands of Accelerate, and transformers if it is installed
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+
+PLAIN = "plain script"
+
+
+def parse_args():
+    return common.make_parser(__doc__, rounds=5).parse_args()
+
+
+def seconds(*command) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, cwd=common.ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+def measure(args) -> dict[str, list[float]]:
+    folder, programs = "accelerate_configs/cpu.yaml", Path(sys.executable).parent
+    launchers = {
+        "mnist_mlp.py, without a launcher": [sys.executable],
+        "accelerate-launch": [programs / "accelerate-launch", "--config_file", folder],
+        "accelerate launch": [programs / "accelerate", "launch", "--config_file", folder],
+    }
+
+    def launched(launcher) -> float:
+        with tempfile.TemporaryDirectory() as output:
+            return seconds(*launcher, "scripts/mnist_mlp.py", "--output_dir", Path(output, "run"))
+
+    ways = {PLAIN: lambda: seconds(sys.executable, "benchmarks/plain_mnist.py")}
+    ways |= {way: lambda launcher=launcher: launched(launcher) for way, launcher in launchers.items()}
+    common.take_turns(ways, 1)  # warm-up
+    return common.take_turns(ways, args.rounds)
+
+
+def report(measured) -> list[str]:
+    return [common.compare("on", [("1 process", measured)], "s", PLAIN, "{:.2f}")]
+
+
+if __name__ == "__main__":
+    common.main(parse_args(), measure, report)
