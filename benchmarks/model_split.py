@@ -94,7 +94,7 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
     optimizers = {}
     for way, (model, _) in ways.items():
         optimizers[way] = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    loader = GlobalLoader(data, len(data), accelerator, seed=0, shard=(0, 1), accumulation=m)
+    loader = GlobalLoader(data, len(data), accelerator, seed=0, name=f"{m}", shard=(0, 1), accumulation=m)
     batches = list(loader)
     images = [batch.data[0] for batch in batches]
     metrics = Metrics(accelerator)

@@ -35,7 +35,7 @@ BENCHMARKS = {
     "resnet50": "--rounds 1 --batch_size 4 --steps 4 --images 4 --photos 2",
     "data_on_disk": "--rounds 1 --images 8 --megabytes 1",
     "gradient_accumulation": "--steps 2 --memory_steps",
-    "model_split": "--rounds 1 --microbatches 2 --batch_size 16",
+    "model_split": "--rounds 1 --microbatches 1 2 --batch_size 16",
     "transformer_memory": "--sizes tiny --compare tiny",
     "compressors": f"--steps 2 --dataset {shlex.quote(str(common.ROOT / 'accelerate_configs'))}",
     "virtual_processes": "--rounds 1 --steps 1 --numbers 2 --resnet50_batch 4",
