@@ -67,12 +67,13 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
         why = "it is an IterableDataset" if loader.given else "the batches are not made by DataLoader"
         both.not_compared["samples"] = f"{why} ({line})"
         return
-    is_divided_twice = is_whole and not extra and missing.total() >= max(batch, wanted.total() // 3)
+    unknown = [digest for digest in extra if digest not in wanted]
+    is_small = not unknown and extra.total() <= batch  # what is repeated to fill the last batch
+    is_divided_twice = is_whole and is_small and missing.total() >= max(batch, wanted.total() // 3)
     if (extra or missing) and (loader.is_part or not is_whole) and not is_divided_twice:
         why = "each process makes its own part of the data" if is_whole else "an epoch ends before its data"
         both.not_compared["samples"] = f"{why} ({line})"
         return
-    unknown = [digest for digest in extra if digest not in wanted]
     dropped = loader.items - wanted.total() if loader.drop_last and loader.items else 0
     tested = {each for test in both.reference.evaluations for some in test.samples.values() for each in some}
     if leaked := tested.intersection(unknown):

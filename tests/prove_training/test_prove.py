@@ -1129,13 +1129,15 @@ def digests_of(rank: Record, step: int) -> Part:
     return rank.steps[step].micro_batches[0].samples[0]
 
 
-@pytest.mark.parametrize(("kept", "kinds"), [(1, ["samples"]), (3, [])])
-def test_a_part_made_by_hand_that_is_divided_once_more_is_found(kept, kinds):
+@pytest.mark.parametrize(("kept", "repeated", "kinds"), [(1, 0, ["samples"]), (1, 1, ["samples"]), (3, 0, [])])
+def test_a_part_made_by_hand_that_is_divided_once_more_is_found(kept, repeated, kinds):
+    """Accelerate repeats samples to fill the last batch."""
     (reference,), ranks = made_up(), made_up(2)
     for record in ranks:
         record.facts.loaders["loader"].is_part = True
         for step in record.steps:
             del step.micro_batches[0].samples[0].digests[kept:]
+    digests_of(ranks[1], 3).digests += digests_of(ranks[0], 0).digests[:repeated]
     assert [finding.kind for finding in several.findings(Comparison(reference, ranks)) if finding.kind] == kinds
 
 
