@@ -208,7 +208,7 @@ class GradientSum:
     def _begin_step(self) -> None:
         self.nodes = []  # of {parameter: gradient}; a missing gradient is zero
         self.next_rank = own_logical_ranks(self.accelerator)[0]
-        self.exchanges = []  # that have begun: the bucket, its parameters that are used here, what waits for the sum
+        self.exchanges = []  # functions that wait for the sum of a bucket, in their order
         self.waiting = None  # parameters without a gradient yet, in a backward pass
 
     def prepare(self) -> None:
@@ -240,8 +240,11 @@ class GradientSum:
             self._push(self.nodes, gradients)
             self.next_rank = current_logical_rank(self.accelerator) + 1
             return
-        for parameter, gradient in self._total(gradients).items():
-            parameter.grad = gradient
+        for bucket in self.buckets[len(self.exchanges) :]:
+            self._exchange(bucket, {p: gradients.pop(p) for p in bucket if p in gradients})
+        while self.exchanges:  # and free their memory
+            for parameter, gradient in self.exchanges.pop(0)().items():
+                parameter.grad = gradient
         self._begin_step()
 
     def _take(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
@@ -263,25 +266,19 @@ class GradientSum:
         """Begin to add up the gradients of a bucket. Collective."""
         nodes = [node._replace(value={p: node.value.pop(p) for p in bucket if p in node.value}) for node in self.nodes]
         self._push(nodes, gradients)
-        used = {parameter for node in nodes for parameter in node.value}
-        nodes = [node._replace(value=flat(node.value, bucket, self.tree.world_size)) for node in nodes]
-        self.exchanges.append((bucket, used, self.tree.begin(nodes)))
-
-    def _total(self, gradients: dict) -> dict[nn.Parameter, torch.Tensor]:
         if self.tree.world_size == 1:
-            self._push(self.nodes, gradients)
-            return tree_total(self.nodes, add_gradients)
-        for bucket in self.buckets[len(self.exchanges) :]:
-            self._exchange(bucket, {p: gradients.pop(p) for p in bucket if p in gradients})
-        total = {}
-        while self.exchanges:  # and free their memory
-            bucket, used, finish = self.exchanges.pop(0)
-            values = finish()
-            total |= views(values, bucket)
-            for parameter, count in zip(bucket, values[-len(bucket) :], strict=True):
-                if parameter not in used and not count:  # no process has used it: AdamW must skip it
-                    del total[parameter]
-        return total
+            self.exchanges.append(lambda: tree_total(nodes, add_gradients))
+            return
+        used = {parameter for node in nodes for parameter in node.value}
+        total = self.tree.begin([node._replace(value=flat(node.value, bucket, self.tree.world_size)) for node in nodes])
+
+        def finish() -> dict[nn.Parameter, torch.Tensor]:
+            values = total()
+            parts = zip(views(values, bucket).items(), values[-len(bucket) :], strict=True)
+            # Without those that no process has used: AdamW must skip them.
+            return {parameter: part for (parameter, part), count in parts if parameter in used or count}
+
+        self.exchanges.append(finish)
 
 
 def buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
