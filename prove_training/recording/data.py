@@ -33,6 +33,7 @@ class Batches:
         self.recording, self.plan, self.loaders = recording, recording.plan, recording.facts.loaders
         self.splits_batches = False  # Accelerate's split_batches: the script's batch size is over all processes
         self.cuts, self.orders = {}, recording.record.orders  # data that were cut, and their lengths before
+        self.lengths = collections.defaultdict(list)  # of the data of the loaders that were made at one place
         self.fresh, self.used, self.used_before, self.count = [], [], [], itertools.count()
         self.train_passes = collections.Counter()
         self.is_reading = False  # a batch; a loader may read with another one, as GlobalLoader does
@@ -88,9 +89,17 @@ class Batches:
         orders.append(known[0] if is_known else draw())
         return orders[-1]
 
-    def new_loader(self, loader, **facts) -> None:
-        loader.prove_key = key = self.recording.where.place()
-        self.loaders[key] = Loader(self.recording.where.line(), **facts)
+    def key(self, length: int | None) -> str:
+        """The name of a loader that is made now; of two that are made in one line, the length of their data decides."""
+        place = self.recording.where.place()
+        lengths = self.lengths[place]
+        if length not in lengths:
+            lengths.append(length)
+        return f"{place} {lengths.index(length)}"
+
+    def new_loader(self, loader, length: int | None, **facts) -> None:
+        loader.prove_key = key = self.key(length)
+        self.loaders[key] = Loader(self.recording.where.line(), length=length, **facts)
 
     def begin_pass(self, loader) -> Pass:
         current = Pass(getattr(loader, "prove_key", "?"), random=digest(torch.get_rng_state()))
@@ -261,10 +270,12 @@ def install_loaders(batches: Batches) -> None:
             vars(batches.loaders[loader.prove_key]).update(made)
             return
         names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
-        own, key = names.get("batch_sampler"), batches.recording.where.place()
+        own = names.get("batch_sampler")
         given = batch_size if own is None else None
         if own is None and not batches.cut_indices(names.get("sampler")):
             dataset = batches.cut(dataset)
+        _, length, is_part = batches.cuts.get(id(dataset), (None, None, False))
+        key = batches.key(length)
         if given is not None:
             batch_size = batches.batch_size(given, key)
         elif isinstance(getattr(own, "batch_size", None), int):
@@ -278,11 +289,10 @@ def install_loaders(batches: Batches) -> None:
             loader.collate_fn = Tagged(loader.collate_fn)
         sampler = loader.sampler if own is None else getattr(own, "sampler", own)
         kind = type(sampler).__name__
-        _, length, is_part = batches.cuts.get(id(loader.dataset), (None, None, False))
         batches.new_loader(
             loader,
+            length,
             given=given,
-            length=length,
             items=None if length is None else len(loader.dataset),
             is_part=is_part,
             sampler=kind,

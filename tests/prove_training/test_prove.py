@@ -308,6 +308,7 @@ UNUSUAL = {
     "sampler_for_several": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "asks_the_gpu": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "captures_graphs": (3, "cannot tell: it needs a GPU for torch.cuda.make_graphed_callables (captures_graphs.py:14)"),
+    "makes_both_loaders_in_a_line": (1, "wrong: 1 sample counted twice: it says"),
     "tested_by_all": (0, "proven: the same samples, gradients, learning rates, weights and evaluations on"),
     "fails_in_a_call": (2, "fails: on one process, fails_in_a_call.py:14: RuntimeError: view size is not compatible"),
     "asks_for_input": (3, "cannot tell: it asks for input (asks_for_input.py:14), and prove gives none"),
@@ -1094,6 +1095,12 @@ def test_two_loaders_that_a_library_makes_in_one_line_have_different_names():
 
     names = [function() for function in (for_training, for_testing) for _ in range(2)]
     assert names[0] == names[1] != names[2] == names[3]
+
+
+def test_loaders_of_one_line_are_told_apart_by_the_length_of_their_data(tmp_path):
+    batches = made_recording(tmp_path).batches
+    names = [batches.key(length) for _ in range(2) for length in (300, 100)]  # of two epochs
+    assert names[0] == names[2] != names[1] == names[3]
 
 
 @pytest.mark.parametrize("bases", [(0.0, 0.0), (0.1, 0.2)])  # without a scheduler, and with one

@@ -105,6 +105,18 @@ TESTED_BY_ALL = """        results = []
                 results.append(nn.functional.mse_loss(model.module(x), y).item() / len(x))
         print(f"epoch {epoch} loss {sum(results):.6f}")
     dist.destroy"""
+LOADERS = """    sets = {"train": data, "test": TensorDataset(*data[:100])}
+    samplers = {part: DistributedSampler(sets[part]) for part in sets}
+    loaders = {part: DataLoader(sets[part], batch_size=16, sampler=samplers[part]) for part in sets}
+    sampler, loader = samplers["train"], loaders["train"]
+"""
+TESTED_IN_PARTS = """        totals = torch.zeros(2)
+        with torch.no_grad():
+            for x, y in loaders["test"]:
+                totals += torch.tensor([nn.functional.mse_loss(model.module(x), y, reduction="sum"), len(x)])
+        dist.all_reduce(totals)
+        print(f"epoch {epoch} loss {totals[0] / totals[1]:.6f}")
+    dist.destroy"""
 
 WITH_ACCELERATE = {
     "compiled": [(f"= {MODEL}", f"= torch.compile({MODEL})")],
@@ -209,6 +221,13 @@ WITH_DDP = {
     ],
     "captures_graphs": [
         (GROUP, f"{GROUP}    torch.cuda.make_graphed_callables(nn.Linear(1, 1).cuda(), (torch.ones(1).cuda(),))\n")
+    ],
+    "makes_both_loaders_in_a_line": [
+        (
+            "    sampler = DistributedSampler(data)\n    loader = DataLoader(data, batch_size=16, sampler=sampler)\n",
+            LOADERS,
+        ),
+        ("    dist.destroy", TESTED_IN_PARTS),
     ],
     "tested_by_all": [("    dist.destroy", TESTED_BY_ALL)],
     "fails_in_a_call": [
