@@ -9,6 +9,7 @@ one process: a program that only moves memory cannot gain more than the first, n
 the second.
 """
 
+import functools
 import sys
 import time
 from multiprocessing import get_context
@@ -48,17 +49,23 @@ def repetitions_per_s(work) -> float:
     return count / (time.perf_counter() - began)
 
 
+def begin(barrier) -> None:
+    """In each process: wait until all have imported torch."""
+    torch.set_num_threads(1)
+    barrier.wait()
+
+
+def together(work, processes: int) -> float:
+    context = get_context("spawn")
+    with context.Pool(processes, begin, (context.Barrier(processes),)) as pool:
+        return sum(pool.map(work, range(processes), chunksize=1))
+
+
 def measure(args) -> dict[str, dict[str, list[float]]]:
     works = {"sums of vectors, GB/s": add_speed, "products of matrices, GFLOP/s": product_speed}
     measured = {}
     for name, work in works.items():
-
-        def together(processes: int, work=work) -> float:
-            with get_context("spawn").Pool(processes, torch.set_num_threads, (1,)) as pool:
-                pool.map(abs, range(100))  # all have started
-                return sum(pool.map(work, range(processes), chunksize=1))
-
-        ways = {f"{number} at once": lambda number=number, run=together: run(number) for number in (1, 2)}
+        ways = {f"{number} at once": functools.partial(together, work, number) for number in (1, 2)}
         measured[name] = common.take_turns(ways, args.rounds)
     return measured
 

@@ -12,6 +12,7 @@ and files at the end.
   is as fast as the first
 """
 
+import functools
 import subprocess
 import sys
 import tempfile
@@ -36,11 +37,11 @@ def seconds(*command) -> float:
 
 
 def measure(args) -> dict[str, list[float]]:
-    folder, programs = "accelerate_configs/cpu.yaml", Path(sys.executable).parent
+    config, programs = ["--config_file", "accelerate_configs/cpu.yaml"], Path(sys.executable).parent
     launchers = {
         "mnist_mlp.py, without a launcher": [sys.executable],
-        "accelerate-launch": [programs / "accelerate-launch", "--config_file", folder],
-        "accelerate launch": [programs / "accelerate", "launch", "--config_file", folder],
+        "accelerate-launch": [programs / "accelerate-launch", *config],
+        "accelerate launch": [programs / "accelerate", "launch", *config],
     }
 
     def launched(launcher) -> float:
@@ -48,7 +49,7 @@ def measure(args) -> dict[str, list[float]]:
             return seconds(*launcher, "scripts/mnist_mlp.py", "--output_dir", Path(output, "run"))
 
     ways = {PLAIN: lambda: seconds(sys.executable, "benchmarks/plain_mnist.py")}
-    ways |= {way: lambda launcher=launcher: launched(launcher) for way, launcher in launchers.items()}
+    ways |= {way: functools.partial(launched, launcher) for way, launcher in launchers.items()}
     common.take_turns(ways, 1)  # warm-up
     return common.take_turns(ways, args.rounds)
 
