@@ -97,9 +97,9 @@ class Batches:
             lengths.append(length)
         return f"{place} {lengths.index(length)}"
 
-    def new_loader(self, loader, length: int | None, **facts) -> None:
-        loader.prove_key = key = self.key(length)
-        self.loaders[key] = Loader(self.recording.where.line(), length=length, **facts)
+    def new_loader(self, loader, key: str, **facts) -> None:
+        loader.prove_key = key
+        self.loaders[key] = Loader(self.recording.where.line(), **facts)
 
     def begin_pass(self, loader) -> Pass:
         current = Pass(getattr(loader, "prove_key", "?"), random=digest(torch.get_rng_state()))
@@ -291,8 +291,9 @@ def install_loaders(batches: Batches) -> None:
         kind = type(sampler).__name__
         batches.new_loader(
             loader,
-            length,
+            key,
             given=given,
+            length=length,
             items=None if length is None else len(loader.dataset),
             is_part=is_part,
             sampler=kind,

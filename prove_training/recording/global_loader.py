@@ -69,8 +69,9 @@ def watch_loader(cls: type, recording) -> None:
             fetcher.collate_fn, fetcher.prove_reads_itself = Tagged(fetcher.collate_fn), True
             loader.loss_weights = weigh and (lambda content: weigh(batches.opened(content)[0]))
         recording.facts.is_exact = True
-        facts = {"given": batch_size, "items": loader.sampler.length, "drop_last": bool(options.get("drop_last"))}
-        batches.new_loader(loader, len(dataset), sampler="GlobalLoader", **facts)
+        key, facts = batches.key(len(dataset)), {"length": len(dataset), "items": loader.sampler.length}
+        facts |= {"given": batch_size, "drop_last": bool(options.get("drop_last"))}
+        batches.new_loader(loader, key, sampler="GlobalLoader", **facts)
 
     @wrap(cls, "epoch")
     def epoch(original, loader, *args, **kwargs):

@@ -552,7 +552,7 @@ def test_lightning_has_a_device_for_each_process(tmp_path):
 
 def test_batches_that_are_read_before_the_first_is_used_are_told_apart_by_their_memory(tmp_path):
     batches = made_recording(tmp_path, processes=1).batches
-    batches.new_loader(argparse.Namespace(), None)
+    batches.new_loader(argparse.Namespace(), "any")
     ids, masks, targets = torch.arange(12).view(3, 4), torch.ones(3, 4), torch.arange(3.0)
     first, second = (batches.begin_pass(argparse.Namespace(prove_key=key)) for key in ("ids", "targets"))
     for number in range(3):

@@ -195,7 +195,8 @@ class GradientSum:
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
-        self.accelerator, self.collected_at, self.versions = accelerator, None, {}
+        self.accelerator, self.collected_at = accelerator, None
+        self.versions, self.waiting = {}, None  # of gradients before a backward pass; parameters without one in it
         self.tree = tree_over_all(accelerator)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buckets = buckets(self.parameters[::-1])  # the gradients of the last layers come first
@@ -209,7 +210,6 @@ class GradientSum:
         self.nodes = []  # of {parameter: gradient}; a missing gradient is zero
         self.next_rank = own_logical_ranks(self.accelerator)[0]
         self.exchanges = []  # functions that wait for the sum of a bucket, in their order
-        self.waiting = None  # parameters without a gradient yet, in a backward pass
 
     def prepare(self) -> None:
         """Call it before each backward pass."""
@@ -223,7 +223,7 @@ class GradientSum:
             raise RuntimeError("a parameter gets its gradient in two parts: use checkpoint(..., use_reentrant=False)")
         self.waiting.remove(parameter)
         for bucket in self.buckets[len(self.exchanges) :]:  # in the same order on all processes
-            if not self.waiting.isdisjoint(bucket):
+            if not self.waiting.isdisjoint(reversed(bucket)):  # the last one to come first
                 break
             self._exchange(bucket, self._take(bucket))
 
