@@ -23,7 +23,6 @@ import os
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+from torch.distributed import TCPStore
 
 HERE = Path(__file__).resolve().parent
 IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim", "accelerate"]
@@ -69,7 +70,7 @@ def run_rank(path: str, flags: list[str], rank: int, processes: int, port: int, 
     """Run a program in this process, as torchrun does. Its output goes into a file of the folder."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.chdir(folder)
     output = os.open(f"output_{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(output, 1)
@@ -92,11 +93,9 @@ def run_program(case: Case, flags: list[str], processes: int, folder: str, tries
     Raises:
         RuntimeError: a process failed, or did not end; with the last lines of its output.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a port that no one else takes
     ranks = [
-        context.Process(target=run_rank, args=(str(case.path), flags, rank, processes, port, folder))
+        context.Process(target=run_rank, args=(str(case.path), flags, rank, processes, store.port, folder))
         for rank in range(processes)
     ]
     for process in ranks:

@@ -1,5 +1,5 @@
 """The optimizer calls a closure several times per step, as LBFGS does. All processes compute the same, since the
-loss that it returns is averaged.
+loss that it returns is averaged. In float64, since LBFGS makes rounding grow.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 inputs = torch.randn(96, 4)
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())

@@ -1,5 +1,7 @@
 """Two hosts on one machine, and what runs on them."""
 
+import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -13,10 +15,15 @@ from network import ADDRESSES, NAMES, Network
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# Of this worker of pytest alone, and below those that the kernel gives to connections.
+PORTS = itertools.count(10000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    for port in PORTS:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(home: Path) -> dict:
