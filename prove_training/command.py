@@ -43,7 +43,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add("--keep", type=Path, metavar="FOLDER", help="keep what the runs write, and their records")
     add("-m", dest="is_module", action="store_true", help="the script is a module: -m package.train")
     add("script")
-    add("flags", nargs=argparse.REMAINDER, help="flags of the script; {processes} stands for their number")
+    add("flags", nargs=argparse.REMAINDER, help="of the script; {processes} stands for their number, {rank} for a rank")
     args = parser.parse_args(words)
     args.module = args.script if args.is_module else None
     args.script = module_file(args.script) if args.is_module else Path(args.script)

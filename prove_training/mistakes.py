@@ -69,7 +69,8 @@ ADVICE = {
     "fails": "see what it says",
     "stops_alone": "decide together when to stop: add the decisions up with all_reduce, or broadcast the one of rank 0",
     "shapes": "gather tensors of one shape: accelerator.pad_across_processes, or gather_for_metrics, or gather_object",
-    "hangs": "each process must make the same collective calls: look for one inside `if rank == 0`",
+    "hangs": "each process must make the same collective calls: look for one inside `if rank == 0`, such as "
+    "a forward pass of DistributedDataParallel",
 }
 
 # The same where the script does not write the loop itself.

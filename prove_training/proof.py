@@ -6,6 +6,7 @@ on two and three processes. `recording` makes them the same and records, and `st
 
 import json
 import linecache
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from .stages.unfinished import because
 from .text import CannotTell, and_join, plural, show
 
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
+MANY = 8  # devices of a machine for a script that does not train with one
 LAST_LINES = 12  # of what a process printed
 OF_NETWORKS = ("urlerror", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
@@ -146,6 +148,8 @@ class Proof:
             printed = [f'; it printed last: "{record.printed}"' for record in outcome.records if record.printed]
             offline = any(word in outcome.error.lower() for word in OF_NETWORKS)
             printed += ["; without a network, a few samples in a local folder are enough"] * offline
+            if variable := re.search(r"KeyError: '([A-Z][A-Z_]+)'", outcome.error):
+                printed.append(f"; to set it, {variable[1]}={{rank}} or ={{processes}} before the command of prove")
             return FAILS, f"fails: on one process, {outcome.error}{''.join(printed)}"
         self.reference = reference = outcome.records[0]
         if reason := single.cannot_judge(reference):
@@ -185,11 +189,15 @@ class Proof:
             self.plan.without_gpu = True
             outcome = self.runs(1, self.plan)
         facts = outcome.records[0].facts if outcome.records else Facts()
-        if not outcome.error and facts.asks and not facts.ddp and not facts.accelerate:
-            # It may train with others only where there is an accelerator.
+        if facts.asks and not (self.plan.without_gpu or facts.ddp or facts.accelerate):
+            # It may train only where there is an accelerator, or with others only there.
             again = self.runs(1, replace(self.plan, without_gpu=True))
             if not again.error and not again.waits and not again.records[0].facts.cannot_tell:
                 self.plan.without_gpu, self.pretends, outcome = True, True, again
+        if not outcome.error and not outcome.waits and not outcome.records[0].steps:
+            again = self.runs(1, replace(self.plan, devices=MANY))  # as PyTorch's own examples ask for two
+            if not again.error and not again.waits and again.records[0].steps:
+                self.plan.devices, outcome = MANY, again
         sizes = given_sizes(outcome.records)
         if outcome.error and sizes and unfinished(1, outcome).kind == "fails":
             # A model may be made for one batch size, and a script may count its data.

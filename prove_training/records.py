@@ -19,6 +19,7 @@ class Plan:
     lightning: list[str] = field(default_factory=list)  # its packages that the files beside the script import
     without_gpu: bool = False  # what is for a GPU stays on the CPU
     machines: bool = False  # each process has one of its own
+    devices: int = 0  # of a machine; 0: as many as it has processes
     own_batch_size: bool = False  # the script's
     is_resumed: bool | None = None  # None: neither resumed nor compared with a run that is
     stop_after_save: bool = False
@@ -179,6 +180,7 @@ class Facts:
     schedules: int = 0
     has_state: bool = False
     has_saved: bool = False
+    loads: bool = False  # the state of something: it may resume
     taken: set[tuple[str, int]] = field(default_factory=set)  # ("schedule", 4): its state_dict was taken after 4 steps
     untrained: list[str] = field(default_factory=list)  # parameters
     loaders: dict[str, Loader] = field(default_factory=dict)

@@ -140,8 +140,12 @@ class Runs:
         logging.root.setLevel(logging.WARNING)
         sys.stdin = open(0)  # noqa: SIM115  until the end, as the others
         sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
-        os.environ.update(self._variables(plan, rank))
-        flags = [flag.replace("{processes}", str(plan.processes)).replace("{rank}", str(rank)) for flag in flags]
+
+        def filled(text: str) -> str:
+            return text.replace("{processes}", str(plan.processes)).replace("{rank}", str(rank))
+
+        flags = [filled(flag) for flag in flags]
+        os.environ.update({name: filled(value) for name, value in os.environ.items()} | self._variables(plan, rank))
         script = Path(plan.folder, self.script.relative_to(self.source))
         recording.main(plan, rank, str(script), self.module, flags)
 

@@ -43,13 +43,15 @@ class Batches:
     def step_size(self, given: int) -> int:
         return given if self.plan.own_batch_size else micro_batch(given)
 
-    def batch_size(self, given: int, key: str) -> int:
+    def batch_size(self, given: int, key: str, is_whole: bool = False) -> int:
         """The batch size of a DataLoader for which the script says `given`, which may be divided by the processes.
 
-        Each process tests in batches of one size, on any number of processes: a result may depend on it.
+        Each process tests in batches of one size, on any number of processes: a result may depend on it. Unless it
+        tests its part of the data, and the script divides the size, too.
         """
         total = self.step_size(self.whole(given, "sizes") or given)
-        if self.splits_batches or self.plan.tests.get(key) == given:
+        of_test = self.plan.tests.get(key)
+        if self.splits_batches or of_test == given or (of_test and is_whole):
             return total
         if total % self.plan.processes:
             raise CannotTell(f"batches of {total} cannot be divided by {self.plan.processes} processes")
@@ -233,6 +235,8 @@ def install_samplers(batches: Batches) -> None:
                     kwargs[word] = batches.cut(kwargs[word])
             original(sampler, *map(batches.cut, args[:1]), *args[1:], **kwargs)
             sampler.prove_generator = kwargs.get("generator") is not None
+            if getattr(sampler, "_num_samples", None):  # such as 10**10 with replacement, for a loop without an end
+                sampler._num_samples = min(sampler._num_samples, len(sampler.data_source))
 
     @wrap(torch_data.DistributedSampler, "__iter__")
     def share(original, sampler):
@@ -277,7 +281,8 @@ def install_loaders(batches: Batches) -> None:
         _, length, is_part = batches.cuts.get(id(dataset), (None, None, False))
         key = batches.key(length)
         if given is not None:
-            batch_size = batches.batch_size(given, key)
+            is_whole = names.get("sampler") is None and not is_part
+            batch_size = batches.batch_size(given, key, is_whole)
         elif isinstance(getattr(own, "batch_size", None), int):
             own.batch_size = batches.batch_size(own.batch_size, key)
         if batches.plan.without_gpu:

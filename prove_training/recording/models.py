@@ -22,6 +22,7 @@ DISK = 0.5  # of the free space may be taken by weights that are handed on
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
 DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
+DRAWS_IN_PLACE = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
 WRAPPERS = re.compile(r"\b(_forward_module|_orig_mod|module)\.")  # in names of parameters
 torch_load = torch.load  # before it is wrapped
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # layers for which train() and eval() matter
@@ -328,7 +329,8 @@ def install(recording) -> None:
 
     @wrap(nn.Module, "__call__")
     def call(original, model, *args, **kwargs):
-        if models.depth == 0 and not recording.is_ending and next(model.parameters(), None) is not None:
+        is_passed = models.depth or recording.is_ending or torch.jit.is_tracing()  # which compares two calls
+        if not is_passed and next(model.parameters(), None) is not None:
             models.begin_call(model, args, kwargs)
         models.depth += 1
         try:
@@ -397,9 +399,9 @@ def install_optimizers(models: Models) -> None:
                 (models.unscaled.add if name == "unscale_" else models.unscaled.discard)(id(optimizer))
             return original(scaler, optimizer, *args, **kwargs)
 
-    for name in DRAWS:
+    for name in (*DRAWS, *DRAWS_IN_PLACE):
 
-        @wrap(torch, name)
+        @wrap(torch.Tensor if name in DRAWS_IN_PLACE else torch, name)
         def draw(original, *args, name=name, **kwargs):
             numbers = original(*args, **kwargs)
             models.drawn(name, numbers)

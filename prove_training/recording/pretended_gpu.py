@@ -40,22 +40,19 @@ class Finished:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        pass
-
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _) -> float:
+    def elapsed_time(self, end_event) -> float:
         return 0.0
 
     def record_event(self, event=None):
         return event or Finished()
 
-    def record(self, *_) -> None:
+    def record(self, *_, **__) -> None:
         pass
 
-    wait = wait_stream = wait_event = synchronize = record
+    __exit__ = wait = wait_stream = wait_event = synchronize = record
 
 
 class Generator(torch.Generator):
@@ -99,12 +96,12 @@ def install(recording) -> None:
         pretend(owner, "is_available", True)
     pretend(accelerator, "current_accelerator", torch.device("cuda"))
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.stream = cuda.StreamContext = cuda.device = cuda.device_of = contextlib.nullcontext
+    cuda.stream = cuda.StreamContext = cuda.device = cuda.device_of = Finished
     for name in OF_NVTX:
         setattr(cuda.nvtx, name, lambda *_, **__: None)
     cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
     cuda.profiler.start = cuda.profiler.stop = lambda *_, **__: None
-    torch.Generator, torch.Tensor.record_stream = Generator, lambda *_: None
+    torch.Generator, torch.Tensor.record_stream = Generator, lambda *_, **__: None
     torch.set_default_device = lambda device, original=torch.set_default_device: original(on_cpu(device))
     for name in GRAPHS:
         setattr(cuda, name, lambda *_, name=name, **__: stop_at(name))

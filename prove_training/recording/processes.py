@@ -8,12 +8,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
 from .where import before, wrap
 
 COLLECTIVES = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "gather_object")
-COLLECTIVES += ("all_gather_into_tensor",)
+COLLECTIVES += ("all_gather_into_tensor", "all_gather_single", "gather_into_tensor", "gather_single")
+COLLECTIVES += ("all_gather_coalesced", "all_reduce_coalesced")
 IN_OPTIMIZERS = ("reduce_scatter", "reduce_scatter_tensor", "broadcast", "all_to_all", "all_to_all_single")
+IN_OPTIMIZERS += ("reduce_scatter_single",)
 OF_ACCELERATOR = ("gather", "gather_for_metrics", "reduce")
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -41,7 +44,7 @@ class Processes:
                 own = {parameter.data_ptr() for parameter in recording.models.parameters()}
                 if own.intersection(tensor.data_ptr() for tensor in tensors):
                     recording.facts.averages_weights = line
-            self.calls.write(f"{len(recording.steps)} {name} {line} {shapes}\n")
+            self.write(name, line, shapes)
             is_of_loss = torch.is_grad_enabled() and not recording.step.micro_batches  # and not for a log
             has_gradient = any(each.ndim > 1 and each.requires_grad for each in tensors)
             if is_of_loss and has_gradient and ("gather" in name or name.startswith("all_reduce")):
@@ -52,17 +55,20 @@ class Processes:
         finally:
             self.depth -= 1
 
+    def write(self, name: str, line: str, shapes: str = "") -> None:
+        self.calls.write(f"{len(self.recording.steps)} {name} {line} {shapes}\n")
+
     def note_in_step(self, *_, **__) -> None:
         """The optimizer itself makes a collective call, as one whose state is divided over the processes does."""
         if self.recording.models.stepping is not None:
             self.recording.step.in_step = True
 
     def watch(self, owner, names: tuple[str, ...]) -> None:
-        for name in names:
+        for name in filter(vars(owner).__contains__, names):  # some are new
 
             @wrap(owner, name)
             def collective(original, *args, name=name, **kwargs):
-                extreme = {dist.ReduceOp.MAX: " MAX", dist.ReduceOp.MIN: " MIN"}
+                extreme = {dist.ReduceOp.MAX: "(MAX)", dist.ReduceOp.MIN: "(MIN)"}
                 operation = "".join(extreme.get(each, "") for each in (*args, *kwargs.values()) if is_operation(each))
                 with self.calling(name + operation, (*args, *kwargs.values())):
                     return original(*args, **kwargs)
@@ -74,8 +80,13 @@ def is_operation(value) -> bool:
 
 def install(recording) -> None:
     recording.processes.watch(dist, COLLECTIVES)
-    for name in IN_OPTIMIZERS:
+    for name in filter(vars(dist).__contains__, IN_OPTIMIZERS):
         before(dist, name, recording.processes.note_in_step)
+    before(  # also in an evaluation
+        DistributedDataParallel,
+        "_sync_buffers",
+        lambda _: recording.processes.write("DistributedDataParallel.forward", recording.where.line()),
+    )
     before(Join, "__enter__", lambda _: setattr(recording.facts, "join", recording.where.line()))
 
     with contextlib.suppress(ImportError):

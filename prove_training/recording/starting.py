@@ -50,7 +50,7 @@ class Starting:
 def install(recording) -> None:
     starting = Starting(recording)
     for devices in (torch.cuda, torch.accelerator):
-        pretend(devices, "device_count", int(os.environ["LOCAL_WORLD_SIZE"]))
+        pretend(devices, "device_count", recording.plan.devices or int(os.environ["LOCAL_WORLD_SIZE"]))
 
     @wrap(torch.multiprocessing, "start_processes")
     def start(original, fn, args=(), nprocs=1, *others, **options):

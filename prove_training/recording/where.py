@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import linecache
 import os
 import re
 import sys
@@ -30,6 +31,11 @@ class Where:
         """Whether a file is in the script's folder, and neither installed there nor part of this package."""
         is_inside = file.startswith(os.path.join(self.root, "")) and not file.startswith(OWN_FOLDER)
         return is_inside and "site-packages" not in file.removeprefix(self.root)
+
+    def has(self, word: str) -> bool:
+        """Whether this word is in a file of the script that has been imported."""
+        files = {sys.argv[0], *(getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))}
+        return any(word in "".join(linecache.getlines(file)) for file in files if self.is_own(file))
 
     def line(self) -> str:
         """The innermost line of the script's own files, as "train.py:64"."""

@@ -99,7 +99,7 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
     if repeated and "gather_for_metrics" not in dict(calls):
         what = f"{plural(repeated, 'sample')} counted twice: {suspect.says}"
         return Finding("eval_repeated", "evaluation", what, None, line)
-    if any(name.endswith((" MAX", " MIN")) for name, _ in calls):
+    if calls and all(name.endswith(("(MAX)", "(MIN)")) for name, _ in calls):
         what = f"the extreme of the processes is taken, and not their sum: {suspect.says}"
         return Finding("eval_extreme", "evaluation", what, None, line)
     factor = suspect.other / suspect.value if suspect.value else 0.0

@@ -251,5 +251,7 @@ def _saves(record: Record) -> Iterator[Finding]:
             lacks = [f"the {part}" for part, is_needed in needed.items() if is_needed and part not in has]
             if lacks:
                 what = f"{save.path} has {', '.join(save.counters)}, and not {and_join(lacks)}"
-        if what:
+        if what and record.facts.loads:
             yield Finding("checkpoint_lacks", "checkpoint", what, None, save.line)
+        elif what:
+            yield note("checkpoint", f"{what}: the script cannot resume", None, save.line)

@@ -33,7 +33,7 @@ from prove_training.recording.models import take_over
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, several, single, unfinished
-from prove_training.stages.evaluations import differing
+from prove_training.stages.evaluations import differing, explained, suspects
 from prove_training.tensors import sampled
 from prove_training.text import CannotTell
 from silent_bugs.run import find_cases
@@ -310,6 +310,17 @@ UNUSUAL = {
     "captures_graphs": (3, "cannot tell: it needs a GPU for torch.cuda.make_graphed_callables (captures_graphs.py:14)"),
     "makes_both_loaders_in_a_line": (1, "wrong: 1 sample counted twice: it says"),
     "tested_by_all": (0, "proven: the same samples, gradients, learning rates, weights and evaluations on"),
+    "tested_by_all_in_shares": (0, "proven: the same samples, gradients, learning rates, weights and evaluations on"),
+    "tested_on_rank_0": (1, "wrong: after 7 steps rank 0 calls DistributedDataParallel.forward, and rank 1 does not"),
+    "gathered_in_one_piece": (0, "proven: the same samples, gradients, learning rates, weights and evaluations on"),
+    "noise_of_its_own": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
+    "for_two_gpus_at_least": (0, "proven: the same samples, gradients"),
+    "reads_other_variables": (
+        2,
+        "fails: on one process, reads_other_variables.py:33: KeyError: 'SLURM_PROCID'; ",
+    ),
+    "traced": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "draws_without_an_end": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "fails_in_a_call": (2, "fails: on one process, fails_in_a_call.py:14: RuntimeError: view size is not compatible"),
     "asks_for_input": (3, "cannot tell: it asks for input (asks_for_input.py:14), and prove gives none"),
     "passes_by_name": (0, "proven: the same samples, gradients"),
@@ -336,7 +347,8 @@ def prove_unusual(prove_it):
 def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(prove_unusual, program):
     code, words = UNUSUAL[program]
     processes = (3,) if program == "for_two_at_most" else (2,)
-    said = prove_unusual(program, timeout_s=3 if program == "hangs" else 60, processes=processes)
+    timeout_s = {"hangs": 3, "tested_on_rank_0": 5}.get(program, 60)
+    said = prove_unusual(program, timeout_s=timeout_s, processes=processes)
     assert (said.code, said.verdict[: len(words)]) == (code, words), said.text
     if program == "missing_file":
         assert '|     weights = torch.load("pretrained.pt")' in said.text
@@ -358,6 +370,14 @@ def test_what_the_optimizer_gets_is_compared(prove_unusual, name):
 def test_a_flag_of_the_script_may_be_the_number_of_processes(prove_unusual):
     said = prove_unusual("starts_ranks", flags=["--gpus={processes}"])
     assert said.code == 0, said.text
+
+
+@pytest.mark.slow
+def test_the_rank_may_come_from_another_variable(prove_unusual, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "{rank}")
+    said = prove_unusual("reads_other_variables")
+    assert said.code == 0, said.text
+    assert os.environ["SLURM_PROCID"] == "{rank}"
 
 
 def test_a_script_that_cannot_be_read_fails(prove_it):
@@ -623,6 +643,8 @@ def test_the_batch_of_all_processes_is_the_same_on_each_number_of_them(given, to
     recording = made_recording(tmp_path, processes=processes, tests={"test": given})
     assert recording.batches.batch_size(given, "train") * processes == total
     assert recording.batches.batch_size(given, "test") == total
+    recording.plan.sizes = {given}
+    assert recording.batches.batch_size(given // processes or 1, "test", is_whole=True) == total
     recording.batches.splits_batches = True
     assert recording.batches.batch_size(given, "train") == total
 
@@ -873,6 +895,28 @@ def test_running_statistics_of_one_process_are_a_mistake_only_where_exactness_is
     (finding,) = several.findings(Comparison(reference, ranks))
     assert (finding.kind, finding.step) == ("statistics", 2) if is_exact else ("", None)
     assert "norm.running_mean: ranks 0 and 1" in finding.what
+
+
+def test_a_checkpoint_that_nothing_loads_may_lack_the_optimizer():
+    (reference,) = made_up()
+    reference.facts.has_state = True
+    reference.saves = [Save("torch.save", 2, "last.pt", "train.py:9", has={"model"}, counters=["epoch"])]
+    (noted,) = single.findings(reference)
+    assert noted.kind == ""
+    assert noted.what == "last.pt has epoch, and not the optimizer and the schedule: the script cannot resume"
+    reference.facts.loads = True
+    assert [finding.kind for finding in single.findings(reference)] == ["checkpoint_lacks"]
+
+
+@pytest.mark.parametrize(("others", "kind"), [([], "eval_extreme"), ([("gather", "train.py:21")], "eval_mean")])
+def test_an_extreme_is_named_only_where_nothing_is_added_up(others, kind):
+    (reference,), ranks = made_up(), made_up(2)
+    reference.evaluations.append(evaluation(said=["accuracy 0.70"]))
+    for rank in ranks:
+        rank.evaluations.append(evaluation(said=["accuracy 0.75"], collectives=[("all_reduce(MAX)", "train.py:22")]))
+        rank.evaluations[0].collectives += others
+    both = Comparison(reference, ranks)
+    assert [explained(both, suspect).kind for suspect in suspects(both)] == [kind]
 
 
 def test_what_happens_in_one_step_only_is_not_a_mistake():

@@ -47,13 +47,19 @@ BY_FLAG = f"""{RUNS}parser = argparse.ArgumentParser()
     mp.spawn(train, args=(world_size,), nprocs=world_size)
 """
 CALL = f'{RUNS}train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))\n'
+ADAM = "    optimizer = torch.optim.Adam"
+DRAWN = """    samples = torch.utils.data.RandomSampler(data, replacement=True, num_samples=10**10)
+    assert len(list(samples)) < 10**6
+"""
+IMPORT_SYS = ("import os\n", "import os\nimport sys\n")
 BACKWARD = "            loss.backward()\n            optimizer.step()\n"
 ASKED = """    properties, event = torch.cuda.get_device_properties(rank), torch.cuda.Event()
     stream = torch.cuda.Stream()
     torch.cuda.nvtx.range_push(torch.cuda.get_device_name(rank) + str(properties.total_memory))
     event.record(torch.cuda.current_stream())
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.cuda.device(rank):
+    stream.wait_event(event=torch.cuda.current_stream().record_event(event=event))
+    with torch.cuda.stream(stream=stream), torch.cuda.device(device=rank):
         torch.cuda.memory_stats()["allocated_bytes.all.peak"], torch.cuda.mem_get_info()
     assert torch.cuda.is_bf16_supported() and torch.cuda.get_device_capability() >= (8, 0)
     torch.randn(3, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0)).record_stream(stream)
@@ -105,6 +111,12 @@ TESTED_BY_ALL = """        results = []
                 results.append(nn.functional.mse_loss(model.module(x), y).item() / len(x))
         print(f"epoch {epoch} loss {sum(results):.6f}")
     dist.destroy"""
+SHARE_BY_HAND = [("batch_size=16", "batch_size=16 // world_size"), ("batch_size=24", "batch_size=24 // world_size")]
+TESTED_ON_RANK_0 = """        if rank == 0:
+            model.eval()
+            print(f"epoch {epoch} loss {nn.functional.mse_loss(model(inputs), data.tensors[1]).item():.6f}")
+            model.train()
+    dist.destroy"""
 LOADERS = """    sets = {"train": data, "test": TensorDataset(*data[:100])}
     samplers = {part: DistributedSampler(sets[part]) for part in sets}
     loaders = {part: DataLoader(sets[part], batch_size=16, sampler=samplers[part]) for part in sets}
@@ -115,6 +127,15 @@ TESTED_IN_PARTS = """        totals = torch.zeros(2)
             for x, y in loaders["test"]:
                 totals += torch.tensor([nn.functional.mse_loss(model.module(x), y, reduction="sum"), len(x)])
         dist.all_reduce(totals)
+        print(f"epoch {epoch} loss {totals[0] / totals[1]:.6f}")
+    dist.destroy"""
+GATHERED_IN_ONE_PIECE = """        totals = torch.zeros(2)
+        with torch.no_grad():
+            for x, y in DataLoader(torch.utils.data.Subset(data, range(rank, 90, world_size)), batch_size=16):
+                totals += torch.tensor([nn.functional.mse_loss(model.module(x), y, reduction="sum"), len(x)])
+        parts = torch.empty(2 * world_size)
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(parts, totals)  # its name since torch 2.14
+        totals = parts.view(world_size, 2).sum(0)
         print(f"epoch {epoch} loss {totals[0] / totals[1]:.6f}")
     dist.destroy"""
 
@@ -230,6 +251,20 @@ WITH_DDP = {
         ("    dist.destroy", TESTED_IN_PARTS),
     ],
     "tested_by_all": [("    dist.destroy", TESTED_BY_ALL)],
+    "tested_by_all_in_shares": [("    dist.destroy", TESTED_BY_ALL), *SHARE_BY_HAND],
+    "tested_on_rank_0": [("nn.Tanh()", "nn.BatchNorm1d(8)"), ("    dist.destroy", TESTED_ON_RANK_0)],
+    "gathered_in_one_piece": [("    dist.destroy", GATHERED_IN_ONE_PIECE)],
+    "noise_of_its_own": [
+        (GROUP, f"{GROUP}    own = torch.Generator().manual_seed(rank)\n"),
+        ("model(x)", "model(x + torch.empty_like(x).normal_(generator=own))"),
+    ],
+    "for_two_gpus_at_least": [
+        (GROUP, f"    if torch.cuda.device_count() < 2:\n        sys.exit()\n{GROUP}"),
+        IMPORT_SYS,
+    ],
+    "reads_other_variables": [('["RANK"]', '["SLURM_PROCID"]')],
+    "traced": [("nn.Tanh()", "nn.BatchNorm1d(8)"), (ADAM, f"    torch.jit.trace(model.module, inputs[:4])\n{ADAM}")],
+    "draws_without_an_end": [(ADAM, f"{DRAWN}{ADAM}")],
     "fails_in_a_call": [
         (GROUP, f'{GROUP}    torch.zeros(2, 3, device="cuda").t().view(-1)  # torch says: use reshape\n'),
     ],
