@@ -56,8 +56,8 @@ ADVICE = {
     "plateau": "average the metric over all processes before scheduler.step(metric)",
     "weights": "the weights are changed by something that only this process has seen",
     "unused": "a parameter is used on some processes only: find_unused_parameters=True, or use it everywhere",
-    "eval_repeated": "give each process its own part, as Subset(data, range(rank, len(data), world_size)), or use "
-    "accelerator.gather_for_metrics",
+    "eval_repeated": "give each process its own part, as Subset(data, range(rank, len(data), world_size)), or pass "
+    "a row for each sample to accelerator.gather_for_metrics, in each batch",
     "eval_share": "add up sums and counts over all processes (all_reduce, gather_for_metrics) before the division",
     "eval_mean": "add up sums and counts, and divide once at the end: a mean of means weighs unequal batches alike",
     "eval_factor": "divide the sum of all processes by the number of all samples; a mean is not divided again",

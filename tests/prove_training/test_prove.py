@@ -908,6 +908,18 @@ def test_a_checkpoint_that_nothing_loads_may_lack_the_optimizer():
     assert [finding.kind for finding in single.findings(reference)] == ["checkpoint_lacks"]
 
 
+@pytest.mark.parametrize(("cuts", "kind"), [(0, "eval_repeated"), (2, "eval_repeated"), (3, "eval_mean")])
+def test_samples_count_twice_unless_gather_for_metrics_is_called_in_each_batch(cuts, kind):
+    (reference,), ranks = made_up(), made_up(2)
+    reference.evaluations.append(evaluation(said=["accuracy 0.70"]))
+    for rank, samples in zip(ranks, ("ab", "ba"), strict=True):
+        rank.evaluations.append(evaluation(said=["accuracy 0.75"], collectives=[("gather", "train.py:22")]))
+        rank.evaluations[0].samples["test"] = [*samples]
+        rank.evaluations[0].collectives += [("gather_for_metrics", "train.py:21")] * cuts
+    both = Comparison(reference, ranks)
+    assert [explained(both, suspect).kind for suspect in suspects(both)] == [kind]
+
+
 @pytest.mark.parametrize(("others", "kind"), [([], "eval_extreme"), ([("gather", "train.py:21")], "eval_mean")])
 def test_an_extreme_is_named_only_where_nothing_is_added_up(others, kind):
     (reference,), ranks = made_up(), made_up(2)
