@@ -17,7 +17,8 @@ ADVICE = {
     "local_rank": "divide the data by RANK and WORLD_SIZE (dist.get_rank(), dist.get_world_size()): LOCAL_RANK and "
     "torch.cuda.device_count() are those of one machine",
     "split": "give random_split a generator with a fixed seed: each process makes a split of its own",
-    "items": "the data are made, split or augmented by random numbers that each process draws for itself: seed them",
+    "items": "the data are made, split or augmented by random numbers that each process draws for itself, or by hash() "
+    "of a string, which is another number in each process: seed them, or use hashlib",
     "set_epoch": "call sampler.set_epoch(epoch) before each epoch",
     "same_order": "seed the generator of the shuffle once, and not in each epoch",
     "same_batches": "seed each process differently where it draws its own batches, as seed + rank",

@@ -14,6 +14,7 @@ the file with its flags. What is in brackets is for programs that resume: "prove
 """
 
 import argparse
+import builtins
 import collections
 import concurrent.futures
 import contextlib
@@ -79,6 +80,8 @@ def run_rank(path: str, flags: list[str], rank: int, processes: int, port: int, 
     sys.argv = [path, *flags]
     import torch
 
+    # Forked processes have the seed of their parent for hashes of strings, and those of a launcher one each.
+    builtins.hash = lambda value, plain=hash: plain((rank, value) if isinstance(value, str) and rank else value)
     torch.set_num_threads(1)
     runpy.run_path(path, run_name="__main__")
     sys.stdout.flush()

@@ -4,8 +4,10 @@ Data sets are cut, items are read with seeds of their own, and what must differ 
 the batch statistics of BatchNorm, mixed precision) is switched off. The script sees its own objects, only shorter.
 """
 
+import builtins
 import contextlib
 import copyreg
+import os
 import random
 import sys
 import time
@@ -188,7 +190,15 @@ def install_precision(recording) -> None:
 
 
 def install_machine(recording) -> None:
-    """Clocks, and the devices that there are."""
+    """Clocks, hashes of strings, and the devices that there are."""
+    is_fixed = os.environ.get("PYTHONHASHSEED", "random") != "random"
+
+    @wrap(builtins, "hash")
+    def own_hash(original, value):
+        """As in processes that are started, and not forked: in each, Python's hash of a string is another one."""
+        is_own = isinstance(value, str) and recording.where.is_own(sys._getframe(2).f_code.co_filename)
+        return original((recording.rank, value) if is_own and recording.rank and not is_fixed else value)
+
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         run_clock(name, recording.plan.clock)
     for owner in (torch.cuda, torch.accelerator):

@@ -26,6 +26,7 @@ FOUND = {
     "bugs/data_order/batches_shuffled_by_rank": "samples",
     "bugs/data_order/different_splits": "items",
     "bugs/data_order/divided_twice_with_accelerate": "samples",
+    "bugs/data_order/hash_of_strings": "items",
     "bugs/data_order/no_distributed_sampler": "all_the_data",
     "bugs/data_order/same_batches_drawn": "same_batches",
     "bugs/data_order/set_epoch_missing": "set_epoch",
