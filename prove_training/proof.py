@@ -24,6 +24,7 @@ MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
 MANY = 8  # devices of a machine for a script that does not train with one
 LAST_LINES = 12  # of what a process printed
 OF_NETWORKS = ("urlerror", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
+OF_LAUNCHERS = r"KeyError: '([A-Z_]*(?:RANK|PROC|LOCALID|TASK|SIZE|GPU|NODE)[A-Z_]*)'"  # their variables
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
 CHANGES = (
     "accelerator = Accelerator(), then model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and "
@@ -148,7 +149,7 @@ class Proof:
             printed = [f'; it printed last: "{record.printed}"' for record in outcome.records if record.printed]
             offline = any(word in outcome.error.lower() for word in OF_NETWORKS)
             printed += ["; without a network, a few samples in a local folder are enough"] * offline
-            if variable := re.search(r"KeyError: '([A-Z][A-Z_]+)'", outcome.error):
+            if variable := re.search(OF_LAUNCHERS, outcome.error):
                 printed.append(f"; to set it, {variable[1]}={{rank}} or ={{processes}} before the command of prove")
             return FAILS, f"fails: on one process, {outcome.error}{''.join(printed)}"
         self.reference = reference = outcome.records[0]

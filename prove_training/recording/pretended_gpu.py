@@ -103,8 +103,8 @@ def install(recording) -> None:
     cuda.profiler.start = cuda.profiler.stop = lambda *_, **__: None
     torch.Generator, torch.Tensor.record_stream = Generator, lambda *_, **__: None
     torch.set_default_device = lambda device, original=torch.set_default_device: original(on_cpu(device))
-    for name in GRAPHS:
-        setattr(cuda, name, lambda *_, name=name, **__: stop_at(name))
+    for name in GRAPHS:  # a class, as some of them: torch.cuda.CUDAGraph | None
+        setattr(cuda, name, type(name, (), {"__new__": lambda *_, name=name, **__: stop_at(name)}))
     for module in [module for name, module in list(sys.modules.items()) if name.startswith("torch.cuda")]:
         if hasattr(module, "_lazy_init"):  # what is left calls it first
             module._lazy_init = lambda: stop_at(sys._getframe(1).f_code.co_name)

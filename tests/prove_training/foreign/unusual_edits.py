@@ -64,6 +64,7 @@ ASKED = """    properties, event = torch.cuda.get_device_properties(rank), torch
     assert torch.cuda.is_bf16_supported() and torch.cuda.get_device_capability() >= (8, 0)
     torch.randn(3, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0)).record_stream(stream)
     event.elapsed_time(torch.cuda.Event(enable_timing=True))
+    assert torch.cuda.CUDAGraph | None, "as transformers says it, where it is imported late"
 """
 # The state of the optimizer is divided by hand, as in ZeRO's first stage: each process steps its rows.
 SHARDED_STATE = """class Rows(torch.optim.Optimizer):
