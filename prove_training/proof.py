@@ -24,7 +24,7 @@ MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
 MANY = 8  # devices of a machine for a script that does not train with one
 LAST_LINES = 12  # of what a process printed
 OF_NETWORKS = ("urlerror", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
-OF_LAUNCHERS = r"KeyError: '([A-Z_]*(?:RANK|PROC|LOCALID|TASK|SIZE|GPU|NODE)[A-Z_]*)'"  # their variables
+MISSING_VARIABLE = r"KeyError: '([A-Z_]*(?:RANK|PROC|LOCALID|TASK|SIZE|GPU|NODE)[A-Z_]*)'"  # of a launcher
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
 CHANGES = (
     "accelerator = Accelerator(), then model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and "
@@ -149,7 +149,7 @@ class Proof:
             printed = [f'; it printed last: "{record.printed}"' for record in outcome.records if record.printed]
             offline = any(word in outcome.error.lower() for word in OF_NETWORKS)
             printed += ["; without a network, a few samples in a local folder are enough"] * offline
-            if variable := re.search(OF_LAUNCHERS, outcome.error):
+            if variable := re.search(MISSING_VARIABLE, outcome.error):
                 printed.append(f"; to set it, {variable[1]}={{rank}} or ={{processes}} before the command of prove")
             return FAILS, f"fails: on one process, {outcome.error}{''.join(printed)}"
         self.reference = reference = outcome.records[0]
@@ -193,11 +193,11 @@ class Proof:
         if facts.asks and not (self.plan.without_gpu or facts.ddp or facts.accelerate):
             # It may train only where there is an accelerator, or with others only there.
             again = self.runs(1, replace(self.plan, without_gpu=True))
-            if not again.error and not again.waits and not again.records[0].facts.cannot_tell:
+            if has_run(again):
                 self.plan.without_gpu, self.pretends, outcome = True, True, again
-        if not outcome.error and not outcome.waits and not outcome.records[0].steps:
+        if has_run(outcome) and not outcome.records[0].steps:
             again = self.runs(1, replace(self.plan, devices=MANY))  # as PyTorch's own examples ask for two
-            if not again.error and not again.waits and again.records[0].steps:
+            if has_run(again) and again.records[0].steps:
                 self.plan.devices, outcome = MANY, again
         sizes = given_sizes(outcome.records)
         if outcome.error and sizes and unfinished(1, outcome).kind == "fails":
@@ -352,6 +352,11 @@ class Proof:
         if not found:
             self.report.line("resumed", f"the same after step {done}{words}")
         return not found
+
+
+def has_run(outcome: Outcome) -> bool:
+    """Whether the script has come to its end."""
+    return not (outcome.error or outcome.waits or outcome.records[0].facts.cannot_tell)
 
 
 def is_about_gpus(error: str | None) -> bool:

@@ -87,6 +87,7 @@ class Recording:
                 final = self.models.tensors_of() if self.facts.is_exact else {}
                 self.record.error, self.record.waits, self.record.final = error, waits, final
                 self.facts.untrained, self.facts.schedules = self.models.untrained(), len(self.models.schedules)
+                self.facts.loads = bool(self.saves) and self.where.has("load_state")
                 self.record.printed = getattr(sys.stdout, "last", "")
                 path = Path(self.plan.output, f"record_{self.rank}.pt")
                 self.torch_save(self.record, path.with_suffix(".part"))

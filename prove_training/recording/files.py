@@ -14,7 +14,6 @@ def install(recording) -> None:
 
     def add(path: str, **facts) -> None:
         recording.saves.append(Save(after=len(recording.steps), path=path, line=recording.where.line(), **facts))
-        recording.facts.loads = recording.facts.loads or recording.where.has("load_state")
         saved(recording)
 
     @wrap(torch, "save")

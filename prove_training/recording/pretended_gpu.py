@@ -5,7 +5,6 @@ is no verdict, because it needs a GPU.
 """
 
 import collections
-import contextlib
 import sys
 from types import SimpleNamespace
 
@@ -32,7 +31,7 @@ GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "
 
 
 class Finished:
-    """A stream or an event: everything is done before a call returns."""
+    """A stream, an event or a context of either: everything is done before a call returns."""
 
     def __init__(self, *_, **__):
         self.device, self.cuda_stream = torch.device("cpu"), 0
@@ -96,10 +95,9 @@ def install(recording) -> None:
         pretend(owner, "is_available", True)
     pretend(accelerator, "current_accelerator", torch.device("cuda"))
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.stream = cuda.StreamContext = cuda.device = cuda.device_of = Finished
+    cuda.stream = cuda.StreamContext = cuda.device = cuda.device_of = cuda.nvtx.range = Finished
     for name in OF_NVTX:
         setattr(cuda.nvtx, name, lambda *_, **__: None)
-    cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
     cuda.profiler.start = cuda.profiler.stop = lambda *_, **__: None
     torch.Generator, torch.Tensor.record_stream = Generator, lambda *_, **__: None
     torch.set_default_device = lambda device, original=torch.set_default_device: original(on_cpu(device))

@@ -191,14 +191,14 @@ def install_precision(recording) -> None:
 
 def install_machine(recording) -> None:
     """Clocks, hashes of strings, and the devices that there are."""
-    is_fixed = os.environ.get("PYTHONHASHSEED", "random") != "random"
 
-    @wrap(builtins, "hash")
     def own_hash(original, value):
         """As in processes that are started, and not forked: in each, Python's hash of a string is another one."""
         is_own = isinstance(value, str) and recording.where.is_own(sys._getframe(2).f_code.co_filename)
-        return original((recording.rank, value) if is_own and recording.rank and not is_fixed else value)
+        return original((recording.rank, value) if is_own else value)
 
+    if recording.rank and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        wrap(builtins, "hash")(own_hash)
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         run_clock(name, recording.plan.clock)
     for owner in (torch.cuda, torch.accelerator):

@@ -315,10 +315,7 @@ UNUSUAL = {
     "gathered_in_one_piece": (0, "proven: the same samples, gradients, learning rates, weights and evaluations on"),
     "noise_of_its_own": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
     "for_two_gpus_at_least": (0, "proven: the same samples, gradients"),
-    "reads_other_variables": (
-        2,
-        "fails: on one process, reads_other_variables.py:33: KeyError: 'SLURM_PROCID'; ",
-    ),
+    "reads_other_variables": (2, "fails: on one process, reads_other_variables.py:33: KeyError: 'SLURM_PROCID'; "),
     "traced": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "draws_without_an_end": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "fails_in_a_call": (2, "fails: on one process, fails_in_a_call.py:14: RuntimeError: view size is not compatible"),
@@ -908,27 +905,26 @@ def test_a_checkpoint_that_nothing_loads_may_lack_the_optimizer():
     assert [finding.kind for finding in single.findings(reference)] == ["checkpoint_lacks"]
 
 
+def kinds_of_a_result(calls: list[str], samples=("ab", "ab")) -> list[str]:
+    """What explains that two processes, with these collective calls and samples of each, print another accuracy."""
+    (reference,), ranks = made_up(), made_up(2)
+    reference.evaluations.append(evaluation(said=["accuracy 0.70"]))
+    for rank, own in zip(ranks, samples, strict=True):
+        test = evaluation(said=["accuracy 0.75"], collectives=[(call, "train.py:22") for call in calls])
+        test.samples["test"] = [*own]
+        rank.evaluations.append(test)
+    both = Comparison(reference, ranks)
+    return [explained(both, suspect).kind for suspect in suspects(both)]
+
+
 @pytest.mark.parametrize(("cuts", "kind"), [(0, "eval_repeated"), (2, "eval_repeated"), (3, "eval_mean")])
 def test_samples_count_twice_unless_gather_for_metrics_is_called_in_each_batch(cuts, kind):
-    (reference,), ranks = made_up(), made_up(2)
-    reference.evaluations.append(evaluation(said=["accuracy 0.70"]))
-    for rank, samples in zip(ranks, ("ab", "ba"), strict=True):
-        rank.evaluations.append(evaluation(said=["accuracy 0.75"], collectives=[("gather", "train.py:22")]))
-        rank.evaluations[0].samples["test"] = [*samples]
-        rank.evaluations[0].collectives += [("gather_for_metrics", "train.py:21")] * cuts
-    both = Comparison(reference, ranks)
-    assert [explained(both, suspect).kind for suspect in suspects(both)] == [kind]
+    assert kinds_of_a_result(["gather", *["gather_for_metrics"] * cuts], ("ab", "ba")) == [kind]
 
 
-@pytest.mark.parametrize(("others", "kind"), [([], "eval_extreme"), ([("gather", "train.py:21")], "eval_mean")])
+@pytest.mark.parametrize(("others", "kind"), [([], "eval_extreme"), (["gather"], "eval_mean")])
 def test_an_extreme_is_named_only_where_nothing_is_added_up(others, kind):
-    (reference,), ranks = made_up(), made_up(2)
-    reference.evaluations.append(evaluation(said=["accuracy 0.70"]))
-    for rank in ranks:
-        rank.evaluations.append(evaluation(said=["accuracy 0.75"], collectives=[("all_reduce(MAX)", "train.py:22")]))
-        rank.evaluations[0].collectives += others
-    both = Comparison(reference, ranks)
-    assert [explained(both, suspect).kind for suspect in suspects(both)] == [kind]
+    assert kinds_of_a_result(["all_reduce(MAX)", *others]) == [kind]
 
 
 def test_what_happens_in_one_step_only_is_not_a_mistake():

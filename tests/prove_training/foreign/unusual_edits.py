@@ -51,7 +51,6 @@ ADAM = "    optimizer = torch.optim.Adam"
 DRAWN = """    samples = torch.utils.data.RandomSampler(data, replacement=True, num_samples=10**10)
     assert len(list(samples)) < 10**6
 """
-IMPORT_SYS = ("import os\n", "import os\nimport sys\n")
 BACKWARD = "            loss.backward()\n            optimizer.step()\n"
 ASKED = """    properties, event = torch.cuda.get_device_properties(rank), torch.cuda.Event()
     stream = torch.cuda.Stream()
@@ -130,15 +129,13 @@ TESTED_IN_PARTS = """        totals = torch.zeros(2)
         dist.all_reduce(totals)
         print(f"epoch {epoch} loss {totals[0] / totals[1]:.6f}")
     dist.destroy"""
-GATHERED_IN_ONE_PIECE = """        totals = torch.zeros(2)
-        with torch.no_grad():
-            for x, y in DataLoader(torch.utils.data.Subset(data, range(rank, 90, world_size)), batch_size=16):
-                totals += torch.tensor([nn.functional.mse_loss(model.module(x), y, reduction="sum"), len(x)])
-        parts = torch.empty(2 * world_size)
+GATHERED = """        parts = torch.empty(2 * world_size)
         getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(parts, totals)  # its name since torch 2.14
         totals = parts.view(world_size, 2).sum(0)
-        print(f"epoch {epoch} loss {totals[0] / totals[1]:.6f}")
-    dist.destroy"""
+"""
+PART = "DataLoader(torch.utils.data.Subset(data, range(rank, 90, world_size)), batch_size=16)"
+GATHERED_IN_ONE_PIECE = TESTED_IN_PARTS.replace('loaders["test"]', PART)
+GATHERED_IN_ONE_PIECE = GATHERED_IN_ONE_PIECE.replace("        dist.all_reduce(totals)\n", GATHERED)
 
 WITH_ACCELERATE = {
     "compiled": [(f"= {MODEL}", f"= torch.compile({MODEL})")],
@@ -260,8 +257,8 @@ WITH_DDP = {
         ("model(x)", "model(x + torch.empty_like(x).normal_(generator=own))"),
     ],
     "for_two_gpus_at_least": [
+        ("import os\n", "import os\nimport sys\n"),
         (GROUP, f"    if torch.cuda.device_count() < 2:\n        sys.exit()\n{GROUP}"),
-        IMPORT_SYS,
     ],
     "reads_other_variables": [('["RANK"]', '["SLURM_PROCID"]')],
     "traced": [("nn.Tanh()", "nn.BatchNorm1d(8)"), (ADAM, f"    torch.jit.trace(model.module, inputs[:4])\n{ADAM}")],
