@@ -23,6 +23,7 @@ from .text import CannotTell, and_join, plural, show
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
 MANY = 8  # devices of a machine for a script that does not train with one
 LAST_LINES = 12  # of what a process printed
+OF_GPUS = r"\b(?:lib)?cuda|nvidia|\bgpus?\b|\btriton\b|\baccelerator device\b"
 OF_NETWORKS = ("urlerror", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
 MISSING_VARIABLE = r"KeyError: '([A-Z_]*(?:RANK|PROC|LOCALID|TASK|SIZE|GPU|NODE)[A-Z_]*)'"  # of a launcher
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
@@ -106,9 +107,13 @@ def prove(args) -> int:
         for each in (top, scratch):
             each.mkdir(parents=True, exist_ok=True)
         runs, report = Runs(args.script, args.flags, top, scratch, args.timeout_s, args.module), Report(args)
+        proof = Proof(args, runs, report)
         try:
-            return report.end(*Proof(args, runs, report).verdict())
+            return report.end(*proof.verdict())
         except CannotTell as reason:
+            if report.findings:  # on one process, which is enough
+                report.add("", [note("not compared", str(reason))])
+                return report.end(*proof.wrong(report.findings))
             return report.end(CANNOT_TELL, f"cannot tell: {reason}")
 
 
@@ -142,10 +147,12 @@ class Proof:
             raise CannotTell(reason)
         if outcome.error:
             if (found := unfinished(1, outcome)).kind != "fails":
-                return self._wrong(self.report.add("1 process", [found]))
+                return self.wrong(self.report.add("1 process", [found]))
             self.report.log(outcome)
             if is_about_gpus(outcome.error):
                 raise CannotTell(f"it needs a GPU: {outcome.error}")
+            if self.plan.without_gpu and outcome.records and outcome.records[0].facts.refuses:
+                raise CannotTell(f"it refuses one process with a pretended GPU: {outcome.error}")
             printed = [f'; it printed last: "{record.printed}"' for record in outcome.records if record.printed]
             offline = any(word in outcome.error.lower() for word in OF_NETWORKS)
             printed += ["; without a network, a few samples in a local folder are enough"] * offline
@@ -167,7 +174,7 @@ class Proof:
             elif self.args.resume_flags is not None:
                 self._resume([], self.args.resume_flags.split())
         if self.report.findings:
-            return self._wrong(self.report.findings)
+            return self.wrong(self.report.findings)
         reasons = [f"{what}: {why}" for what, why in self.not_compared.items()]
         if not self.compared & {"gradients", "averaged gradients"}:
             same = f" (the same: {in_words(self.compared)})" if self.compared else ""
@@ -178,7 +185,7 @@ class Proof:
             return CANNOT_TELL, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
         return PROVEN, f"proven: {same}"
 
-    def _wrong(self, findings: list[Finding]) -> tuple[int, str]:
+    def wrong(self, findings: list[Finding]) -> tuple[int, str]:
         verdict = f"wrong: {findings[0].what} ({findings[0].place})"
         if self.compared and all(finding.stage == "evaluation" for finding in findings):
             verdict += f"; in training, the same {in_words(self.compared)}"
@@ -193,7 +200,8 @@ class Proof:
         if facts.asks and not (self.plan.without_gpu or facts.ddp or facts.accelerate):
             # It may train only where there is an accelerator, or with others only there.
             again = self.runs(1, replace(self.plan, without_gpu=True))
-            if has_run(again):
+            refuses = any(record.facts.refuses for record in again.records) and not outcome.records[0].steps
+            if has_run(again) or refuses:
                 self.plan.without_gpu, self.pretends, outcome = True, True, again
         if has_run(outcome) and not outcome.records[0].steps:
             again = self.runs(1, replace(self.plan, devices=MANY))  # as PyTorch's own examples ask for two
@@ -307,7 +315,7 @@ class Proof:
             if suspect.key in results - noise:
                 return [evaluations.explained(both, suspect)]
             if suspect.key not in noise:
-                notes.append(note("output", f"{suspect.says}: a number of rank 0 alone"))
+                notes.append(note("output", f"{suspect.says}: of rank 0 alone, or of samples without a DataLoader"))
         return notes[:1]
 
     def _resume(self, flags_before: list[str], flags: list[str]) -> None:
@@ -360,7 +368,8 @@ def has_run(outcome: Outcome) -> bool:
 
 
 def is_about_gpus(error: str | None) -> bool:
-    return any(word in (error or "").lower() for word in ("cuda", "nvidia", "gpu", "triton"))
+    """Whether an error, after the place that it comes from, is about GPUs."""
+    return bool(re.search(OF_GPUS, re.sub(r"^\S+:\d+: ", "", error or ""), re.IGNORECASE))
 
 
 def is_augmented(record: Record) -> bool:

@@ -169,7 +169,6 @@ class Facts:
     local_sgd: str = ""
     averages_weights: str = ""
     join: str = ""
-    flat: str = ""  # FSDP version 1
     sharded: str = ""
     mesh: int = 0  # processes for a mesh of several dimensions, such as HSDP's
     data_parallel: str = ""

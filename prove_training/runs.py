@@ -18,9 +18,11 @@ from typing import NamedTuple
 from . import recording, sandbox
 from .recording.starting import lightning_of
 from .records import Plan, Record
+from .text import CannotTell, plural
 
 SETTINGS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 SETTINGS |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+DEATHS = {signal.SIGKILL: "as where memory runs out", signal.SIGSEGV: "in a library", signal.SIGBUS: "in a library"}
 GRACE_S = 6  # for the other processes, once one has failed
 
 
@@ -66,6 +68,9 @@ class Runs:
             plan: its processes and folders are set here.
             flags: more of them.
             changes: of an earlier run, to continue from.
+
+        Raises:
+            CannotTell: where a process dies that has no error of Python.
         """
         output = self.top / f"run_{next(self.count)}"
         output.mkdir()
@@ -158,8 +163,11 @@ class Runs:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     left.remove(pid)
-                    if not (output / f"record_{ranks[pid]}.pt").exists() or status:
+                    is_recorded = (output / f"record_{ranks[pid]}.pt").exists()
+                    if not is_recorded or status:
                         limits.append(passed + GRACE_S)
+                    if not is_recorded and os.WIFSIGNALED(status):
+                        (output / "died").write_text(str(os.WTERMSIG(status)))
             if left and passed > min(limits):
                 if self.alarm is None:
                     return True
@@ -171,6 +179,9 @@ class Runs:
     def _outcome(self, output: Path, processes: int, changes: Path, is_over: bool) -> Outcome:
         import torch
 
+        died = "".join(lines_of(output / "died"))
+        if why := DEATHS.get(int(died or 0)):
+            raise CannotTell(f"on {plural(processes, 'process')} one dies of {signal.Signals(int(died)).name}, {why}")
         files = [output / f"record_{rank}.pt" for rank in range(processes)]
         records = [torch.load(file, "cpu", weights_only=False) for file in files if file.exists()]
         waits = [f"rank {each.rank} waits {each.waits}" for each in records if each.waits]

@@ -135,7 +135,7 @@ def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str
         frames = traceback.extract_tb(raised.__traceback__)
         place = recording.where.last_of(frames)
         words = without_colours(str(raised)).strip().splitlines() or [""]
-        error = f"{place}: " * bool(place) + f"{type(raised).__name__}: {words[0][:300]}"
+        error = f"{place}: " * bool(place) + f"{type(raised).__name__}: {words[0][:300]}".removesuffix(": ")
         recording.record.doing = recording.where.doing(frames)
         recording.record.unused = recording.models.unused(str(raised))
         if isinstance(raised, CannotTell):

@@ -86,7 +86,10 @@ class Models:
     def _note_shards(self, model: nn.Module) -> None:
         facts, kinds = self.recording.facts, [type(module).__name__ for module in model.modules()]
         if "FullyShardedDataParallel" in kinds:
-            facts.flat = self.recording.where.line()
+            line = self.recording.where.line()
+            self.recording.stop(
+                f"FullyShardedDataParallel keeps parts of flat parameters ({line}): fully_shard could be compared"
+            )
         elif any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
             is_divided = any(kind.startswith("FSDP") for kind in kinds)  # the batch, and not only the layers
             (facts.ddp if is_divided else facts.layers).append(self.recording.where.line())
@@ -327,16 +330,19 @@ def take_over(parameters: list, states: list[dict], weights: list, known: list[d
 def install(recording) -> None:
     models = recording.models
 
-    @wrap(nn.Module, "__call__")
-    def call(original, model, *args, **kwargs):
+    original = nn.Module.__call__
+
+    def call(self, *args, **kwargs):  # torch.profiler looks for the code of nn.Module.__call__, and for `self` in it
         is_passed = models.depth or recording.is_ending or torch.jit.is_tracing()  # which compares two calls
-        if not is_passed and next(model.parameters(), None) is not None:
-            models.begin_call(model, args, kwargs)
+        if not is_passed and next(self.parameters(), None) is not None:
+            models.begin_call(self, args, kwargs)
         models.depth += 1
         try:
-            return original(model, *args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
             models.depth -= 1
+
+    nn.Module.__call__ = call
 
     @wrap(DistributedDataParallel, "__init__")
     def init_ddp(original, ddp, module, device_ids=None, output_device=None, *args, **kwargs):
@@ -384,17 +390,16 @@ def install_optimizers(models: Models) -> None:
         before(owner, "zero_grad", models.before_zero_grad)
 
     @wrap(torch.amp.GradScaler, "__init__")
-    def init_scaler(original, scaler, *args, **kwargs):
-        original(scaler, *args, **kwargs)
-        scaler.prove_enabled = kwargs.get("enabled", args[5] if len(args) > 5 else True)  # without a GPU, it is not
+    def init_scaler(original, scaler, device="cuda", *args, **kwargs):
+        original(scaler, "cpu", *args, **kwargs)  # that of a GPU is not enabled without one
         scaler._init_scale = 1.0  # so that no step is skipped, and gradients have their size
-        models.scalers += [scaler] * scaler.prove_enabled
+        models.scalers += [scaler] * scaler.is_enabled()
 
     for name in ("unscale_", "step"):
 
         @wrap(torch.amp.GradScaler, name)
         def scaler(original, scaler, optimizer, *args, name=name, **kwargs):
-            if scaler.prove_enabled:
+            if scaler.is_enabled():
                 models.recording.step.scaler.append(name)
                 (models.unscaled.add if name == "unscale_" else models.unscaled.discard)(id(optimizer))
             return original(scaler, optimizer, *args, **kwargs)

@@ -58,8 +58,9 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
         yield Finding("stream" if is_stream else "all_the_data", "samples", what, 1, line)
         return
     shared, batch = (union - functools.reduce(operator.or_, parts)).total(), largest_step(both.reference)
-    is_batched = loader.line and loader.given is None and max(wanted.values()) == 1  # by the script, each sample once
-    if shared > batch and not loader.is_iterable and (is_batched or loader.is_part or not is_whole):
+    is_batched = loader.line and loader.given is None  # by the script
+    is_once = max(wanted.values()) == 1  # and not by a sampler that goes on without an end
+    if shared > batch and is_once and not loader.is_iterable and (is_batched or loader.is_part or not is_whole):
         what = f"{shared} of {union.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)
         return

@@ -23,8 +23,6 @@ def cannot_judge(record: Record) -> str | None:
         return f"LocalSGD lets the processes train alone for some steps, on purpose ({line})"
     if line := facts.averages_weights:
         return f"it averages the weights after its steps, and not the gradients before ({line})"
-    if line := facts.flat:
-        return f"FullyShardedDataParallel keeps parts of flat parameters ({line}): fully_shard could be compared"
     if lines := facts.layers:
         return f"its layers are divided over the processes, and not only its samples ({lines[0]})"
     if "LBFGS" in facts.optimizers:

@@ -315,6 +315,12 @@ UNUSUAL = {
     "gathered_in_one_piece": (0, "proven: the same samples, gradients, learning rates, weights and evaluations on"),
     "noise_of_its_own": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
     "for_two_gpus_at_least": (0, "proven: the same samples, gradients"),
+    "for_two_processes_with_gpus": (3, "cannot tell: it refuses one process with a pretended GPU: for_two_proc"),
+    "for_two_gpus_each": (3, "cannot tell: it refuses one process with a pretended GPU: for_two_gpus_each.py:14"),
+    "flat_shards": (3, "cannot tell: FullyShardedDataParallel keeps parts of flat parameters (flat_shards.py:26)"),
+    "untrained_on_its_own_data": (1, "wrong: all gradients are zero"),
+    "profiled": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "is_killed": (3, "cannot tell: on 2 processes one dies of SIGKILL, as where memory runs out"),
     "reads_other_variables": (2, "fails: on one process, reads_other_variables.py:33: KeyError: 'SLURM_PROCID'; "),
     "traced": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "draws_without_an_end": (0, "proven: the same samples, gradients, learning rates and weights on"),
@@ -349,7 +355,7 @@ def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(p
     assert (said.code, said.verdict[: len(words)]) == (code, words), said.text
     if program == "missing_file":
         assert '|     weights = torch.load("pretrained.pt")' in said.text
-    elif code != 2:
+    elif code != 2 and "pretended" not in words:
         assert "Traceback" not in said.text
 
 
@@ -1049,6 +1055,27 @@ def test_the_cause_of_an_error_is_told_and_not_its_consequences(tmp_path, cause)
     (tmp_path / f"record_{cause}.pt").unlink()
     assert (outcome(False).error, outcome(False).log) == ("a process ended without a record", [f"of rank {cause}"])
     assert outcome(True).error == "it did not end in 60 s"
+    (tmp_path / "died").write_text("6")  # SIGABRT, by which a library ends a process that has failed
+    assert outcome(False).error == "a process ended without a record"
+    (tmp_path / "died").write_text("11")
+    with pytest.raises(CannotTell, match="on 2 processes one dies of SIGSEGV, in a library"):
+        outcome(False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: No CUDA GPUs are available",
+        "train.py:3: AssertionError: Torch not compiled with CUDA enabled",
+        "train.py:3: ImportError: libcudart.so.13: cannot open shared object file",
+        "train.py:3: ModuleNotFoundError: No module named 'triton'",
+        "train.py:3: RuntimeError: FSDP needs a non-CPU accelerator device, but no accelerator device is detected.",
+    ],
+)
+def test_an_error_about_gpus_is_known_by_its_words_and_not_by_its_place(error):
+    assert proof.is_about_gpus(error)
+    assert not proof.is_about_gpus("multi-gpu/train_gpu.py:3: ModuleNotFoundError: No module named 'multi_gpu'")
+    assert not proof.is_about_gpus(None)
 
 
 def verdict(ranks: list[Record], waits=()) -> tuple[int, str]:
@@ -1066,8 +1093,8 @@ def test_a_wrong_evaluation_does_not_condemn_the_training():
     proven.compared = {"samples", "gradients"}
     finding = Finding("eval_repeated", "evaluation", "1 sample counted twice")
     words = "wrong: 1 sample counted twice (evaluation); in training, the same samples and gradients"
-    assert proven._wrong([finding]) == (1, words)
-    assert proven._wrong([finding, Finding("samples", "samples", "no")])[1] == words.partition(";")[0]
+    assert proven.wrong([finding]) == (1, words)
+    assert proven.wrong([finding, Finding("samples", "samples", "no")])[1] == words.partition(";")[0]
 
 
 def test_what_was_not_compared_is_not_proven():

@@ -25,6 +25,7 @@ IN_BF16 = """            with torch.autocast(device.type, torch.bfloat16):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
+            assert scaler.state_dict()["scale"] > 0
 """
 STARTED = [  # a process for each GPU, as in PyTorch's tutorial on several GPUs
     ("import torch.distributed as dist\n", "import torch.distributed as dist\nimport torch.multiprocessing as mp\n"),
@@ -44,7 +45,7 @@ BY_FLAG = f"""{RUNS}parser = argparse.ArgumentParser()
     world_size = parser.parse_args().gpus
     with mp.Manager() as manager:  # a process that is no rank
         assert manager.list([1])[0] == 1
-    mp.spawn(train, args=(world_size,), nprocs=world_size)
+    spawn(train, args=(world_size,), nprocs=world_size)
 """
 CALL = f'{RUNS}train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))\n'
 ADAM = "    optimizer = torch.optim.Adam"
@@ -195,13 +196,18 @@ WITH_DDP = {
         (
             "    torch.manual_seed",
             '    device = torch.device("cuda", rank) if torch.cuda.is_available() else '
-            'torch.device("cpu")\n    scaler = torch.amp.GradScaler(device.type)\n    torch.manual_seed',
+            'torch.device("cpu")\n    scaler = torch.amp.GradScaler("cuda")\n    torch.manual_seed',
         ),
         ("DistributedDataParallel(model)", "DistributedDataParallel(model.to(device))"),
         (f"{LOSS}            loss.backward()\n            optimizer.step()\n", IN_BF16),
     ],
     "spawns": [*STARTED, (CALL, BY_GPUS)],
-    "starts_ranks": [*STARTED, (CALL, BY_FLAG), ("import os\n", "import argparse\nimport os\n")],
+    "starts_ranks": [
+        *STARTED,
+        (CALL, BY_FLAG),
+        ("import os\n", "import argparse\nimport os\n"),
+        ("from torch.nn", "from torch.multiprocessing.spawn import spawn\nfrom torch.nn"),
+    ],
     "written_for_cuda": [
         (GROUP, '    torch.cuda.set_device(rank)\n    dist.init_process_group(backend="nccl")\n'),
         ("sampler=sampler)", "sampler=sampler, pin_memory=True)"),
@@ -260,6 +266,27 @@ WITH_DDP = {
         ("import os\n", "import os\nimport sys\n"),
         (GROUP, f"    if torch.cuda.device_count() < 2:\n        sys.exit()\n{GROUP}"),
     ],
+    "for_two_processes_with_gpus": [
+        ("import os\n", "import os\nimport sys\n"),
+        (CALL, f"{RUNS}if torch.cuda.is_available():\n        {CALL.removeprefix(RUNS)}"),
+        (GROUP, f"{GROUP}    assert world_size > 1, 'nothing to divide'\n"),
+    ],
+    "for_two_gpus_each": [
+        (GROUP, f"    torch.cuda.set_device(0)\n    assert torch.cuda.device_count() == 2 * world_size\n{GROUP}"),
+    ],
+    "flat_shards": [
+        ("from torch.nn.parallel import DistributedDataParallel", "from torch.distributed import fsdp"),
+        ("DistributedDataParallel(model)", "fsdp.FullyShardedDataParallel(model.cuda(rank), device_id=rank)"),
+    ],
+    "untrained_on_its_own_data": [  # a softmax over one class is always 1
+        ("    torch.manual_seed(0)\n", ""),
+        ("mse_loss", "cross_entropy"),
+    ],
+    "profiled": [
+        (ADAM, f"    profile = torch.profiler.profile(with_stack=True)\n    profile.start()\n{ADAM}"),
+        ("    dist.destroy", "    profile.stop()\n    dist.destroy"),
+    ],
+    "is_killed": [(ADAM, f"    if rank == 1:\n        os.kill(os.getpid(), 9)\n{ADAM}")],
     "reads_other_variables": [('["RANK"]', '["SLURM_PROCID"]')],
     "traced": [("nn.Tanh()", "nn.BatchNorm1d(8)"), (ADAM, f"    torch.jit.trace(model.module, inputs[:4])\n{ADAM}")],
     "draws_without_an_end": [(ADAM, f"{DRAWN}{ADAM}")],
