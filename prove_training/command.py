@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -65,4 +66,7 @@ def main() -> int:
     elif not imports.load(args.script, folder):
         os.environ[APART] = "yes"  # start again, so that each process imports for itself
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    return proof.prove(args)
+    try:
+        return proof.prove(args)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT

@@ -99,6 +99,7 @@ class Runs:
         ranks = {}
         plan.time_is_over, self.alarm = os.pipe()  # its other end is closed when time is over
         try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process gets it, too, and sends the other one
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
             sandbox.adopt()
             self._enter(changes)
@@ -107,6 +108,7 @@ class Runs:
                 ranks[sandbox.forked(self._rank, plan, rank, flags)] = rank
             return int(self._wait(ranks, Path(plan.output)))
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one comes with the end of the parent process
             sandbox.end_children(list(ranks))
 
     def _enter(self, changes: Path) -> None:
@@ -137,6 +139,7 @@ class Runs:
         os.setsid()
         os.close(self.alarm)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         log = os.open(Path(plan.output, f"log_{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)

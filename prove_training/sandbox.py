@@ -204,6 +204,8 @@ def forked(function, *args) -> int:
     code = 2
     try:
         code = function(*args)
+    except SystemExit:
+        pass
     except BaseException:  # the new process must not continue the work of its parent
         traceback.print_exc()
     finally:

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,27 @@ def test_a_machine_is_slow_where_more_processes_want_to_run_than_there_are_proce
     monkeypatch.setattr(sandbox.os, "getloadavg", lambda: (load, 99, 99))
     monkeypatch.setattr(sandbox.os, "cpu_count", lambda: 2)
     assert sandbox.slowness() == factor
+
+
+def descendants(pid: int) -> list[int]:
+    children = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    return children + [each for child in children for each in descendants(child)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_processes(tmp_path, number):
+    (tmp_path / "train.py").write_text("import subprocess\nsubprocess.run(['sleep', '60'])\n")
+    words = [sys.executable, str(ROOT / "prove_training"), "train.py"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as proving:
+        end = time.monotonic() + 60
+        while len(started := descendants(proving.pid)) < 3:  # one that supervises, the rank, and sleep
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        os.killpg(proving.pid, number)
+        said, _ = proving.communicate(timeout=20)
+    assert "Traceback" not in said, said
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < end
+        time.sleep(0.1)
