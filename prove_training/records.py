@@ -24,6 +24,7 @@ class Plan:
     is_resumed: bool | None = None  # None: neither resumed nor compared with a run that is
     stop_after_save: bool = False
     clock: int = 1  # how many times as fast the clocks are
+    whole_batches: bool = False  # each process has as many samples in a step as the reference
     same_share: bool = False  # each process reads the samples of rank 0
     shorter: list[str] = field(default_factory=list)  # loaders of tests that end early
     # Of the reference, which the run repeats:

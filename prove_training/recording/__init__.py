@@ -131,7 +131,7 @@ def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str
         shown.stack[:] = [
             frame for frame in shown.stack if not frame.filename.startswith((where.OWN_FOLDER, "<frozen"))
         ]
-        print(*shown.format(), sep="", end="", file=sys.stderr)
+        sys.stderr.writelines(shown.format())  # the script may have another print() on some ranks
         frames = traceback.extract_tb(raised.__traceback__)
         place = recording.where.last_of(frames)
         words = without_colours(str(raised)).strip().splitlines() or [""]

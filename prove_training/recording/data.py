@@ -51,7 +51,7 @@ class Batches:
         """
         total = self.step_size(self.whole(given, "sizes") or given)
         of_test = self.plan.tests.get(key)
-        if self.splits_batches or of_test == given or (of_test and is_whole):
+        if self.splits_batches or self.plan.whole_batches or of_test == given or (of_test and is_whole):
             return total
         if total % self.plan.processes:
             raise CannotTell(f"batches of {total} cannot be divided by {self.plan.processes} processes")

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Iterator
 
-from ..records import Loader
+from ..records import Loader, Record
 from ..text import plural
 from . import Comparison, Finding, first_line, largest_step, note, parts_of, passes_of, samples_of, whole_passes
 
@@ -25,7 +25,8 @@ def findings(both: Comparison) -> Iterator[Finding]:
         if number > 0 and not both.facts.is_complete:
             continue
         parts = [collections.Counter(rank.get((key, number), [])) for rank in found]
-        for finding in _pass(both, key, collections.Counter(wanted), parts, (key, number) in whole):
+        read = {digest for rank in both.ranks for digest in _read(rank, key, number)}
+        for finding in _pass(both, key, collections.Counter(wanted), parts, (key, number) in whole, read):
             if finding.what not in said:
                 said.add(finding.what)
                 yield finding
@@ -45,13 +46,20 @@ def _same_epoch(both: Comparison) -> Iterator[Finding]:
             return
 
 
-def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[collections.Counter], is_whole: bool):
+def _read(rank: Record, key: str, number: int) -> Iterator[str]:
+    """All samples that a process reads in a pass, also those that it does not train on."""
+    batches = (batch for each in rank.passes if (each.key, each.number) == (key, number) for batch in each.read)
+    return itertools.chain.from_iterable(batch or () for batch in batches)
+
+
+def _pass(both: Comparison, key: str, wanted: collections.Counter, parts, is_whole: bool, read: set[str]):
     loader = both.facts.loaders.get(key) or both.reference.facts.loaders.get(key, Loader(""))
     line, union = loader.line, sum(parts, collections.Counter())
     if not union or not wanted:
         both.not_compared["samples"] = UNKNOWN
         return
     extra, missing = union - wanted, wanted - union
+    is_whole = is_whole and read.isdisjoint(missing)  # the script may count its steps by its own size of batches
     is_stream = loader.is_iterable and len(parts[0]) > 2
     if all(part == parts[0] for part in parts) and (is_stream or parts[0].total() >= 0.9 * wanted.total()):
         what = f"each of the {both.processes} processes trains on the same samples: each counts {both.processes} times"
@@ -72,7 +80,7 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts: list[c
     is_small = not unknown and extra.total() <= batch  # what is repeated to fill the last batch
     is_divided_twice = is_whole and is_small and missing.total() >= max(batch, wanted.total() // 3)
     if (extra or missing) and (loader.is_part or not is_whole) and not is_divided_twice:
-        why = "each process makes its own part of the data" if is_whole else "an epoch ends before its data"
+        why = "each process makes its own part of the data" if is_whole else "an epoch trains on a part of its data"
         both.not_compared["samples"] = f"{why} ({line})"
         return
     dropped = loader.items - wanted.total() if loader.drop_last and loader.items else 0

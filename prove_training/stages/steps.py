@@ -46,6 +46,11 @@ def findings(both: Comparison) -> Iterator[Finding]:
             yield Finding("steps", "steps", what, None, steps[0].line)
 
 
+def learning_rates(both: Comparison) -> Iterator[Finding]:
+    for (number, of_ranks), one in zip(both.steps_of_ranks(), both.reference.steps, strict=False):
+        yield from _rates(both, number, one, of_ranks)
+
+
 def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
     line, facts = steps[0].line, both.facts
     if carried := list(_carried(both, number, wanted, steps)):

@@ -320,6 +320,7 @@ UNUSUAL = {
     "flat_shards": (3, "cannot tell: FullyShardedDataParallel keeps parts of flat parameters (flat_shards.py:26)"),
     "untrained_on_its_own_data": (1, "wrong: all gradients are zero"),
     "profiled": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "counts_its_steps": (0, "proven: the same gradients and weights on 1 and 2 processes"),
     "is_killed": (3, "cannot tell: on 2 processes one dies of SIGKILL, as where memory runs out"),
     "reads_other_variables": (2, "fails: on one process, reads_other_variables.py:33: KeyError: 'SLURM_PROCID'; "),
     "traced": (0, "proven: the same samples, gradients, learning rates and weights on"),

@@ -286,6 +286,19 @@ WITH_DDP = {
         (ADAM, f"    profile = torch.profiler.profile(with_stack=True)\n    profile.start()\n{ADAM}"),
         ("    dist.destroy", "    profile.stop()\n    dist.destroy"),
     ],
+    "counts_its_steps": [  # by its own size of batches, as many public scripts for ImageNet do
+        (
+            "    for epoch in range(3):\n",
+            "    steps = len(data) // (16 * world_size)\n"
+            "    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.1, 1 - n / (3 * steps)))\n"
+            "    for epoch in range(3):\n",
+        ),
+        (
+            "for x, y in loader:\n",
+            "for number, (x, y) in enumerate(loader):\n            if number >= steps:\n                continue\n",
+        ),
+        ("            optimizer.step()\n", "            optimizer.step()\n            schedule.step()\n"),
+    ],
     "is_killed": [(ADAM, f"    if rank == 1:\n        os.kill(os.getpid(), 9)\n{ADAM}")],
     "reads_other_variables": [('["RANK"]', '["SLURM_PROCID"]')],
     "traced": [("nn.Tanh()", "nn.BatchNorm1d(8)"), (ADAM, f"    torch.jit.trace(model.module, inputs[:4])\n{ADAM}")],
