@@ -131,7 +131,7 @@ class Runs:
         on_machine = (rank, plan.processes, 0) if not plan.machines else (0, 1, rank)
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK", "WORLD_SIZE")
         variables = dict(zip(names, map(str, (*on_machine, rank, plan.processes)), strict=True))
-        variables |= {"TORCHELASTIC_RUN_ID": "prove", "TORCHELASTIC_RESTART_COUNT": "0"}
+        variables |= {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
         return SETTINGS | variables | plan.address
 
     def _rank(self, plan: Plan, rank: int, flags: list[str]) -> None:

@@ -98,7 +98,7 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts, is_who
         what = f"{min(extra.total(), wanted.total())} of {wanted.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)
     elif extra and not unknown:
-        who = "DistributedSampler" if loader.sampler == "DistributedSampler" else "Accelerate"
+        who = loader.sampler if loader.sampler == "DistributedSampler" or not both.facts.accelerate else "Accelerate"
         what = f"in the last step of an epoch {who} repeats {plural(extra.total(), 'sample')}, so that all "
         yield note("samples", what + "processes have as many: drop_last=True leaves it out", None, line)
 
