@@ -27,7 +27,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from prove_training import command, mistakes, proof, prove, resuming, runs
+from prove_training import command, imports, mistakes, proof, prove, resuming, runs
 from prove_training.recording import Recording, files, same_work, starting, where
 from prove_training.recording.models import take_over
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
@@ -83,6 +83,7 @@ def prove_it(tmp_path, monkeypatch, capsys):
             "keep": None,
         } | options
         threads = torch.get_num_threads()
+        imports.load_common(Path(name))
         code = proof.prove(argparse.Namespace(script=Path(name), flags=list(flags), processes=processes, **args))
         torch.set_num_threads(threads)
         out = capsys.readouterr().out
