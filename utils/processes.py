@@ -1,8 +1,11 @@
 """Follow the launcher when it is killed, or when it restarts the processes; end the process group."""
 
+import contextlib
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import psutil
 from accelerate.utils import gather_object
@@ -65,11 +68,22 @@ def was_restarted() -> bool:
 def end_process_group() -> None:
     """End the process group, after the watchdog, which reads its store.
 
-    gloo's threads end with the last reference to the group. One that still had to free the tensors of the last
-    collective while the interpreter ends would abort the process (before Python 3.14).
+    gloo's threads end with the last reference to the group, which FSDP's modules keep. One that still had to free the
+    tensors of the last collective while the interpreter ends would abort the process (before Python 3.14).
     """
     if distributed.is_initialized():
         from .watchdog import Watchdog
 
         Watchdog.end()
         distributed.destroy_process_group()
+        rests, end = 0, time.monotonic() + 10
+        while rests < 2 and time.monotonic() < end:
+            time.sleep(0.005)  # without the interpreter's lock, which they need
+            rests = 0 if is_gloo_running() else rests + 1
+
+
+def is_gloo_running() -> bool:
+    """Whether a thread of gloo runs, or waits for a processor; on Linux."""
+    with contextlib.suppress(OSError):  # a thread has ended
+        return any("(pt_gloo_runloop) R" in file.read_text() for file in Path("/proc/self/task").glob("*/stat"))
+    return True
