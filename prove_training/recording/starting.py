@@ -52,15 +52,14 @@ def install(recording) -> None:
     for devices in (torch.cuda, torch.accelerator):
         pretend(devices, "device_count", recording.plan.devices or int(os.environ["LOCAL_WORLD_SIZE"]))
 
-    spawning = sys.modules["torch.multiprocessing.spawn"]  # whose name is that of a function, too
+    spawning = sys.modules["torch.multiprocessing.spawn"]  # torch.multiprocessing.spawn is its function
 
     @wrap(spawning, "start_processes")
     def start(original, fn, args=(), nprocs=1, *others, **options):
         starting.check(nprocs)
         starting.run(fn, (recording.rank, *args))
 
-    for module in (spawning, torch.multiprocessing):
-        module.spawn = module.start_processes = spawning.start_processes
+    torch.multiprocessing.start_processes = spawning.start_processes
 
     @wrap(multiprocessing.process.BaseProcess, "start")
     def start_one(original, process):

@@ -281,6 +281,7 @@ WITH_DDP = {
     "untrained_on_its_own_data": [  # a softmax over one class is always 1
         ("    torch.manual_seed(0)\n", ""),
         ("mse_loss", "cross_entropy"),
+        ("range(3)", "range(1)"),
     ],
     "profiled": [
         (ADAM, f"    profile = torch.profiler.profile(with_stack=True)\n    profile.start()\n{ADAM}"),
