@@ -8,7 +8,7 @@ and in which order; `runs` starts the processes, in a `sandbox`. In each of them
 same work on any number of processes, and records what it does. `stages` finds what is wrong in the records: `single` in
 those of one process, `several` in those of several, and `mistakes` says what to do about it.
 
-Imports nothing but torch and NumPy, and Accelerate where it is installed.
+Imports nothing but torch and NumPy, and Accelerate where it is installed, with datasets for a script that uses it.
 """
 
 import json

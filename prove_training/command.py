@@ -62,7 +62,7 @@ def main() -> int:
     os.environ.update(runs.SETTINGS)
     folder = Path.cwd() if args.module else args.script.parent
     if os.environ.pop(APART, ""):
-        imports.load_common(args.script)
+        imports.load_common(args.script, folder)
     elif not imports.load(args.script, folder):
         os.environ[APART] = "yes"  # start again, so that each process imports for itself
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -24,19 +24,19 @@ def is_installed(statement: ast.stmt, folder: Path) -> bool:
     return bool(specs) and all(spec and "site-packages" in (spec.origin or "") for spec in specs)
 
 
-def load_common(script: Path) -> None:
+def load_common(script: Path, folder: Path) -> None:
     import torch._dynamo  # noqa: F401  which every optimizer imports
 
     with contextlib.suppress(ImportError):  # a script in plain PyTorch does not need them
         import accelerate.local_sgd  # noqa: F401  and all that `recording` asks of it
 
-        if b"accelerate" in script.read_bytes():
+        if b"accelerate" in script.read_bytes() and is_installed(ast.parse("import datasets").body[0], folder):
             import datasets  # noqa: F401  which Accelerator.prepare imports on several processes
 
 
 def load(script: Path, folder: Path) -> bool:
     """Import it. Returns whether processes may share it: no module asks for its rank, or starts threads."""
-    load_common(script)
+    load_common(script, folder)
     before, threads, nothing = set(sys.modules), threading.active_count(), io.StringIO()
     wanted, getitem = set(), os._Environ.__getitem__
 

@@ -83,7 +83,7 @@ def prove_it(tmp_path, monkeypatch, capsys):
             "keep": None,
         } | options
         threads = torch.get_num_threads()
-        imports.load_common(Path(name))
+        imports.load_common(Path(name), folder)
         code = proof.prove(argparse.Namespace(script=Path(name), flags=list(flags), processes=processes, **args))
         torch.set_num_threads(threads)
         out = capsys.readouterr().out
@@ -408,6 +408,18 @@ def test_a_test_of_another_repository_gets_the_report(tmp_path):
     finding = said["findings"][0]
     assert (finding["kind"], finding["stage"], finding["step"]) == ("factor", "gradient", 1)
     assert finding["line"] == "mine.py:53"
+
+
+@pytest.mark.slow
+def test_a_module_of_the_script_may_be_called_datasets(tmp_path, monkeypatch):
+    """Also in a script that says "accelerate"."""
+    (tmp_path / "datasets.py").write_text("RATE = 1e-2\n")
+    text = (FOREIGN / "ddp_series.py").read_text()
+    text = text.replace("import torch\n", "import datasets  # to accelerate it\nimport torch\n", 1)
+    (tmp_path / "train.py").write_text(text.replace("lr=1e-2", "lr=datasets.RATE"))
+    monkeypatch.chdir(tmp_path)
+    said = prove("--processes", "2", "train.py")
+    assert said["code"] == 0, said
 
 
 @pytest.mark.slow

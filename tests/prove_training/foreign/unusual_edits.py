@@ -267,7 +267,6 @@ WITH_DDP = {
         (GROUP, f"    if torch.cuda.device_count() < 2:\n        sys.exit()\n{GROUP}"),
     ],
     "for_two_processes_with_gpus": [
-        ("import os\n", "import os\nimport sys\n"),
         (CALL, f"{RUNS}if torch.cuda.is_available():\n        {CALL.removeprefix(RUNS)}"),
         (GROUP, f"{GROUP}    assert world_size > 1, 'nothing to divide'\n"),
     ],
