@@ -24,7 +24,9 @@ MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
 MANY = 8  # devices of a machine for a script that does not train with one
 LAST_LINES = 12  # of what a process printed
 OF_GPUS = r"\b(?:lib)?cuda|nvidia|\bgpus?\b|\btriton\b|\baccelerator device\b"
-OF_NETWORKS = ("urlerror", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
+OF_NETWORKS = ("urlopen", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
+NO_GROUP = "process group has not been initialized"
+OF_LAUNCH = "--local_rank"  # a flag that torchrun does not add
 MISSING_VARIABLE = r"KeyError: '([A-Z_]*(?:RANK|PROC|LOCALID|TASK|SIZE|GPU|NODE)[A-Z_]*)'"  # of a launcher
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
 CHANGES = (
@@ -131,6 +133,7 @@ class Proof:
         self.processes, self.counts = args.processes or (2, 3), [1]  # to compare with, and those that were compared
         self.compared, self.not_compared = set(), {}
         self.pretends = False  # to a script that asks that there is an accelerator
+        self.starts = False  # whether the script starts its processes itself, one for each GPU of a machine
 
     def verdict(self) -> tuple[int, str]:
         """The exit code and the verdict.
@@ -151,14 +154,10 @@ class Proof:
             self.report.log(outcome)
             if is_about_gpus(outcome.error):
                 raise CannotTell(f"it needs a GPU: {outcome.error}")
+            error = outcome.error + self._hints(outcome)
             if self.plan.without_gpu and outcome.records and outcome.records[0].facts.refuses:
-                raise CannotTell(f"it refuses one process with a pretended GPU: {outcome.error}")
-            printed = [f'; it printed last: "{record.printed}"' for record in outcome.records if record.printed]
-            offline = any(word in outcome.error.lower() for word in OF_NETWORKS)
-            printed += ["; without a network, a few samples in a local folder are enough"] * offline
-            if variable := re.search(MISSING_VARIABLE, outcome.error):
-                printed.append(f"; to set it, {variable[1]}={{rank}} or ={{processes}} before the command of prove")
-            return FAILS, f"fails: on one process, {outcome.error}{''.join(printed)}"
+                raise CannotTell(f"it refuses one process with a pretended GPU: {error}")
+            return FAILS, f"fails: on one process, {error}"
         self.reference = reference = outcome.records[0]
         if reason := single.cannot_judge(reference):
             raise CannotTell(reason)
@@ -185,6 +184,20 @@ class Proof:
             return CANNOT_TELL, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
         return PROVEN, f"proven: {same}"
 
+    def _hints(self, outcome: Outcome) -> str:
+        """What helps with an error on one process."""
+        has_ended = outcome.error.startswith("it ends with")
+        printed = [line.strip() for line in outcome.log[-1:]] if has_ended else [each.printed for each in outcome.records]
+        hints, text = [f'it printed last: "{line}"' for line in printed if line], f"{outcome.error} {printed}"
+        if any(word in text.lower() for word in OF_NETWORKS):
+            hints.append("without a network, a few samples in a local folder are enough")
+        if variable := re.search(MISSING_VARIABLE, text):
+            hints.append(f"to set it, {variable[1]}={{rank}} or ={{processes}} before the command of prove")
+        is_named = any(word in text for word in (OF_LAUNCH, "None")) and OF_LAUNCH not in " ".join(self.runs.flags)
+        if is_named and OF_LAUNCH in self.runs.script.read_text(errors="replace"):
+            hints.append(f"torch.distributed.launch adds {OF_LAUNCH} {{rank}} to its flags, and prove does not")
+        return "".join(f"; {hint}" for hint in hints)
+
     def wrong(self, findings: list[Finding]) -> tuple[int, str]:
         verdict = f"wrong: {findings[0].what} ({findings[0].place})"
         if self.compared and all(finding.stage == "evaluation" for finding in findings):
@@ -193,8 +206,16 @@ class Proof:
 
     def _first_run(self) -> Outcome:
         outcome = self.runs(1, self.plan)
-        if is_about_gpus(outcome.error):
-            self.plan.without_gpu = True
+        for _ in range(3):  # each may show only after another
+            facts = outcome.records[0].facts if outcome.records else Facts()
+            if is_about_gpus(outcome.error) and not self.plan.without_gpu:
+                self.plan.without_gpu = True
+            elif NO_GROUP in (outcome.error or "") and not self.plan.makes_group:
+                self.plan.makes_group = True  # it makes one on several processes only
+            elif facts.asked > 1 and self.runs.written(facts.asked):
+                self.plan.asked = facts.asked
+            else:
+                break
             outcome = self.runs(1, self.plan)
         facts = outcome.records[0].facts if outcome.records else Facts()
         if facts.asks and not (self.plan.without_gpu or facts.ddp or facts.accelerate):
@@ -223,7 +244,7 @@ class Proof:
     def _begin(self, facts: Facts) -> None:
         self.report.framework = facts.framework
         self.repeat = {"orders": self.reference.orders, "weights": self.reference.weights}
-        self.repeat |= {"lengths": facts.lengths, "sizes": given_sizes([self.reference])}
+        self.repeat |= {"lengths": facts.lengths, "sizes": given_sizes([self.reference]), "places": [*facts.loaders]}
         training = trained_on(self.reference)
         self.repeat["tests"] = {key: each.given for key, each in facts.loaders.items() if key not in training}
         words = f"{self.args.script} on the CPU"
@@ -235,6 +256,8 @@ class Proof:
         self.report.say(words)
         if self.plan.without_gpu:
             self.report.add("", [note("comparison", "what the script puts on a GPU stays on the CPU")])
+        if self.plan.asked:
+            self.report.add("", [note("comparison", f"{self.runs.written(self.plan.asked)} is another number of processes")])
         if off := facts.switched_off:
             self.report.add("", [note("comparison", f"{and_join(sorted(off))} switched off: they differ by design")])
 
@@ -245,7 +268,7 @@ class Proof:
         makes a difference, it is a finding of the comparison on one machine.
         """
         name, is_first = plural(processes, "process"), processes == self.processes[0]
-        is_apart = not is_first and not self.reference.facts.starts
+        is_apart = not (is_first or self.starts)
 
         def run(is_apart: bool):
             outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=is_apart))
@@ -253,6 +276,7 @@ class Proof:
             return outcome, both, found, next((each for each in found if each.kind or both is None), None)
 
         outcome, both, found, problem = run(is_apart)
+        self.starts = self.starts or any(record.facts.starts for record in outcome.records)
         if is_apart and problem:
             outcome, both, found, on_one_machine = run(False)
             if on_one_machine is None:

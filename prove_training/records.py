@@ -18,6 +18,8 @@ class Plan:
     output: str = ""
     lightning: list[str] = field(default_factory=list)  # its packages that the files beside the script import
     without_gpu: bool = False  # what is for a GPU stays on the CPU
+    asked: int = 0  # the number of processes that is written in the script, and replaced
+    makes_group: bool = False  # for one process, whose script makes none
     machines: bool = False  # each process has one of its own
     devices: int = 0  # of a machine; 0: as many as it has processes
     own_batch_size: bool = False  # the script's
@@ -30,6 +32,7 @@ class Plan:
     # Of the reference, which the run repeats:
     orders: dict[str, list] | None = None  # by loader: the indices of each pass
     weights: dict[int, str] | None = None  # by the number of steps before: a file
+    places: list[str] = field(default_factory=list)  # of its loaders
     lengths: set[int] = field(default_factory=set)  # of its data before they were cut
     sizes: set[int] = field(default_factory=set)  # of its batches
     tests: dict[str, int] = field(default_factory=dict)  # by loader that only tests: the size of its batches
@@ -166,6 +169,7 @@ class Facts:
     framework: str = ""
     accelerate: str = ""  # a line, as the next ones
     group: str = ""
+    asked: int = 0  # for processes, where the plan has another number
     starts: str = ""
     local_sgd: str = ""
     averages_weights: str = ""

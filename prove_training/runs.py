@@ -6,6 +6,7 @@ Importing torch and Accelerate takes longer than the few steps of a run, so it i
 import itertools
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from .text import CannotTell, plural
 SETTINGS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 SETTINGS |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
 DEATHS = {signal.SIGKILL: "as where memory runs out", signal.SIGSEGV: "in a library", signal.SIGBUS: "in a library"}
+OF_PROCESSES = r"\b(?:world_?size|n_?procs|num_processes|num_replicas|(?:n|num)_?gpus)\s*=\s*"
 GRACE_S = 6  # for the other processes, once one has failed
 
 
@@ -104,6 +106,10 @@ class Runs:
             sandbox.adopt()
             self._enter(changes)
             plan.address = self._address()
+            if plan.asked:
+                script = self._script(plan)
+                text, number = script.read_text("utf-8"), rf"\g<1>{plan.processes}"
+                script.write_text(re.sub(f"({OF_PROCESSES}){plan.asked}\\b", number, text, flags=re.IGNORECASE), "utf-8")
             for rank in range(plan.processes):
                 ranks[sandbox.forked(self._rank, plan, rank, flags)] = rank
             return int(self._wait(ranks, Path(plan.output)))
@@ -154,8 +160,15 @@ class Runs:
 
         flags = [filled(flag) for flag in flags]
         os.environ.update({name: filled(value) for name, value in os.environ.items()} | self._variables(plan, rank))
-        script = Path(plan.folder, self.script.relative_to(self.source))
-        recording.main(plan, rank, str(script), self.module, flags)
+        recording.main(plan, rank, str(self._script(plan)), self.module, flags)
+
+    def _script(self, plan: Plan) -> Path:
+        return Path(plan.folder, self.script.relative_to(self.source))
+
+    def written(self, asked: int) -> str:
+        """Where this number of processes is written in the script, as "world_size = 2"; "" if it is not."""
+        found = re.search(f"{OF_PROCESSES}{asked}\\b", self.script.read_text("utf-8", "replace"), re.IGNORECASE)
+        return found[0] if found else ""
 
     def _wait(self, ranks: dict[int, int], output: Path) -> bool:
         """Wait for all processes, longer on a busy machine. Returns whether time ran out."""

@@ -92,8 +92,13 @@ class Batches:
         return orders[-1]
 
     def key(self, length: int | None) -> str:
-        """The name of a loader that is made now; of two that are made in one line, the length of their data decides."""
+        """The name of a loader that is made now; of two that are made in one line, the length of their data decides.
+
+        The reference may have called what starts a process here.
+        """
         place = self.recording.where.place()
+        if self.recording.facts.starts:
+            place = next((each.rpartition(" ")[0] for each in self.plan.places if each.startswith(f"{place} ")), place)
         lengths = self.lengths[place]
         if length not in lengths:
             lengths.append(length)

@@ -142,6 +142,13 @@ def install(recording) -> None:
             switched_off.add("dropout")
         return original(query, key, value, attn_mask, 0.0, *others, **options)
 
+    def without_paths(module, _inputs) -> None:
+        if type(module).__name__ in ("DropPath", "StochasticDepth") and module.training:  # of timm, of torchvision
+            note("stochastic depth")
+            module.training = False
+
+    nn.modules.module.register_module_forward_pre_hook(without_paths)
+
     def batch_norm(
         original, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):

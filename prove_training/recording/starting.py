@@ -33,6 +33,7 @@ class Starting:
     def run(self, function, args) -> None:
         """Do the work of this rank. If it trains, the script ends there: what follows is not done by each process."""
         self.recording.facts.starts = self.recording.where.line()
+        self.recording.where.begin = Starting.run.__code__
         function(*args)
         if self.recording.steps:
             self.recording.facts.is_complete = True
@@ -41,6 +42,7 @@ class Starting:
     def check(self, number: int) -> None:
         if number != self.processes:
             line = self.recording.where.line()
+            self.recording.facts.asked = number
             self.recording.stop(
                 f"it asks for {number} processes, and prove for {self.processes} ({line}): take the number from "
                 "torch.cuda.device_count(), or write {processes} for it among the flags of the script"
@@ -91,6 +93,8 @@ def install(recording) -> None:
         return original("cpu", mesh_shape, *others, **options)
 
     dist.init_device_mesh = device_mesh.init_device_mesh
+    if recording.plan.makes_group and starting.processes == 1:
+        dist.init_process_group()
     watch_lightning(recording)
     with contextlib.suppress(ImportError):
         import accelerate

@@ -25,7 +25,7 @@ class Where:
     """
 
     def __init__(self, root: str):
-        self.root = root
+        self.root, self.begin = root, None  # the function that begins this process: who calls it is another process
 
     def is_own(self, file: str) -> bool:
         """Whether a file is in the script's folder, and neither installed there nor part of this package."""
@@ -76,7 +76,7 @@ class Where:
     def _frames(self) -> Iterator[str]:
         """Lines of the script's files, the innermost first, each with its offset in the bytecode: "train.py:64 218"."""
         frame = sys._getframe(1)
-        while frame is not None:
+        while frame is not None and frame.f_code is not self.begin:
             file = frame.f_code.co_filename
             if self.is_own(file):
                 yield f"{os.path.relpath(file, self.root)}:{frame.f_lineno} {frame.f_lasti}"

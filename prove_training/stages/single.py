@@ -105,16 +105,18 @@ def _has_gradient(step: Step) -> bool:
 
 
 def _modes(record: Record) -> Iterator[Finding]:
-    """A model that stays in evaluation mode after a test."""
-    steps = record.steps
-    for test in record.evaluations:
-        before, after = steps[: test.after], steps[test.after :]
-        for model in after[0].modes if before and after else ():
-            known = [step.modes[model] for step in before if model in step.modes]
-            if known and known[-1] and not any(step.modes.get(model) for step in after):
-                what = "after the test the model trains in evaluation mode: model.train() is missing"
-                yield Finding("train_mode", "evaluation", what, test.after + 1, after[0].line)
-                return
+    """A model that stays in evaluation mode, as after a test."""
+    modes = collections.defaultdict(list)
+    for number, step in enumerate(record.steps, 1):
+        for model, is_training in step.modes.items():
+            modes[model].append((is_training, number, step.line))
+    for known in modes.values():
+        trained = [each for each in known if each[0]]
+        if trained and trained[-1] != known[-1]:
+            _, number, line = known[known.index(trained[-1]) + 1]
+            what = "from here on the model trains in evaluation mode: model.train() is missing"
+            yield Finding("train_mode", "evaluation", what, number, line)
+            return
 
 
 def _evaluations(record: Record) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ them, in processes that are forked from this one.
 import argparse
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -322,9 +323,14 @@ UNUSUAL = {
     "untrained_on_its_own_data": (1, "wrong: all gradients are zero"),
     "profiled": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "counts_its_steps": (0, "proven: the same gradients and weights on 1 and 2 processes"),
+    "starts_two": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "starts_several_only": (0, "proven: the same samples, gradients, learning rates and weights on 1, 2 and 3"),
+    "groups_several_only": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "needs_local_rank": (2, "fails: on one process, it ends with 2; it printed last: "),
     "is_killed": (3, "cannot tell: on 2 processes one dies of SIGKILL, as where memory runs out"),
     "reads_other_variables": (2, "fails: on one process, reads_other_variables.py:33: KeyError: 'SLURM_PROCID'; "),
     "traced": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "drops_paths": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "draws_without_an_end": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "fails_in_a_call": (2, "fails: on one process, fails_in_a_call.py:14: RuntimeError: view size is not compatible"),
     "asks_for_input": (3, "cannot tell: it asks for input (asks_for_input.py:14), and prove gives none"),
@@ -351,7 +357,7 @@ def prove_unusual(prove_it):
 @pytest.mark.parametrize("program", UNUSUAL)
 def test_an_unusual_program_gets_a_right_verdict_or_a_reason_why_there_is_none(prove_unusual, program):
     code, words = UNUSUAL[program]
-    processes = (3,) if program == "for_two_at_most" else (2,)
+    processes = {"for_two_at_most": (3,), "starts_several_only": None}.get(program, (2,))
     timeout_s = {"hangs": 3, "tested_on_rank_0": 5}.get(program, 60)
     said = prove_unusual(program, timeout_s=timeout_s, processes=processes)
     assert (said.code, said.verdict[: len(words)]) == (code, words), said.text
@@ -375,6 +381,20 @@ def test_what_the_optimizer_gets_is_compared(prove_unusual, name):
 def test_a_flag_of_the_script_may_be_the_number_of_processes(prove_unusual):
     said = prove_unusual("starts_ranks", flags=["--gpus={processes}"])
     assert said.code == 0, said.text
+
+
+def test_a_flag_that_torchrun_does_not_add_is_named_and_may_be_given(prove_unusual, tmp_path):
+    said = prove_unusual("needs_local_rank")
+    assert said.verdict.endswith("torch.distributed.launch adds --local_rank {rank} to its flags, and prove does not")
+    shutil.rmtree(tmp_path / "user")
+    said = prove_unusual("needs_local_rank", flags=["--local_rank={rank}"])
+    assert said.code == 0, said.text
+
+
+def test_a_model_that_stays_in_evaluation_mode_is_found_also_where_the_test_has_gradients(prove_it):
+    said = prove_it(CASES["bugs/reduction/trains_in_eval_mode"].path, [("torch.no_grad()", "torch.enable_grad()")])
+    assert said.code == 1, said.text
+    assert "from here on the model trains in evaluation mode" in said.verdict
 
 
 @pytest.mark.slow

@@ -299,9 +299,38 @@ WITH_DDP = {
         ),
         ("            optimizer.step()\n", "            optimizer.step()\n            schedule.step()\n"),
     ],
+    "starts_two": [
+        *STARTED,
+        (CALL, f"{RUNS}world_size = 2  # GPUs\n    mp.spawn(train, args=(world_size,), nprocs=world_size)\n"),
+    ],
+    "starts_several_only": [
+        *STARTED,
+        (
+            CALL,
+            f"{RUNS}world_size = torch.cuda.device_count()\n"
+            "    if world_size > 1:\n"
+            "        mp.spawn(train, args=(world_size,), nprocs=world_size)\n"
+            "    else:\n"
+            "        train(0, 1)\n",
+        ),
+    ],
+    "groups_several_only": [(GROUP, f"    if world_size > 1:\n    {GROUP}")],
+    "needs_local_rank": [
+        ("import os\n", "import argparse\nimport os\n"),
+        (
+            CALL,
+            f"{RUNS}parser = argparse.ArgumentParser()\n"
+            '    parser.add_argument("--local_rank", type=int, required=True)\n'
+            '    train(parser.parse_args().local_rank, int(os.environ["WORLD_SIZE"]))\n',
+        ),
+    ],
     "is_killed": [(ADAM, f"    if rank == 1:\n        os.kill(os.getpid(), 9)\n{ADAM}")],
     "reads_other_variables": [('["RANK"]', '["SLURM_PROCID"]')],
     "traced": [("nn.Tanh()", "nn.BatchNorm1d(8)"), (ADAM, f"    torch.jit.trace(model.module, inputs[:4])\n{ADAM}")],
+    "drops_paths": [
+        ("from torch.utils", "from torchvision.ops import StochasticDepth\nfrom torch.utils"),
+        ("nn.Tanh()", 'nn.Tanh(), StochasticDepth(0.5, "row")'),
+    ],
     "draws_without_an_end": [(ADAM, f"{DRAWN}{ADAM}")],
     "fails_in_a_call": [
         (GROUP, f'{GROUP}    torch.zeros(2, 3, device="cuda").t().view(-1)  # torch says: use reshape\n'),
