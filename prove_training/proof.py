@@ -151,11 +151,14 @@ class Proof:
         if outcome.error:
             if (found := unfinished(1, outcome)).kind != "fails":
                 return self.wrong(self.report.add("1 process", [found]))
+            error = outcome.error + self._hints(outcome)
+            refuses = any(record.facts.refuses for record in outcome.records)
+            if refuses and not self.plan.without_gpu and has_run(self.runs(self.processes[0], self.plan)):
+                raise CannotTell(f"it refuses one process, with which prove begins: {error}")
             self.report.log(outcome)
             if is_about_gpus(outcome.error):
                 raise CannotTell(f"it needs a GPU: {outcome.error}")
-            error = outcome.error + self._hints(outcome)
-            if self.plan.without_gpu and outcome.records and outcome.records[0].facts.refuses:
+            if refuses and self.plan.without_gpu:
                 raise CannotTell(f"it refuses one process with a pretended GPU: {error}")
             return FAILS, f"fails: on one process, {error}"
         self.reference = reference = outcome.records[0]
@@ -186,15 +189,16 @@ class Proof:
 
     def _hints(self, outcome: Outcome) -> str:
         """What helps with an error on one process."""
-        has_ended = outcome.error.startswith("it ends with")
-        printed = [line.strip() for line in outcome.log[-1:]] if has_ended else [each.printed for each in outcome.records]
+        printed = [each.printed for each in outcome.records]
+        if outcome.error.startswith("it ends with"):
+            printed = [line.strip() for line in outcome.log[-1:]]
         hints, text = [f'it printed last: "{line}"' for line in printed if line], f"{outcome.error} {printed}"
         if any(word in text.lower() for word in OF_NETWORKS):
             hints.append("without a network, a few samples in a local folder are enough")
         if variable := re.search(MISSING_VARIABLE, text):
             hints.append(f"to set it, {variable[1]}={{rank}} or ={{processes}} before the command of prove")
-        is_named = any(word in text for word in (OF_LAUNCH, "None")) and OF_LAUNCH not in " ".join(self.runs.flags)
-        if is_named and OF_LAUNCH in self.runs.script.read_text(errors="replace"):
+        takes = re.search(rf"{OF_LAUNCH}\b", self.runs.script.read_text("utf-8", "replace"))
+        if takes and OF_LAUNCH not in " ".join(self.runs.flags) and (OF_LAUNCH in text or "None" in outcome.error):
             hints.append(f"torch.distributed.launch adds {OF_LAUNCH} {{rank}} to its flags, and prove does not")
         return "".join(f"; {hint}" for hint in hints)
 
@@ -256,8 +260,8 @@ class Proof:
         self.report.say(words)
         if self.plan.without_gpu:
             self.report.add("", [note("comparison", "what the script puts on a GPU stays on the CPU")])
-        if self.plan.asked:
-            self.report.add("", [note("comparison", f"{self.runs.written(self.plan.asked)} is another number of processes")])
+        if written := self.plan.asked and self.runs.written(self.plan.asked):
+            self.report.add("", [note("comparison", f"{written} is another number of processes")])
         if off := facts.switched_off:
             self.report.add("", [note("comparison", f"{and_join(sorted(off))} switched off: they differ by design")])
 

@@ -107,9 +107,8 @@ class Runs:
             self._enter(changes)
             plan.address = self._address()
             if plan.asked:
-                script = self._script(plan)
-                text, number = script.read_text("utf-8"), rf"\g<1>{plan.processes}"
-                script.write_text(re.sub(f"({OF_PROCESSES}){plan.asked}\\b", number, text, flags=re.IGNORECASE), "utf-8")
+                script, pattern = self._script(plan), re.compile(f"({OF_PROCESSES}){plan.asked}\\b", re.IGNORECASE)
+                script.write_text(pattern.sub(rf"\g<1>{plan.processes}", script.read_text("utf-8")), "utf-8")
             for rank in range(plan.processes):
                 ranks[sandbox.forked(self._rank, plan, rank, flags)] = rank
             return int(self._wait(ranks, Path(plan.output)))

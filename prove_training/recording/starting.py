@@ -82,6 +82,13 @@ def install(recording) -> None:
         original("gloo", timeout=timeout, world_size=starting.processes, rank=recording.rank)
         recording.facts.group = recording.where.line()
 
+    @wrap(dist, "new_group")
+    def new_group(original, ranks=None, *others, **options):
+        if ranks and max(ranks) >= starting.processes:
+            has = f"prove has {starting.processes} ({recording.where.line()})"
+            recording.stop(f"it makes a group of {len(ranks)} processes, and {has}")
+        return original(ranks, *others, **options)
+
     @wrap(device_mesh, "init_device_mesh")
     def init_mesh(original, device_type, mesh_shape, *others, **options):
         """On one process, as of one process; the real run is on as many as it asks for."""

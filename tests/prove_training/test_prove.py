@@ -326,6 +326,8 @@ UNUSUAL = {
     "starts_two": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "starts_several_only": (0, "proven: the same samples, gradients, learning rates and weights on 1, 2 and 3"),
     "groups_several_only": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "for_two_processes": (3, "cannot tell: it refuses one process, with which prove begins: for_two_processes.py:14"),
+    "groups_four": (3, "cannot tell: it makes a group of 4 processes, and prove has 1 (groups_four.py:14)"),
     "needs_local_rank": (2, "fails: on one process, it ends with 2; it printed last: "),
     "is_killed": (3, "cannot tell: on 2 processes one dies of SIGKILL, as where memory runs out"),
     "reads_other_variables": (2, "fails: on one process, reads_other_variables.py:33: KeyError: 'SLURM_PROCID'; "),

@@ -315,6 +315,8 @@ WITH_DDP = {
         ),
     ],
     "groups_several_only": [(GROUP, f"    if world_size > 1:\n    {GROUP}")],
+    "for_two_processes": [(GROUP, f"    if world_size < 2:\n        raise NotImplementedError('alone')\n{GROUP}")],
+    "groups_four": [(GROUP, f"{GROUP}    dist.new_group([0, 1, 2, 3])\n")],
     "needs_local_rank": [
         ("import os\n", "import argparse\nimport os\n"),
         (
