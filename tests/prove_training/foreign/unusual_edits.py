@@ -313,6 +313,9 @@ WITH_DDP = {
             "    else:\n"
             "        train(0, 1)\n",
         ),
+        ("    dist.init", "    if world_size > 1:\n        dist.init"),
+        ("DistributedDataParallel(model)", "DistributedDataParallel(model) if world_size > 1 else model"),
+        ("    dist.destroy", "    if world_size > 1:\n        dist.destroy"),
     ],
     "groups_several_only": [(GROUP, f"    if world_size > 1:\n    {GROUP}")],
     "for_two_processes": [(GROUP, f"    if world_size < 2:\n        raise NotImplementedError('alone')\n{GROUP}")],
