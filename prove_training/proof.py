@@ -394,7 +394,10 @@ class Proof:
         if outcome.error or not outcome.records:
             self.report.add("resumed", [Finding("fails", "the run that resumes", str(outcome.error))])
             return False
-        found = self.report.add("resumed", resuming.compare(whole, outcome.records[0], done))
+        found = list(resuming.compare(whole, outcome.records[0], done))
+        if any(each.kind for each in found) and not outcome.records[0].facts.has_loaded:
+            raise CannotTell("the run that resumes loads nothing: do its flags name a checkpoint?")
+        found = self.report.add("resumed", found)
         if not found:
             self.report.line("resumed", f"the same after step {done}{words}")
         return not found
@@ -411,9 +414,9 @@ def is_about_gpus(error: str | None) -> bool:
 
 
 def is_augmented(record: Record) -> bool:
-    """Whether no item of a pass over the training data is in the next one, or there is only one."""
+    """Whether an item is another one each time that it is read, or no item of a pass is in the next one."""
     first, *others = ({digest for batch in each.read for digest in batch or ()} for each in trained_passes(record))
-    return all(map(first.isdisjoint, others[:1]))
+    return record.facts.draws_by_itself or any(map(first.isdisjoint, others[:1]))
 
 
 def trained_passes(record: Record) -> list[Pass]:

@@ -184,12 +184,14 @@ class Facts:
     schedules: int = 0
     has_state: bool = False
     has_saved: bool = False
+    has_loaded: bool = False
     loads: bool = False  # the state of something: it may resume
     taken: set[tuple[str, int]] = field(default_factory=set)  # ("schedule", 4): its state_dict was taken after 4 steps
     untrained: list[str] = field(default_factory=list)  # parameters
     loaders: dict[str, Loader] = field(default_factory=dict)
     lengths: set[int] = field(default_factory=set)
     draws_items: bool = False
+    draws_by_itself: bool = False  # an item has random numbers of a generator that nobody can seed
     switched_off: set[str] = field(default_factory=set)
     # Of this project's Run:
     run: str = ""  # a line

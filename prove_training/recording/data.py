@@ -133,8 +133,10 @@ class Batches:
             return content, None
         _, content, digests, is_random = content
         if is_random:
-            self.recording.facts.draws_items = is_random == "torch" or self.recording.facts.draws_items
-            self.recording.facts.switched_off.add("random augmentation (it is seeded per sample)")
+            facts = self.recording.facts
+            facts.draws_items |= is_random == "torch"
+            facts.draws_by_itself |= is_random == "own"
+            facts.switched_off.add("random augmentation (it is seeded per sample)")
         return content, digests
 
     def model_called(self, inputs: list) -> None:

@@ -25,6 +25,7 @@ def install(recording) -> None:
 
     @wrap(torch, "load")
     def load(original, f, *args, **kwargs):
+        recording.facts.has_loaded = True
         if recording.plan.without_gpu:
             args, kwargs = (), kwargs | {"map_location": "cpu"}
         return original(f, *args, **kwargs)

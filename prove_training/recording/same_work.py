@@ -104,6 +104,8 @@ def fetch_with_digests(self, index):
         if digest(self.dataset[indices[0]]) != digests[0]:
             is_random = "other" if torch.equal(state, torch.get_rng_state()) else "torch"
         items[0] = read(indices[0])  # an item may have been changed in place
+        if digest(items[0]) != digests[0]:
+            is_random = "own"
     return TAG, self.collate_fn(items if self.auto_collation else items[0]), digests, is_random
 
 

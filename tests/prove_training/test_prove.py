@@ -393,6 +393,12 @@ def test_a_flag_that_torchrun_does_not_add_is_named_and_may_be_given(prove_unusu
     assert said.code == 0, said.text
 
 
+@pytest.mark.slow
+def test_a_run_that_resumes_from_no_file_is_not_called_wrong(prove_it):
+    said = prove_it(FOREIGN / "accelerate_cv.py", resume_flags="--output_dir checkpoints")
+    assert said.verdict == "cannot tell: the run that resumes loads nothing: do its flags name a checkpoint?"
+
+
 def test_a_model_that_stays_in_evaluation_mode_is_found_also_where_the_test_has_gradients(prove_it):
     said = prove_it(CASES["bugs/reduction/trains_in_eval_mode"].path, [("torch.no_grad()", "torch.enable_grad()")])
     assert said.code == 1, said.text
@@ -410,6 +416,12 @@ def test_the_rank_may_come_from_another_variable(prove_unusual, monkeypatch):
 def test_a_script_that_cannot_be_read_fails(prove_it):
     said = prove_it(FOREIGN / "unusual" / "plain.py", [("import torch\n", "import import\n")])
     assert (said.code, said.verdict[:40]) == (2, "fails: on one process, SyntaxError: inva")
+
+
+def test_recorded_entries_are_of_all_places_in_the_kernels():
+    gradient = torch.zeros(512, 512, 3, 3)
+    gradient[..., 1, 1] = 1  # as of images of one pixel, with padding
+    assert sampled(gradient)[1:].mean().item() == pytest.approx(1 / 9, rel=0.01)
 
 
 def test_every_unusual_program_is_tried():
@@ -867,20 +879,30 @@ def test_a_script_may_refuse_all_but_the_first_number_of_processes(made_up_proof
                 made._compare(processes)
 
 
-@pytest.mark.parametrize(("share", "later"), [(["a", "b"], ["c"]), (["c", "d"], ["a"]), (["c", "d"], ["c"])])
-def test_items_with_numbers_that_differ_by_process_are_not_accused(made_up_proof, share, later):
+@pytest.mark.parametrize(
+    ("share", "later", "draws", "is_accused"),
+    [
+        (["a", "b"], [["c"]], False, True),
+        (["c", "d"], [["a"]], False, True),
+        (["c", "d"], [["c"]], False, False),
+        (["c", "d"], [], False, True),
+        (["c", "d"], [], True, False),
+    ],
+)
+def test_items_with_numbers_that_differ_by_process_are_not_accused(made_up_proof, share, later, draws, is_accused):
     """Each rank has read the same samples: one that is augmented by the same numbers as the other is the same item.
 
-    An item that comes again in the next pass is not augmented.
+    An item that comes again in the next pass, or is the same if it is read twice, is not augmented.
     """
     first, again = made_up(2), made_up(2)
     for part in (step.micro_batches[0].samples[0] for record in first for step in record.steps):
         part.digests = [f"other {digest}" for digest in part.digests]
-    first[0].passes = [replace(first[0].passes[0], read=[read]) for read in (["a", "b"], later)]
+    first[0].passes = [replace(first[0].passes[0], read=[read]) for read in (["a", "b"], *later)]
+    first[0].facts.draws_by_itself = draws
     for record, read in zip(again, (["a", "b"], share), strict=True):
         record.passes[0].read = [read]
     made = made_up_proof([Outcome(records, None, Path(), [], [], []) for records in (first, again)])
-    if share == ["a", "b"] or later == ["a"]:
+    if is_accused:
         assert not made._compare(2)
         assert [each.kind for each in made.report.findings] == ["items"]
     else:
@@ -896,6 +918,9 @@ def test_a_run_that_resumes_and_differs_ends_the_proof(made_up_proof):
     made = made_up_proof([])
     assert made._goes_on(outcomes[0], whole, 2)
     assert made.report.lines[-1] == "  resumed       the same after step 2"
+    with pytest.raises(CannotTell, match="do its flags name a checkpoint"):
+        made._goes_on(outcomes[1], whole, 2)
+    other.facts.has_loaded = True
     assert not made._goes_on(outcomes[1], whole, 2)
     assert [each.stage for each in made.report.findings] == ["resumed learning rate"]
 
