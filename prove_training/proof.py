@@ -55,7 +55,7 @@ class Report:
         new = []
         for finding in findings:
             if not finding.kind:
-                if finding[:3] not in [each[:3] for each in self.notes]:
+                if without_numbers(finding) not in map(without_numbers, self.notes):
                     self.notes.append(finding)
             elif finding.kind not in [each.kind for each in self.findings]:
                 self.findings.append(finding)
@@ -406,6 +406,11 @@ class Proof:
 def has_run(outcome: Outcome) -> bool:
     """Whether the script has come to its end."""
     return not (outcome.error or outcome.waits or outcome.records[0].facts.cannot_tell)
+
+
+def without_numbers(finding: Finding) -> tuple[str, str]:
+    """What two notes have in common that differ in the number of processes."""
+    return finding.stage, re.sub(r"\d+", "", finding.what)
 
 
 def is_about_gpus(error: str | None) -> bool:

@@ -24,7 +24,7 @@ from .text import CannotTell, plural
 SETTINGS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 SETTINGS |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
 DEATHS = {signal.SIGKILL: "as where memory runs out", signal.SIGSEGV: "in a library", signal.SIGBUS: "in a library"}
-OF_PROCESSES = r"\b(?:world_?size|n_?procs|num_processes|num_replicas|(?:n|num)_?gpus)\s*=\s*"
+OF_PROCESSES = r"\b(?:(?:world_?)?size|n_?procs|num_processes|num_replicas|(?:n|num)_?gpus)\s*=\s*"
 GRACE_S = 6  # for the other processes, once one has failed
 
 

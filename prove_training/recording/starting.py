@@ -1,6 +1,7 @@
 """Scripts that start their processes themselves: each rank does what one of these processes would do."""
 
 import contextlib
+import functools
 import importlib
 import itertools
 import math
@@ -29,6 +30,7 @@ class Starting:
 
     def __init__(self, recording):
         self.recording, self.processes = recording, recording.plan.processes
+        self.started = 0  # by mp.Process
 
     def run(self, function, args) -> None:
         """Do the work of this rank. If it trains, the script ends there: what follows is not done by each process."""
@@ -65,12 +67,20 @@ def install(recording) -> None:
 
     @wrap(multiprocessing.process.BaseProcess, "start")
     def start_one(original, process):
+        """One of a loop that starts all ranks, each with its number: each rank does the work of one."""
         code, args = getattr(process._target, "__code__", None), [*process._args, *process._kwargs.values()]
-        is_rank = code and recording.where.is_own(code.co_filename) and any(type(each) is int for each in args)
-        if is_rank and not recording.steps and not dist.is_initialized():
-            line = recording.where.line()
-            recording.stop(f"it starts its processes itself ({line}): use torch.multiprocessing.spawn, or torchrun")
-        return original(process)
+        number, is_own = starting.started, code and recording.where.is_own(code.co_filename)
+        is_rank = is_own and any(type(each) is int and each == number for each in args)
+        if not is_rank or recording.steps or dist.is_initialized():
+            return original(process)
+        starting.started += 1
+        if number == recording.rank:
+            starting.run(functools.partial(process._target, **process._kwargs), process._args)
+        return None
+
+    @wrap(multiprocessing.process.BaseProcess, "join")
+    def join(original, process, timeout=None):
+        return original(process, timeout) if process._popen else None  # it may be another rank
 
     @wrap(dist, "init_process_group")
     def init(original, backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *others, **options):

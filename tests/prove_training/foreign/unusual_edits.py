@@ -299,6 +299,18 @@ WITH_DDP = {
         ),
         ("            optimizer.step()\n", "            optimizer.step()\n            schedule.step()\n"),
     ],
+    "starts_in_a_loop": [
+        *STARTED,
+        (
+            CALL,
+            f"{RUNS}size = 2\n"
+            "    processes = [mp.Process(target=train, args=(rank, size)) for rank in range(size)]\n"
+            "    for process in processes:\n"
+            "        process.start()\n"
+            "    for process in processes:\n"
+            "        process.join()\n",
+        ),
+    ],
     "starts_two": [
         *STARTED,
         (CALL, f"{RUNS}world_size = 2  # GPUs\n    mp.spawn(train, args=(world_size,), nprocs=world_size)\n"),
