@@ -145,6 +145,8 @@ def _order(record: Record) -> Iterator[Finding]:
         before = passes.get((key, number - 1))
         if before is None or samples != before[: len(samples)] or len(set(samples)) < 2:
             continue
+        if 2 * len(samples) < len(before):  # a look at the first batch, as for an accuracy
+            continue
         loader = record.facts.loaders.get(key, Loader(""))
         line = loader.line
         if loader.shuffles:

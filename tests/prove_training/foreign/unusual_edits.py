@@ -299,6 +299,14 @@ WITH_DDP = {
         ),
         ("            optimizer.step()\n", "            optimizer.step()\n            schedule.step()\n"),
     ],
+    "looks_at_a_batch": [
+        (
+            "            optimizer.step()\n",
+            "            optimizer.step()\n"
+            "        x, y = next(iter(loader))\n"
+            "        print((model(x) - y).abs().mean().item())\n",
+        )
+    ],
     "starts_in_a_loop": [
         *STARTED,
         (
