@@ -1,12 +1,15 @@
 """Calls of torch.save, torch.load and Accelerator.save_state, and what the files contain."""
 
 import contextlib
+import importlib
 import os
 
 import torch
 
 from ..records import Save
-from .where import wrap
+from .where import before, wrap
+
+LOADS = (("torch.distributed.checkpoint", "load"), ("safetensors.torch", "load_file"))
 
 
 def install(recording) -> None:
@@ -23,9 +26,16 @@ def install(recording) -> None:
         if not processes.depth:
             add(str(f) if isinstance(f, (str, os.PathLike)) else "?", kind="torch.save", **described(obj))
 
+    def loaded(*_, **__) -> None:
+        recording.facts.has_loaded = True
+
+    for module, name in LOADS if recording.plan.is_resumed else ():
+        with contextlib.suppress(ImportError):
+            before(importlib.import_module(module), name, loaded)
+
     @wrap(torch, "load")
     def load(original, f, *args, **kwargs):
-        recording.facts.has_loaded = True
+        loaded()
         if recording.plan.without_gpu:
             args, kwargs = (), kwargs | {"map_location": "cpu"}
         return original(f, *args, **kwargs)
