@@ -105,8 +105,6 @@ def watch_run(cls: type, recording) -> None:
 
 
 def watch_checkpoints(cls: type, recording) -> None:
-    before(cls, "load", lambda *_: setattr(recording.facts, "has_loaded", True))
-
     @wrap(cls, "save")
     def save(original, checkpoints, *args, **kwargs):
         original(checkpoints, *args, **kwargs)

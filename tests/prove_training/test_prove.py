@@ -41,7 +41,7 @@ from silent_bugs.run import find_cases
 from tests.prove_training import planted_mistakes as planted
 from tests.prove_training.corpus import FOUND, NOTED
 from tests.prove_training.foreign.mistakes import MISTAKES
-from tests.prove_training.foreign.unusual_edits import WITH_ACCELERATE, WITH_DDP, WRONG_AT_THE_STEP
+from tests.prove_training.foreign.unusual_edits import LOOK, WITH_ACCELERATE, WITH_DDP, WRONG_AT_THE_STEP
 
 FOREIGN = ROOT / "tests" / "prove_training" / "foreign"
 ACCUSED = {"right/whole_batches_cut_by_hand"}  # see the page of the corpus
@@ -283,6 +283,8 @@ UNUSUAL = {
     "streams": (0, "proven: the same samples, gradients"),
     "joins": (3, "cannot tell: with Join, its processes make different numbers of steps (joins.py:1"),
     "forks": (3, "cannot tell: it asks for 2 processes, and prove for 1 (forks.py:14)"),
+    "starts_in_vain": (3, "cannot tell: it ended before the first optimizer.step()"),
+    "augments_by_itself": (3, "cannot tell: the samples have random numbers that prove cannot repeat"),
     "looks_at_a_batch": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "starts_in_a_loop": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "spawns": (0, "proven: the same samples, gradients"),
@@ -385,6 +387,19 @@ def test_what_the_optimizer_gets_is_compared(prove_unusual, name):
 def test_a_flag_of_the_script_may_be_the_number_of_processes(prove_unusual):
     said = prove_unusual("starts_ranks", flags=["--gpus={processes}"])
     assert said.code == 0, said.text
+
+
+@pytest.mark.slow
+def test_a_look_at_a_batch_is_no_epoch_of_a_sampler_that_is_only_there_on_several(prove_unusual):
+    said = prove_unusual("sampler_for_several", [LOOK])
+    assert said.code == 0, said.text
+
+
+def test_a_note_that_differs_in_the_number_of_processes_is_told_once():
+    report = proof.Report(argparse.Namespace(script=Path("train.py"), json=True))
+    for number in (2, 3):
+        report.add("", [Finding("", "learning rate", f"{number} times as high on {number} processes")])
+    assert [each.what for each in report.notes] == ["2 times as high on 2 processes"]
 
 
 def test_a_flag_that_torchrun_does_not_add_is_named_and_may_be_given(prove_unusual, tmp_path):

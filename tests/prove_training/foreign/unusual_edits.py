@@ -47,7 +47,25 @@ BY_FLAG = f"""{RUNS}parser = argparse.ArgumentParser()
         assert manager.list([1])[0] == 1
     spawn(train, args=(world_size,), nprocs=world_size)
 """
+BY_LOOP = f"""{RUNS}size = 2
+    processes = [mp.Process(target=train, args=(rank, size)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+"""
 CALL = f'{RUNS}train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))\n'
+LOOK = (
+    "            optimizer.step()\n",
+    "            optimizer.step()\n        x, y = next(iter(loader))\n        print((model(x) - y).mean().item())\n",
+)
+NOISY = """class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + int.from_bytes(os.urandom(2), "big") / 2**16, y
+
+
+def train"""
 ADAM = "    optimizer = torch.optim.Adam"
 DRAWN = """    samples = torch.utils.data.RandomSampler(data, replacement=True, num_samples=10**10)
     assert len(list(samples)) < 10**6
@@ -299,26 +317,10 @@ WITH_DDP = {
         ),
         ("            optimizer.step()\n", "            optimizer.step()\n            schedule.step()\n"),
     ],
-    "looks_at_a_batch": [
-        (
-            "            optimizer.step()\n",
-            "            optimizer.step()\n"
-            "        x, y = next(iter(loader))\n"
-            "        print((model(x) - y).abs().mean().item())\n",
-        )
-    ],
-    "starts_in_a_loop": [
-        *STARTED,
-        (
-            CALL,
-            f"{RUNS}size = 2\n"
-            "    processes = [mp.Process(target=train, args=(rank, size)) for rank in range(size)]\n"
-            "    for process in processes:\n"
-            "        process.start()\n"
-            "    for process in processes:\n"
-            "        process.join()\n",
-        ),
-    ],
+    "looks_at_a_batch": [LOOK],
+    "starts_in_a_loop": [*STARTED, (CALL, BY_LOOP)],
+    "starts_in_vain": [*STARTED, (CALL, BY_LOOP), ("range(3)", "range(0)")],
+    "augments_by_itself": [("def train", NOISY), ("data = TensorDataset", "data = Noisy"), ("range(3)", "range(1)")],
     "starts_two": [
         *STARTED,
         (CALL, f"{RUNS}world_size = 2  # GPUs\n    mp.spawn(train, args=(world_size,), nprocs=world_size)\n"),
