@@ -108,7 +108,8 @@ class Runs:
             plan.address = self._address()
             if plan.asked:
                 script, pattern = self._script(plan), re.compile(f"({OF_PROCESSES}){plan.asked}\\b", re.IGNORECASE)
-                script.write_text(pattern.sub(rf"\g<1>{plan.processes}", script.read_text("utf-8")), "utf-8")
+                text = pattern.sub(rf"\g<1>{plan.processes}", script.read_text("utf-8", "surrogateescape"))
+                script.write_text(text, "utf-8", "surrogateescape")
             for rank in range(plan.processes):
                 ranks[sandbox.forked(self._rank, plan, rank, flags)] = rank
             return int(self._wait(ranks, Path(plan.output)))
