@@ -70,7 +70,7 @@ def install(recording) -> None:
         """One of a loop that starts all ranks, each with its number: each rank does the work of one."""
         code, args = getattr(process._target, "__code__", None), [*process._args, *process._kwargs.values()]
         number, is_own = starting.started, code and recording.where.is_own(code.co_filename)
-        is_rank = is_own and any(type(each) is int and each == number for each in args)
+        is_rank = is_own and not process.daemon and any(type(each) is int and each == number for each in args)
         if not is_rank or recording.steps or dist.is_initialized():
             return original(process)
         starting.started += 1

@@ -283,6 +283,7 @@ UNUSUAL = {
     "streams": (0, "proven: the same samples, gradients"),
     "joins": (3, "cannot tell: with Join, its processes make different numbers of steps (joins.py:1"),
     "forks": (3, "cannot tell: it asks for 2 processes, and prove for 1 (forks.py:14)"),
+    "has_a_helper": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "starts_in_vain": (3, "cannot tell: it ended before the first optimizer.step()"),
     "augments_by_itself": (3, "cannot tell: the samples have random numbers that prove cannot repeat"),
     "looks_at_a_batch": (0, "proven: the same samples, gradients, learning rates and weights on"),

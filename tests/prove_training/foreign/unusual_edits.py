@@ -319,6 +319,16 @@ WITH_DDP = {
     ],
     "looks_at_a_batch": [LOOK],
     "starts_in_a_loop": [*STARTED, (CALL, BY_LOOP)],
+    "has_a_helper": [
+        ("import os\n", "import multiprocessing\nimport os\n"),
+        ("def train", "def wait(device, queue):\n    queue.get()\n\n\ndef train"),
+        (
+            GROUP,
+            "    queue = multiprocessing.Queue()\n"
+            "    multiprocessing.Process(target=wait, args=(0, queue), daemon=True).start()\n" + GROUP,
+        ),
+        ("    dist.destroy", "    queue.put(None)\n    dist.destroy"),
+    ],
     "starts_in_vain": [*STARTED, (CALL, BY_LOOP), ("range(3)", "range(0)")],
     "augments_by_itself": [("def train", NOISY), ("data = TensorDataset", "data = Noisy"), ("range(3)", "range(1)")],
     "starts_two": [
