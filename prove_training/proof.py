@@ -210,18 +210,17 @@ class Proof:
 
     def _first_run(self) -> Outcome:
         outcome = self.runs(1, self.plan)
-        for _ in range(3):  # each may show only after another
+        while True:  # each may show only after another
             facts = outcome.records[0].facts if outcome.records else Facts()
             if is_about_gpus(outcome.error) and not self.plan.without_gpu:
                 self.plan.without_gpu = True
             elif NO_GROUP in (outcome.error or "") and not self.plan.makes_group:
                 self.plan.makes_group = True  # it makes one on several processes only
-            elif facts.asked > 1 and self.runs.written(facts.asked):
+            elif facts.asked > 1 and not self.plan.asked and self.runs.written(facts.asked):
                 self.plan.asked = facts.asked
             else:
                 break
             outcome = self.runs(1, self.plan)
-        facts = outcome.records[0].facts if outcome.records else Facts()
         if facts.asks and not (self.plan.without_gpu or facts.ddp or facts.accelerate):
             # It may train only where there is an accelerator, or with others only there.
             again = self.runs(1, replace(self.plan, without_gpu=True))

@@ -184,7 +184,7 @@ class Facts:
     schedules: int = 0
     has_state: bool = False
     has_saved: bool = False
-    has_loaded: bool = False
+    has_loaded: bool = False  # a file that may be a checkpoint
     loads: bool = False  # the state of something: it may resume
     taken: set[tuple[str, int]] = field(default_factory=set)  # ("schedule", 4): its state_dict was taken after 4 steps
     untrained: list[str] = field(default_factory=list)  # parameters

@@ -107,8 +107,9 @@ class Runs:
             self._enter(changes)
             plan.address = self._address()
             if plan.asked:
-                script, pattern = self._script(plan), re.compile(f"({OF_PROCESSES}){plan.asked}\\b", re.IGNORECASE)
-                text = pattern.sub(rf"\g<1>{plan.processes}", script.read_text("utf-8", "surrogateescape"))
+                script = self._script(plan)
+                text = script.read_text("utf-8", "surrogateescape")
+                text = numbers_of_processes(plan.asked).sub(rf"\g<1>{plan.processes}", text)
                 script.write_text(text, "utf-8", "surrogateescape")
             for rank in range(plan.processes):
                 ranks[sandbox.forked(self._rank, plan, rank, flags)] = rank
@@ -167,7 +168,7 @@ class Runs:
 
     def written(self, asked: int) -> str:
         """Where this number of processes is written in the script, as "world_size = 2"; "" if it is not."""
-        found = re.search(f"{OF_PROCESSES}{asked}\\b", self.script.read_text("utf-8", "replace"), re.IGNORECASE)
+        found = numbers_of_processes(asked).search(self.script.read_text("utf-8", "replace"))
         return found[0] if found else ""
 
     def _wait(self, ranks: dict[int, int], output: Path) -> bool:
@@ -211,6 +212,11 @@ class Runs:
             log = lines_of(output / f"log_{failed}.txt")
         calls = [lines_of(output / f"calls_{rank}.txt") for rank in range(processes)]
         return Outcome(records, error, changes, [] if error else waits, log, calls)
+
+
+def numbers_of_processes(asked: int) -> re.Pattern:
+    """Finds this number where a script has it as that of its processes; group 1 is what stands before."""
+    return re.compile(rf"({OF_PROCESSES}){asked}\b", re.IGNORECASE)
 
 
 def lines_of(file: Path) -> list[str]:

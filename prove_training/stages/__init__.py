@@ -102,6 +102,11 @@ def whole_passes(record: Record) -> set[tuple[str, int]]:
     return {(each.key, each.number) for each in record.passes if each.is_whole}
 
 
+def is_look(one: list, other: list) -> bool:
+    """Whether the second of two passes only looks at the first batches, as for an accuracy, and is no epoch."""
+    return 2 * len(other) < len(one)
+
+
 def largest_norm(gradients: dict) -> float:
     return max(map(norm_of, gradients.values()), default=0.0)
 

@@ -8,7 +8,18 @@ from collections.abc import Iterator
 
 from ..records import Loader, Record
 from ..text import plural
-from . import Comparison, Finding, first_line, largest_step, note, parts_of, passes_of, samples_of, whole_passes
+from . import (
+    Comparison,
+    Finding,
+    first_line,
+    is_look,
+    largest_step,
+    note,
+    parts_of,
+    passes_of,
+    samples_of,
+    whole_passes,
+)
 
 UNKNOWN = "they were not read by a DataLoader that prove can follow"
 
@@ -41,8 +52,7 @@ def _same_epoch(both: Comparison) -> Iterator[Finding]:
     for one, other in itertools.pairwise(passes):
         loader, known = (record.facts.loaders.get(one.key, Loader("")) for record in (both.ranks[0], both.reference))
         is_new = loader.sampler == "DistributedSampler" != known.sampler and loader.shuffles
-        is_look = 2 * len(other.read) < len(one.read)  # at the first batch
-        if is_new and one.key == other.key and one.epoch == other.epoch and not is_look:
+        if is_new and one.key == other.key and one.epoch == other.epoch and not is_look(one.read, other.read):
             yield Finding("set_epoch", "samples", "each epoch has the same order", None, loader.line)
             return
 

@@ -9,7 +9,7 @@ import torch
 from ..records import Loader, Record, Step
 from ..tensors import norm_of
 from ..text import and_join, plural
-from . import Finding, close, first_line, named, note, parts_of, passes_of, trained_on
+from . import Finding, close, first_line, is_look, named, note, parts_of, passes_of, trained_on
 
 
 def cannot_judge(record: Record) -> str | None:
@@ -143,9 +143,7 @@ def _order(record: Record) -> Iterator[Finding]:
     passes, what = passes_of(record), "each epoch has the same order"
     for (key, number), samples in passes.items():
         before = passes.get((key, number - 1))
-        if before is None or samples != before[: len(samples)] or len(set(samples)) < 2:
-            continue
-        if 2 * len(samples) < len(before):  # a look at the first batch, as for an accuracy
+        if before is None or samples != before[: len(samples)] or len(set(samples)) < 2 or is_look(before, samples):
             continue
         loader = record.facts.loaders.get(key, Loader(""))
         line = loader.line
