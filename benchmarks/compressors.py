@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from utils.datasets.text import read_documents, survey
+from readers.text import read_documents, survey
 
 
 def parse_args():

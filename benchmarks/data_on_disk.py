@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from utils.datasets.tar_files import TarFiles
-from utils.datasets.text import learn_tokenizer, read_documents, write_tokens
+from readers.tar_files import TarFiles
+from readers.text import learn_tokenizer, read_documents, write_tokens
 from utils.sampler import WindowShuffle
 
 IMAGE = 50_000  # bytes

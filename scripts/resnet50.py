@@ -25,11 +25,11 @@ from torchvision.models.resnet import Bottleneck
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
+from readers.image_files import CenterCrop, ImageFiles, RandomAugment, default_num_workers
+from readers.images_in_memory import load_splits
+from readers.tar_files import has_tar_files, load_tar_splits
 from utils import launch
 from utils.console import stop
-from utils.datasets.image_files import CenterCrop, ImageFiles, RandomAugment, default_num_workers
-from utils.datasets.images_in_memory import load_splits
-from utils.datasets.tar_files import has_tar_files, load_tar_splits
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader

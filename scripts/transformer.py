@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
+from readers.text import EOS, count_targets, load_tokenizer, load_tokens
 from utils import atomic_files, launch
 from utils.console import printable, stop
-from utils.datasets.text import EOS, count_targets, load_tokenizer, load_tokens
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader

@@ -41,12 +41,4 @@ extras/: for a flag.
     trackers           --log_with: log to tensorboard and other trackers, too
     profiling          --profile: a table and a trace of a few steps
     pretrained         --pretrained: start from pretrained weights
-
-datasets/: where items come from.
-
-    images_in_memory   a folder or a Hub dataset, decoded into memory once
-    image_decoding     image files of any format, decoded to grey or RGB
-    image_files        image files of any size, decoded and augmented when they are read
-    text               documents from a folder, parquet or the Hub, packed into sequences of tokens
-    hub                a dataset from the Hub, or from a folder of the same form
 """

@@ -111,9 +111,9 @@ def describe_code() -> dict:
 
 
 def code_digest() -> str:
-    """A digest of the script and utils/, which must be the same on all machines."""
-    digest = hashlib.sha256()
-    for path in (Path(sys.argv[0]), *sorted(Path(__file__).parent.rglob("*.py"))):
+    """A digest of the script, utils/ and readers/, which must be the same on all machines."""
+    digest, beside = hashlib.sha256(), Path(__file__).parents[1]
+    for path in (Path(sys.argv[0]), *sorted(beside.glob("utils/**/*.py")), *sorted(beside.glob("readers/**/*.py"))):
         if path.is_file():  # not in a notebook
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

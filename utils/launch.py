@@ -203,7 +203,7 @@ def make_accelerator(
         watchdog.watch(accelerator, settings.timeout_s)
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
-    same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script and utils": code_digest(), **vars(args)})
+    same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script, utils and readers": code_digest(), **vars(args)})
     accelerator.split_batch = split_batch
     accelerator.whole_gradients = settings.whole_gradients
     share_batch(accelerator, settings.virtual_processes, getattr(args, "batch_size", None))

@@ -28,12 +28,12 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
+from readers.images_in_memory import load_images
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.banner import describe_topology
 from utils.console import plural, show, stop
 from utils.curves import RUN_COLOURS, save_picture
-from utils.datasets.images_in_memory import load_images
 from utils.run_folder import RunFolder
 
 MEAN, STD = 33.3184, 78.5675  # of the pixels of the 60,000 training images, 0 to 255

@@ -40,7 +40,7 @@ def test_a_cluster_starts_two_machines_loses_one_and_resumes_with_the_same_bits(
     def start(folder):
         """The folder is shared, and has a copy of the repository."""
         folder.mkdir(exist_ok=True)
-        for name in ("scripts", "utils"):
+        for name in ("scripts", "utils", "readers"):
             if not (folder / name).exists():
                 (folder / name).symlink_to(ROOT / name)
         port, running = free_port(), []

@@ -1,6 +1,6 @@
 """The documents of a dataset, all in memory."""
 
-from utils.datasets.text import read_documents, survey
+from readers.text import read_documents, survey
 
 
 def load_text(dataset: str) -> tuple[list[str], list[str]]:

@@ -9,9 +9,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from readers.tar_files import TarFiles
+from readers.text import load_tokens
 from utils import flags, launch
-from utils.datasets.tar_files import TarFiles
-from utils.datasets.text import load_tokens
 from utils.fingerprint import digest
 from utils.loader import GlobalLoader
 from utils.run import Run

@@ -20,9 +20,9 @@ from same_numbers import largest_difference
 from small_resnets import use_4_blocks, use_float64
 from torch import nn
 
+from readers import image_files as images
+from readers.images_in_memory import load_splits
 from scripts import resnet50
-from utils.datasets import image_files as images
-from utils.datasets.images_in_memory import load_splits
 from utils.extras.pretrained import load_pretrained
 from utils.launch import TrainingAccelerator
 from utils.sampler import GlobalSampler

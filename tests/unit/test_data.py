@@ -8,8 +8,8 @@ import torch
 from conftest import MNIST
 from PIL import Image
 
-from utils.datasets import images_in_memory as data
-from utils.datasets.image_decoding import decode_images
+from readers import images_in_memory as data
+from readers.image_decoding import decode_images
 from utils.fingerprint import digest
 
 

@@ -11,8 +11,8 @@ from fakes import fake_accelerator
 from PIL import Image, ImageOps
 from torchvision import transforms
 
-from utils.datasets import image_files as images
-from utils.datasets.images_in_memory import load_splits
+from readers import image_files as images
+from readers.images_in_memory import load_splits
 from utils.loader import GlobalLoader
 
 PHOTO = Image.linear_gradient("L").resize((120, 90))

@@ -15,9 +15,9 @@ from fakes import fake_accelerator
 from PIL import Image
 from tars import write_tar
 
-from utils.datasets import tar_files
-from utils.datasets.image_files import CenterCrop, ImageFiles
-from utils.datasets.tar_files import TarFiles, load_tar_splits
+from readers import tar_files
+from readers.image_files import CenterCrop, ImageFiles
+from readers.tar_files import TarFiles, load_tar_splits
 from utils.items import UnreadableItem
 from utils.loader import GlobalLoader
 
@@ -146,7 +146,7 @@ def test_errors_of_decode_name_the_sample_and_others_keep_their_traceback(tmp_pa
 START = """
 import sys
 from pathlib import Path
-from utils.datasets.tar_files import TarFiles
+from readers.tar_files import TarFiles
 print(len(TarFiles(sorted(Path(sys.argv[1]).glob("*.tar")), cache_dir=sys.argv[2])))
 """
 

@@ -23,8 +23,8 @@ from conftest import ROOT
 from documents import load_text
 from tokenizers import Tokenizer, models
 
-from utils.datasets import text
-from utils.datasets.text import EOS, IGNORE_INDEX, STDLIB, learn_tokenizer, load_tokenizer, load_tokens
+from readers import text
+from readers.text import EOS, IGNORE_INDEX, STDLIB, learn_tokenizer, load_tokenizer, load_tokens
 
 TEXTS = ["low lower lowest\n", "new newer newest wide wider\n    wide", "l\xf6w 12 12_3 ==! \u2603"]
 BYTES = learn_tokenizer(TEXTS, 257)
@@ -108,7 +108,7 @@ def test_a_learned_tokenizer_gives_any_text_back(vocabulary):
 
 def test_every_process_learns_the_same_tokenizer():
     program = (
-        "from utils.datasets.text import *; texts = [text for *_, text in read_documents('accelerate_configs')]; "
+        "from readers.text import *; texts = [text for *_, text in read_documents('accelerate_configs')]; "
         "print(learn_tokenizer(texts, 500).to_str())"
     )
     environment = {"RAYON_NUM_THREADS": "1"}
@@ -279,7 +279,7 @@ def test_a_compressed_file_that_is_cut_off_is_named(tmp_path, capsys):
 
 TOKENIZE = """
 import sys
-from utils.datasets import text
+from readers import text
 text.SAVED_EVERY = 2000
 write_json = text.write_json
 def slow(path, content):
@@ -427,9 +427,9 @@ def test_text_that_changes_while_it_is_tokenized_is_one_sentence(tmp_path, capsy
 
 def test_a_missing_tokenizers_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    monkeypatch.delitem(sys.modules, "utils.datasets.text")
+    monkeypatch.delitem(sys.modules, "readers.text")
     with pytest.raises(SystemExit):
-        importlib.import_module("utils.datasets.text")
+        importlib.import_module("readers.text")
     assert "needs the package tokenizers: pip install -r scripts/requirements.txt" in capsys.readouterr().err
 
 

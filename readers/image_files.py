@@ -15,8 +15,9 @@ from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import v2 as transforms
 
-from ..items import UnreadableItem
-from ..topology import share_of_cores
+from utils.items import UnreadableItem
+from utils.topology import share_of_cores
+
 from .image_decoding import read_image, to_rgb
 
 try:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ..atomic_files import write_atomically, write_json
-from ..console import show, stop
-from ..fingerprint import digest
+from utils.atomic_files import write_atomically, write_json
+from utils.console import show, stop
+from utils.fingerprint import digest
+
 from .cache import cache_folder, identity, make_once
 from .hub import TEST_SPLITS, load_dataset
 

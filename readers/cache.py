@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..console import is_local_main, stop
-from ..run_folder import NO_LOCKS, lock
+from utils.console import is_local_main, stop
+from utils.run_folder import NO_LOCKS, lock
 
 
 def cache_folder(cache_dir: str | None, kind: str) -> Path:

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from ..console import stop
-from ..topology import share_of_cores
+from utils.console import stop
+from utils.topology import share_of_cores
 
 
 def open_upright(cell: dict) -> Image.Image:

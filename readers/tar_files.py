@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..atomic_files import write_atomically
-from ..console import plural, show, stop
-from ..fingerprint import digest
-from ..items import UnreadableItem, stop_at_unreadable_items
-from ..signals import obey_only_parent
-from ..topology import share_of_cores
+from utils.atomic_files import write_atomically
+from utils.console import plural, show, stop
+from utils.fingerprint import digest
+from utils.items import UnreadableItem, stop_at_unreadable_items
+from utils.signals import obey_only_parent
+from utils.topology import share_of_cores
+
 from .cache import cache_folder, identity, make_once
 from .hub import TEST_SPLITS
 from .images_in_memory import Split

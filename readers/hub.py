@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ..console import is_local_main, stop
+from utils.console import is_local_main, stop
 
 TEST_SPLITS = ("test", "validation", "val")  # the first of these that exists is used
 

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from ..console import stop
+from utils.console import stop
+
 from .hub import TEST_SPLITS, load_dataset
 
 # The repository contains MNIST; a copy of utils/ without it loads MNIST from the Hub.
-MNIST, MNIST_FOLDER = "ylecun/mnist", Path(__file__).resolve().parents[2] / "data" / "mnist"
+MNIST, MNIST_FOLDER = "ylecun/mnist", Path(__file__).resolve().parents[1] / "data" / "mnist"
 
 
 class LabelledImages(TensorDataset):
