@@ -119,9 +119,7 @@ def check_args(args, accelerator):
     Raises:
         SystemExit: if not.
     """
-    num_slots = accelerator.num_processes * args.gradient_accumulation_steps
-    num_slots = args.virtual_processes or num_slots
-    micro_batch = args.batch_size // num_slots
+    micro_batch = args.batch_size // accelerator.layout.num_slots
     is_odd = micro_batch % 2 == 1 and (args.mixup or args.cutmix)
     if micro_batch < 2 or is_odd:
         stop(

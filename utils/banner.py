@@ -26,9 +26,9 @@ def describe_topology(accelerator: Accelerator) -> dict:
     """The running topology, for run.json; "processes" has one entry per rank. Collective."""
     options, _ = requested_topology()
     gpus = data_parallel_gpus(accelerator)
-    kind = accelerator.distributed_type.value
-    if 1 < accelerator.shards < accelerator.num_processes:
-        kind = f"HSDP {accelerator.num_processes // accelerator.shards} x {accelerator.shards}"
+    kind, layout = accelerator.distributed_type.value, accelerator.layout
+    if layout.is_hsdp:
+        kind = f"HSDP {layout.replicas} x {layout.shards}"
     on_gpu, backend = accelerator.device.type == "cuda", accelerator.state.backend
     if on_gpu and backend:  # with TORCH_DIST_USE_NCCL2=0, "nccl" is ProcessGroupNCCL, not ProcessGroupNCCL2
         backend += f" by {type(distributed.group.WORLD._get_backend(accelerator.device)).__name__}"
@@ -50,7 +50,7 @@ def describe_topology(accelerator: Accelerator) -> dict:
         "mixed_precision": accelerator.mixed_precision,
         "torch": torch.__version__,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-        "virtual_processes": accelerator.virtual_processes,
+        "virtual_processes": layout.virtual_processes,
         "processes": gather_object([this_process]),
     }
 
@@ -82,7 +82,7 @@ def announce(
     kind = f" (DataParallel over {gpus} GPUs)" if gpus > 1 else ""
     if processes > 1:
         kind = f" ({topology['distributed_type']} over {topology['backend']})"
-    size, rest = divmod(batch_size, virtual or processes * accumulation)
+    size, rest = divmod(batch_size, accelerator.layout.num_slots)
     size = f"{size} or {size + 1}" if rest else size
     batch = model_parts.batch if model_parts else f"{size} per process x {plural(processes, 'process')}"
     batch += f" x {plural(accumulation, 'accumulation step')}"

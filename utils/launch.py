@@ -35,6 +35,7 @@ from .console import explain_errors, stop
 from .flags import with_defaults
 from .processes import check_restarts, end_process_group, follow_launcher, has_launcher, was_restarted
 from .topology import (
+    Layout,
     bind_gloo_to_the_route,
     check_gpus,
     check_sharding,
@@ -48,13 +49,10 @@ from .topology import (
 class TrainingAccelerator(Accelerator):
     """Accelerate's Accelerator with the attributes of a run."""
 
-    virtual_processes = 0  # the value of --virtual_processes; 0: off
-    split_batch = True  # each process gets a part of the batch; False if the processes share the model
     whole_gradients = False  # the value of --whole_gradients
     steps_done = 0  # by the run, for the watchdog
-    shards = 1  # processes over which FSDP shards a model: all of them, or with HSDP those of a replica
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, virtual_processes: int = 0, split_batch: bool = True, **kwargs):
         shards = check_sharding()
         with patch_environment(accelerate_use_parallelism_config="false"):  # Accelerate refuses it on CPUs
             super().__init__(*args, **kwargs)
@@ -66,16 +64,22 @@ class TrainingAccelerator(Accelerator):
                 plugin.set_mixed_precision(self.mixed_precision)
             self.state.fsdp_plugin = plugin
             self.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
-        if self.distributed_type == DistributedType.FSDP:
-            self.shards = shards or self.num_processes
+        self.layout = Layout(
+            processes=self.num_processes,
+            rank=self.process_index,
+            shards=(shards or self.num_processes) if self.distributed_type == DistributedType.FSDP else 1,
+            accumulation=self.gradient_accumulation_steps,
+            virtual_processes=virtual_processes,
+            split_batch=split_batch,
+        )
 
     @functools.cached_property
     def mesh(self):
         """FSDP's mesh of the processes: "shards", or with HSDP "replicas" x "shards". Collective."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        replicas = self.num_processes // self.shards
-        sizes = {"replicas": replicas, "shards": self.shards} if replicas > 1 else {"shards": self.shards}
+        shards, replicas = self.layout.shards, self.layout.replicas
+        sizes = {"replicas": replicas, "shards": shards} if replicas > 1 else {"shards": shards}
         mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         # New groups have a default timeout of up to 30 minutes. Before torch 2.14 the function had another name.
         set_timeout = getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout
@@ -128,7 +132,7 @@ class TrainingAccelerator(Accelerator):
             if not {p for group in optimizer.param_groups for p in group["params"]}.isdisjoint(parameters):
                 with contextlib.suppress(RuntimeError):  # another part of its parameters was clipped before
                     self.unscale_gradients(optimizer)
-        if self.virtual_processes and norm_type == 2:
+        if self.layout.virtual_processes and norm_type == 2:
             from .parallel.virtual_processes import total_norm
 
             norm = total_norm(self, parameters)
@@ -194,7 +198,7 @@ def make_accelerator(
 
         settings.log_with = check_trackers(settings.log_with, log_with)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-    accelerator = create_accelerator(settings, accumulation, [ddp, *kwargs_handlers])
+    accelerator = create_accelerator(settings, accumulation, split_batch, [ddp, *kwargs_handlers])
     # From here on, collectives work.
     if accelerator.device.type == "cuda":
         atexit.register(abort_process_group)
@@ -204,9 +208,8 @@ def make_accelerator(
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
     same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script, utils and readers": code_digest(), **vars(args)})
-    accelerator.split_batch = split_batch
     accelerator.whole_gradients = settings.whole_gradients
-    share_batch(accelerator, settings.virtual_processes, getattr(args, "batch_size", None))
+    share_batch(accelerator, getattr(args, "batch_size", None))
     set_cpu_threads(cpu_threads or (1 if settings.virtual_processes else None))
     set_seed(settings.seed)
     if is_new_folder:  # the name contains a time and a process id: all ranks use the main process's
@@ -223,7 +226,9 @@ def use_deterministic_algorithms() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
 
 
-def create_accelerator(settings: argparse.Namespace, accumulation: int, handlers: list) -> TrainingAccelerator:
+def create_accelerator(
+    settings: argparse.Namespace, accumulation: int, split_batch: bool, handlers: list
+) -> TrainingAccelerator:
     """Create the Accelerator without those of its defaults that silently train something else."""
     check_gpus()
     if settings.deterministic or settings.virtual_processes:
@@ -245,6 +250,8 @@ def create_accelerator(settings: argparse.Namespace, accumulation: int, handlers
             ),
             # The last one of each class.
             kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
+            virtual_processes=settings.virtual_processes,
+            split_batch=split_batch,
         )
     except (ValueError, RuntimeError) as error:  # unsupported precision, FSDP on a CPU, ...
         from .watchdog import is_lost_peer
@@ -283,14 +290,14 @@ def abort_process_group() -> None:
             group.shutdown()
 
 
-def share_batch(accelerator: TrainingAccelerator, virtual_processes: int, batch_size: int | None) -> None:
+def share_batch(accelerator: TrainingAccelerator, batch_size: int | None) -> None:
     """Use virtual processes, if there are any, and check that each micro-batch of a step gets a sample."""
-    if virtual_processes:
+    if accelerator.layout.virtual_processes:
         from .parallel.virtual_processes import use_virtual_processes
 
-        use_virtual_processes(accelerator, virtual_processes)
-    micro_batches = virtual_processes or accelerator.num_processes * accelerator.gradient_accumulation_steps
-    if accelerator.split_batch and batch_size is not None and batch_size < micro_batches:
+        use_virtual_processes(accelerator)
+    micro_batches = accelerator.layout.num_slots
+    if accelerator.layout.split_batch and batch_size is not None and batch_size < micro_batches:
         stop(
             f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of a step (processes x "
             f"accumulation steps): use {micro_batches} or more"

@@ -13,6 +13,7 @@ from .console import stop
 from .fingerprint import digest
 from .randomness import combine, random_normal, random_uniform, widest_float
 from .sampler import GlobalSampler, MicroBatch
+from .topology import Layout
 
 
 @dataclasses.dataclass
@@ -137,8 +138,11 @@ class GlobalLoader:
         check_dataset(dataset)
         if loss_weights is not None and shard is not None:
             raise ValueError("loss_weights cannot be combined with shard: samples would count once per process")
-        if accumulation is None:
-            accumulation = 1 if seed is None else accelerator.gradient_accumulation_steps
+        layout = accelerator.layout
+        if shard is not None:
+            layout = Layout(rank=shard[0], processes=shard[1], accumulation=layout.accumulation)
+        if accumulation is not None or seed is None:
+            layout = dataclasses.replace(layout, accumulation=accumulation or 1)
         self.dataset, self.accelerator, self.loss_weights, self.seed = dataset, accelerator, loss_weights, seed
         kind = "test" if seed is None else "train"
         self.name = name or kind
@@ -150,18 +154,15 @@ class GlobalLoader:
         if seed is None or self.name != kind:
             number = 0 if self.name == kind else int(digest(self.name), 16)
             self.stream_seed = combine(-1 if seed is None else seed, number, 5)  # -1 is not a seed of a training loader
-        self.sums_gradients = shard is not None or accelerator.virtual_processes > 0
+        self.sums_gradients = shard is not None or layout.virtual_processes > 0
         self.sampler = GlobalSampler(
             min(len(dataset), max_samples or len(dataset)),
             batch_size,
-            *(shard or (accelerator.process_index, accelerator.num_processes)),
+            layout,
             seed=None if seed is None else self.stream_seed,
             shuffle_window=shuffle_window,
-            accumulation=accumulation,
             drop_last=drop_last,
             order=order,
-            virtual_processes=accelerator.virtual_processes,
-            stride=accelerator.shards,
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {self.sampler.length} items of an epoch: use fewer")

@@ -101,12 +101,12 @@ class Metrics:
         """By metric and for "samples": the weighted sum and the sum of the weights, over all processes."""
         by_rank = gather_object([list(self.rows)])
         # In a pipeline, only the last stage has losses.
-        if self.accelerator.split_batch and [] in by_rank and any(by_rank):
+        if self.accelerator.layout.split_batch and [] in by_rank and any(by_rank):
             stop(f"rank {by_rank.index([])} added no metrics and others did: add them on every rank")
         # Sorted: a checkpoint may have restored them in a different order.
         names = sorted({name for names in by_rank for name in names}, key=lambda name: (not is_loss(name), name))
         columns = [self._columns(name) for name in names] + [(self.ones * self.samples, self.ones)]
-        if self.accelerator.virtual_processes:
+        if self.accelerator.layout.virtual_processes:
             from .parallel.virtual_processes import exact_sums
 
             sums = exact_sums(self.accelerator, columns)

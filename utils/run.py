@@ -170,11 +170,11 @@ class Run:
     def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks, the profiler and the trackers that this run needs. Collective."""
         accelerator, args = self.accelerator, self.args
-        if 1 < accelerator.shards < accelerator.num_processes:  # nobody has broadcast the first weights
+        if accelerator.layout.is_hsdp:  # nobody has broadcast the first weights
             self._check_weights()
         if args.save_best or args.patience:
             accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
-        if accelerator.virtual_processes:
+        if accelerator.layout.virtual_processes:
             from .parallel.virtual_processes import sum_gradients_by_tree
 
             sum_gradients_by_tree(accelerator, models, self.checkpoints.optimizers.values())

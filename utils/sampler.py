@@ -10,16 +10,7 @@ import torch
 
 from .console import stop
 from .randomness import combine, generators_restored, seed_generators
-
-
-def logical_ranks(rank: int, world_size: int, number: int, stride: int = 1) -> range:
-    """The logical ranks (virtual processes), out of `number`, that process `rank` computes.
-
-    Each group of `stride` processes has consecutive ones, and each process every `stride`-th of its group's.
-    """
-    group, place = divmod(rank, stride)
-    groups = world_size // stride
-    return range(group * number // groups + place, (group + 1) * number // groups, stride)
+from .topology import Layout
 
 
 @dataclasses.dataclass
@@ -83,8 +74,8 @@ class GlobalSampler:
     """Assigns items to processes, for steps of `batch_size` items over all processes and accumulation steps.
 
     The order of an epoch is a permutation by (seed, epoch), the dataset's with `seed=None`, or that of `order`. Step s
-    takes the items from s x batch_size on and splits them into accumulation x world_size micro-batches, whose sizes
-    differ by at most one. The last step takes the items that are left; micro-batches for which there are none get a
+    takes the items from s x batch_size on and splits them into the micro-batches of the layout, whose sizes differ by
+    at most one. The last step takes the items that are left; micro-batches for which there are none get a
     stand-in of weight zero. So each item is used once per epoch, every process has the same number of micro-batches,
     and a resumed run skips to any step without reading data.
 
@@ -92,44 +83,38 @@ class GlobalSampler:
     fewer than others, and it resumes by reading all earlier batches.
 
     Args:
+        layout: None: one process.
         seed: None: dataset order.
         shuffle_window: 0: a permutation of all items; N: a WindowShuffle of about N items at a time.
         drop_last: skip a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
         order: function of the epoch that returns the indices of its items in order; see GlobalLoader.
-        virtual_processes: number of micro-batches per step, instead of accumulation x world_size; each process
-            computes consecutive ones, and some compute one more than others. 0: off.
-        stride: with virtual processes, the processes that share a model's shards; see `logical_ranks`.
     """
 
     def __init__(
         self,
         length: int,
         batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
+        layout: Layout | None = None,
         *,
         seed: int | None = None,
         shuffle_window: int = 0,
-        accumulation: int = 1,
         drop_last: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
-        virtual_processes: int = 0,
-        stride: int = 1,
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if shuffle_window and (seed is None or order is not None):
             raise ValueError("shuffle_window needs a seed, and cannot be combined with order")
         self.dataset_length, self.batch_size, self.seed = length, batch_size, seed
-        self.drop_last, self.order, self.virtual_processes = drop_last, order, virtual_processes
-        self.shuffle_window = shuffle_window
+        self.drop_last, self.order, self.shuffle_window = drop_last, order, shuffle_window
         self.length = length if order is None else None  # items per epoch
         if order is not None:
             self.length = len(self.items(0)[0])
             if not torch.equal(self.items(0)[0], self.items(0)[0]):
                 stop("order(0) differs when called twice: draw from the global generators of torch, Python or NumPy")
-        self.num_slots = virtual_processes or accumulation * world_size
-        self.slots = logical_ranks(rank, world_size, self.num_slots, stride if virtual_processes else world_size)
+        layout = layout or Layout()
+        self.virtual_processes = layout.virtual_processes
+        self.num_slots, self.slots = layout.num_slots, layout.slots()
         self.accumulation = len(self.slots)
 
     def __len__(self) -> int:

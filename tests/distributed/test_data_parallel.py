@@ -114,7 +114,7 @@ def test_data_parallel_is_one_process_with_several_gpus(monkeypatch, model, visi
 def test_virtual_processes_are_refused_where_one_process_has_several_gpus(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(SystemExit):
-        use_virtual_processes(fake_accelerator(device="cuda"), 4)
+        use_virtual_processes(fake_accelerator(device="cuda", virtual_processes=4))
     assert "--virtual_processes works with DDP and FSDP, not with DataParallel" in capsys.readouterr().err
 
 

@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from utils.console import explain_errors
 from utils.launch import TrainingAccelerator
 from utils.parallel.fsdp import units, update_average
+from utils.topology import Layout
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
 # 5 steps, the last one of 3 images. fc1 is sharded into parts of 97 and 96 rows.
@@ -364,7 +365,7 @@ def test_parts_are_clipped_with_a_scaler_after_their_optimizer_is_unscaled_once(
     accelerator, models = TrainingAccelerator(cpu=True), [nn.Linear(3, 2), nn.Linear(3, 2)]
     optimizers = [torch.optim.SGD(model.parameters(), 1.0) for model in models]
     accelerator.prepare(*models, *optimizers)
-    monkeypatch.setattr(accelerator, "virtual_processes", virtual_processes)
+    monkeypatch.setattr(accelerator, "layout", Layout(virtual_processes=virtual_processes))
     monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")
     accelerator.native_amp, accelerator.scaler = True, Scaler()
     for model in models:

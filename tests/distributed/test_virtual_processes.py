@@ -25,7 +25,7 @@ from utils.launch import TrainingAccelerator
 from utils.parallel import virtual_processes as vp
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.virtual_processes import Node, partial_sums, tree_push, tree_total
-from utils.sampler import logical_ranks
+from utils.topology import Layout
 
 
 def written(left, right):
@@ -51,7 +51,7 @@ def test_processes_add_in_the_order_of_the_tree(number):
         nodes = []
         covered = []
         for rank in range(world_size):
-            leaves = logical_ranks(rank, world_size, number)
+            leaves = Layout(world_size, rank, virtual_processes=number).slots()
             covered += leaves
             own = []
             for leaf in leaves:
@@ -66,7 +66,7 @@ def test_processes_add_in_the_order_of_the_tree(number):
 def test_a_power_of_two_of_processes_sends_one_sum_each():
     for world_size, number in itertools.product((1, 2, 4, 8), (8, 16, 64)):
         for rank in range(world_size):
-            assert len(partial_sums(logical_ranks(rank, world_size, number))) == 1
+            assert len(partial_sums(Layout(world_size, rank, virtual_processes=number).slots())) == 1
 
 
 class OneRank:
@@ -75,9 +75,9 @@ class OneRank:
     def __init__(self, rank, world_size, number, kind="NO", shards=None):
         self.distributed_type = DistributedType(kind)
         self.process_index, self.num_processes = rank, world_size
-        self.shards = shards or (world_size if kind == "FSDP" else 1)
-        self.virtual_processes = number
-        self.gradient_accumulation_steps = len(vp.own_logical_ranks(self))
+        shards = shards or (world_size if kind == "FSDP" else 1)
+        self.layout = Layout(world_size, rank, shards, virtual_processes=number)
+        self.gradient_accumulation_steps = len(self.layout.slots())
         self.device, self.init_handler, self.step = torch.device("cpu"), None, 0
 
     @property
@@ -123,8 +123,8 @@ def test_sums_are_the_same_bits_on_any_number_of_processes(tree_threads, number,
 
     def total(rank, world_size):
         accelerator, nodes = OneRank(rank, world_size, number, kind), []
-        tree = vp.TreeSum([vp.own_logical_ranks(accelerator, other) for other in range(world_size)])
-        for leaf in vp.own_logical_ranks(accelerator):
+        tree = vp.TreeSum([*map(accelerator.layout.slots, range(world_size))])
+        for leaf in accelerator.layout.slots():
             tree_push(nodes, Node(leaf, 1, leaves[leaf].clone()), torch.Tensor.add_)
         return tree.total(nodes)
 
@@ -169,7 +169,7 @@ def test_shards_are_added_in_the_order_of_the_tree_and_stay_shards(tree_threads,
         own = range(rank - rank % shards, rank - rank % shards + shards)
         shard_sum, result = vp.ShardSum(accelerator), []
         for step in range(4):
-            for leaf in vp.own_logical_ranks(accelerator):
+            for leaf in accelerator.layout.slots():
                 accelerator.step += 1
                 if step == 1 and accelerator.sync_gradients:
                     continue  # an unfinished step, which must not count in the next one
@@ -396,8 +396,8 @@ CHANGING = {
     [*((name, False) for name in CHANGING), ("running_mean", True), ("running_mean, momentum 1", True)],
 )
 def test_a_buffer_that_changes_in_the_forward_pass_is_refused_unless_it_is_averaged(name, is_averaged, capsys):
-    accelerator = TrainingAccelerator(cpu=True)
-    vp.use_virtual_processes(accelerator, 4)
+    accelerator = TrainingAccelerator(cpu=True, virtual_processes=4)
+    vp.use_virtual_processes(accelerator)
     torch.manual_seed(0)
     # The second one as a moving average: without a forward pass.
     model, average = (accelerator.prepare(nn.Sequential(nn.Linear(16, 16), CHANGING[name](16))) for _ in range(2))
@@ -568,18 +568,18 @@ def test_shards_are_added_in_float32_also_in_mixed_precision():
     accelerator.whole_gradients = False
     plugin = SimpleNamespace(mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     accelerator.state = SimpleNamespace(fsdp_plugin=plugin)
-    vp.check_fsdp(accelerator, 4)
+    vp.check_fsdp(accelerator)
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_shards_need_as_many_micro_batches_on_each_process(capsys):
-    accelerator = OneRank(0, 3, 3, "FSDP")
+    accelerator = OneRank(0, 3, 8, "FSDP")
     accelerator.whole_gradients, accelerator.gradient_accumulation_steps = False, 1
     with pytest.raises(SystemExit):
-        vp.use_virtual_processes(accelerator, 8)
+        vp.use_virtual_processes(accelerator)
     assert "--virtual_processes 8 is not divisible by the 3 processes" in capsys.readouterr().err
-    accelerator.whole_gradients = True
+    accelerator.layout, accelerator.whole_gradients = Layout(3, 0, 3, virtual_processes=9), True
     with pytest.raises(SystemExit):
-        vp.use_virtual_processes(accelerator, 9)
+        vp.use_virtual_processes(accelerator)
     assert "leave --whole_gradients out" in capsys.readouterr().err

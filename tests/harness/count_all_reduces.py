@@ -23,7 +23,7 @@ def main() -> None:
         for model in checkpoint.values():
             model = getattr(model, "_orig_mod", model)  # with a dynamo_config in the config file
             # Virtual processes do not all-reduce.
-            if isinstance(model, DistributedDataParallel) and not run.accelerator.virtual_processes:
+            if isinstance(model, DistributedDataParallel) and not run.accelerator.layout.virtual_processes:
                 model.register_comm_hook(None, count)
 
     def finish_and_tell(run):

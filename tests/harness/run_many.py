@@ -120,7 +120,7 @@ def check_shards() -> None:
         for model in prepared if isinstance(prepared, tuple) else (prepared,):
             if isinstance(model, nn.Module) and self.num_processes > 1:
                 held = sum(parameter.to_local().numel() for parameter in model.parameters())
-                part = sum(parameter.numel() for parameter in model.parameters()) / self.shards
+                part = sum(parameter.numel() for parameter in model.parameters()) / self.layout.shards
                 assert 0.6 * part < held < 1.4 * part, (held, part)
         for group in self.mesh.get_all_groups() if self.mesh.ndim > 1 else ():
             assert group._get_backend(self.device).options._timeout == self.init_handler.timeout

@@ -1,5 +1,6 @@
 """Metrics of three ranks, of which rank 1 has no sample and rank 2 a bad loss at the end."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -40,7 +41,7 @@ means = stats.reduce()
 assert means == {"loss": (-1 + 4 - 9 - 16 + 25) / 15, "samples": 6}, means
 
 # Rank 1 adds nothing, and rank 0 a metric that rank 2 lacks.
-accelerator.split_batch = False
+accelerator.layout = dataclasses.replace(accelerator.layout, split_batch=False)
 stats = Metrics(accelerator)
 if rank == 2:
     stats.add(Batch(), loss=torch.tensor([1.0, 2.0]))

@@ -21,7 +21,7 @@ class OtherWeights(mlp.MLP):
         super().__init__(*args, **options)
         accelerator = TrainingAccelerator()
         with torch.no_grad():
-            self.fc2.weight[-1, -1] += accelerator.process_index // accelerator.shards
+            self.fc2.weight[-1, -1] += accelerator.process_index // accelerator.layout.shards
 
 
 def main():

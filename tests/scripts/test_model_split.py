@@ -6,6 +6,7 @@ This file is also the script that its tests launch on several processes.
 """
 
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -177,7 +178,7 @@ def differences(accelerator, schedule, norm, num_stages) -> dict:
     devices = [accelerator.device]
     model, pipeline, group = make_pipeline(resnet, blocks, examples, schedule, num_stages, accelerator, devices)
     copy_index = accelerator.process_index // num_stages
-    accelerator.split_batch = False
+    accelerator.layout = dataclasses.replace(accelerator.layout, split_batch=False)
     metrics = Metrics(accelerator)
     model.train()
     window = list(load(data, accelerator, copy_index, copies))

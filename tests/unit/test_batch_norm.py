@@ -16,6 +16,7 @@ from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.fsdp import update_average
 from utils.run import warn_of_batch_norm
 from utils.sampler import GlobalSampler
+from utils.topology import Layout
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_statistics_and_counts_are_the_same_on_any_number_of_processes(threads, 
     micro_batches = torch.randn(3, 4, 2, 8, 3, dtype=torch.float64)  # steps, micro-batches, calls
 
     def train(rank):
-        accelerator = fake_accelerator(world_size, rank, gradient_accumulation_steps=4 // world_size)
+        accelerator = fake_accelerator(world_size, rank, accumulation=4 // world_size)
         accelerator.reduce = lambda tensor, _: sum(threads.exchange(tensor)) / world_size
         norm = nn.BatchNorm1d(3).double()
         batch_norms = BatchNorms(norm, accelerator)
@@ -118,7 +119,7 @@ def test_one_warning_says_that_statistics_are_not_averaged(capsys):
         ([model], 1, 0),
         ([AveragedModel(model), frozen, for_batch, synchronised, attached], 2, 0),
     ):
-        warn_of_batch_norm(models, GlobalSampler(8, 4, accumulation=micro_batches))
+        warn_of_batch_norm(models, GlobalSampler(8, 4, Layout(accumulation=micro_batches)))
         assert capsys.readouterr().out.count("warning: ") == warnings
 
 

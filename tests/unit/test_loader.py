@@ -22,6 +22,7 @@ from utils.items import UnreadableItem
 from utils.loader import GlobalLoader, describe_data
 from utils.randomness import combine, random_uniform
 from utils.sampler import GlobalSampler, WindowShuffle
+from utils.topology import Layout
 
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
 
@@ -31,7 +32,7 @@ OWN_GENERATOR = np.random.default_rng(0)
 
 
 def make(dataset, batch_size=4, processes=1, rank=0, accumulation=1, seed=5, virtual=0, **options):
-    accelerator = fake_accelerator(processes, rank, gradient_accumulation_steps=accumulation, virtual_processes=virtual)
+    accelerator = fake_accelerator(processes, rank, accumulation=accumulation, virtual_processes=virtual)
     MADE.append(GlobalLoader(dataset, batch_size, accelerator, seed=seed, **options))
     return MADE[-1]
 
@@ -235,7 +236,7 @@ def test_each_sample_once_and_equal_steps_on_any_topology(samples, processes, ac
 
 @pytest.mark.parametrize("length", [1003, 2**20 + 5])
 def test_any_step_is_found_without_the_ones_before(length):
-    sampler = GlobalSampler(length, 60, seed=1, accumulation=2)
+    sampler = GlobalSampler(length, 60, Layout(accumulation=2), seed=1)
     last = len(sampler) - 3
     tail = [piece.indices.tolist() for piece in sampler.micro_batches(4, first_step=last)]
     start = time.perf_counter()

@@ -12,6 +12,7 @@ from utils import metrics
 from utils.loader import Batch
 from utils.metrics import Metrics
 from utils.parallel.gather_samples import gather_samples
+from utils.topology import Layout
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def filled(accelerator, losses, step=0):
 
 
 def test_virtual_processes_have_the_sum_of_the_real_numbers_in_any_order(accelerator):
-    accelerator.virtual_processes = 4
+    accelerator.layout = Layout(virtual_processes=4)
     losses, weights = [1e17, 1.0, -1e17, 3.0], torch.tensor([1, 2, 1, 4])
     for order in ([0, 1, 2, 3], [3, 0, 1, 2], [1, 0, 2, 3]):
         stats = Metrics(accelerator)
@@ -124,7 +125,7 @@ def test_values_are_kept_without_their_graph(accelerator):
 @pytest.mark.parametrize("virtual", [0, 4])
 def test_each_metric_has_its_own_samples_and_weights(accelerator, monkeypatch, virtual):
     """A loss per task: other names in each step, on each rank, or in a second call for the same batch."""
-    accelerator.virtual_processes = virtual
+    accelerator.layout = Layout(virtual_processes=virtual)
     monkeypatch.setattr(metrics, "gather_object", lambda names: [["of_another_rank"], *names])
     stats = Metrics(accelerator)
     stats.add(batch_of([1, 2]), b_loss=torch.tensor([1.0, 2.0]))
@@ -148,7 +149,7 @@ def test_a_rank_that_adds_nothing_stops_the_run(accelerator, monkeypatch):
     assert Metrics(accelerator).reduce() == {"samples": 0}
     with pytest.raises(SystemExit):
         filled(accelerator, [1.0]).reduce()
-    accelerator.split_batch = False
+    accelerator.layout = Layout(split_batch=False)
     stats = Metrics(accelerator)
     stats.add(batch_of([1]), loss=1.0)
     assert stats.reduce() == {"loss": 1, "samples": 1}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from .virtual_processes import Node, current_logical_rank, tree_over_all, tree_push
+from .virtual_processes import Node, current_slot, tree_over_all, tree_push
 
 
 class BatchNorms:
@@ -46,7 +46,7 @@ class BatchNorms:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 module.broadcast_buffers = False
-        self.tree = tree_over_all(accelerator) if accelerator.virtual_processes else None
+        self.tree = tree_over_all(accelerator) if accelerator.layout.virtual_processes else None
         self.sums = []  # over the micro-batches of this step, as nodes of the tree
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ class BatchNorms:
 
     def _add(self, flat: torch.Tensor) -> None:
         if self.tree is not None:
-            tree_push(self.sums, Node(current_logical_rank(self.accelerator), 1, flat), torch.Tensor.add_)
+            tree_push(self.sums, Node(current_slot(self.accelerator), 1, flat), torch.Tensor.add_)
         elif self.sums:
             self.sums[0].value.add_(flat)
         else:
@@ -82,5 +82,5 @@ class BatchNorms:
         """The mean over all micro-batches of the step. Collective."""
         sums, self.sums = self.sums, []
         if self.tree is not None:
-            return self.tree.total(sums).div_(self.accelerator.virtual_processes)
+            return self.tree.total(sums).div_(self.accelerator.layout.virtual_processes)
         return self.accelerator.reduce(sums[0].value.div_(self.accelerator.gradient_accumulation_steps), "mean")

@@ -124,7 +124,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
         stop(f"fsdp_{key}: true in the config file does not work with this script and device: set it to false")
     options = {
         # Virtual processes add gradients between the replicas, too.
-        "mesh": accelerator.mesh["shards"] if accelerator.virtual_processes else accelerator.mesh,
+        "mesh": accelerator.mesh["shards"] if accelerator.layout.virtual_processes else accelerator.mesh,
         "reshard_after_forward": plugin.reshard_after_forward,
         "offload_policy": plugin.cpu_offload,
     }

@@ -23,11 +23,11 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
     additions, which differs between devices. Without virtual processes, buffers that DDP broadcasts may differ: the
     next forward pass begins with those of rank 0, which are saved. Others would stay different until a resume.
     """
-    tensors, has_replicas = {}, accelerator.shards < accelerator.num_processes  # with HSDP, of each shard
+    tensors, has_replicas = {}, accelerator.layout.replicas > 1  # with HSDP, of each shard
     for owner, model in models.items():
         ddp = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         broadcast = {buffer for part in ddp if part.broadcast_buffers for buffer in part.buffers()}
-        if accelerator.virtual_processes:  # no forward pass changes them
+        if accelerator.layout.virtual_processes:  # no forward pass changes them
             broadcast.clear()
         for name, tensor in model.state_dict(keep_vars=True).items():
             is_compared = tensor not in broadcast and (has_replicas or not is_sharded(tensor))

@@ -37,16 +37,15 @@ from torch.optim import Optimizer
 
 from ..checkpoint.state import is_sharded, own_rows
 from ..console import plural, stop
-from ..sampler import logical_ranks
 from ..topology import data_parallel_gpus
 from .same_weights import AVERAGE_BUFFERS, sum_of_bits
 
 BUCKET = 2**22  # gradients that are exchanged at a time
 
 
-def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
-    """Make loaders, metrics and gradients behave as with `number` processes."""
-    world_size = accelerator.num_processes
+def use_virtual_processes(accelerator: Accelerator) -> None:
+    """Compute the micro-batches of the layout's virtual processes, which loaders and metrics already do."""
+    number, world_size = accelerator.layout.virtual_processes, accelerator.num_processes
     if accelerator.gradient_accumulation_steps > 1:
         stop(
             f"--virtual_processes {number} already splits a batch into {plural(number, 'micro-batch')}: "
@@ -60,13 +59,13 @@ def use_virtual_processes(accelerator: Accelerator, number: int) -> None:
     if data_parallel_gpus(accelerator) > 1:
         stop("--virtual_processes works with DDP and FSDP, not with DataParallel: use ddp.yaml")
     if accelerator.distributed_type == DistributedType.FSDP:
-        check_fsdp(accelerator, number)
-    accelerator.virtual_processes = number
-    accelerator.gradient_accumulation_steps = len(own_logical_ranks(accelerator))
+        check_fsdp(accelerator)
+    accelerator.gradient_accumulation_steps = len(accelerator.layout.slots())
 
 
-def check_fsdp(accelerator: Accelerator, number: int) -> None:
-    """Stop if FSDP cannot make `number` virtual processes; in mixed precision, have it add in float32."""
+def check_fsdp(accelerator: Accelerator) -> None:
+    """Stop if FSDP cannot make the virtual processes; in mixed precision, have it add in float32."""
+    number = accelerator.layout.virtual_processes
     if number % accelerator.num_processes:
         stop(
             f"--virtual_processes {number} is not divisible by the {accelerator.num_processes} processes of this run, "
@@ -81,20 +80,14 @@ def check_fsdp(accelerator: Accelerator, number: int) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
 
 
-def own_logical_ranks(accelerator: Accelerator, rank: int | None = None) -> range:
-    """The logical ranks of process `rank`; None: this one."""
-    rank = accelerator.process_index if rank is None else rank
-    return logical_ranks(rank, accelerator.num_processes, accelerator.virtual_processes, accelerator.shards)
-
-
-def current_logical_rank(accelerator: Accelerator) -> int:
+def current_slot(accelerator: Accelerator) -> int:
     """The virtual process of the micro-batch in the current `accelerator.accumulate`."""
-    logical_ranks = own_logical_ranks(accelerator)
-    return logical_ranks[(accelerator.step - 1) % len(logical_ranks)]
+    slots = accelerator.layout.slots()
+    return slots[(accelerator.step - 1) % len(slots)]
 
 
 class Node(NamedTuple):
-    """A sum of the tree, over the logical ranks start to start + size - 1."""
+    """A sum of the tree, over the virtual processes start to start + size - 1."""
 
     start: int
     size: int  # a power of two that divides start
@@ -114,18 +107,18 @@ def tree_push(nodes: list[Node], node: Node, add: Callable) -> None:
 
 
 def tree_total(nodes: list[Node], add: Callable) -> Any:
-    """The root of the tree, from nodes that cover all logical ranks."""
+    """The root of the tree, from nodes that cover all virtual processes."""
     total = nodes[-1].value
     for node in reversed(nodes[:-1]):
         total = add(node.value, total)
     return total
 
 
-def partial_sums(logical_ranks: Iterable[int]) -> list[Node]:
-    """The nodes, without values, that are made of these logical ranks."""
+def partial_sums(slots: Iterable[int]) -> list[Node]:
+    """The nodes, without values, that are made of these virtual processes."""
     nodes = []
-    for logical_rank in logical_ranks:
-        tree_push(nodes, Node(logical_rank, 1, None), lambda left, right: None)
+    for slot in slots:
+        tree_push(nodes, Node(slot, 1, None), lambda left, right: None)
     return nodes
 
 
@@ -133,16 +126,16 @@ class TreeSum:
     """Adds up tensors over all virtual processes, on every process of a group. Collective.
 
     Args:
-        logical_ranks: those that each process of the group has.
+        slots: the virtual processes that each process of the group computes.
         group: None: all processes.
     """
 
-    def __init__(self, logical_ranks: list[Iterable[int]], group: dist.ProcessGroup | None = None):
-        self.world_size, self.group = len(logical_ranks), group
-        self.nodes_of_ranks = [*map(partial_sums, logical_ranks)]
+    def __init__(self, slots: list[Iterable[int]], group: dist.ProcessGroup | None = None):
+        self.world_size, self.group = len(slots), group
+        self.nodes_of_ranks = [*map(partial_sums, slots)]
 
     def total(self, nodes: list[Node]) -> torch.Tensor:
-        """The sum over all logical ranks; `nodes` are this process's, flat tensors of one size. Collective."""
+        """The sum over all virtual processes; `nodes` are this process's, flat tensors of one size. Collective."""
         return self.begin(nodes)()
 
     def begin(self, nodes: list[Node]) -> Callable[[], torch.Tensor]:
@@ -184,7 +177,7 @@ class TreeSum:
 
 def tree_over_all(accelerator: Accelerator) -> TreeSum:
     """The TreeSum over all processes."""
-    return TreeSum([own_logical_ranks(accelerator, rank) for rank in range(accelerator.num_processes)])
+    return TreeSum([*map(accelerator.layout.slots, range(accelerator.num_processes))])
 
 
 class GradientSum:
@@ -208,7 +201,7 @@ class GradientSum:
 
     def _begin_step(self) -> None:
         self.nodes = []  # of {parameter: gradient}; a missing gradient is zero
-        self.next_rank = own_logical_ranks(self.accelerator)[0]
+        self.next_slot = self.accelerator.layout.slots()[0]
         self.exchanges = []  # functions that wait for the sum of a bucket, in their order
 
     def prepare(self) -> None:
@@ -238,7 +231,7 @@ class GradientSum:
         self.collected_at = self.accelerator.step
         if not self.accelerator.sync_gradients:
             self._push(self.nodes, gradients)
-            self.next_rank = current_logical_rank(self.accelerator) + 1
+            self.next_slot = current_slot(self.accelerator) + 1
             return
         for bucket in self.buckets[len(self.exchanges) :]:
             self._exchange(bucket, {p: gradients.pop(p) for p in bucket if p in gradients})
@@ -257,8 +250,8 @@ class GradientSum:
 
     def _push(self, nodes: list[Node], gradients: dict) -> None:
         """Add this micro-batch, after those before it that had no backward pass."""
-        last = current_logical_rank(self.accelerator)
-        for skipped in range(self.next_rank, last):
+        last = current_slot(self.accelerator)
+        for skipped in range(self.next_slot, last):
             tree_push(nodes, Node(skipped, 1, {}), add_gradients)
         tree_push(nodes, Node(last, 1, gradients), add_gradients)
 
@@ -321,8 +314,8 @@ class ShardSum:
     """
 
     def __init__(self, accelerator: Accelerator):
-        self.accelerator, self.called_at, shards = accelerator, None, accelerator.shards
-        firsts = [own_logical_ranks(accelerator, rank) for rank in range(0, accelerator.num_processes, shards)]
+        self.accelerator, self.called_at, shards = accelerator, None, accelerator.layout.shards
+        firsts = [*map(accelerator.layout.slots, range(0, accelerator.num_processes, shards))]
         self.leaves = firsts[accelerator.process_index // shards]  # the first one of each micro-batch
         all_leaves = [[leaf for first in replica for leaf in range(first, first + shards)] for replica in firsts]
         self.tree = TreeSum(all_leaves, accelerator.mesh.get_group("replicas") if len(firsts) > 1 else None)
@@ -344,7 +337,7 @@ class ShardSum:
         if micro_batch < self.micro_batches:  # the last step had no backward pass in its last micro-batch
             self._begin_step()
         for skipped in self.leaves[self.micro_batches : micro_batch]:
-            for leaf in range(skipped, skipped + accelerator.shards):
+            for leaf in range(skipped, skipped + accelerator.layout.shards):
                 tree_push(self.nodes, Node(leaf, 1, torch.zeros_like(output_tensor)), torch.Tensor.add_)
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
