@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 import traceback
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from torch.multiprocessing.reductions import rebuild_storage_fd
 
 from utils import errors, launch
 from utils.errors import explain, explain_errors, own_line
@@ -64,6 +66,20 @@ def test_more_weights_than_memory_are_a_sentence(tmp_path):
     line_of_code = r"scripts/mnist_mlp.py:\d+, which requested 3136000000000 bytes: use"
     assert re.search(rf"ran out of memory at \S*{line_of_code}", line)
     assert "Traceback" not in done.stderr
+
+
+def failing_read(*_) -> None:
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_data_worker_that_is_killed_while_it_sends_a_batch_is_a_sentence():
+    """Its socket is closed before the kernel tells its parent of its end."""
+    with pytest.raises(ConnectionResetError) as raised:
+        rebuild_storage_fd(torch.UntypedStorage, SimpleNamespace(detach=failing_read), 8)
+    assert explain(raised.value).endswith(": if memory ran out, use fewer --num_workers")
+    with pytest.raises(ConnectionResetError) as raised:
+        failing_read()  # a dataset that reads from a server
+    assert explain(raised.value) is None
 
 
 def test_another_error_keeps_its_traceback(monkeypatch):
