@@ -121,13 +121,8 @@ class Watchdog(threading.Thread):
         if self.progress != progress or was_stopped:
             self.progress, self.since = progress, now
         self.beats, self.beat_at = self.beats + 1, now
-        state = {
-            "host": socket.gethostname(),
-            "at": self.line(),
-            "progress": self.progress,
-            "still_s": now - self.since,
-            "beats": self.beats,
-        }
+        me = {"host": socket.gethostname(), "at": self.line(), "progress": self.progress}
+        state = {**me, "still_s": now - self.since, "beats": self.beats}
         self.store.set(f"watchdog/{self.rank}", json.dumps(state))
         return state
 
