@@ -19,16 +19,18 @@ The core, in the order in which a script uses it:
     banner             the topology, versions and commit of a run, for the screen and run.json
     best               the best test result so far, for --save_best and --patience
     curves             curves.png at the end of a run
-    memory             peak memory, and advice when memory runs out
+    memory             peak memory
+    errors             what to say instead of a traceback, for errors of libraries that a user can do something about
     watchdog           reports which rank the others wait for, or which one is lost
     processes          survives a closed output; follows a launcher that is killed, or restarts its processes
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
-    console            prints lines, and messages instead of tracebacks for errors that a user can do something about
+    console            prints lines and error messages, and ends the process with one
     atomic_files       files that exist whole or not at all
 
 parallel/: for a config file, or for a script that needs it.
 
     data_parallel      nn.DataParallel (dp.yaml)
+    ddp                DistributedDataParallel with the same order of additions in all launches of a run
     fsdp               sharded models (fsdp.yaml, cpu_fsdp.yaml)
     same_weights       checks that all processes have the same weights, before a checkpoint
     virtual_processes  --virtual_processes: the same bits on any number of processes

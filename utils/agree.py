@@ -8,7 +8,7 @@ from collections.abc import Callable
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from .console import stop
+from .console import Stop, show_error, stop
 
 # May differ between machines. (resume_invariants is not a flag, but follows from the script.)
 PER_MACHINE_FLAGS = {"output_dir", "dataset", "cache_dir", "num_workers", "resume_invariants"}
@@ -38,7 +38,7 @@ def same_on_all(facts: dict) -> dict:
     compared = {name: value for name, value in facts.items() if name not in PER_MACHINE_FLAGS}
     _, ranks, differing = compare(compared)
     if differing:
-        stop(in_words(ranks, differing))
+        stop(describe_differences(ranks, differing))
     return facts
 
 
@@ -51,13 +51,13 @@ def same_result(numbers: dict[str, float]) -> dict[str, float]:
     first, ranks, differing = compare(numbers, is_close)
     if differing:
         stop(
-            f"the processes have different test results: {in_words(ranks, differing)}; use run.new_metrics(), or add "
-            "up the parts of all processes with accelerator.reduce"
+            f"the processes have different test results: {describe_differences(ranks, differing)}; use "
+            "run.new_metrics(), or add up the parts of all processes with accelerator.reduce"
         )
     return first
 
 
-def in_words(ranks: list[str], differing: dict[str, tuple]) -> str:
+def describe_differences(ranks: list[str], differing: dict[str, tuple]) -> str:
     pairs = "; ".join(f"{name} {other!r}, not {value!r}" for name, (other, value) in differing.items())
     return f"{ranks[0]} has {pairs} as {ranks[1]}"
 
@@ -79,11 +79,14 @@ def on_main(accelerator: Accelerator, work: Callable):
     if accelerator.is_main_process:
         try:
             result = work()
-        except (OSError, SystemExit) as error:
-            problem = error
+        except OSError as error:
+            problem = f"{error.filename or 'a file'}: {error.strerror or error}"
+            show_error(problem, alone=False)
+        except SystemExit as error:  # `stop` has printed it
+            problem = str(error)
     result, problem = broadcast_object_list([result, problem])
-    if isinstance(problem, OSError):
-        stop(f"{problem.filename or 'a file'}: {problem.strerror or problem}")
-    if problem is not None:  # work() printed the reason
-        raise problem
+    if problem is not None:
+        if not accelerator.is_main_process:
+            show_error(problem, alone=False)  # each machine says why
+        raise Stop(problem)
     return result

@@ -4,15 +4,10 @@ import contextlib
 import json
 import os
 import sys
-import sysconfig
 import time
-import traceback
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 CLEAR_LINE = "\r\033[K"
-LIBRARY = sysconfig.get_path("stdlib")
-PASSED_THROUGH = tuple(str(Path(__file__).parent / name) for name in ("launch.py", "parallel/fsdp.py"))
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
@@ -71,6 +66,12 @@ def show_error(sentence: str, alone: bool = True) -> None:
         show(f"error: {sentence}", "red", sys.stderr)
 
 
+class Stop(SystemExit):
+    """Ends the process, whose error message has been printed; its text is the message."""
+
+    code = 2
+
+
 def stop(sentence: str, alone: bool = False) -> None:
     """Print an error message, once per machine, and exit.
 
@@ -81,53 +82,7 @@ def stop(sentence: str, alone: bool = False) -> None:
         alone: this process may be the only one that stops, so it prints on any rank.
     """
     show_error(sentence, alone)
-    raise SystemExit(2)
-
-
-def own_line(frames: Iterable[tuple]) -> str:
-    """FILE:LINE of the innermost of `frames` (see traceback.walk_stack) that is neither in a library nor calls one."""
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if "-packages" not in file and not file.startswith((LIBRARY, *PASSED_THROUGH, "<")):
-            return f"{os.path.relpath(file)}:{line}"
-    return "an unknown line"
-
-
-def explain_errors(*explanations: tuple[Callable, Callable]) -> None:
-    """Print one line instead of a traceback for errors that a user can fix; all others keep their traceback.
-
-    Args:
-        explanations: pairs of functions, matches(error) and sentence(error, line of code). The first match is printed
-            by every process with the error, since theirs may differ, and reported to the launcher.
-    """
-
-    def hook(kind, error, trace) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            if is_local_main():
-                show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
-            return
-        for matches, sentence in (*explanations, (is_of_shards, shards_used)):
-            if matches(error):
-                return show_error(sentence(error, own_line(reversed([*traceback.walk_tb(trace)]))))
-        hook.other_hook(kind, error, trace)
-
-    # A second run in the same process replaces the explanations of the first.
-    hook.other_hook = getattr(sys.excepthook, "other_hook", sys.excepthook)
-    sys.excepthook = hook
-
-
-def is_of_shards(error: BaseException) -> bool:
-    return any(sign in str(error) for sign in ("got mixed torch.Tensor and DTensor", "FSDP does not support deepcopy"))
-
-
-def shards_used(error: BaseException, line: str) -> str:
-    if "deepcopy" in str(error):
-        return f"a sharded model is copied at {line}: copy it before prepare, and give prepare the copy, too"
-    return (
-        f"a sharded weight meets a whole tensor at {line}: FSDP gathers a weight only while its module is called, so "
-        "call the module, or raise fsdp_min_num_params of the config file above the module's parameters. For averages, "
-        "use shard and update_average of utils/parallel/fsdp.py, or copy the weights after prepare"
-    )
+    raise Stop(sentence)
 
 
 def plural(count: int, word: str) -> str:

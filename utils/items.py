@@ -26,17 +26,12 @@ class UnreadableItem(ValueError):
 
 @contextlib.contextmanager
 def stop_at_unreadable_items() -> Iterator[None]:
-    """End the process, without a traceback, at an UnreadableItem or a killed worker."""
+    """End the process, without a traceback, at an UnreadableItem."""
     try:
         yield
     except UnreadableItem as error:  # a worker puts its traceback before the message
         _, _, message = str(error).rpartition("UnreadableItem")
         stop(message.removeprefix(": ").strip() or "an item of the dataset cannot be read", alone=True)
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker (pid"):  # errors raised by the dataset name it further on
-            raise
-        reason = str(error).splitlines()[0].rstrip(". ")
-        stop(f"{reason}: if memory ran out, use fewer --num_workers", alone=True)
 
 
 def set_epoch(dataset, epoch: int) -> None:

@@ -28,12 +28,12 @@ from accelerate.utils import (
 )
 from torch import distributed
 
-from . import memory
 from .agree import same_on_all
 from .banner import code_digest
-from .console import explain_errors, stop
+from .console import stop
+from .errors import explain, explain_errors
 from .flags import with_defaults
-from .processes import check_restarts, end_process_group, follow_launcher, has_launcher, was_restarted
+from .processes import check_restarts, end_process_group, follow_launcher, was_restarted
 from .topology import (
     Layout,
     bind_gloo_to_the_route,
@@ -41,6 +41,7 @@ from .topology import (
     check_sharding,
     check_topology,
     data_parallel_gpus,
+    has_launcher,
     share_of_cores,
     wants_cpu,
 )
@@ -254,9 +255,7 @@ def create_accelerator(
             split_batch=split_batch,
         )
     except (ValueError, RuntimeError) as error:  # unsupported precision, FSDP on a CPU, ...
-        from .watchdog import is_lost_peer
-
-        if is_lost_peer(error) or memory.is_out_of_memory(error):
+        if explain(error):
             raise
         reason = " ".join(str(error).split())
         stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
@@ -269,14 +268,13 @@ def attach_to_process(args: argparse.Namespace):
     # with batches of 64.
     if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
-    out_of_memory = (memory.is_out_of_memory, memory.advice)
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        explain_errors(out_of_memory)
+        explain_errors()
         return None
-    from .watchdog import Watchdog, is_lost_peer
+    from .watchdog import Watchdog
 
     watchdog = Watchdog(args)
-    explain_errors(out_of_memory, (is_lost_peer, watchdog.sentence))
+    explain_errors(watchdog.about_lost)
     bind_gloo_to_the_route()
     return watchdog
 

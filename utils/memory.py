@@ -1,8 +1,5 @@
-"""Peak memory, and a message for out-of-memory errors."""
+"""Peak memory of a run."""
 
-import os
-import re
-import socket
 import sys
 from pathlib import Path
 
@@ -27,18 +24,3 @@ def own_peak_memory_gib(device: torch.device) -> float:
 def peak_memory_gib(accelerator: Accelerator) -> float:
     """The largest `own_peak_memory_gib` of all processes. Collective."""
     return max(gather_object([own_peak_memory_gib(accelerator.device)]))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # CUDA; cuBLAS and cuDNN; the CPU
-    text = str(error) if isinstance(error, RuntimeError) else ""
-    return isinstance(error, MemoryError) or any(word in text for word in words)
-
-
-def advice(error: BaseException, line: str) -> str:
-    request = re.search(r"[Tt]ried to allocate (\S+ \w+)", str(error))
-    requested = f", which requested {request[1]}" if request else ""
-    return (
-        f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()} ran out of memory at {line}{requested}: "
-        "use a smaller model, or more accumulation steps: the same steps from smaller micro-batches"
-    )

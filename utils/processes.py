@@ -13,13 +13,7 @@ from torch import distributed
 
 from .console import stop
 from .signals import end_with_parent
-from .topology import launcher_words
-
-
-def has_launcher() -> bool:
-    """Whether `accelerate launch` or torchrun started this process; they set these variables."""
-    by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    return bool(by_environment) or launcher_words() is not None
+from .topology import has_launcher
 
 
 def follow_launcher() -> None:

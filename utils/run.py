@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
@@ -389,10 +388,13 @@ class Run:
         for tracker in self.accelerator.trackers:
             tracker.finish()
         self.accelerator.trackers = []
-        if self.accelerator.is_main_process:
+
+        def write() -> dict:
             path = self.folder.path
             self.folder.write_summary(summary)
             title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
             plot_curves(path / "metrics.jsonl", path / "curves.png", title)
             self.progress.say_done(self.step, self.last_test, path)
-        return broadcast_object_list([summary])[0]
+            return summary
+
+        return on_main(self.accelerator, write)

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
+from .agree import on_main
 from .atomic_files import fsync, read_entry, write_json
 from .banner import describe_code
 from .console import show, stop
@@ -43,13 +43,10 @@ class RunFolder:
     def __init__(self, accelerator: Accelerator, path: Path | str, resume: bool | None):
         self.path, self.resume = Path(path), resume
         self.metrics_file = None
-        self.has_checkpoint = False
-        problem = self._claim() if accelerator.is_main_process else None
-        problem, self.has_checkpoint = broadcast_object_list([problem, self.has_checkpoint])
-        if problem:
-            stop(problem)
+        self.has_checkpoint = on_main(accelerator, self._claim)
 
-    def _claim(self) -> str | None:
+    def _claim(self) -> bool:
+        """Create and lock the folder; return whether it has a checkpoint."""
         try:
             if not self.path.exists():
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -58,17 +55,17 @@ class RunFolder:
             self.lock = open(self.path / ".lock", "w")  # noqa: SIM115  stays open
             lock(self.lock, 10 if self.resume else 0)  # a run that is being stopped may still be saving
         except BlockingIOError:
-            return f"another run is writing to {self.path}: wait for it, or use a different --output_dir"
+            stop(f"another run is writing to {self.path}: wait for it, or use a different --output_dir")
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                return f"--output_dir {self.path} cannot be written to: {error.strerror}"
+                stop(f"--output_dir {self.path} cannot be written to: {error.strerror}")
             show(f"warning: {self.path} cannot be locked ({error.strerror}): start no second run in it", "yellow")
         # A power cut may have destroyed run.json; even so, checkpoints of two runs must not mix.
-        self.has_checkpoint = any(self.path.glob("checkpoints/step_*"))
-        if not self.resume and (self.has_checkpoint or (self.path / "run.json").exists()):
+        has_checkpoint = any(self.path.glob("checkpoints/step_*"))
+        if not self.resume and (has_checkpoint or (self.path / "run.json").exists()):
             advice = "" if self.resume is None else "add --resume to continue it, or "
-            return f"{self.path} already holds a run: {advice}use a different --output_dir"
-        return None
+            stop(f"{self.path} already holds a run: {advice}use a different --output_dir")
+        return has_checkpoint
 
     def open(self, step: int, metrics_bytes: int, about_run: dict, about_launch: dict) -> None:
         """Write run.json, and open metrics.jsonl. On the main process.

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from .console import plural, stop
 
 # Variables in which Kubeflow and SkyPilot state the size of the job, and the ones that torchrun sets.
-PROMISED = {
+GUARANTEED_EQUAL = {
     "PET_NNODES": "GROUP_WORLD_SIZE",
     "PET_NPROC_PER_NODE": "LOCAL_WORLD_SIZE",
     "SKYPILOT_NUM_NODES": "GROUP_WORLD_SIZE",
@@ -89,6 +89,12 @@ def launcher_words() -> list[str] | None:
     return None
 
 
+def has_launcher() -> bool:
+    """Whether `accelerate launch` or torchrun started this process; they set these variables."""
+    by_environment = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    return bool(by_environment) or launcher_words() is not None
+
+
 @functools.cache
 def requested_topology():
     """The launcher's parsed options and its config; each None if there is none."""
@@ -156,7 +162,7 @@ def check_topology(accelerator: Accelerator) -> None:
             f"the launcher started {started} processes, but they did not form a process group and would train "
             f"{started} separate models: use accelerate_configs/cpu_ddp.yaml for several processes on the CPU"
         )
-    for promised, name in PROMISED.items():
+    for promised, name in GUARANTEED_EQUAL.items():
         wanted, found = os.environ.get(promised, ""), os.environ.get(name, "1")
         if wanted.isdecimal() and wanted != found:
             stop(

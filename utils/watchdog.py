@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -22,28 +21,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import distributed
 
-from .console import own_line, show, show_error
-from .processes import has_launcher
-from .topology import resume_command
+from .console import show, show_error
+from .errors import explain, own_line
+from .topology import has_launcher, resume_command
 
 PATIENCE = 0.1  # waits longer than this fraction of the timeout are reported,
 SHORTEST_S = 6.0  # unless they are shorter than this: a busy machine may stop a thread for a second or two
 MAX_LATE = 5  # ranks in one message
-
-# A process is gone or does not answer. Other errors of torch.distributed, such as wrong shapes, do not match.
-LOST = re.compile(
-    "connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process"
-    "|unhandled system error|communicator was aborted",
-    re.IGNORECASE,
-)
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether gloo, NCCL or their store raised this error because of another process."""
-    # gloo raises plain RuntimeErrors, which begin with the line of its source: [.../gloo/transport/tcp/pair.cc:545]
-    is_of_gloo_or_nccl = isinstance(error, RuntimeError) and re.search(r"/gloo/\S+\]|NCCL", str(error))
-    is_distributed = isinstance(error, distributed.DistError) or is_of_gloo_or_nccl
-    return bool(is_distributed and LOST.search(str(error)))
 
 
 class Watchdog(threading.Thread):
@@ -101,15 +85,16 @@ class Watchdog(threading.Thread):
                 os._exit(1)  # an unfinished checkpoint remains an unnamed temporary folder
             try:
                 if has_store:
-                    self.look()
+                    self.check_ranks()
             except Exception:  # the store disappears with the process that hosts it
                 has_store = False
 
     def nccl_aborts(self) -> None:
         if not self.ended.is_set():
-            show_error(self.message("NCCL failed or timed out"))
+            error = distributed.DistBackendError("NCCL failed or timed out")
+            show_error(explain(error, self.line(), self.about_lost))
 
-    def look(self) -> None:
+    def check_ranks(self) -> None:
         now = time.monotonic()
         still_s = self.publish(now)["still_s"]
         if still_s < self.patience_s / 2:
@@ -136,31 +121,25 @@ class Watchdog(threading.Thread):
         if self.progress != progress or was_stopped:
             self.progress, self.since = progress, now
         self.beats, self.beat_at = self.beats + 1, now
-        at = own_line(traceback.walk_stack(sys._current_frames().get(self.watched)))
-        still_s = now - self.since
-        me = {"host": socket.gethostname(), "at": at, "progress": self.progress}
-        state = {**me, "still_s": still_s, "beats": self.beats}
+        me = {"host": socket.gethostname(), "at": self.line(), "progress": self.progress}
+        state = {**me, "still_s": now - self.since, "beats": self.beats}
         self.store.set(f"watchdog/{self.rank}", json.dumps(state))
         return state
+
+    def line(self) -> str:
+        """The line of code at which the watched thread is."""
+        return own_line(traceback.walk_stack(sys._current_frames().get(self.watched)))
+
+    def about_lost(self) -> str:
+        """What else to say of a lost process. Ends the watchdog: the process is about to end."""
+        self.ended.set()
+        behind = f"; {self.found}" if self.found and self.progress[0] == self.accelerator.steps_done else ""
+        return behind + self.advice()
 
     def advice(self) -> str:
         if not hasattr(self.args, "resume"):
             return ""
         return f"; to continue: {resume_command(getattr(self.args, 'output_dir', None))}"
-
-    def sentence(self, error: BaseException, line: str) -> str:
-        """The message for a failed collective."""
-        self.ended.set()  # the main thread ends the process
-        # Without gloo's "[source file:line] " before the reason and its advice after it.
-        reason = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].partition(". This is typically")[0]
-        return self.message(reason, line)
-
-    def message(self, reason: str, line: str | None = None) -> str:
-        """This rank, its line of code, and what happened."""
-        line = line or own_line(traceback.walk_stack(sys._current_frames().get(self.watched)))
-        behind = f"; {self.found}" if self.found and self.progress[0] == self.accelerator.steps_done else ""
-        this_rank = f"rank {os.environ['RANK']} on {socket.gethostname()}"
-        return f"{this_rank} lost another process at {line}: {reason}{behind}{self.advice()}"
 
 
 def sentence_about(ranks: list[dict], timeout_s: float) -> str | None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from utils.console import explain_errors
+from utils.errors import explain_errors
 from utils.launch import TrainingAccelerator
 from utils.parallel.fsdp import units, update_average
 from utils.topology import Layout

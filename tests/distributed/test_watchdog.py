@@ -14,8 +14,8 @@ from conftest import ROOT
 from torch import distributed
 
 from utils import topology, watchdog
-from utils.console import explain_errors
-from utils.watchdog import Watchdog, is_lost_peer, sentence_about
+from utils.errors import explain_errors
+from utils.watchdog import Watchdog, sentence_about
 
 PROGRAM = ROOT / "tests" / "programs" / "hangs.py"
 
@@ -103,7 +103,7 @@ def said(monkeypatch, capsys):
 
     def say(error, **changes):
         vars(watchdog).update(changes)
-        explain_errors((is_lost_peer, watchdog.sentence))
+        explain_errors(watchdog.about_lost)
         sys.excepthook(type(error), error, None)
         return capsys.readouterr().err
 
@@ -129,7 +129,7 @@ def test_a_lost_process_is_one_line(said, kind, words, shown):
     is_of_gloo = kind is RuntimeError and "NCCL" not in words
     sentence = said(kind(GLOO + words if is_of_gloo else words), found="rank 3 slept")
     assert re.match(r"error: rank 1 on \S+ lost another process at an unknown line: ", sentence)
-    assert f"{shown or words}; rank 3 slept; to continue: " in sentence
+    assert f"{(shown or words).rstrip('.')}; rank 3 slept; to continue: " in sentence
     assert sentence.endswith(" --output_dir runs/new --resume\n")
     assert sentence.count("\n") == 1
     assert "to continue" not in said(kind(GLOO + words if is_of_gloo else words), args=SimpleNamespace())

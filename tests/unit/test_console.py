@@ -4,13 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import traceback
 
 import pytest
 from conftest import ROOT
 
-from utils import launch
-from utils.console import is_local_main, own_line, plural, report_to_launcher, show, stop
+from utils.console import is_local_main, plural, report_to_launcher, show, stop
 
 
 @pytest.fixture
@@ -48,16 +46,6 @@ def test_an_error_is_printed_once_a_machine_unless_the_process_is_alone(environm
             stop("so", alone=alone)
         assert ended.value.code == 2
         assert capsys.readouterr().err == expected
-
-
-def test_an_error_in_a_backward_pass_is_at_the_line_of_the_script():
-    functions = {}
-    exec(compile("def backward(loss): loss.backward()", launch.__file__, "exec"), functions)
-    line = sys._getframe().f_lineno + 2
-    with pytest.raises(AttributeError) as error:
-        functions["backward"](loss=None)
-    frames = reversed([*traceback.walk_tb(error.tb)])
-    assert own_line(frames) == f"{os.path.relpath(__file__)}:{line}"
 
 
 def test_every_rank_hands_its_error_to_the_launcher(environment, tmp_path):

@@ -18,6 +18,7 @@ from fakes import fake_accelerator
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from utils.errors import explain
 from utils.items import UnreadableItem
 from utils.loader import GlobalLoader, describe_data
 from utils.randomness import combine, random_uniform
@@ -862,13 +863,13 @@ class Deadly(torch.utils.data.Dataset):
         return index
 
 
-def test_a_worker_that_was_killed_is_one_sentence(capsys):
-    with pytest.raises(SystemExit):
+def test_a_worker_that_was_killed_is_one_sentence():
+    with pytest.raises(RuntimeError) as raised:
         list(GlobalLoader(Deadly(), 2, fake_accelerator(), num_workers=1))
-    error = capsys.readouterr().err
-    assert error.startswith("error: DataLoader worker (pid")
-    assert error.endswith(": if memory ran out, use fewer --num_workers\n")
-    assert len(error.splitlines()) == 1
+    sentence = explain(raised.value, "train.py:1")
+    assert sentence.startswith("DataLoader worker (pid")
+    assert sentence.endswith(": if memory ran out, use fewer --num_workers")
+    assert "\n" not in sentence
 
 
 def test_a_first_item_that_cannot_be_read_is_one_sentence(capsys):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import run_reader
@@ -122,6 +123,21 @@ def test_a_second_run_in_the_folder_is_refused(make, tmp_path, capsys):
     with FileLock(tmp_path / "run" / ".lock"), pytest.raises(SystemExit):
         make()
     assert "another run is writing to" in capsys.readouterr().err
+
+
+def test_each_machine_says_why_the_folder_cannot_be_used(make, monkeypatch, capsys):
+    sent = []
+    monkeypatch.setattr("utils.agree.broadcast_object_list", lambda values: sent.append(values) or values)
+    started(make()).lock.close()
+    with pytest.raises(SystemExit):
+        make()
+    said = capsys.readouterr().err
+    monkeypatch.setattr("utils.agree.broadcast_object_list", lambda _: sent[-1])
+    with pytest.raises(SystemExit) as stopped:
+        run_folder.RunFolder(SimpleNamespace(is_main_process=False), "run", None)
+    assert capsys.readouterr().err == said
+    assert said.startswith("error: ")
+    assert stopped.value.code == 2
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])

@@ -32,7 +32,7 @@ from torch import distributed, nn
 
 from ..agree import on_main
 from ..atomic_files import write_atomically
-from ..console import show, show_error, stop
+from ..console import Stop, show, show_error, stop
 from .folder import (
     NEED_ONE_FOLDER,
     PROCESSES,
@@ -203,7 +203,7 @@ class Checkpoints:
                 problem += ": --resume goes on from the checkpoint before it, if any"
             if rank == 0 and problem and isinstance(error, (OSError, Problem)):
                 show_error(problem)
-                error = SystemExit(2)
+                error = Stop(problem)
             writing.set_exception(error)
             if messages is not None and not isinstance(error, distributed.DistError):  # the store is gone
                 messages.post(rank, problem)

@@ -21,8 +21,8 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
 
     With three or more processes, the order of additions in an all-reduce depends on a gradient's place in its bucket.
     After the first backward pass of a launch, DDP fills the buckets anew, in the order in which gradients were ready.
-    So the first step of a resumed run would have other bits than the same step of a run that was not interrupted. Here
-    that backward pass is one before training, in which the gradients of all parameters are zero.
+    Without this, the first step after resuming would differ in its last bits from an uninterrupted run. So one backward
+    pass with zero gradients runs before training.
     """
     if ddp.find_unused_parameters:  # the buckets stay as they are
         return

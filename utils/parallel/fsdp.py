@@ -23,7 +23,10 @@ HOOKS = (
     "FSDP calls no hooks set by register_hook or before prepare: use register_post_accumulate_grad_hook after prepare, "
     "where parameter.grad is a shard of the average over the processes"
 )
-RANDOM = "under FSDP, random numbers of a shard depend on the number of processes: initialize weights before prepare"
+RANDOM = (
+    "under FSDP each process holds a shard, so random initial weights would depend on the number of processes: "
+    "initialize before prepare"
+)
 REFUSED = {"register_hook": HOOKS, "normal_": RANDOM, "uniform_": RANDOM}  # torch.nn.init calls one of the last two
 
 

@@ -1,0 +1,100 @@
+"""An error of a library that a user can do something about is one line; any other keeps its traceback."""
+
+import os
+import re
+import subprocess
+import sys
+import traceback
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from torch.multiprocessing.reductions import rebuild_storage_fd
+
+from utils import errors, launch
+from utils.errors import explain, explain_errors, own_line
+
+
+@pytest.mark.parametrize(
+    ("error", "is_out_of_memory"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+        # What a CUDA call returns, such as the start of a context, has no full stop after it.
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. Non-contiguous input?"), False),
+        (np._core._exceptions._ArrayMemoryError((2**60,), np.dtype("float32")), True),
+        (ValueError("the list is out of memory"), False),
+    ],
+)
+def test_a_failed_allocation_of_a_library_is_out_of_memory(error, is_out_of_memory):
+    assert ("ran out of memory at train.py:1" in (explain(error, "train.py:1") or "")) == is_out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."),
+            ", which requested 2.50 GiB",
+        ),
+        (MemoryError(), ""),
+    ],
+)
+def test_a_lack_of_memory_is_a_sentence(monkeypatch, capsys, tmp_path, error, asked):
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(errors.socket, "gethostname", lambda: "alpha")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    explain_errors()
+    sys.excepthook(type(error), error, None)
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: rank 3 on alpha ran out of memory at an unknown line{asked}: use a smaller model")
+    assert said.count("\n") == 1
+    assert said.strip() in (tmp_path / "error.json").read_text()
+
+
+@pytest.mark.slow
+def test_more_weights_than_memory_are_a_sentence(tmp_path):
+    words = ["--hidden", 10**9, "--output_dir", tmp_path / "run"]
+    command = [sys.executable, ROOT / "scripts" / "mnist_mlp.py", *words]
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    line_of_code = r"scripts/mnist_mlp.py:\d+, which requested 3136000000000 bytes: use"
+    assert re.search(rf"ran out of memory at \S*{line_of_code}", line)
+    assert "Traceback" not in done.stderr
+
+
+def failing_read(*_) -> None:
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_data_worker_that_is_killed_while_it_sends_a_batch_is_a_sentence():
+    """Its socket is closed before the kernel tells its parent of its end."""
+    with pytest.raises(ConnectionResetError) as raised:
+        rebuild_storage_fd(torch.UntypedStorage, SimpleNamespace(detach=failing_read), 8)
+    assert explain(raised.value).endswith(": if memory ran out, use fewer --num_workers")
+    with pytest.raises(ConnectionResetError) as raised:
+        failing_read()  # a dataset that reads from a server
+    assert explain(raised.value) is None
+
+
+def test_another_error_keeps_its_traceback(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *words: seen.append(words))
+    explain_errors()
+    for error in (RuntimeError("shapes differ"), ValueError("the list is out of memory")):
+        sys.excepthook(type(error), error, None)
+    assert [kind for kind, *_ in seen] == [RuntimeError, ValueError]
+
+
+def test_an_error_in_a_backward_pass_is_at_the_line_of_the_script():
+    functions = {}
+    exec(compile("def backward(loss): loss.backward()", launch.__file__, "exec"), functions)
+    line = sys._getframe().f_lineno + 2
+    with pytest.raises(AttributeError) as error:
+        functions["backward"](loss=None)
+    assert own_line(reversed([*traceback.walk_tb(error.tb)])) == f"{os.path.relpath(__file__)}:{line}"
