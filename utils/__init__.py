@@ -18,7 +18,6 @@ The core, in the order in which a script uses it:
     progress           log lines, the progress bar, and timings
     banner             the topology, versions and commit of a run, for the screen and run.json
     best               the best test result so far, for --save_best and --patience
-    curves             curves.png at the end of a run
     memory             peak memory, and advice when memory runs out
     watchdog           reports which rank the others wait for, or which one is lost
     processes          survives a closed output; follows a launcher that is killed, or restarts its processes

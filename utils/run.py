@@ -23,7 +23,6 @@ from .banner import announce
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
-from .curves import plot_curves
 from .flags import with_defaults
 from .loader import Batch, GlobalLoader, describe_data
 from .memory import peak_memory_gib
@@ -362,7 +361,7 @@ class Run:
             save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors")
 
     def finish(self) -> dict:
-        """Save every model as <name>.safetensors; write summary.json and curves.png. Collective.
+        """Save every model as <name>.safetensors; write summary.json. Collective.
 
         The generators are seeded, so what a later run in this process draws is the same when resumed.
 
@@ -390,9 +389,6 @@ class Run:
             tracker.finish()
         self.accelerator.trackers = []
         if self.accelerator.is_main_process:
-            path = self.folder.path
             self.folder.write_summary(summary)
-            title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
-            plot_curves(path / "metrics.jsonl", path / "curves.png", title)
-            self.progress.say_done(self.step, self.last_test, path)
+            self.progress.say_done(self.step, self.last_test, self.folder.path)
         return broadcast_object_list([summary])[0]

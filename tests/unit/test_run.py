@@ -16,7 +16,7 @@ from run_reader import lines, summary, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from utils import curves, launch, memory
+from utils import launch, memory
 from utils.best import Best, metric_direction
 from utils.loader import GlobalLoader
 from utils.run import Run
@@ -80,10 +80,8 @@ class Regression:
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Runs a script in tmp_path/<folder>; returns its exit code. No curves.png: most of a test's
-    time would go there."""
-    monkeypatch.setattr(curves, "plot_curves", lambda *_: None)
+def start(tmp_path):
+    """Runs a script in tmp_path/<folder>; returns its exit code."""
 
     def start(script, folder="run", options=None, **changes):
         try:
