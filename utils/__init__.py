@@ -38,6 +38,5 @@ parallel/: for a config file, or for a script that needs it.
 extras/: for a flag.
 
     trackers           --log_with: log to tensorboard and other trackers, too
-    profiling          --profile: a table and a trace of a few steps
     pretrained         --pretrained: start from pretrained weights
 """
