@@ -3,9 +3,9 @@
     python tools/curves runs/a
     python tools/curves runs/a runs/b --output a_and_b.png
 
-The picture of one run is curves.png in its folder; that of several runs is curves.png in the current folder, and shows
-each by the name of its folder. An earlier picture of that name is replaced. Runs may still be going on. The exit code
-is 2 if there is nothing to draw.
+There is a panel for each of the first six metrics. The picture of one run is curves.png in its folder; that of several
+runs is curves.png in the current folder, and names each run as its folder. An earlier picture of that name is replaced.
+Runs may still be going on. The exit code is 2 if there is nothing to draw.
 """
 
 import argparse
