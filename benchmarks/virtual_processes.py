@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
+from utils.console import plural
 
 
 def parse_args():
@@ -44,7 +45,7 @@ def worker(args) -> list:
         for number in args.numbers:
             accumulation = number // 2
             ways = {
-                f"{plain}, {accumulation} micro-batches": ("--gradient_accumulation_steps", accumulation),
+                f"{plain}, {plural(accumulation, 'micro-batch')}": ("--gradient_accumulation_steps", accumulation),
                 f"{plain}, V = {number}": ("--virtual_processes", number),
             }
             ways = {way: functools.partial(step_ms, *script, *flags) for way, flags in ways.items()}

@@ -229,8 +229,6 @@ def main() -> int:
         parser.error(f"no program begins with {' or '.join(args.paths)}")
     if args.tool and "{script}" not in args.tool:
         parser.error("--tool needs {script}")
-    if not args.tool and not find_spec("torch"):
-        parser.error("PyTorch is not installed")
     context.set_forkserver_preload([name for name in IMPORTED if find_spec(name.partition(".")[0])])
     if args.tool:
         return 0 if compare(args.tool, cases, args.jobs) else 1

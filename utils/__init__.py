@@ -18,7 +18,6 @@ The core, in the order in which a script uses it:
     progress           log lines, the progress bar, and timings
     banner             the topology, versions and commit of a run, for the screen and run.json
     best               the best test result so far, for --save_best and --patience
-    curves             curves.png at the end of a run
     memory             peak memory
     errors             what to say instead of a traceback, for errors of libraries that a user can do something about
     watchdog           reports which rank the others wait for, or which one is lost
@@ -41,6 +40,5 @@ parallel/: for a config file, or for a script that needs it.
 extras/: for a flag.
 
     trackers           --log_with: log to tensorboard and other trackers, too
-    profiling          --profile: a table and a trace of a few steps
     pretrained         --pretrained: start from pretrained weights
 """

@@ -3,17 +3,14 @@
 import math
 
 from .console import plural, show, stop
-
-# Words in a metric's name that say that lower, or else that higher, is better. Other names do not say it.
-LOWER_IS_BETTER = {"loss", "error", "errors", "mse", "rmse", "mae", "nll", "perplexity", "bits", "wer", "cer"}
-HIGHER_IS_BETTER = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "iou", "bleu", "psnr", "r2"}
+from .metrics import is_loss
 
 
 class Best:
     """The best value of one number in the test results.
 
     Args:
-        save_best: METRIC, min:METRIC or max:METRIC, as in --save_best; None: the loss.
+        save_best: min:METRIC, max:METRIC or a loss, as in --save_best; None: the loss.
         patience: stop after this many tests without improvement; 0: never.
 
     Attributes:
@@ -74,9 +71,8 @@ def is_number(value) -> bool:
 
 
 def metric_direction(metric: str) -> tuple[str, str]:
-    """The name in METRIC, min:METRIC or max:METRIC, and "min", "max" or, if it does not say which is better, ""."""
+    """The name in METRIC, min:METRIC or max:METRIC, and "min", "max" or, for a METRIC that is not a loss, ""."""
     direction, _, name = metric.partition(":")
     if direction in ("min", "max") and name:
         return name, direction
-    words = set(metric.lower().split("_"))
-    return metric, "min" if words & LOWER_IS_BETTER else "max" if words & HIGHER_IS_BETTER else ""
+    return metric, "min" if is_loss(metric) else ""

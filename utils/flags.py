@@ -77,7 +77,6 @@ class ArgumentParser(argparse.ArgumentParser):
         run.add_argument("--log_every", type=positive_int, default=log_every, help="steps per log line")
         run.add_argument("--log_with", metavar="TRACKER", help="also log to an Accelerate tracker: tensorboard, wandb")
         run.add_argument("--deterministic", action="store_true", help="the same bits in each run; slower on GPUs")
-        run.add_argument("--profile", nargs="?", type=positive_int, const=10, default=0, help="profile N steps (10)")
         if virtual_processes:
             run.add_argument(
                 "--virtual_processes", type=non_negative_int, default=0, help="same bits on 1 to N processes; 0: off"

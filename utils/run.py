@@ -22,7 +22,6 @@ from .banner import announce
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
-from .curves import plot_curves
 from .flags import with_defaults
 from .loader import Batch, GlobalLoader, describe_data
 from .memory import peak_memory_gib
@@ -104,7 +103,7 @@ class Run:
         self.step, self.summary = 0, {}
         self.stopped_early = False
         self.last_test = {}
-        self.completed = self.profiler = None
+        self.completed = None
 
     def start(
         self,
@@ -167,7 +166,7 @@ class Run:
             self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about_run, topology)
 
     def _attach(self, models: list[nn.Module]) -> None:
-        """Attach the checks, the profiler and the trackers that this run needs. Collective."""
+        """Attach the checks and the trackers that this run needs. Collective."""
         accelerator, args = self.accelerator, self.args
         if accelerator.layout.is_hsdp:  # nobody has broadcast the first weights
             self._check_weights()
@@ -177,14 +176,6 @@ class Run:
             from .parallel.virtual_processes import sum_gradients_by_tree
 
             sum_gradients_by_tree(accelerator, models, self.checkpoints.optimizers.values())
-        if args.profile:
-            from .extras.profiling import WARM_UP, Profiler
-
-            steps = min(args.profile, self.total_steps - self.step - WARM_UP)
-            if steps > 0:
-                self.profiler = Profiler(accelerator, self.folder.path, steps)
-            elif accelerator.is_main_process:
-                show(f"warning: no profile: it needs {WARM_UP + 1} steps, and fewer are left", "yellow")
         if accelerator.log_with:
             config = {name: v for name, v in vars(args).items() if isinstance(v, (int, float, str))}
             accelerator.init_trackers("run", config=config)
@@ -262,8 +253,6 @@ class Run:
         samples_before = self.step % self.steps_per_epoch * self.batch_size
         self.step += 1
         self.progress.step_done(min(self.batch_size, self.samples_per_epoch - samples_before))
-        if self.profiler is not None:
-            self.profiler.step()
         args = self.args
         epoch_ends = self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
         if self.step % args.log_every == 0 or epoch_ends:
@@ -361,7 +350,7 @@ class Run:
             save_model(self.accelerator, model, self.folder.path / f"{name}{suffix}.safetensors")
 
     def finish(self) -> dict:
-        """Save every model as <name>.safetensors; write summary.json and curves.png. Collective.
+        """Save every model as <name>.safetensors; write summary.json. Collective.
 
         The generators are seeded, so what a later run in this process draws is the same when resumed.
 
@@ -390,11 +379,8 @@ class Run:
         self.accelerator.trackers = []
 
         def write() -> dict:
-            path = self.folder.path
             self.folder.write_summary(summary)
-            title = f"{path.name}: {self.step} steps of {self.batch_size} samples"
-            plot_curves(path / "metrics.jsonl", path / "curves.png", title)
-            self.progress.say_done(self.step, self.last_test, path)
+            self.progress.say_done(self.step, self.last_test, self.folder.path)
             return summary
 
         return on_main(self.accelerator, write)

@@ -28,12 +28,13 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
+from pictures import save_picture  # the file beside this one
+
 from readers.images_in_memory import load_images
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.banner import describe_topology
 from utils.console import plural, show, stop
-from utils.curves import RUN_COLOURS, save_picture
 from utils.run_folder import RunFolder
 
 MEAN, STD = 33.3184, 78.5675  # of the pixels of the 60,000 training images, 0 to 255
@@ -272,9 +273,9 @@ def draw(results: list[dict], args, num_workers: int):
     titles = {"last": "The last worker is slow", "any": "A random worker is slow in each step"}
     for axes, straggler in zip(panels, args.stragglers, strict=True):
         chosen = [result for result in results if result["straggler"] == straggler]
-        for result, colour in zip(chosen, RUN_COLOURS, strict=False):
+        for result in chosen:
             reached = "not reached" if result["target_s"] is None else f"{result['target_s']:.1f} s"
-            axes.plot(*zip(*result["curve"], strict=True), color=colour, label=f"{result['way']}: {reached}")
+            axes.plot(*zip(*result["curve"], strict=True), label=f"{result['way']}: {reached}")
         axes.axhline(args.target, color="black", linewidth=1, linestyle="--")
         axes.set(title=titles[straggler], xlabel="seconds of training", ylim=(max(0, 4 * args.target - 3), 1))
         axes.grid(alpha=0.3)

@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
+from pictures import save_picture  # the file beside this one
+
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.banner import describe_topology
 from utils.console import show, stop
-from utils.curves import RUN_COLOURS, save_picture
 from utils.run_folder import RunFolder
 
 MIB = 2**20
@@ -131,10 +132,10 @@ def draw(rows: list[dict], size_mib: int, title: str):
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     time_panel, traffic_panel = panels = figure.subplots(1, 2)
     numbers = sorted({row["processes"] for row in rows})
-    for name, colour in zip(WAYS, RUN_COLOURS, strict=False):
+    for name in WAYS:
         for axes, key in zip(panels, ("time_ms", "sent_mib"), strict=True):
             values = [row[key] for row in rows if row["way"] == name]
-            axes.plot(numbers, values, "o-", color=colour, label=name)
+            axes.plot(numbers, values, "o-", label=name)
     style = {"color": "grey", "linewidth": 6, "alpha": 0.4, "zorder": 0}
     server, ring = [size_mib * (n - 1) for n in numbers], [size_mib * 2 * (n - 1) / n for n in numbers]
     traffic_panel.plot(numbers, server, "-", **style, label="server: (n-1) S, in theory")

@@ -23,12 +23,13 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
+from pictures import save_picture  # the file beside this one
+
 from readers.images_in_memory import load_images
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.banner import describe_topology
 from utils.console import plural, show
-from utils.curves import save_picture
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.run_folder import RunFolder
@@ -440,7 +441,7 @@ def main():
     for rank, (passed, of_weights) in enumerate(sums):
         accelerator.print(f"  rank {rank}: {passed:>9.6f}  {of_weights:.6f}", flush=True)
     overlap = None
-    if accelerator.device.type == "cpu":  # the times of a GPU need --profile
+    if accelerator.device.type == "cpu":  # the times of a GPU need torch.profiler
         overlap = record_overlap(new_model(), next(iter(train_loader.epoch(0))), args.bucket_kib[0])
     facts = {"arguments": vars(args), **describe_topology(accelerator)}
     if accelerator.is_main_process:
@@ -448,7 +449,8 @@ def main():
         title = f"{plural(args.layers, 'hidden layer')}, {plural(accelerator.num_processes, 'process')}"
         save_picture(folder.path / "times.png", lambda: draw(results, title))
         title = f"Buckets of up to {args.bucket_kib[0]} KiB during the backward pass, rank 0"
-        save_picture(folder.path / "buckets.png", lambda: overlap and draw_overlap(overlap, title))
+        if overlap is not None:
+            save_picture(folder.path / "buckets.png", lambda: draw_overlap(overlap, title))
         show(f"done: these numbers and pictures are in {folder.path}", "green")
     dist.destroy_process_group()
 

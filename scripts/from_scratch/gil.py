@@ -26,11 +26,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
+from pictures import save_picture  # the file beside this one
+
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.banner import describe_topology
 from utils.console import plural, show, stop
-from utils.curves import save_picture
 from utils.run_folder import RunFolder
 
 MODELS = {"large layers": (2, 512, 128, 1), "small layers": (100, 8, 8, 4)}  # layers, width, rows, forward passes

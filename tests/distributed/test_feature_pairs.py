@@ -17,7 +17,6 @@ MATTERS = {
     "bf16": [],
 }
 DOES_NOT_MATTER = {
-    "profile": ["--profile", 2],
     "best model": ["--save_best", "loss"],
     "patience": ["--patience", 50],
     "trackers": ["--log_with", "tensorboard"],
@@ -34,7 +33,7 @@ def train(names, folder, data) -> dict[str, str]:
     """Run the program with these features; returns the SHA-256 of each model that it leaves."""
     flags = [*FLAGS, "--dataset", data, *itertools.chain(*(FEATURES[name] for name in names)), "--output_dir", folder]
     if "resume" in names:
-        with stopped_at(2):  # a profile needs 12 more
+        with stopped_at(2):
             assert run_many.run("mlp", flags) == EXIT_REQUEUE
         flags.append("--resume")
     assert run_many.run("mlp", flags) is None

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from unittest import mock
 
 import pytest
 import run_reader
@@ -35,8 +34,7 @@ def train(flags):
     """The main of programs/mlp.py; returns the exit code. An end by an error does not wait for the other ranks."""
     sys.argv = ["mlp.py", *map(str, flags)]
     try:
-        with mock.patch("utils.run.plot_curves"):
-            mlp.main()
+        mlp.main()
     except SystemExit as stopped:
         return stopped.code
     except RuntimeError as error:

@@ -9,7 +9,6 @@ test of it starts. This file is also the script of the runs with a smaller ResNe
 
 import itertools
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -184,8 +183,6 @@ def planned_runs(topology: Topology, mnist: Path, tiny: Path, texts: Path) -> di
         dropout = [*transformer, "--dropout", 0.1, *virtual]
         runs |= {"virtual": [*script, *mlp, *virtual], "virtual_transformer": dropout}
         runs["virtual_again"] = dropout
-        # Gradients of 3 MB, in two buckets: DDP sends the first one while the backward pass goes on.
-        runs["profiled"] = [*transformer, "--layers", 4, "--max_steps", 15, "--profile", 5]
     if is_reference:
         for other in [each for each in TOPOLOGIES if saves_for(each, topology) and each.unfit() is None]:
             saved, own = f"../{other.name}/virtual", f"{other.name}_virtual"
@@ -361,17 +358,6 @@ def test_a_prompt_is_continued_as_by_the_processes_of_the_run(topology, launches
     sample = printable(run_reader.summary(folder)["test_sample"])
     record_property("figure", repr(sample))
     assert capsys.readouterr().out == f"{sample}\n" * 2
-
-
-@on("cpu", "cpu_ddp", "single_gpu", "ddp", **PLAIN)
-def test_a_profile_has_the_kernels_of_the_device_and_the_communication(topology, launches, record_property):
-    table = (launches.run(topology, "profiled") / "profile" / "table.txt").read_text()
-    found = re.search(rf"Self {'CUDA' if topology.gpus else 'CPU'} time total: ([\d.]+)(\w+)", table)
-    assert found, table[-1000:]
-    record_property("figure", f"{found[1]} {found[2]}")
-    assert float(found[1]) > 0
-    if topology.processes() > 1:
-        assert re.search("nccl.*AllReduce" if topology.gpus else "gloo:all_reduce", table)
 
 
 @on(precisions=("bf16",))

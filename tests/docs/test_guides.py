@@ -1,11 +1,15 @@
 """The code on the pages runs, and does what the page says."""
 
+import gzip
+import json
 import os
+import re
 import sys
 import textwrap
 from types import SimpleNamespace
 
 import pytest
+import run_many
 import run_reader
 import torch
 from conftest import ROOT, free_port
@@ -145,3 +149,28 @@ def test_one_loop_four_ways(monkeypatch):
     for other in weights:
         torch.testing.assert_close(other, weights[0], rtol=1e-4, atol=1e-5)
         assert (other - start).abs().max() > 1e-3
+
+
+@pytest.mark.usefixtures("home")
+def test_the_profile_has_ten_steps_after_the_first_ten_and_the_run_goes_on_to_the_same_bits(
+    tmp_path, small_mnist, capfd
+):
+    """The lines in mnist_mlp.py, where the page says."""
+    script = ROOT / "scripts" / "mnist_mlp.py"
+    (block,) = blocks(section(guide("when_something_goes_wrong"), "Where the time goes"), "python")
+    place = "    model, optimizer, scheduler = accelerator.prepare("
+    before, after = script.read_text().split(place)
+    source = f"{before}{textwrap.indent(block, '    ')}\n{place}{after}"
+    (tmp_path / "profiled.py").write_text(f"import atexit\n{source}")
+    runs = {}
+    for name, path in (("plain", script), ("profiled", tmp_path / "profiled.py")):
+        runs[name] = tmp_path / "runs" / name
+        flags = ["--dataset", small_mnist, "--batch_size", 100, "--max_steps", 24, "--output_dir", runs[name]]
+        assert run_many.run(str(path), flags) is None
+    table = capfd.readouterr().out
+    assert re.search(r"^ *Optimizer.step#AdamW.step .* 10 *$", table, re.M)
+    trace = json.loads(gzip.decompress((runs["profiled"] / "trace_rank0.json.gz").read_bytes()))
+    names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert [name for name in names if name.startswith("Profiler")] == [f"ProfilerStep#{n}" for n in range(10, 20)]
+    first, second = (run / "model.safetensors" for run in runs.values())
+    assert first.read_bytes() == second.read_bytes()

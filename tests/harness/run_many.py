@@ -19,7 +19,6 @@ import shutil
 import sys
 import threading
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -63,8 +62,6 @@ def load(script: str, path: Path):
 def run(script: str, flags: list) -> int | None:
     """`main` of a script in this process; returns its exit code: None after a run.
 
-    Leaves no curves.png, which would be half of the time of a short run.
-
     script: as in `path_of`. flags: of the script; with --float64 among them it makes its models in float64.
     """
     import torch
@@ -79,8 +76,7 @@ def run(script: str, flags: list) -> int | None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()  # which a run's summary.json has
     try:
-        with mock.patch("utils.run.plot_curves"):
-            module.main()
+        module.main()
         return None
     except SystemExit as stopped:
         return stopped.code

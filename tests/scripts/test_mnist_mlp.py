@@ -131,14 +131,14 @@ def test_the_default_run_reaches_98_percent(launcher):
     launcher("cpu_ddp", "--output_dir", "run", timeout=300)
     run = launcher.folder / "run"
     assert run_reader.summary(run)["test_accuracy"] >= 0.98
-    assert {path.name for path in run.iterdir()} >= {"run.json", "metrics.jsonl", "curves.png", "model.safetensors"}
+    assert {path.name for path in run.iterdir()} >= {"run.json", "metrics.jsonl", "summary.json", "model.safetensors"}
 
 
 @pytest.mark.slow
 def test_a_run_imports_nothing_that_it_does_not_need(launcher, small_mnist, monkeypatch):
     """Each library takes from 0.1 to 2 s; the two modules are for other data."""
     others = {"torchvision", "scipy", "sklearn", "transformers", "tensorboard", "IPython"}
-    others |= {"matplotlib.pyplot", "torch._inductor.compile_fx", "torch.distributed.pipelining"}
+    others |= {"matplotlib", "torch._inductor.compile_fx", "torch.distributed.pipelining"}
     others |= {"torch.distributed.checkpoint", "torch.utils.tensorboard"}
     others |= {"utils.items", "readers.image_decoding"}
     code = "import gc, sys\nfrom scripts import mnist_mlp\nmnist_mlp.main()\n"
@@ -150,4 +150,3 @@ def test_a_run_imports_nothing_that_it_does_not_need(launcher, small_mnist, monk
     done = launcher.python("-c", code, *flags, cwd=ROOT)
     assert done.stdout.endswith("imported []\nfrozen True\n"), done.stdout + done.stderr
     assert done.stderr == ""  # nor does anything complain when the process ends
-    assert (run / "curves.png").exists()

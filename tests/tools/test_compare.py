@@ -177,7 +177,7 @@ def differing(tmp_path, **record):
 
 
 def test_settings_that_differ_but_not_where_equal_data_lie(tmp_path):
-    arguments = {"lr": 0.2, "output_dir": "elsewhere", "resume": True, "batch_size": 5}
+    arguments = {"lr": 0.2, "output_dir": "elsewhere", "cache_dir": "/tmp/cache", "resume": True, "batch_size": 5}
     found = differing(tmp_path / "arguments", arguments=arguments, versions={"torch": "2", "numpy": "1"})
     assert found == {"lr": (0.1, 0.2), "numpy": (None, "1")}
     data = {"dataset": "/y/mnist", "train": 10, "fingerprint": "f"}

@@ -14,8 +14,6 @@ from conftest import CONFIGS, ROOT
 
 from tools import doctor
 
-NAMES = {path.stem for path in CONFIGS}
-
 
 @pytest.fixture
 def machine():
@@ -94,16 +92,20 @@ def test_a_package_that_cannot_be_imported_is_an_error_with_the_remedy(monkeypat
 @pytest.mark.parametrize(
     ("gpus", "device", "names"),
     [
-        (0, "cpu", ["cpu", "cpu_ddp", "cpu_fsdp"]),
-        (1, "mps", ["single_gpu", "cpu", "cpu_ddp", "cpu_fsdp"]),
-        (1, "cuda", ["single_gpu", "multi_node", "cpu", "cpu_ddp", "cpu_fsdp"]),
-        (2, "cuda", ["ddp", "dp", "fsdp", "single_gpu", "multi_node", "cpu", "cpu_ddp", "cpu_fsdp"]),
+        (0, "cpu", []),
+        (1, "mps", ["single_gpu"]),
+        (1, "cuda", ["single_gpu", "multi_node"]),
+        (2, "cuda", ["ddp", "dp", "fsdp", "single_gpu", "multi_node", "hsdp"]),
     ],
 )
 def test_configs_that_fit(machine, gpus, device, names):
     facts = machine(gpus, device=device)
-    assert [name for name, *_ in doctor.choices(facts)] == names
-    assert set(names) <= NAMES
+    assert [name for name, *_ in doctor.choices(facts)] == [*names, "cpu", "cpu_ddp", "cpu_fsdp", "cpu_hsdp"]
+
+
+def test_each_config_fits_a_machine_with_several_gpus(machine):
+    names = [name for name, *_ in doctor.choices(machine(2))]
+    assert sorted(names) == sorted(path.stem for path in CONFIGS)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 8])
@@ -116,10 +118,14 @@ def test_commands_are_accepted_by_the_launcher(machine, gpus):
         assert (ROOT / options.training_script).is_file()
         flags = options.training_script_args
         values = dict(zip(flags[::2], flags[1::2], strict=True))
-        processes = {"multi_node": 2 * gpus, "cpu_ddp": 2, "cpu_fsdp": 2, "single_gpu": 1, "cpu": 1}
+        processes = {"multi_node": 2 * gpus, "hsdp": 2 * gpus, "cpu_hsdp": 4, "cpu_ddp": 2, "cpu_fsdp": 2}
+        processes |= {"single_gpu": 1, "cpu": 1}
         assert int(values.get("--batch_size", 256)) % processes.get(name, gpus) == 0
-        if name == "multi_node":
+        if name in ("multi_node", "hsdp"):
             assert (options.num_processes, options.num_machines) == (2 * gpus, 2)
+        if name == "hsdp":
+            sizes = (options.parallelism_config_dp_replicate_size, options.parallelism_config_dp_shard_size)
+            assert sizes == (2, gpus)
 
 
 HIDDEN = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "driver_gpus": 8}

@@ -54,8 +54,8 @@ def test_only_scripts_that_can_resume_get_the_flags_for_that(capsys):
     parser.add_run_flags(log_every=10)
     args = parser.parse_args([])
     assert (args.save_best, args.patience, args.resume, args.log_every) == (None, 0, False, 10)
-    args = parser.parse_args(["--save_best", "accuracy", "--patience", "3"])
-    assert (args.save_best, args.patience) == ("accuracy", 3)
+    args = parser.parse_args(["--save_best", "max:accuracy", "--patience", "3"])
+    assert (args.save_best, args.patience) == ("max:accuracy", 3)
     with pytest.raises(SystemExit):
         parser.parse_args(["--patience", "-1"])
     parser = ArgumentParser()
@@ -63,7 +63,8 @@ def test_only_scripts_that_can_resume_get_the_flags_for_that(capsys):
     assert set(vars(parser.parse_args([]))) == {"seed", "output_dir", "timeout_s", "resume_invariants"}
 
 
-PROGRAMS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if path.stem != "network_timing"]
+HELPERS = {"network_timing", "pictures"}
+PROGRAMS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if path.stem not in HELPERS]
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
@@ -89,7 +90,7 @@ def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, mo
     groups = dict(re.findall(r"(?m)^(\w[\w ]+):\n((?:  .*\n?)+)", text))
     assert len(groups) >= 3
     can_resume = defaults.get("resume") is not None
-    for flag in ("--resume", "--profile", "--save_best", "--patience"):
+    for flag in ("--resume", "--save_best", "--patience"):
         assert (flag in groups["run"]) == can_resume
     assert "--output_dir" in groups["run"]
     flags = re.findall(r"(?m)^  --(\w+)(.*\n(?: {10}.*\n)*)", text)
@@ -99,7 +100,7 @@ def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, mo
         assert len(rest.split()) > 2, name  # a word of help
         default = defaults[name]
         is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
-        if is_number and name != "profile":
+        if is_number:
             assert re.search(r"\(default:\s+[\d.e-]+\)", rest), name
 
 
@@ -118,7 +119,6 @@ FREE = {
     "num_epochs",
     "output_dir",
     "patience",
-    "profile",
     "resume",
     "timeout_s",
 }

@@ -126,36 +126,6 @@ def test_the_middle_is_that_of_torchvision(width, height, tolerance):
     assert ours.shape == (224, 224, 3)
 
 
-NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (1501, 1999, 3), dtype=np.uint8))
-PLAIN = encoded(NOISE, "JPEG")
-JPEGS = {
-    "plain": PLAIN,
-    "progressive": encoded(NOISE, "JPEG", progressive=True),
-    "without subsampling": encoded(NOISE, "JPEG", subsampling=0),
-    "with bytes between segments": PLAIN[:20] + b"\0\1" + PLAIN[20:],
-}
-
-
-@pytest.mark.parametrize("kind", JPEGS)
-@pytest.mark.parametrize("size", [224, 448, 1300])  # decoded at 1/4, at 1/2 and whole
-def test_a_jpeg_has_the_pixels_that_pil_gives_it(monkeypatch, kind, size):
-    decode = images.simplejpeg.decode_jpeg
-    results = []
-    monkeypatch.setattr(
-        images.simplejpeg, "decode_jpeg", lambda *args, **o: results.append(decode(*args, **o)) or results[-1]
-    )
-    ours = images.CenterCrop(size, size)(Image.open(io.BytesIO(JPEGS[kind])))
-    assert len(results) == (kind != "with bytes between segments")  # at which simplejpeg raises an error
-    monkeypatch.setattr(images, "simplejpeg", None)
-    theirs = images.CenterCrop(size, size)(Image.open(io.BytesIO(JPEGS[kind])))
-    assert (ours.int() - theirs.int()).abs().max() <= 1
-
-
-@pytest.mark.parametrize("kind", ["grey jpeg", "cmyk jpeg", "rotated by exif"])
-def test_other_jpegs_are_left_to_pil(kind):
-    assert images.read_image(cell(KINDS[kind][0]), 0, images.jpeg_pixels) is None
-
-
 def test_a_random_crop_is_that_of_torchvision_with_the_same_numbers():
     image = PHOTO.resize((500, 375))
     torch.manual_seed(7)

@@ -11,13 +11,13 @@ import argparse
 import itertools
 import json
 import math
+import operator
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from utils.best import is_number
 from utils.console import show, stop
 from utils.flags import non_negative_float
 
@@ -30,7 +30,7 @@ WORST = 10  # rows in a table
 NOT_COMPARED = ("samples_per_s", "data_wait_pct", "epoch")  # in metrics.jsonl: timings, and what the step determines
 # Settings that affect no logged number and no tensor.
 WITHOUT_EFFECT = {"output_dir", "resume", "checkpoint_every", "save_best", "keep_checkpoints", "log_every", "log_with"}
-WITHOUT_EFFECT |= {"num_workers", "patience", "profile", "timeout_s", "from_step"}
+WITHOUT_EFFECT |= {"num_workers", "cache_dir", "patience", "timeout_s", "from_step"}
 # Settings that affect no bit of a run with virtual processes.
 NOT_WITH_VIRTUAL = {"distributed_type", "backend", "num_processes", "data_parallel_gpus", "machines"}
 NOT_WITH_VIRTUAL |= {"gradient_accumulation_steps"}
@@ -48,6 +48,17 @@ class Run:
     finished: bool
 
 
+def read_runs(folders: list[Path]) -> list[Run]:
+    """The runs in these folders, named by the folders, or by their whole paths where two names are equal."""
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
+    try:
+        return list(map(read_run, folders, names))
+    except OSError as error:
+        stop(f"{error.filename} cannot be read: {error.strerror}")
+
+
 def read_run(folder: Path, name: str) -> Run:
     if not (folder / "run.json").is_file():
         stop(f"{folder} is not a run: it has no run.json")
@@ -56,6 +67,11 @@ def read_run(folder: Path, name: str) -> Run:
     finished = (folder / "summary.json").is_file()
     step = read_json(folder / "summary.json")["step"] if finished else max(numbers["step"], default=0)
     return Run(name, folder, settings, numbers, step, finished)
+
+
+def is_number(value) -> bool:
+    """Whether a value of a JSON file is a number; type() because True is an int."""
+    return type(value) in (int, float)
 
 
 def read_json(path: Path) -> dict:
@@ -103,13 +119,13 @@ def read_numbers(path: Path, batch_size: float) -> pd.DataFrame:
         and "samples" (how many the value is a mean of; NaN if unknown).
     """
     rows, last_steps = [], {}
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, text in enumerate(lines, 1):
         try:
             line = json.loads(text)
-            split, step = line.pop("split"), line.pop("step")
+            split, step = line.pop("split"), operator.index(line.pop("step"))
         except (ValueError, TypeError, KeyError, AttributeError):
-            if number == len(lines) and not text.endswith("\n"):
+            if number == len(lines) and not text.endswith(b"\n"):
                 break
             stop(f"{path} is damaged: line {number} is not a JSON object with a split and a step")
         since = last_steps.get(split, 0) if split == "train" else 0
@@ -356,10 +372,7 @@ def main() -> int:
 
 
 def compare_all(folders: list[Path], args) -> int:
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = list(map(str, folders))
-    runs = list(map(read_run, folders, names))
+    runs = read_runs(folders)
     results = []
     for other in runs[1:]:
         results.append(report(runs[0], other, args.tolerance))

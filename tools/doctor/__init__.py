@@ -104,15 +104,18 @@ def choices(facts: SimpleNamespace) -> list[tuple[str, str, str]]:
     # Unlike the default, these are divisible by any number of GPUs.
     batch, many_batch = f" --batch_size {128 * count}", f" --batch_size {256 * count}"
     many = f"--num_processes {2 * count} --main_process_ip ADDRESS_OF_MACHINE_0 --machine_rank 0 "
+    sizes = f"--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size {count} "
     table = [  # works, name, why, flags of the launcher, flags of the script
         (several, "ddp", f"one process on each of {count} GPUs: the fastest", "", batch),
         (several, "dp", f"one process for all {count} GPUs: slower, for comparison", "", batch),
         (several, "fsdp", f"a model too large for one GPU, sharded over {count}", "", batch),
         (count > 0, "single_gpu", one_gpu, "", ""),
         (cuda, "multi_node", "two machines like this one, each with its own --machine_rank", many, many_batch),
+        (several, "hsdp", "the same, for a model too large for one GPU", many + sizes, many_batch),
         (True, "cpu", "a first run without a GPU" if count else "torch sees no GPU", "", ""),
         (True, "cpu_ddp", "DistributedDataParallel without a GPU, to learn or test", "", ""),
         (True, "cpu_fsdp", "sharding without a GPU, to learn or test", "", ""),
+        (True, "cpu_hsdp", "two replicas of two shards without a GPU, to learn or test", "", ""),
     ]
     launch = "accelerate launch --config_file accelerate_configs"
     return [
