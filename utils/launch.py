@@ -110,6 +110,7 @@ class TrainingAccelerator(Accelerator):
                 from .parallel.ddp import fix_buckets
 
                 fix_buckets(part)
+                part.averaged = {parameter for parameter in part.parameters() if parameter.requires_grad}
         return model
 
     def no_sync(self, model):
