@@ -136,6 +136,7 @@ class Run:
         self.step, self.extra, saved_metrics = self.checkpoints.load()
         self.best.load_state(self.extra)
         train_loader.check_sample(self.extra.get("sample"))
+        train_loader.check_order(self.extra.get("order"))
         self.metrics = Metrics(accelerator, saved_metrics)
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
@@ -287,7 +288,8 @@ class Run:
         self.metrics.check()
         self._check_weights()
         sample = self.train_loader.last_sample() if self.accelerator.is_main_process else None
-        self.checkpoints.save(self.step, self.metrics.state(), {**self.extra, "sample": sample}, self.folder.sync)
+        seen = {"sample": sample, "order": self.train_loader.newest_order}
+        self.checkpoints.save(self.step, self.metrics.state(), {**self.extra, **seen}, self.folder.sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.

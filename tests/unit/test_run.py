@@ -472,7 +472,7 @@ def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path
 
 @pytest.mark.parametrize(("train", "test", "said"), [(47, 47, "data.train was 48"), (48, 47, "data.test was 48")])
 def test_data_with_an_item_less_in_its_middle_is_other_data(start, capsys, train, test, said):
-    """The fingerprint is of the first and the last item, and the steps of an epoch are as many as before."""
+    """The ends are the same, and the steps of an epoch are as many as before."""
 
     def script(train, test, stops):
         def main(args):
