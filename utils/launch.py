@@ -143,6 +143,17 @@ class TrainingAccelerator(Accelerator):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
+    def clip_grad_value_(self, parameters, clip_value):
+        """As in Accelerate, which refuses sharded models."""
+        if not self.is_fsdp2:
+            return super().clip_grad_value_(parameters, clip_value)
+        from .parallel.fsdp import shards_of
+
+        # Not as DTensors, which a list of plain operations does not take.
+        for parameter in shards_of(parameters):
+            if parameter.grad is not None:
+                parameter.grad.to_local().clamp_(-clip_value, clip_value)
+
     def prepare(self, *args, device_placement=None):
         """As in Accelerate, which under FSDP takes only one model, and leaves whole or refuses some kinds."""
         if not self.is_fsdp2:
