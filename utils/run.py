@@ -261,7 +261,8 @@ class Run:
         args = self.args
         epoch_ends = self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
         if self.step % args.log_every == 0 or epoch_ends:
-            means = self.metrics.reduce()
+            means = self.metrics.reduce()  # stops if a loss is not finite, with its samples
+            self.accelerator.check_norms()
             del means["samples"]
             self.log("train", epoch, **means, **self.learning_rates, **self.progress.since_last_line())
         # A run resumed at the end of an epoch begins with the test, so even a checkpoint saved after that test must

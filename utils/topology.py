@@ -159,8 +159,8 @@ def check_topology(accelerator: Accelerator) -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if started == 1 and tasks != "1":  # a sweep may mean it
         show(
-            f"warning: srun started {tasks} tasks, and each trains a model of its own; for one model, start one task per "
-            "machine with accelerate launch in it, as accelerate_configs/slurm does",
+            f"warning: srun started {tasks} tasks, and each trains a model of its own; for one model, start one task "
+            "per machine with accelerate launch in it, as accelerate_configs/slurm does",
             "yellow",
         )
     for promised, name in PROMISED.items():
