@@ -51,19 +51,22 @@ def info_nce(embeddings, temperature=0.2):
 
 @torch.no_grad()
 def embed_step(model, batches, accelerator):
-    """Embeddings (N, 2, D) of a step's samples from all processes, and their indices (N,), sorted. Collective."""
+    """Embeddings (N, 2, D) of a step's samples from all processes, and their random ids (N,), sorted. Collective.
+
+    Not their indices: with an `order`, a step may have the same item twice.
+    """
     embeddings = gather_samples(accelerator, [batch.counted(embed(model, batch)) for batch in batches])
-    indices, order = gather_samples(accelerator, [batch.counted(batch.indices) for batch in batches]).sort()
-    return embeddings[order], indices
+    ids, order = gather_samples(accelerator, [batch.counted(batch.random_ids) for batch in batches]).sort()
+    return embeddings[order], ids
 
 
 def train_step(model, batches, accelerator, run):
     """Leave the gradient of the step's mean loss in the model. Collective."""
-    embeddings, indices = embed_step(model, batches, accelerator)
+    embeddings, ids = embed_step(model, batches, accelerator)
     losses = info_nce(embeddings.requires_grad_())
     (gradient,) = torch.autograd.grad(losses.sum(), embeddings)  # the loss's, by each embedding
     for batch in batches:
-        rows = torch.searchsorted(indices, batch.indices)
+        rows = torch.searchsorted(ids, batch.random_ids)
         with accelerator.accumulate(model):
             # Its gradient is `gradient` times that of the embeddings: the chain rule.
             carried = (embed(model, batch) * gradient[rows]).sum((1, 2))
@@ -76,10 +79,10 @@ def evaluate(model, loader, run):
     metrics = run.new_metrics()
     # Not run.test_batches: processes may have different numbers of these, and gather_samples needs all processes.
     for batches in run.test_steps(loader):
-        embeddings, indices = embed_step(model, batches, run.accelerator)
+        embeddings, ids = embed_step(model, batches, run.accelerator)
         losses = info_nce(embeddings)
         for batch in batches:
-            metrics.add(batch, loss=losses[torch.searchsorted(indices, batch.indices)])
+            metrics.add(batch, loss=losses[torch.searchsorted(ids, batch.random_ids)])
     return metrics.reduce()
 
 

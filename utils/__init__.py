@@ -31,6 +31,7 @@ parallel/: for a config file, or for a script that needs it.
     data_parallel      nn.DataParallel (dp.yaml)
     ddp                DistributedDataParallel with the same order of additions in all launches of a run
     fsdp               sharded models (fsdp.yaml, cpu_fsdp.yaml)
+    first_step         what would make numbers depend on the number of processes, seen in the first step
     same_weights       checks that all processes have the same weights, before a checkpoint
     virtual_processes  --virtual_processes: the same bits on any number of processes
     batch_norm         BatchNorm statistics over all processes

@@ -17,6 +17,7 @@ from .sampler import MicroBatch
 from .signals import obey_only_parent
 
 COLLATE = 1  # keeps the random numbers of collate_fn apart from those of the items
+FINGERPRINT = 2  # and the choice of items whose content is compared
 Request = tuple[int, list[int], list[int]]  # epoch, items, their random ids
 
 
@@ -165,13 +166,14 @@ class ItemReader:
         return first if first == again else "differs"
 
     def fingerprint(self) -> str:
-        """A digest of the first and the last item; warns if one of them differs when read twice."""
-        ends = sorted({0, len(self.fetcher.dataset) - 1})
-        found = self.digest_of((0, ends, ends))
+        """A digest of the first item, the last one and three more; warns if one of them differs when read twice."""
+        length, seed = len(self.fetcher.dataset), self.fetcher.seed
+        chosen = sorted({0, length - 1, *(combine(seed, number, FINGERPRINT) % length for number in range(3))})
+        found = self.digest_of((0, chosen, chosen))
         if found == "differs" and is_local_main():
             show(
-                f"warning: item {ends[0]} or {ends[-1]} of the dataset differs when it is read twice: the dataset has "
-                "a random generator of its own, so the data will depend on processes and workers, and change when "
+                f"warning: one of the items {', '.join(map(str, chosen))} differs when it is read twice: the dataset "
+                "has a random generator of its own, so the data will depend on processes and workers, and change when "
                 "resuming; draw from the global generator of torch, Python or NumPy instead",
                 "yellow",
             )

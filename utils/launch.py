@@ -57,6 +57,7 @@ class TrainingAccelerator(Accelerator):
         shards = check_sharding()
         with patch_environment(accelerate_use_parallelism_config="false"):  # Accelerate refuses it on CPUs
             super().__init__(*args, **kwargs)
+        self.bad_step = torch.zeros((), dtype=torch.int64, device=self.device)  # the first whose norm was not finite
         self.around_backward = contextlib.nullcontext  # returns the context manager of every backward pass
         self.loaders = {}  # by name; None after run.start
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -111,6 +112,7 @@ class TrainingAccelerator(Accelerator):
                 from .parallel.ddp import fix_buckets
 
                 fix_buckets(part)
+                part.averaged = {parameter for parameter in part.parameters() if parameter.requires_grad}
         return model
 
     def no_sync(self, model):
@@ -141,7 +143,41 @@ class TrainingAccelerator(Accelerator):
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        if self.scaler is None:  # which leaves such steps out
+            self._refuse_step_if_not_finite(norm)
         return norm
+
+    def _refuse_step_if_not_finite(self, norm: torch.Tensor) -> None:
+        """Keep gradients that are not finite out of the weights, without waiting for a GPU.
+
+        Fused optimizers leave weights and moments as they are if `found_inf` is 1, as GradScaler has them do; the run
+        stops at its next log line. Others take the step, but on a CPU the run stops before it.
+        """
+        self.bad_step = torch.where((self.bad_step == 0) & ~norm.isfinite(), self.steps_done + 1, self.bad_step)
+        for optimizer in [optimizer.optimizer for optimizer in self._optimizers]:
+            if any(group.get("fused") for group in optimizer.param_groups):
+                optimizer.found_inf = (self.bad_step > 0).float()  # also in later steps
+            elif norm.device.type == "cpu":
+                self.check_norms()
+
+    def check_norms(self) -> None:
+        """Stop if the norm of clipped gradients was not finite in a step; waits for the GPU."""
+        if self.bad_step:
+            stop(
+                f"the norm of the gradients is not finite in step {int(self.bad_step)}: train with a smaller learning "
+                "rate, or in a precision with a larger range; the last checkpoint is from before it"
+            )
+
+    def clip_grad_value_(self, parameters, clip_value):
+        """As in Accelerate, which refuses sharded models."""
+        if not self.is_fsdp2:
+            return super().clip_grad_value_(parameters, clip_value)
+        from .parallel.fsdp import shards_of
+
+        # Not as DTensors, which a list of plain operations does not take.
+        for parameter in shards_of(parameters):
+            if parameter.grad is not None:
+                parameter.grad.to_local().clamp_(-clip_value, clip_value)
 
     def prepare(self, *args, device_placement=None):
         """As in Accelerate, which under FSDP takes only one model, and leaves whole or refuses some kinds."""

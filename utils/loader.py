@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import IterableDataset, TensorDataset
 
+from .agree import same_on_all
 from .console import stop
 from .fingerprint import digest
 from .randomness import combine, random_normal, random_uniform, widest_float
@@ -166,6 +167,7 @@ class GlobalLoader:
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {self.sampler.length} items of an epoch: use fewer")
+        self.newest_order = None  # the last epoch whose `order` was asked for, and a digest of it
         self.tensors, self.reader, device = None, None, accelerator.device
         is_plain = gives_its_tensors(dataset) and collate_fn is None
         free_bytes = torch.cuda.mem_get_info(device)[0] if is_plain and device.type == "cuda" else float("inf")
@@ -190,7 +192,13 @@ class GlobalLoader:
         return self.epoch()
 
     def epoch(self, epoch: int = 0, first_step: int = 0) -> Iterator[Batch]:
-        """This process's micro-batches of an epoch, from step `first_step` on. Collective if `loss_weights` is set."""
+        """This process's micro-batches of an epoch, from step `first_step` on.
+
+        Collective if `loss_weights` or `order` is set.
+        """
+        if self.sampler.order is not None:
+            self.newest_order = [epoch, digest(self.sampler.items(epoch)[0])]
+            same_on_all({f"order({epoch}) of the {self.name} loader": self.newest_order[1]})
         grad_divisor = 1 if self.sums_gradients else self.sampler.num_slots
         key = combine(self.stream_seed, epoch, 3)
         read = self._read(epoch, first_step)
@@ -240,7 +248,7 @@ class GlobalLoader:
     def describe(self) -> dict:
         """The size of the data and a fingerprint, which must be the same on all processes and when resuming.
 
-        The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of the first and last item.
+        The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of five items.
         With `order`, a digest of the first two epochs is added.
         """
         fingerprint = getattr(self.dataset, "fingerprint", None)
@@ -270,6 +278,14 @@ class GlobalLoader:
             stop(
                 f"the training data have changed since the checkpoint was saved: the digest of item {request[1][0]} is "
                 f"{now}, not {saved}; restore them, or start a new run with another --output_dir"
+            )
+
+    def check_order(self, order: list | None) -> None:
+        """Stop if the order of a checkpoint's epoch, as in `newest_order`, is a different one today."""
+        if order is not None and (now := digest(self.sampler.items(order[0])[0])) != order[1]:
+            stop(
+                f"order({order[0]}) has changed since the checkpoint was saved: its digest is {now}, not {order[1]}; "
+                "restore it, or start a new run with another --output_dir"
             )
 
     def resume_invariants(self) -> dict:

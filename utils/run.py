@@ -21,12 +21,13 @@ from .agree import on_main, same_on_all, same_result
 from .banner import announce
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
-from .console import plural, show, stop
+from .console import plural, stop
 from .flags import with_defaults
 from .loader import Batch, GlobalLoader, describe_data
 from .memory import peak_memory_gib
 from .metrics import Metrics
 from .parallel import same_weights
+from .parallel.first_step import FirstStep, check_parameters
 from .processes import end_process_group
 from .progress import Progress
 from .randomness import combine, device_generators, seed_generators
@@ -49,20 +50,6 @@ def check_batch_norm(models: list[nn.Module], sampler: GlobalSampler) -> None:
         stop(
             f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the model "
             "has BatchNorm, which needs micro-batches of equal size"
-        )
-
-
-def warn_of_batch_norm(models: list[nn.Module], sampler: GlobalSampler) -> None:
-    """Warn if a model in training has BatchNorm whose running statistics will depend on the topology."""
-    modules = [module for model in models if not isinstance(model, AveragedModel) for module in model.modules()]
-    layers = [module for module in modules if isinstance(module, _BatchNorm) and module.training]
-    layers = [layer for layer in layers if layer.track_running_stats and not isinstance(layer, nn.SyncBatchNorm)]
-    if sampler.num_slots > 1 and not all(hasattr(layer, "is_averaged") for layer in layers):
-        show(
-            f"warning: the model has BatchNorm, and a step has {sampler.num_slots} micro-batches: its running "
-            "statistics will depend on how many each process has; average them with BatchNorms of "
-            "utils/parallel/batch_norm.py",
-            "yellow",
         )
 
 
@@ -147,6 +134,7 @@ class Run:
         self.step, self.extra, saved_metrics = self.checkpoints.load()
         self.best.load_state(self.extra)
         train_loader.check_sample(self.extra.get("sample"))
+        train_loader.check_order(self.extra.get("order"))
         self.metrics = Metrics(accelerator, saved_metrics)
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
@@ -156,8 +144,6 @@ class Run:
             self.completed = summary
             done = "the run is done" if self.step == total_steps else "the run stopped early"
             return accelerator.print(f"{done}, after {plural(self.step, 'step')}: nothing to do")
-        if accelerator.is_main_process and model_parts is None:
-            warn_of_batch_norm(models, train_loader.sampler)
         self._attach(models)
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         if accelerator.is_main_process:
@@ -168,6 +154,10 @@ class Run:
     def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks and the trackers that this run needs. Collective."""
         accelerator, args = self.accelerator, self.args
+        self.first_step = None  # the processes of a pipeline share the model
+        if self.model_parts is None:
+            check_parameters(accelerator, self.checkpoints.optimizers, self.checkpoints.names)
+            self.first_step = FirstStep(accelerator, {name: self.state[name] for name in self.checkpoints.models})
         if accelerator.layout.is_hsdp:  # nobody has broadcast the first weights
             self._check_weights()
         if args.save_best or args.patience:
@@ -250,13 +240,17 @@ class Run:
 
     def _step_done(self, epoch: int) -> None:
         """Count a step; then log, save and stop if due. Collective."""
+        if self.first_step and self.first_step.handles:
+            self.first_step.end()
+            self._check_weights()
         samples_before = self.step % self.steps_per_epoch * self.batch_size
         self.step += 1
         self.progress.step_done(min(self.batch_size, self.samples_per_epoch - samples_before))
         args = self.args
         epoch_ends = self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
         if self.step % args.log_every == 0 or epoch_ends:
-            means = self.metrics.reduce()
+            means = self.metrics.reduce()  # stops if a loss is not finite, with its samples
+            self.accelerator.check_norms()
             del means["samples"]
             self.log("train", epoch, **means, **self.learning_rates, **self.progress.since_last_line())
         # A run resumed at the end of an epoch begins with the test, so even a checkpoint saved after that test must
@@ -275,14 +269,16 @@ class Run:
             self.stop_signal.leave(self.step)
 
     def _check_weights(self) -> None:
-        same_weights.check(self.accelerator, {name: self.state[name] for name in self.checkpoints.models})
+        if self.accelerator.num_processes > 1 and self.model_parts is None:
+            models = {name: self.state[name] for name in self.checkpoints.models}
+            same_weights.check(self.accelerator, models, self.first_step)
 
     def _save(self) -> None:
         self.metrics.check()
-        if self.accelerator.num_processes > 1 and self.model_parts is None:
-            self._check_weights()
+        self._check_weights()
         sample = self.train_loader.last_sample() if self.accelerator.is_main_process else None
-        self.checkpoints.save(self.step, self.metrics.state(), {**self.extra, "sample": sample}, self.folder.sync)
+        seen = {"sample": sample, "order": self.train_loader.newest_order}
+        self.checkpoints.save(self.step, self.metrics.state(), {**self.extra, **seen}, self.folder.sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.

@@ -16,7 +16,7 @@ from accelerate.commands.config import default_config_file, load_config_from_fil
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 
-from .console import plural, stop
+from .console import plural, show, stop
 
 # Variables in which Kubeflow and SkyPilot state the size of the job, and the ones that torchrun sets.
 GUARANTEED_EQUAL = {
@@ -161,6 +161,13 @@ def check_topology(accelerator: Accelerator) -> None:
         stop(
             f"the launcher started {started} processes, but they did not form a process group and would train "
             f"{started} separate models: use accelerate_configs/cpu_ddp.yaml for several processes on the CPU"
+        )
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if started == 1 and tasks != "1":  # a sweep may mean it
+        show(
+            f"warning: srun started {tasks} tasks, and each trains a model of its own; for one model, start one task "
+            "per machine with accelerate launch in it, as accelerate_configs/slurm does",
+            "yellow",
         )
     for promised, name in GUARANTEED_EQUAL.items():
         wanted, found = os.environ.get(promised, ""), os.environ.get(name, "1")

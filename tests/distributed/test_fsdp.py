@@ -4,6 +4,7 @@ This file is also the script that its tests launch: run_many.py, but with the sm
 float64 of small_resnets.py.
 """
 
+import contextlib
 import json
 import re
 import sys
@@ -465,6 +466,43 @@ def test_what_sharding_would_not_train_is_refused(one_process_shards, capsys):
     with pytest.raises(SystemExit):
         one_process_shards.backward(models[0](torch.ones(3)).sum(), inputs=[*models[0].parameters()])
     assert "accelerator.backward(inputs=...)" in capsys.readouterr().err
+
+
+class Returns(nn.Module):
+    """Returns a parameter beside its output, itself or in some form."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.scale, self.linear, self.form = nn.Parameter(torch.ones(16)), nn.Linear(16, 1), form
+
+    def forward(self, x):
+        return {"output": self.linear(x), "more": [self.form(self.scale)]}
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_parameter_as_an_output_is_refused_before_its_freed_memory_is_read(
+    one_process_shards, capsys, has_gradients, is_inner
+):
+    for form, is_refused in ((lambda p: p, True), (lambda p: p[1:], True), (lambda p: p + 0.0, False)):
+        model = Returns(form)
+        model = one_process_shards.prepare(nn.Sequential(model) if is_inner else model)
+        expected = pytest.raises(SystemExit) if is_refused else contextlib.nullcontext()
+        with torch.set_grad_enabled(has_gradients), expected:
+            outputs = model(torch.ones(2, 16))
+            assert outputs["more"][0].tolist() == [1.0] * 16
+        said = "Returns returns a parameter or a view of one, whose memory FSDP frees"
+        assert (said in capsys.readouterr().err) is is_refused
+
+
+def test_values_of_gradients_are_clipped_on_shards(one_process_shards):
+    model = nn.Linear(3, 2)
+    before = [*model.parameters()]
+    model = one_process_shards.prepare(model)
+    one_process_shards.backward(model(torch.tensor([[1.0, -2.0, 0.1]])).sum())
+    one_process_shards.clip_grad_value_(before, 0.5)
+    assert model.weight.grad.full_tensor().tolist() == [[0.5, -0.5, pytest.approx(0.1)]] * 2
+    assert model.bias.grad.full_tensor().tolist() == [0.5, 0.5]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """--virtual_processes: the same bits on any number of processes."""
 
-import contextlib
-import functools
 import hashlib
 import itertools
 import math
@@ -21,9 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from utils.launch import TrainingAccelerator
 from utils.parallel import virtual_processes as vp
-from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.virtual_processes import Node, partial_sums, tree_push, tree_total
 from utils.topology import Layout
 
@@ -369,45 +365,6 @@ def test_a_shard_that_only_some_steps_use_has_no_gradient_in_the_others():
             model.zero_grad()
     finally:
         dist.destroy_process_group()
-
-
-class RunningMean(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
-
-    def forward(self, x):
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return x - self.mean
-
-
-CHANGING = {
-    "running_mean": nn.BatchNorm1d,
-    "running_mean, momentum 1": functools.partial(nn.BatchNorm1d, momentum=1.0),
-    "running_mean, of instances": functools.partial(nn.InstanceNorm1d, track_running_stats=True),
-    "mean": RunningMean,
-    "weight_u": lambda width: nn.utils.spectral_norm(nn.Linear(width, width)),
-    "parametrizations.weight.0._u": lambda width: nn.utils.parametrizations.spectral_norm(nn.Linear(width, width)),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "is_averaged"),
-    [*((name, False) for name in CHANGING), ("running_mean", True), ("running_mean, momentum 1", True)],
-)
-def test_a_buffer_that_changes_in_the_forward_pass_is_refused_unless_it_is_averaged(name, is_averaged, capsys):
-    accelerator = TrainingAccelerator(cpu=True, virtual_processes=4)
-    vp.use_virtual_processes(accelerator)
-    torch.manual_seed(0)
-    # The second one as a moving average: without a forward pass.
-    model, average = (accelerator.prepare(nn.Sequential(nn.Linear(16, 16), CHANGING[name](16))) for _ in range(2))
-    vp.sum_gradients_by_tree(accelerator, [model, average])
-    batch_norms = BatchNorms(model, accelerator)
-    around = batch_norms.averaged() if is_averaged else contextlib.nullcontext()
-    expected = contextlib.nullcontext() if is_averaged else pytest.raises(SystemExit)
-    with expected, accelerator.accumulate(model), around:
-        accelerator.backward(model(torch.randn(16, 16)).sum())
-    assert (f"the buffer 1.{name.split(',')[0]}, " in capsys.readouterr().err) is not is_averaged
 
 
 @pytest.mark.parametrize("step", [1, 2])

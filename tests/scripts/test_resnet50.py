@@ -238,6 +238,30 @@ def test_pretrained_weights_but_not_the_last_layer(tmp_path):
             load_pretrained(other, str(tmp_path / file), head="fc")
 
 
+def test_pretrained_weights_are_found_in_files_as_people_have_them(tmp_path, capsys):
+    source, file = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), tmp_path / "w.pth"
+    weights = source.state_dict()
+    body = {name: tensor for name, tensor in weights.items() if not name.startswith("1.")}
+    prefixed = {f"module.{name}": tensor for name, tensor in weights.items()}
+    for content in (
+        {"state_dict": weights, "epoch": 3},
+        {"model": weights, "optimizer": {"state": {}}},
+        {"state_dict": prefixed},
+        prefixed,
+        {"model": body},  # without the head
+    ):
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+        head = {name: tensor.clone() for name, tensor in model[1].state_dict().items()}
+        torch.save(content, file)
+        load_pretrained(model, str(file), head="1")
+        assert torch.equal(model[0].weight, source[0].weight)
+        expected = head if content == {"model": body} else source[1].state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model[1].state_dict().items())
+    with pytest.raises(SystemExit):
+        load_pretrained(model, str(file))
+    assert 'Missing key(s) in state_dict: "1.weight", "1.bias"' in capsys.readouterr().err
+
+
 def test_model_and_moving_average_are_tested_in_the_precision_of_the_run(run_4_blocks, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     make_model, seen = resnet50.make_model, set()

@@ -13,9 +13,12 @@ from typing import NamedTuple
 import pytest
 import run_many
 import run_reader
+import torch
 from conftest import ROOT
 from run_reader import lines
 from same_numbers import largest_difference
+
+from utils.loader import GlobalLoader
 
 
 class Program(NamedTuple):
@@ -148,7 +151,16 @@ def test_accumulation_changes_no_number(tmp_path, name):
     assert largest_difference(tmp_path / "1", tmp_path / "2") <= PROGRAMS[name].tolerance
 
 
-def test_contrastive_losses_are_those_of_one_graph_over_the_whole_batch(tmp_path):
+@pytest.mark.parametrize("repeats", [False, True], ids=["each item once", "an item twice in a step"])
+def test_contrastive_losses_are_those_of_one_graph_over_the_whole_batch(tmp_path, monkeypatch, repeats):
+    def loader_with_repeats(*args, seed=None, **options):
+        return GlobalLoader(*args, seed=seed, order=None if seed is None else with_repeats, **options)
+
+    def with_repeats(epoch):
+        return torch.randint(10, (100,))
+
+    if repeats:
+        monkeypatch.setattr("examples.contrastive.GlobalLoader", loader_with_repeats)
     for name, flags in ("two_passes", ["--gradient_accumulation_steps", 3]), ("one_graph", ["--one_graph"]):
         run_many.run("contrastive", ["--float64", *flags, "--output_dir", tmp_path / name])
     assert largest_difference(tmp_path / "two_passes", tmp_path / "one_graph") <= 1e-9

@@ -8,15 +8,11 @@ import torch.distributed as dist
 from fakes import fake_accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.launch import TrainingAccelerator
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.fsdp import update_average
-from utils.run import warn_of_batch_norm
-from utils.sampler import GlobalSampler
-from utils.topology import Layout
 
 
 @pytest.mark.parametrize(
@@ -105,22 +101,6 @@ def test_ddp_does_not_replace_the_statistics_by_those_of_rank_0(monkeypatch):
         assert replaced == [plain]
     finally:
         dist.destroy_process_group()
-
-
-def test_one_warning_says_that_statistics_are_not_averaged(capsys):
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    frozen = nn.Sequential(nn.BatchNorm1d(3)).eval()
-    for_batch = nn.BatchNorm1d(3, track_running_stats=False)
-    synchronised = nn.SyncBatchNorm(3)
-    attached = nn.BatchNorm1d(3)
-    BatchNorms(attached, TrainingAccelerator(cpu=True))
-    for models, micro_batches, warnings in (
-        ([model, nn.BatchNorm1d(3)], 2, 1),
-        ([model], 1, 0),
-        ([AveragedModel(model), frozen, for_batch, synchronised, attached], 2, 0),
-    ):
-        warn_of_batch_norm(models, GlobalSampler(8, 4, Layout(accumulation=micro_batches)))
-        assert capsys.readouterr().out.count("warning: ") == warnings
 
 
 class Operations(TorchDispatchMode):

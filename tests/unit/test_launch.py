@@ -1,5 +1,7 @@
 """make_accelerator: the flags it reads, trackers, the time-out, and what must be done before NCCL starts."""
 
+import copy
+import math
 import os
 import sys
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from torch.distributed import distributed_c10d
 from utils import banner, launch
 from utils.extras import trackers
 from utils.flags import ArgumentParser
-from utils.launch import make_accelerator
+from utils.launch import TrainingAccelerator, make_accelerator
 from utils.topology import resume_command, share_of_cores
 
 
@@ -365,3 +367,34 @@ def test_restarts_need_a_folder_and_a_store_of_their_own(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         make_accelerator(run_flags())
     assert "--max_restarts needs --rdzv_backend c10d" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "unfused"])
+def test_gradients_that_are_not_finite_stay_out_of_weights_and_moments(capsys, kind):
+    accelerator = TrainingAccelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    options = {"fused": kind != "unfused", **({"momentum": 0.9} if kind == "SGD" else {})}
+    optimizer = getattr(torch.optim, "AdamW" if kind == "unfused" else kind)(model.parameters(), 0.1, **options)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(number, factor):
+        accelerator.steps_done = number - 1
+        accelerator.backward(model(torch.ones(3, 2)).sum() * factor)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1, 1.0)
+    accelerator.check_norms()
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
+    if kind == "unfused":
+        with pytest.raises(SystemExit):
+            step(2, math.inf)
+    else:
+        step(2, math.nan)
+        step(3, 1.0)  # nor is there another one before the run stops
+        with pytest.raises(SystemExit):
+            accelerator.check_norms()
+    assert "the norm of the gradients is not finite in step 2: " in capsys.readouterr().err
+    after = [model.state_dict(), optimizer.state_dict()["state"]]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import time
 
@@ -18,6 +19,7 @@ from fakes import fake_accelerator
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from utils import agree
 from utils.errors import explain
 from utils.items import UnreadableItem
 from utils.loader import GlobalLoader, describe_data
@@ -811,7 +813,7 @@ def test_an_item_with_a_generator_of_its_own_is_warned_about(capsys, monkeypatch
     facts = make(OwnGenerator()).describe()
     assert facts["fingerprint"] == "differs"
     warning = capsys.readouterr().out
-    assert warning.startswith("warning: item 0 or 22 of the dataset differs when it is read twice")
+    assert re.match("warning: one of the items 0, [0-9, ]*, 22 differs when it is read twice", warning)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "x")
@@ -1050,3 +1052,27 @@ def test_different_test_data_are_different_data():
     train, one, other = (TensorDataset(torch.full((3,), value)) for value in (0, 1, 2))
     facts = [describe_data({"train": make(train), "test": make(test)})["fingerprint"] for test in (one, other)]
     assert facts[0] != facts[1]
+
+
+def test_ranks_whose_items_differ_between_the_same_ends_have_different_data():
+    """A vocabulary made from a set has special tokens at both ends, and its words in another order in each process."""
+    vocabularies = [[0, *words, 99] for words in (range(1, 99), range(98, 0, -1))]
+    found = {make(vocabulary).describe()["fingerprint"] for vocabulary in vocabularies}
+    assert len(found) == 2
+
+
+def test_an_order_is_compared_between_ranks_and_with_the_checkpoint_in_each_epoch(monkeypatch, capsys):
+    each = make(Squares(), order=lambda epoch: torch.arange(23).roll(epoch))
+    assert indices(each.epoch(5))[:2] == [18, 19]
+    saved = each.newest_order
+    each.check_order(saved)
+    each.check_order(None)
+    for change in (lambda: each.check_order([5, "0" * 16]), lambda: each.check_order([6, saved[1]])):
+        with pytest.raises(SystemExit):
+            change()
+        assert "has changed since the checkpoint was saved" in capsys.readouterr().err
+    other_rank = ("beta", {"order(5) of the train loader": "0" * 16})
+    monkeypatch.setattr(agree, "gather_object", lambda mine: [*mine, other_rank])
+    with pytest.raises(SystemExit):
+        each.epoch(5)
+    assert "rank 1 on beta has order(5) of the train loader '0000000000000000', not " in capsys.readouterr().err

@@ -127,6 +127,14 @@ def test_machines_that_an_operator_promised_are_there(monkeypatch, capsys, promi
     assert ("start with torchrun" in capsys.readouterr().err) is not is_right
 
 
+@pytest.mark.parametrize(("tasks", "processes", "is_warned"), [("4", 1, True), ("4", 4, False), ("1", 1, False)])
+def test_tasks_of_srun_that_train_alone_are_warned(monkeypatch, capsys, tasks, processes, is_warned):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    topology.check_topology(fake_accelerator(processes))
+    assert ("warning: srun started 4 tasks, and each trains" in capsys.readouterr().out) is is_warned
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),

@@ -104,7 +104,7 @@ class Checkpoints:
                 self.objects[name] = instance.scheduler if isinstance(instance, AcceleratedScheduler) else instance
             else:
                 stop(f"{name} cannot be saved: a {type(instance).__name__} has no state_dict and load_state_dict")
-        names = name_parameters(self.models, self.optimizers)
+        names = self.names = name_parameters(self.models, self.optimizers)
         # Models first: after a test, FSDP has some whole parameters, which no optimizer knows. Asking for the state of
         # a model shards them again.
         self.entries = {name: ModelState(model) for name, model in self.models.items()}

@@ -4,6 +4,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ..checkpoint.state import is_sharded, own_rows
 from ..console import stop
@@ -27,7 +28,9 @@ def load_pretrained(model: nn.Module, source: str, head: str | None = None) -> N
 
     Args:
         source: a .safetensors file, a file written by torch.save, or an https URL of one. No code in it is executed.
-        head: a last layer that keeps its weights if the file has a different number of classes; None: all must fit.
+            The weights may be its entry "state_dict" or "model", and have names that begin with "module.".
+        head: a last layer that keeps its weights if the file has none, or a different number of classes; None: all must
+            fit.
     """
     try:
         if any(map(is_sharded, model.parameters())):
@@ -38,9 +41,12 @@ def load_pretrained(model: nn.Module, source: str, head: str | None = None) -> N
             state = safetensors.torch.load_file(source)
         else:
             state = torch.load(source, map_location="cpu", weights_only=True)
+        for entry in ("state_dict", "model"):  # beside an epoch and an optimizer, as many scripts save it
+            state = state[entry] if isinstance(state.get(entry), dict) else state
+        consume_prefix_in_state_dict_if_present(state, "module.")  # of DistributedDataParallel
         if head:
             new_head = {f"{head}.{name}": tensor for name, tensor in model.get_submodule(head).state_dict().items()}
-            if any(state[name].shape != tensor.shape for name, tensor in new_head.items()):
+            if any(name not in state or state[name].shape != tensor.shape for name, tensor in new_head.items()):
                 state |= new_head
         model.load_state_dict(state)
     except Exception as error:  # no network, no such file, unknown format, different names, ...

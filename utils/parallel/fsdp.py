@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..checkpoint.state import own_rows
 from ..console import stop
@@ -147,6 +147,8 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
         for parameter, replacement in zip(whole, module.parameters(), strict=True):
             if parameter is not replacement:
                 replace(parameter, replacement)
+        if dynamo.backend == DynamoBackend.NO:
+            module.register_forward_hook(refuse_freed)
     ids = [*map(id, model.parameters())]
 
     def check(*_) -> None:
@@ -158,6 +160,18 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(check, prepend=True)
     if dynamo.backend != DynamoBackend.NO:
         model.compile(**dynamo.to_kwargs())
+
+
+def refuse_freed(module: nn.Module, _, output) -> None:
+    """Stop if an output lies in memory that is free: torch would read what lies there now, or end the process."""
+    for tensor in tree_leaves(output):
+        is_whole = isinstance(tensor, torch.Tensor) and not hasattr(tensor, "to_local")
+        if is_whole and tensor.numel() and not tensor.untyped_storage().size():
+            name = type(module).__name__.removeprefix("FSDP")
+            stop(
+                f"the forward pass of {name} returns a parameter or a view of one, whose memory FSDP frees after that "
+                "pass: return a copy of it, such as parameter + 0.0"
+            )
 
 
 def build(accelerator: Accelerator, make_model: Callable[[], nn.Module], seed: int) -> nn.Module:

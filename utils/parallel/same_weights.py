@@ -6,22 +6,25 @@ script calls `loss.backward()` directly, or one rank changes a weight, the model
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agree import compare
-from ..checkpoint.state import is_sharded, own_rows, plain_name
+from ..checkpoint.state import is_sharded, own_rows
 from ..console import stop
+from .first_step import AVERAGE_BUFFERS, FirstStep, full_name, sum_of_bits
 
-AVERAGE_BUFFERS = "for BatchNorm, use BatchNorms from utils/parallel/batch_norm.py, as in resnet50.py"
 
-
-def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
+def check(accelerator: Accelerator, models: dict[str, nn.Module], first_step: FirstStep) -> None:
     """Stop if parameters or buffers of models from `prepare` differ; sharded ones, between replicas. Collective.
 
     What is compared is the sum of their bits as integers, because a floating-point sum depends on the order of
     additions, which differs between devices. Without virtual processes, buffers that DDP broadcasts may differ: the
     next forward pass begins with those of rank 0, which are saved. Others would stay different until a resume.
+
+    Args:
+        first_step: what it saw tells the cause.
     """
     tensors, has_replicas = {}, accelerator.layout.replicas > 1  # with HSDP, of each shard
     for owner, model in models.items():
@@ -32,7 +35,7 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
         for name, tensor in model.state_dict(keep_vars=True).items():
             is_compared = tensor not in broadcast and (has_replicas or not is_sharded(tensor))
             if isinstance(tensor, torch.Tensor) and is_compared:
-                tensors[f"{owner}.{plain_name(name).removeprefix('module.')}"] = tensor
+                tensors[full_name(owner, name)] = tensor
     if not tensors:
         return
     sums = torch.stack([sum_of_bits(own_rows(t)[0]).to(accelerator.device) for t in tensors.values()])  # copied once
@@ -43,20 +46,31 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
     _, ranks, differing = compare(dict(zip(tensors, sums.tolist(), strict=True)))
     if differing:
         name = next(iter(differing))
-        advice = f"this buffer depends on the process's own samples: {AVERAGE_BUFFERS}"
-        if is_sharded(tensors[name]):
-            advice = "HSDP copies no weights between replicas: all processes must make them from the same seed or files"
-        elif isinstance(tensors[name], nn.Parameter):
-            advice = (
-                "DDP averages gradients only in accelerator.backward, and only of parameters that required them at "
-                "prepare(): to unfreeze layers later, freeze them after prepare(), and create the accelerator with "
-                "find_unused_parameters=True"
-            )
+        advice = cause(name, tensors[name], models[name.partition(".")[0]], first_step)
         stop(f"the processes have different weights: {name} differs between rank 0 and {ranks[0]}. {advice}")
 
 
-def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's values, each reinterpreted as an integer of the same size; int64, ()."""
-    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(integers[tensor.element_size()]).sum(dtype=torch.int64)
+def cause(name: str, tensor: torch.Tensor, model: nn.Module, first_step: FirstStep) -> str:
+    """Why a tensor differs between processes, and what to do. Collective."""
+    is_written = any(gather_object([name in first_step.written]))
+    ddp = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    if not isinstance(tensor, nn.Parameter):
+        return f"This buffer depends on the process's own samples: {AVERAGE_BUFFERS}"
+    if is_written:
+        return (
+            "The forward pass writes into it, on each process for its own samples, as nn.Embedding(max_norm=...) does: "
+            "write after optimizer.step() instead, for all rows, under torch.no_grad()"
+        )
+    if is_sharded(tensor):
+        return "HSDP copies no weights between replicas: all processes must make them from the same seed or files"
+    if name.partition(".")[0] not in first_step.called:
+        return (
+            "The forward pass of the model from prepare() never ran, so DDP averages no gradients: call that model, "
+            "and not its .module or accelerator.unwrap_model(...)"
+        )
+    if ddp and not any(tensor in part.averaged for part in ddp):
+        return (
+            "DDP averages only gradients of parameters that required them at prepare(): to unfreeze layers later, "
+            "freeze them after prepare(), and create the accelerator with find_unused_parameters=True"
+        )
+    return "Gradients are averaged only in accelerator.backward, and nothing else may change a weight on one process"

@@ -38,7 +38,6 @@ from torch.optim import Optimizer
 from ..checkpoint.state import is_sharded, own_rows
 from ..console import plural, stop
 from ..topology import data_parallel_gpus
-from .same_weights import AVERAGE_BUFFERS, sum_of_bits
 
 BUCKET = 2**22  # gradients that are exchanged at a time
 
@@ -423,7 +422,6 @@ def sum_gradients_by_tree(
     """Make `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective."""
     for optimizer in optimizers if accelerator.device.type == "cpu" else ():
         unfuse(optimizer)
-    before = bits_of_buffers(models)
     sums = []
     for model in models:
         model = model._orig_mod if is_compiled_module(model) else model  # by dynamo_config
@@ -442,10 +440,6 @@ def sum_gradients_by_tree(
             yield
         finally:
             accelerator.gradient_accumulation_steps = accumulation
-        if before:
-            check_buffers(before, bits_of_buffers(models))
-        if accelerator.sync_gradients:  # the first step is enough
-            before.clear()
         for gradient_sum in sums:
             gradient_sum.collect()
 
@@ -457,25 +451,6 @@ def unfuse(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("fused"):
             group["fused"] = None
-
-
-def bits_of_buffers(models: list[nn.Module]) -> dict[tuple[nn.Module, str], int]:
-    """`sum_of_bits` of each saved buffer by model and name, except those that `BatchNorms.averaged` changes."""
-    averaged = [layer for model in models for layer in model.modules() if getattr(layer, "is_averaged", False)]
-    buffers = {buffer for model in models for buffer in model.buffers()}
-    buffers -= {buffer for layer in averaged for buffer in layer.buffers()}
-    saved = {(model, name): t for model in models for name, t in model.state_dict(keep_vars=True).items()}
-    return {key: int(sum_of_bits(tensor)) for key, tensor in saved.items() if tensor in buffers}
-
-
-def check_buffers(before: dict, after: dict) -> None:
-    """Stop if a buffer has changed between two `bits_of_buffers`: each process would have a value of its own."""
-    for (model, name), bits in after.items():
-        if bits != before.get((model, name), bits):
-            stop(
-                f"the forward pass changes the buffer {name.removeprefix('module.')}, which --virtual_processes cannot "
-                f"add up over processes: {AVERAGE_BUFFERS}; otherwise leave --virtual_processes out"
-            )
 
 
 def exact_sums(accelerator: Accelerator, columns: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:

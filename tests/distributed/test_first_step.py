@@ -1,0 +1,86 @@
+"""What would make numbers depend on the number of processes is said in the first step, on every topology alike."""
+
+import json
+
+import pytest
+from conftest import ROOT
+from fakes import fake_accelerator
+from torch import nn
+
+from utils.parallel.first_step import FirstStep
+
+TOPOLOGIES = {
+    "one process": ("cpu", []),
+    "accumulation": ("cpu", ["--gradient_accumulation_steps", 2]),
+    "DDP": ("cpu_ddp", []),
+    "DDP, accumulation": ("cpu_ddp", ["--gradient_accumulation_steps", 2]),
+    "FSDP": ("cpu_fsdp", []),
+    "HSDP": ("cpu_hsdp", []),
+    "virtual processes": ("cpu_ddp", ["--virtual_processes", 4]),
+    "virtual processes, FSDP": ("cpu_fsdp", ["--virtual_processes", 4]),
+}
+ONE = {"one process", "accumulation"}
+MICRO_BATCHES = set(TOPOLOGIES) - {"one process"}
+SHARDED = {"FSDP", "HSDP", "virtual processes, FSDP"}
+DDP = set(TOPOLOGIES) - ONE - SHARDED
+
+# By case: what is said, and on which topologies. On the others nothing is said, and the run trains to its end.
+SAID = {
+    "ok": [],
+    "batch_norm": [("the forward pass changes model.norm.num_batches_tracked", MICRO_BATCHES)],
+    "batch_norm averaged": [],
+    "frozen batch_norm": [],
+    "instance_norm": [("the forward pass changes model.norm.running_mean", MICRO_BATCHES)],
+    "spectral_norm": [("the forward pass changes model.norm.parametrizations.weight.0._u", MICRO_BATCHES)],
+    "codebook": [("the forward pass changes model.codes by", MICRO_BATCHES)],
+    "reassigned": [("the forward pass changes model.codes by", MICRO_BATCHES)],
+    "unsaved": [
+        ("the forward pass changes model.unsaved, which no checkpoint has", set(TOPOLOGIES)),
+        ("the forward pass changes model.unsaved by", MICRO_BATCHES),
+    ],
+    "cache": [],
+    "max_norm": [
+        ("writes into model.words.weight: FSDP gathers a copy", SHARDED),
+        ("model.words.weight differs between rank 0 and rank 1 on", DDP),
+        ("The forward pass writes into it", DDP),
+    ],
+    "clipped": [("writes into model.out.weight: FSDP gathers a copy", SHARDED)],
+    "outside": [
+        ("optimizer trains optimizer.3 of shape (1,), which no model from", ONE | DDP),
+        ("a parameter to train or to clip is not sharded", SHARDED),
+    ],
+    "frozen on rank 1": [("words.weight is trained on rank 0 on", DDP | SHARDED)],
+    "beside": [("The forward pass of the model from prepare() never ran", DDP - {"virtual processes"})],
+    "thawed": [("DDP averages only gradients of parameters that required", DDP - {"virtual processes"})],
+    "thawed later": [("DDP averages only gradients of parameters that required", DDP)],
+    "changed on rank 1": [
+        ("nothing else may change a weight on one process", DDP),
+        ("HSDP copies no weights between replicas", {"HSDP"}),
+    ],
+}
+LATER = {"thawed later"}
+
+
+@pytest.mark.parametrize(
+    "topology", [name if name == "DDP" else pytest.param(name, marks=pytest.mark.slow) for name in TOPOLOGIES]
+)
+def test_what_depends_on_the_number_of_processes_is_said_in_the_first_step(launcher, topology):
+    config, flags = TOPOLOGIES[topology]
+    done = launcher(config, "--cases", *SAID, *flags, script=ROOT / "tests" / "programs" / "first_step")
+    runs = json.loads(done.stdout.partition("SAID ")[2].splitlines()[0])
+    for case, expected in SAID.items():
+        said, last_step = "\n".join(runs[case]["said"]), runs[case]["last_step"]
+        sentences = [sentence for sentence, topologies in expected if topology in topologies]
+        for sentence in sentences:
+            assert sentence in said, (case, said)
+        if not sentences:
+            assert said.startswith("done: "), (case, said)
+        assert last_step == (6 if case in LATER or "error: " not in said else 0), (case, said)
+
+
+def test_statistics_of_all_processes_are_no_reason_for_a_warning(capsys):
+    first_step = FirstStep(fake_accelerator(2), {})
+    for layer in (nn.SyncBatchNorm(3), nn.BatchNorm1d(3)):
+        first_step.changed = {"model.running_mean": layer}
+        first_step.end()
+        assert ("warning: the forward pass changes" in capsys.readouterr().out) == (type(layer) is nn.BatchNorm1d)
