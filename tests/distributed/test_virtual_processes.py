@@ -486,9 +486,8 @@ def bits(folder) -> dict:
     found = run_reader.final_models(folder)
     step = run_reader.last_checkpoint(folder)
     for file, tensors in run_reader.checkpoint(step)[1].items():  # whole, also of shards
-        if file != "processes.safetensors":  # the metrics of each process
-            data = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            found[f"checkpoints/{step.name}/{file}"] = hashlib.sha256(safetensors.torch.save(data)).hexdigest()
+        data = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        found[f"checkpoints/{step.name}/{file}"] = hashlib.sha256(safetensors.torch.save(data)).hexdigest()
     return found | {f"{line['split']} {line['step']}": line for line in run_reader.lines(folder)}
 
 
