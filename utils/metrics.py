@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -13,25 +12,7 @@ from .randomness import widest_float
 
 # The other keys of a line in metrics.jsonl.
 RESERVED = {"split", "step", "epoch", "samples", "lr", "samples_per_s", "data_wait_pct"}
-MOST_ROWS = 256  # of a metric, before they are added up
-
-
-class Row(NamedTuple):
-    """What a micro-batch counts for a metric: (n,) each."""
-
-    values: torch.Tensor
-    weights: torch.Tensor | None
-    indices: torch.Tensor
-    step: int
-
-
-class Sums(NamedTuple):
-    """Of k rows of a metric, on the device."""
-
-    name: str
-    steps: tuple[int, ...]
-    numbers: torch.Tensor  # (2, k): the weighted sum of each row's values, and the sum of its weights
-    bad: torch.Tensor | None  # int64 (2, k), of a loss: how many values are not finite, and the index of one of them
+MOST_ROWS = 512  # before they are added up
 
 
 class Metrics:
@@ -49,15 +30,16 @@ class Metrics:
 
     def __init__(self, accelerator: Accelerator, saved: dict | None = None, test_after: int | None = None):
         self.accelerator, self.test_after = accelerator, test_after
-        self._begin(saved or {})
+        self._begin(saved or {"samples": 0, "sums": {}})
 
     def _begin(self, saved: dict) -> None:
-        self.saved_samples = saved.get("samples", 0)
-        self.saved = {name: [[*map(float, parts)] for parts in pair] for name, pair in saved.get("sums", {}).items()}
-        self.samples, self.last_indices = 0, None
+        self.saved, self.samples, self.last_indices = saved, 0, None
         self.last_batches: dict[str, torch.Tensor] = {}  # by metric, the indices of the last batch that has it
-        self.rows: dict[str, list[Row]] = {}
-        self.sums: list[Sums] = []
+        # Of a micro-batch and a metric: values, their weights if any, the samples' indices, (n,) each; (name, step).
+        self.rows: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, tuple[str, int]]] = []
+        # Of rows that are added up: (name, step) of each; (4, rows): the weighted sum, the sum of the weights, how many
+        # values are not finite, and the index of one of them.
+        self.sums: list[tuple[list[tuple[str, int]], torch.Tensor]] = []
 
     def add(self, batch, *, weights: torch.Tensor | None = None, step: int = 0, **values: torch.Tensor) -> None:
         """Count the samples of a Batch: `add(batch, loss=losses, accuracy=logits.argmax(1) == labels)`.
@@ -92,38 +74,35 @@ class Metrics:
             if self.last_batches.get(name) is batch.indices:
                 raise ValueError(f"metric {name} is added twice for one batch")
             self.last_batches[name] = batch.indices
-            rows = self.rows.setdefault(name, [])
-            if count == 0:  # a stand-in
-                continue
-            weight = loss_weights if is_loss(name) else weights
-            rows.append(Row(columns[f"metric {name}"], weight, indices, step))
-            if len(rows) == MOST_ROWS:
-                self._add_up(name)
+            if count > 0:  # not a stand-in
+                weight = loss_weights if is_loss(name) else weights
+                self.rows.append((columns[f"metric {name}"], weight, indices, (name, step)))
         if batch.indices is not self.last_indices:
             self.samples += count
         self.last_indices = batch.indices
+        if len(self.rows) >= MOST_ROWS:
+            self._add_up()
 
-    def _add_up(self, name: str) -> None:
-        """Move the rows of a metric into its sums, without waiting for the device: one addition for many rows."""
-        rows_by_kind: dict[tuple, list[Row]] = {}
-        for row in self.rows[name]:
-            kind = row.values.shape, row.values.dtype, None if row.weights is None else row.weights.dtype
+    def _add_up(self) -> None:
+        """Add up each row, many at a time, without waiting for the device."""
+        rows_by_kind: dict[tuple, list] = {}
+        for row in self.rows:
+            values, weights, *_ = row
+            kind = values.shape, values.dtype, None if weights is None else weights.dtype
             rows_by_kind.setdefault(kind, []).append(row)
-        self.rows[name] = []
+        self.rows = []
         for rows in rows_by_kind.values():
-            values, weights, indices, steps = zip(*rows, strict=True)
-            terms = torch.stack(values).to(widest_float(self.accelerator.device))
+            values, weights, indices, keys = zip(*rows, strict=True)
+            values = torch.stack(values).to(widest_float(self.accelerator.device))
             if weights[0] is None:
-                weights = torch.full_like(terms[:, 0], terms.shape[1])
+                weights = torch.full_like(values[:, 0], values.shape[1])
             else:
-                weights = torch.stack(weights).to(terms)
-                terms = (terms * weights).masked_fill(weights == 0, 0)
+                weights = torch.stack(weights).to(values)
+                values = (values * weights).masked_fill(weights == 0, 0)
                 weights = add_columns(weights)
-            bad = None
-            if is_loss(name):
-                is_bad = terms * 0 != 0  # on CPUs 10 times faster than isfinite
-                bad = torch.stack([is_bad.sum(1), torch.where(is_bad, torch.stack(indices), -1).amax(1)])
-            self.sums.append(Sums(name, steps, torch.stack([add_columns(terms), weights]), bad))
+            is_bad = values * 0 != 0  # on CPUs 10 times faster than isfinite
+            bad = is_bad.sum(1), torch.where(is_bad, torch.stack(indices), -1).amax(1)
+            self.sums.append((keys, torch.stack([add_columns(values), weights, *bad])))
 
     def reduce(self) -> dict[str, float]:
         """The means by name, losses first, and "samples", over all processes; then start again. Collective.
@@ -133,7 +112,7 @@ class Metrics:
         stops the run.
         """
         sums, samples = self._over_processes()
-        self._begin({})
+        self._begin({"samples": 0, "sums": {}})
         means = {}
         for name, pair in sums.items():
             total, weight = map(math.fsum, pair)
@@ -150,40 +129,34 @@ class Metrics:
         sums = {name: [[*map(repr, parts)] for parts in pair] for name, pair in sums.items()}
         return {"samples": samples, "sums": sums}
 
-    def _own(self) -> tuple[dict[str, list[list[float]]], list[tuple[int, str, int, int]]]:
-        """This process's sums by metric; of each micro-batch with a loss that is not finite, step, name and `bad`."""
-        for name in self.rows:
-            self._add_up(name)
-        terms, bad = {name: ([], []) for name in self.rows}, []
-        if self.sums:  # waits once for the device
-            numbers = torch.cat([sums.numbers for sums in self.sums], dim=1).cpu()
-            for sums, part in zip(self.sums, numbers.split([len(sums.steps) for sums in self.sums], 1), strict=True):
-                for mine, more in zip(terms[sums.name], part.tolist(), strict=True):
-                    mine += more
-                if sums.bad is not None and not part.isfinite().all():
-                    rows = zip(sums.steps, *sums.bad.tolist(), strict=True)
-                    bad += [(step, sums.name, count, index) for step, count, index in rows if count]
-        return {name: [exact_sum(values), exact_sum(weights)] for name, (values, weights) in terms.items()}, bad
-
     def _over_processes(self) -> tuple[dict[str, list[list[float]]], int]:
         """By metric, the weighted sum and the sum of the weights, by `exact_sum`; and the number of samples."""
-        own, bad = self._own()
+        self._add_up()
+        keys = [key for keys, _ in self.sums for key in keys]
+        columns = torch.cat([sums for _, sums in self.sums], dim=1).T.tolist() if keys else []  # waits for the device
+        own, bad = {name: ([], []) for name in self.last_batches}, []
+        for (name, step), (value, weight, num_bad, sample) in zip(keys, columns, strict=True):
+            own[name][0].append(value)
+            own[name][1].append(weight)
+            if num_bad and is_loss(name):
+                bad.append((step, name, int(num_bad), int(sample)))
+        own = {name: [*map(exact_sum, pair)] for name, pair in own.items()}
         by_rank = gather_object([(own, self.samples, bad)])
-        self._stop_if_bad([row for _, _, rows in by_rank for row in rows])
+        self._stop_if_bad([found for *_, bad in by_rank for found in bad])
         everyone = [sums for sums, _, _ in by_rank]
         # In a pipeline, only the last stage has losses.
         if self.accelerator.split_batch and {} in everyone and any(everyone):
             stop(f"rank {everyone.index({})} added no metrics and others did: add them on every rank")
-        everyone.append(self.saved)
+        everyone.append(self.saved["sums"])
         names = sorted({name for sums in everyone for name in sums}, key=lambda name: (not is_loss(name), name))
         total = {}
         for name in names:
             pairs = zip(*(sums[name] for sums in everyone if name in sums), strict=True)
-            total[name] = [exact_sum([*itertools.chain(*parts)]) for parts in pairs]
-        return total, self.saved_samples + sum(samples for _, samples, _ in by_rank)
+            total[name] = [exact_sum([*map(float, itertools.chain(*parts))]) for parts in pairs]
+        return total, self.saved["samples"] + sum(samples for _, samples, _ in by_rank)
 
     def _stop_if_bad(self, bad: list[tuple[int, str, int, int]]) -> None:
-        """bad: as from `_own`."""
+        """bad: the step, the loss, how many samples and the index of one, of each micro-batch that has some."""
         if not bad:
             return
         first_step, loss, *_ = min(bad)
