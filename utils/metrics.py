@@ -1,45 +1,45 @@
 """Metrics over all processes in which every sample counts once."""
 
+import itertools
 import math
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from .console import stop
+from .console import plural, stop
 from .randomness import widest_float
 
 # The other keys of a line in metrics.jsonl.
 RESERVED = {"split", "step", "epoch", "samples", "lr", "samples_per_s", "data_wait_pct"}
-COLUMNS = ("value", "weight", "index", "step")
+MOST_ROWS = 512  # before they are added up
 
 
 class Metrics:
     """Weighted means of named values over the samples since the last `reduce`.
 
-    The values stay on the device, and `add` never waits for it. Each metric has its own samples and weights, so steps
-    and ranks may add different metrics.
+    The values stay on the device, where they are added up per micro-batch, and `add` never waits for it. These sums are
+    added exactly, so it does not matter which process has which micro-batch. Each metric has its own samples and
+    weights, so steps and ranks may add different metrics.
 
     Args:
-        state: what another one's `state()` returned, to continue from.
+        saved: what another one's `state()` returned, to continue from.
         test_after: steps before this test, for the message about a loss that is not finite; None: metrics of the
             training.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, state: dict[str, torch.Tensor] | None = None, test_after: int | None = None
-    ):
+    def __init__(self, accelerator: Accelerator, saved: dict | None = None, test_after: int | None = None):
         self.accelerator, self.test_after = accelerator, test_after
-        self.ones = torch.ones(1, dtype=widest_float(accelerator.device), device=accelerator.device)
-        self.samples, self.last_indices = 0, None
-        # By metric, COLUMNS for each call of `add`: (n,) each; a weight may be None, and a step an int.
-        self.rows: dict[str, list[dict]] = {}
-        for key, tensor in (state or {}).items():
-            column, _, name = key.partition(":")
-            if column == "samples":
-                self.samples = int(tensor.sum())
-            else:
-                self.rows.setdefault(name, [{}])[0][column] = tensor.to(accelerator.device)
+        self._begin(saved or {"samples": 0, "sums": {}})
+
+    def _begin(self, saved: dict) -> None:
+        self.saved, self.samples, self.last_indices = saved, 0, None
+        self.last_batches: dict[str, torch.Tensor] = {}  # by metric, the indices of the last batch that has it
+        # Of a micro-batch and a metric: values, their weights if any, the samples' indices, (n,) each; (name, step).
+        self.rows: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, tuple[str, int]]] = []
+        # Of rows that are added up: (name, step) of each; (4, rows): the weighted sum, the sum of the weights, how many
+        # values are not finite, and the index of one of them.
+        self.sums: list[tuple[list[tuple[str, int]], torch.Tensor]] = []
 
     def add(self, batch, *, weights: torch.Tensor | None = None, step: int = 0, **values: torch.Tensor) -> None:
         """Count the samples of a Batch: `add(batch, loss=losses, accuracy=logits.argmax(1) == labels)`.
@@ -69,16 +69,40 @@ class Metrics:
                     f"shape ({len(batch)},)"
                 )
         indices = batch.counted(batch.indices)
+        count = len(indices)
         for name in values:
-            rows = self.rows.setdefault(name, [])
-            if rows and rows[-1]["index"] is indices:
+            if self.last_batches.get(name) is batch.indices:
                 raise ValueError(f"metric {name} is added twice for one batch")
-            value, weight = columns[f"metric {name}"], loss_weights if is_loss(name) else weights
-            weight = None if weight is None else batch.counted(weight)
-            rows.append({"value": batch.counted(value), "weight": weight, "index": indices, "step": step})
+            self.last_batches[name] = batch.indices
+            if count > 0:  # not a stand-in
+                weight = loss_weights if is_loss(name) else weights
+                self.rows.append((columns[f"metric {name}"], weight, indices, (name, step)))
         if batch.indices is not self.last_indices:
-            self.samples += len(indices)
+            self.samples += count
         self.last_indices = batch.indices
+        if len(self.rows) >= MOST_ROWS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Add up each row, many at a time, without waiting for the device."""
+        rows_by_kind: dict[tuple, list] = {}
+        for row in self.rows:
+            values, weights, *_ = row
+            kind = values.shape, values.dtype, None if weights is None else weights.dtype
+            rows_by_kind.setdefault(kind, []).append(row)
+        self.rows = []
+        for rows in rows_by_kind.values():
+            values, weights, indices, keys = zip(*rows, strict=True)
+            values = torch.stack(values).to(widest_float(self.accelerator.device))
+            if weights[0] is None:
+                weights = torch.full_like(values[:, 0], values.shape[1])
+            else:
+                weights = torch.stack(weights).to(values)
+                values = (values * weights).masked_fill(weights == 0, 0)
+                weights = add_columns(weights)
+            is_bad = values * 0 != 0  # on CPUs 10 times faster than isfinite
+            bad = is_bad.sum(1), torch.where(is_bad, torch.stack(indices), -1).amax(1)
+            self.sums.append((keys, torch.stack([add_columns(values), weights, *bad])))
 
     def reduce(self) -> dict[str, float]:
         """The means by name, losses first, and "samples", over all processes; then start again. Collective.
@@ -87,71 +111,87 @@ class Metrics:
         one process has fewer samples. If the weights add up to 0, the mean is nan. A loss that is not finite
         stops the run.
         """
-        sums = self._sums()
-        samples, _ = sums.pop("samples")
-        self.rows, self.samples, self.last_indices = {}, 0, None
-        means = {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
-        return means | {"samples": int(samples)}
+        sums, samples = self._over_processes()
+        self._begin({"samples": 0, "sums": {}})
+        means = {}
+        for name, pair in sums.items():
+            total, weight = map(math.fsum, pair)
+            means[name] = total / weight if weight else math.nan
+        return means | {"samples": samples}
 
-    def check(self) -> None:
-        """`reduce` without its result, to stop before a loss that is not finite gets into a checkpoint. Collective."""
-        self._sums()
+    def state(self) -> dict:
+        """The sums over all processes since the last `reduce`, as JSON, the same on all of them. Collective.
 
-    def _sums(self) -> dict[str, tuple[float, float]]:
-        """By metric and for "samples": the weighted sum and the sum of the weights, over all processes."""
-        by_rank = gather_object([list(self.rows)])
+        A loss that is not finite stops the run, before it gets into a checkpoint.
+        """
+        sums, samples = self._over_processes()
+        # As strings: nan, which is not equal to itself, would make two copies of a checkpoint different.
+        sums = {name: [[*map(repr, parts)] for parts in pair] for name, pair in sums.items()}
+        return {"samples": samples, "sums": sums}
+
+    def _over_processes(self) -> tuple[dict[str, list[list[float]]], int]:
+        """By metric, the weighted sum and the sum of the weights, by `exact_sum`; and the number of samples."""
+        self._add_up()
+        keys = [key for keys, _ in self.sums for key in keys]
+        columns = torch.cat([sums for _, sums in self.sums], dim=1).T.tolist() if keys else []  # waits for the device
+        own, bad = {name: ([], []) for name in self.last_batches}, []
+        for (name, step), (value, weight, num_bad, sample) in zip(keys, columns, strict=True):
+            own[name][0].append(value)
+            own[name][1].append(weight)
+            if num_bad and is_loss(name):
+                bad.append((step, name, int(num_bad), int(sample)))
+        own = {name: [*map(exact_sum, pair)] for name, pair in own.items()}
+        by_rank = gather_object([(own, self.samples, bad)])
+        self._stop_if_bad([found for *_, bad in by_rank for found in bad])
+        everyone = [sums for sums, _, _ in by_rank]
         # In a pipeline, only the last stage has losses.
-        if self.accelerator.layout.split_batch and [] in by_rank and any(by_rank):
-            stop(f"rank {by_rank.index([])} added no metrics and others did: add them on every rank")
-        # Sorted: a checkpoint may have restored them in a different order.
-        names = sorted({name for names in by_rank for name in names}, key=lambda name: (not is_loss(name), name))
-        columns = [self._columns(name) for name in names] + [(self.ones * self.samples, self.ones)]
-        if self.accelerator.layout.virtual_processes:
-            from .parallel.virtual_processes import exact_sums
-
-            sums = exact_sums(self.accelerator, columns)
-        else:
-            # Not `values @ weights`: a dot product adds in a different order on different numbers of threads.
-            own = [terms.sum() for values, weights in columns for terms in (values * weights, weights)]
-            sums = self.accelerator.reduce(torch.stack(own), "sum").tolist()
-        sums = dict(zip([*names, "samples"], zip(sums[::2], sums[1::2], strict=True), strict=True))
+        if self.accelerator.layout.split_batch and {} in everyone and any(everyone):
+            stop(f"rank {everyone.index({})} added no metrics and others did: add them on every rank")
+        everyone.append(self.saved["sums"])
+        names = sorted({name for sums in everyone for name in sums}, key=lambda name: (not is_loss(name), name))
+        total = {}
         for name in names:
-            if is_loss(name) and not math.isfinite(sums[name][0]):
-                self._stop_at_first_bad(name)
-        return sums
+            pairs = zip(*(sums[name] for sums in everyone if name in sums), strict=True)
+            total[name] = [exact_sum([*map(float, itertools.chain(*parts))]) for parts in pairs]
+        return total, self.saved["samples"] + sum(samples for _, samples, _ in by_rank)
 
-    def _columns(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """This process's values of a metric, 0 where they have no weight, and their weights; (N,) each."""
-        rows = self.rows.get(name, [])
-        values = torch.cat([row["value"] for row in rows] or [self.ones[:0]]).to(self.ones)
-        if all(row["weight"] is None for row in rows):
-            return values, self.ones.expand(len(values))
-        weights = [torch.ones_like(row["index"]) if row["weight"] is None else row["weight"] for row in rows]
-        weights = torch.cat(weights).to(self.ones)
-        return values.masked_fill(weights == 0, 0), weights
-
-    def _stop_at_first_bad(self, name: str) -> None:
-        mine = self.state()
-        value, weight, indices, steps = (mine.get(f"{column}:{name}", torch.zeros(0)) for column in COLUMNS)
-        here = ~(value * weight).isfinite()
-        bad = gather_object(list(zip(steps[here].tolist(), indices[here].tolist(), strict=True)))
-        step = min(step for step, _ in bad)
-        samples = sorted(sample for at, sample in bad if at == step)
-        when = f"at step {step}" if self.test_after is None else f"in the test after step {self.test_after}"
-        shown = ", ".join(map(str, samples[:10])) + ", ..." * (len(samples) > 10)
+    def _stop_if_bad(self, bad: list[tuple[int, str, int, int]]) -> None:
+        """bad: the step, the loss, how many samples and the index of one, of each micro-batch that has some."""
+        if not bad:
+            return
+        first_step, loss, *_ = min(bad)
+        of_step = [row for step, name, *row in bad if (step, name) == (first_step, loss)]
+        count, samples = sum(n for n, _ in of_step), sorted(sample for _, sample in of_step)[:10]
+        shown = ", ".join(map(str, samples)) + ", ..." * (count > len(samples))
+        when = f"at step {first_step}" if self.test_after is None else f"in the test after step {self.test_after}"
         stop(
-            f"the {name} is not finite {when}, for {len(samples)} samples with these indices in the data: {shown}; "
+            f"the {loss} is not finite {when}, for {plural(count, 'sample')} with these indices in the data: {shown}; "
             "the last checkpoint is from before it"
         )
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """What this process collected since the last `reduce`, for a checkpoint: tensors with one entry per sample."""
-        state = {"samples": torch.tensor([self.samples])} if self.samples else {}
-        for name, rows in self.rows.items():
-            steps = [torch.as_tensor(row["step"]).expand(row["index"].shape).cpu() for row in rows]
-            columns = [*self._columns(name), torch.cat([row["index"] for row in rows]), torch.cat(steps)]
-            state |= {f"{column}:{name}": part.cpu() for column, part in zip(COLUMNS, columns, strict=True)}
-        return state
+
+def exact_sum(terms: list[float]) -> list[float]:
+    """The exact sum, as the sum of a few floats: the sum rounded to a float, then the rest, and so on.
+
+    So it depends neither on the order of the terms nor on sums of some of them by this function.
+    """
+    if not math.isfinite(total := sum(terms)):
+        return [total]
+    parts = []
+    while rest := math.fsum([*terms, *(-part for part in parts)]):
+        parts.append(rest)
+    return parts
+
+
+def add_columns(terms: torch.Tensor) -> torch.Tensor:
+    """The sum of each row of `terms` (rows, columns), which it overwrites: (rows,).
+
+    Halves are added elementwise: in torch.sum, strides decide the order of additions, and on GPUs the shape.
+    """
+    while terms.shape[1] > 1:
+        terms, right = terms.tensor_split(2, dim=1)
+        terms[:, : right.shape[1]].add_(right)
+    return terms[:, 0]
 
 
 def is_loss(name: str) -> bool:

@@ -131,11 +131,11 @@ class Run:
         invariants |= {"total_steps": total_steps, "save_best": args.save_best} | (resume_invariants or {})
         folder = self.folder.path / "checkpoints"
         self.checkpoints = Checkpoints(accelerator, folder, checkpoint, invariants, args.keep_checkpoints)
-        self.step, self.extra, saved_metrics = self.checkpoints.load()
+        self.step, self.extra = self.checkpoints.load()
         self.best.load_state(self.extra)
         train_loader.check_sample(self.extra.get("sample"))
         train_loader.check_order(self.extra.get("order"))
-        self.metrics = Metrics(accelerator, saved_metrics)
+        self.metrics = Metrics(accelerator, self.extra.get("metrics"))
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
         )
@@ -274,11 +274,10 @@ class Run:
             same_weights.check(self.accelerator, models, self.first_step)
 
     def _save(self) -> None:
-        self.metrics.check()
+        seen = {"metrics": self.metrics.state(), "order": self.train_loader.newest_order}  # stops at a loss that is nan
         self._check_weights()
-        sample = self.train_loader.last_sample() if self.accelerator.is_main_process else None
-        seen = {"sample": sample, "order": self.train_loader.newest_order}
-        self.checkpoints.save(self.step, self.metrics.state(), {**self.extra, **seen}, self.folder.sync)
+        seen["sample"] = self.train_loader.last_sample() if self.accelerator.is_main_process else None
+        self.checkpoints.save(self.step, {**self.extra, **seen}, self.folder.sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.

@@ -384,7 +384,7 @@ def test_two_backward_passes_of_a_model_in_one_micro_batch_are_refused(step):
 
 
 SMALL_RESNET = ROOT / "tests" / "programs" / "small_resnet"
-COMMON = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 1]
+COMMON = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--log_every", 2]  # a log line may begin before a resume
 SCRIPTS = {
     "mlp": [
         *("--virtual_processes", 8, "--activation", "relu", "--dropout", 0.1, "--hidden", 32),
@@ -443,9 +443,8 @@ def bits(folder) -> dict:
     found = run_reader.final_models(folder)
     step = run_reader.last_checkpoint(folder)
     for file, tensors in run_reader.checkpoint(step)[1].items():  # whole, also of shards
-        if file != "processes.safetensors":  # the metrics of each process
-            data = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            found[f"checkpoints/{step.name}/{file}"] = hashlib.sha256(safetensors.torch.save(data)).hexdigest()
+        data = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        found[f"checkpoints/{step.name}/{file}"] = hashlib.sha256(safetensors.torch.save(data)).hexdigest()
     return found | {f"{line['split']} {line['step']}": line for line in run_reader.lines(folder)}
 
 
@@ -455,7 +454,7 @@ def bits(folder) -> dict:
 def test_model_optimizer_and_log_are_the_same_bits(runs, name, other):
     expected, found = bits(runs / name / "1"), bits(runs / name / other)
     assert any(file.startswith("checkpoints") and "optim" in file for file in expected)
-    assert len([key for key in expected if key.startswith("train")]) >= 4
+    assert len([key for key in expected if key.startswith("train")]) >= 2
     assert found == expected
 
 

@@ -226,7 +226,6 @@ def test_the_newest_common_checkpoint_is_compared_and_the_largest_difference_nam
         add_checkpoint(run, 1, {"x": torch.tensor(9.0 * large)})
         add_checkpoint(run, 2, {"small": torch.tensor(small), "large": torch.tensor(1.0)})
         add_checkpoint(run, 2, {"exp_avg": torch.tensor(large)}, file="optimizer")
-        add_checkpoint(run, 2, {"seed": torch.tensor(large)}, file="processes")
     add_checkpoint(a, 3, {"x": torch.ones(1)})
     printed = command("a", "b")
     assert printed[0] == 1

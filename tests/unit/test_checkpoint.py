@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from utils import agree, checkpoint
 from utils.checkpoint import Checkpoints, read_checkpoint, save_model
 from utils.checkpoint import folder as disk
-from utils.checkpoint.folder import PROCESSES, Problem, SavedTensor, newest_first, write_manifest
+from utils.checkpoint.folder import Problem, SavedTensor, newest_first, write_manifest
 from utils.checkpoint.state import digest_of_factors, own_files, parts_of
 
 
@@ -98,19 +98,18 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 def test_everything_that_a_step_needs_comes_back(tmp_path, accelerator):
-    """Buffers of BatchNorm, moments, the schedule, a scaler, and metrics."""
+    """Buffers of BatchNorm, moments, the schedule, a scaler, and what is JSON."""
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     first = build(0, accelerator)
     saver = checkpoints(accelerator, tmp_path, first, {"data": "x"})
     train(accelerator, first, 7)
-    saver.save(7, {"indices": torch.tensor([15])}, {"best": {"accuracy": [0.75, 3]}})
+    saver.save(7, {"best": {"accuracy": [0.75, 3]}})
     train(accelerator, first, 5)
 
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     second = build(1, accelerator)
-    step, extra, metrics = checkpoints(accelerator, tmp_path, second, {"data": "x"}).load()
-    assert (step, extra) == (7, {"best": {"accuracy": [0.75, 3]}})
-    assert metrics["indices"].tolist() == [15]
+    loaded = checkpoints(accelerator, tmp_path, second, {"data": "x"}).load()
+    assert loaded == (7, {"best": {"accuracy": [0.75, 3]}})
     assert accelerator.scaler.get_scale() == 1024.0
     train(accelerator, second, 5)
     assert_equal(first, second)
@@ -134,7 +133,7 @@ def test_any_schedule_goes_on(tmp_path, accelerator, name):
     first = build(0, accelerator, scheduler=SCHEDULERS[name])
     saver = checkpoints(accelerator, tmp_path, first)
     train(accelerator, first, 7)
-    saver.save(7, {}, {})
+    saver.save(7, {})
     second = build(1, accelerator, scheduler=SCHEDULERS[name])
     assert checkpoints(accelerator, tmp_path, second).load()[0] == 7
     for state in (first, second):
@@ -158,7 +157,7 @@ def test_any_optimizer_goes_on(tmp_path, accelerator, name):
     first = build(0, accelerator, kind, lambda opt: constant(opt, 1.0), **options)
     saver = checkpoints(accelerator, tmp_path, first)
     train(accelerator, first, 4)
-    saver.save(4, {}, {})
+    saver.save(4, {})
     second = build(1, accelerator, kind, lambda opt: constant(opt, 1.0), **options)
     assert checkpoints(accelerator, tmp_path, second).load()[0] == 4
     for state in (first, second):
@@ -190,7 +189,7 @@ def test_lbfgs_goes_on(tmp_path, accelerator):
 
     first, second = built(0), built(1)
     step(**first)
-    checkpoints(accelerator, tmp_path, first).save(1, {}, {})
+    checkpoints(accelerator, tmp_path, first).save(1, {})
     assert checkpoints(accelerator, tmp_path, second).load()[0] == 1
     assert not mapped(tmp_path)
     step(**first)
@@ -220,7 +219,7 @@ def test_moments_come_back_in_the_layout_of_their_weights(tmp_path, accelerator)
 
     first, other = build_convolution(0), build_convolution(1)
     step(first)
-    checkpoints(accelerator, tmp_path, first).save(1, {}, {})
+    checkpoints(accelerator, tmp_path, first).save(1, {})
     checkpoints(accelerator, tmp_path, other).load()
     for parameter, state in other["optimizer"].optimizer.state.items():
         assert state["momentum_buffer"].stride() == parameter.stride()
@@ -259,7 +258,7 @@ def test_names_are_those_of_the_bare_model(tmp_path, accelerator, name):
     model.load_state_dict(run_reader.weights(tmp_path), strict=True)
     for folder, state, other in (("to", wrapped, built(1)), ("from", bare, built(1, WRAPPERS[name]))):
         (tmp_path / folder).mkdir()
-        checkpoints(accelerator, tmp_path / folder, state).save(2, {}, {})
+        checkpoints(accelerator, tmp_path / folder, state).save(2, {})
         _, tensors = run_reader.checkpoint(tmp_path / folder / "checkpoints" / "step_00000002")
         assert set(tensors["model.safetensors"]) == set(model.state_dict())
         names = {key.rpartition("/")[0] for key in tensors["optimizer.safetensors"]}
@@ -366,7 +365,7 @@ def test_each_process_reads_the_checkpoint_itself_or_gets_its_tensors_one_by_one
     saver.folder.parent.mkdir()
     monkeypatch.setattr(checkpoint, "gather_object", lambda values: values * 2)
     for step in (2, 3):
-        saver.save(step, {"loss": torch.tensor([step])}, {})
+        saver.save(step, {"of": step})
         saver.wait()
     shutil.copytree(tmp_path / "machine0", tmp_path / "machine1")
     if change is not None:
@@ -385,7 +384,7 @@ def test_each_process_reads_the_checkpoint_itself_or_gets_its_tensors_one_by_one
     runs = [built(5, rank) for rank in range(2)]
     results = threads.run(2, lambda rank: runs[rank][1].load())
     for rank, (state, _) in enumerate(runs):
-        assert results[rank] == (3, {}, {"loss": torch.tensor([3])})
+        assert results[rank] == (3, {"of": 3})
         assert_equal(state, saved)
         assert state["queue"].state["empty"].shape == (3, 0)
         assert state["model"].mask.dtype == torch.bool
@@ -402,24 +401,25 @@ def test_rank_0_decides_whether_a_sharded_checkpoint_is_damaged(tmp_path, thread
     for rank in range(2):
         more = {"scaler": None, "unwrap_model": lambda model, **_: model}
         folder = tmp_path / f"machine{0 if is_damaged else rank}" / "checkpoints"
-        savers.append(Checkpoints(fake_accelerator(2, rank, **more), folder, {"model": nn.Linear(2, 2)}, {}))
+        state = {"model": nn.Linear(2, 2), "teacher": nn.Linear(2, 2)}
+        savers.append(Checkpoints(fake_accelerator(2, rank, **more), folder, state, {}))
         savers[-1].is_sharded = True
     for machine in ("machine0", "machine1"):
         (tmp_path / machine).mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "gather_object", lambda values: values * 2)
         for step in (1, 2):
-            savers[0].save(step, {}, {})
+            savers[0].save(step, {})
             savers[0].wait()
     newest = savers[0].folder / "step_00000002"
     if is_damaged:
-        assert sorted(path.name for path in newest.glob("*.safetensors"))[1] == PROCESSES  # rank 1's share
-        (newest / PROCESSES).write_bytes((newest / PROCESSES).read_bytes() + b" ")
+        file = sorted(newest.glob("*.safetensors"))[1]  # rank 1's share
+        file.write_bytes(file.read_bytes() + b" ")
     for module in (agree, checkpoint):
         monkeypatch.setattr(module, "broadcast_object_list", lambda objects: threads.exchange(objects)[0])
     monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
     if is_damaged:
-        assert [step for step, _, _ in threads.run(2, lambda rank: savers[rank].load())] == [1, 1]
+        assert [step for step, _ in threads.run(2, lambda rank: savers[rank].load())] == [1, 1]
         assert names(tmp_path / "machine0") == ["damaged_step_00000002", "step_00000001"]
     else:
         with pytest.raises(SystemExit):
@@ -460,7 +460,7 @@ def test_stages_of_a_pipeline_are_written_by_the_ranks_that_have_them(tmp_path, 
 
     def save_and_load(rank):
         saver = saver_of(saved[rank], 4, rank)
-        saver.save(1, {}, {})
+        saver.save(1, {})
         saver.wait()
         save_model(saver.accelerator, saved[rank]["model"], tmp_path / "model.safetensors")
         return saver_of(loaded[rank], 4, rank).load()[0]
@@ -469,9 +469,7 @@ def test_stages_of_a_pipeline_are_written_by_the_ranks_that_have_them(tmp_path, 
     for one, other in zip(saved, loaded, strict=True):
         assert_equal(one, other)
     files = {path.name for path in (tmp_path / "checkpoints" / "step_00000001").glob("*.safetensors")}
-    assert files == {
-        f"{n}.safetensors" for n in ("model", "optimizer", "model.rank_1", "optimizer.rank_1", "processes")
-    }
+    assert files == {f"{n}.safetensors" for n in ("model", "optimizer", "model.rank_1", "optimizer.rank_1")}
     one = built(1)
     assert threads.run(1, lambda _: saver_of(one).load()[0]) == [1]
     assert_equal(one, whole)
@@ -521,8 +519,8 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(tmp_path, a
         expected[step] = {name: part.state_dict() for name, part in state.items()}
         expected[step] = as_text(expected[step])
         if step == 1:
-            saver.save(1, {}, {})
-    files = len(state) + 2  # processes.safetensors and manifest.json
+            saver.save(1, {})
+    files = len(state) + 1  # manifest.json
     calls = ["fsync"] + ["write_tensors", "fsync"] * (files - 1) + ["write_manifest"] + ["fsync"] * 3
     for allowed in range(len(calls)):
         saver, left = checkpoints(accelerator, tmp_path, state, keep=1), [allowed]
@@ -542,7 +540,7 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(tmp_path, a
             for name in set(calls):
                 patch.setattr(disk, name, die_after(name))
             with pytest.raises(KeyboardInterrupt):
-                saver.save(2, {}, {})
+                saver.save(2, {})
         loaded = build_two(7, accelerator)
         step = checkpoints(accelerator, tmp_path, loaded).load()[0]
         # The folder has its name after all but the last of these calls.
@@ -555,10 +553,10 @@ def test_killed_between_any_two_writes_no_part_is_newer_than_another(tmp_path, a
 def test_the_main_process_alone_touches_the_disk(tmp_path, accelerator, monkeypatch):
     state = build(0, accelerator)
     saver = checkpoints(accelerator, tmp_path, state)
-    saver.save(1, {}, {})
+    saver.save(1, {})
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     monkeypatch.setattr(type(accelerator), "is_main_process", False)
-    saver.save(2, {}, {})
+    saver.save(2, {})
     save_model(accelerator, state["model"], tmp_path / "model.safetensors")
     for thread in threading.enumerate():
         if thread.name.startswith("checkpoint"):
@@ -586,11 +584,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, accelerator, m
     saver = Checkpoints(accelerator, tmp_path / "checkpoints", state, {})
     train(accelerator, state, 3)
     train(accelerator, expected, 3)
-    metrics = {"loss": torch.ones(2)}
     before = set(threading.enumerate())
-    saver.save(3, metrics, {})
+    saver.save(3, {})
     assert disk.began.wait(60)
-    metrics["loss"].zero_()
     train(accelerator, state, 5)  # changes every tensor that is being written
     assert not list((tmp_path / "checkpoints").glob("step_*"))
     assert not saver.failed()
@@ -600,18 +596,16 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, accelerator, m
     writer.join(20)  # nothing is left to wait for: a process may go on to another run
     assert not writer.is_alive()
     loaded = build(1, accelerator)
-    step, _, loaded_metrics = checkpoints(accelerator, tmp_path, loaded).load()
-    assert step == 3
-    assert loaded_metrics["loss"].tolist() == [1, 1]
+    assert checkpoints(accelerator, tmp_path, loaded).load()[0] == 3
     assert_equal(loaded, expected)
 
 
 def test_no_file_of_an_older_checkpoint_is_in_a_newer_one(tmp_path, accelerator):
     queue = Queue({"items": torch.ones(2)})
     saver = checkpoints(accelerator, tmp_path, {"queue": queue})
-    saver.save(1, {}, {})
+    saver.save(1, {})
     queue.state = {"items": None}
-    saver.save(2, {}, {})
+    saver.save(2, {})
     again = Queue({})
     assert checkpoints(accelerator, tmp_path, {"queue": again}).load()[0] == 2
     assert again.state == {"items": None}
@@ -634,9 +628,9 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, acc
     """And what `extra` speaks of before the manifest; then the name."""
     flushed = record_flushes(monkeypatch, tmp_path / "checkpoints" / "step_00000001")
     saver = checkpoints(accelerator, tmp_path, build(0, accelerator))
-    saver.save(1, {}, {}, lambda: flushed.append(("what extra speaks of", False)))
+    saver.save(1, {}, lambda: flushed.append(("what extra speaks of", False)))
     assert flushed[:2] == [("what extra speaks of", False), (tmp_path.name, False)]
-    assert sorted(flushed[2:-3]) == [(f"{n}.safetensors", False) for n in ("model", "optimizer", "processes")]
+    assert sorted(flushed[2:-3]) == [(f"{n}.safetensors", False) for n in ("model", "optimizer")]
     assert flushed[-3:] == [
         ("manifest.json", False),
         (".part_step_00000001", False),
@@ -659,7 +653,7 @@ def test_tied_weights_are_saved_for_both_names_and_stay_tied(tmp_path, accelerat
     first, second = built(0), built(1)
     first["model"].last(first["model"].first(torch.tensor([1]))).sum().backward()
     first["optimizer"].step()
-    checkpoints(accelerator, tmp_path, first).save(1, {}, {})
+    checkpoints(accelerator, tmp_path, first).save(1, {})
     checkpoints(accelerator, tmp_path, second).load()
     assert_equal(first, second)
     assert second["model"].first.weight is second["model"].last.weight
@@ -686,7 +680,7 @@ def test_an_object_of_your_own_comes_back(tmp_path, accelerator):
         "by_class": {3: torch.ones(2), 7: [1, 2.5, None, "x", True]},
         "nested": {"tensor": {"list": [torch.zeros(0), {"dict": float("inf")}]}},
     }
-    checkpoints(accelerator, tmp_path, {"queue": Queue(state)}).save(1, {}, {})
+    checkpoints(accelerator, tmp_path, {"queue": Queue(state)}).save(1, {})
     queue = Queue({})
     assert checkpoints(accelerator, tmp_path, {"queue": queue}).load()[0] == 1
     assert str(queue.state) == str(state)
@@ -715,7 +709,7 @@ def test_what_cannot_be_saved_is_named_at_the_start(tmp_path, accelerator, capsy
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["../model", "", "processes"])
+@pytest.mark.parametrize("name", ["../model", ""])
 def test_a_name_that_cannot_be_that_of_a_file_is_refused_at_the_start(tmp_path, accelerator, capsys, name):
     with pytest.raises(SystemExit):
         checkpoints(accelerator, tmp_path / "run", {name: nn.Linear(1, 1)})
@@ -738,7 +732,7 @@ def refused(accelerator, folder, state, invariants=None):
 def saved(accelerator, folder, state, invariants=None):
     saver = checkpoints(accelerator, folder, state, invariants)
     train(accelerator, state, 2)
-    saver.save(2, {}, {})
+    saver.save(2, {})
 
 
 def test_what_the_script_declared_must_match(tmp_path, accelerator, capsys):
@@ -799,7 +793,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("then", "now", "sentence"), MODELS)
 def test_another_model_is_refused_by_what_differs(tmp_path, accelerator, capsys, then, now, sentence):
-    checkpoints(accelerator, tmp_path, {"model": then}).save(1, {}, {})
+    checkpoints(accelerator, tmp_path, {"model": then}).save(1, {})
     refused(accelerator, tmp_path, {"model": now})
     assert f"model.{sentence}" in capsys.readouterr().err
 
@@ -926,18 +920,9 @@ def test_a_parameter_in_a_different_group_of_the_optimizer_is_refused(
         groups = [{"params": [parameters[i] for i in group]} for group in groups]
         return {"model": model, "optimizer": torch.optim.SGD(groups, 0.1)}
 
-    checkpoints(accelerator, tmp_path, built(then)).save(1, {}, {})
+    checkpoints(accelerator, tmp_path, built(then)).save(1, {})
     refused(accelerator, tmp_path, built(now))
     assert sentence in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_another_version_is_refused_and_stays(tmp_path, accelerator, capsys):
-    saved(accelerator, tmp_path, build(0, accelerator))
-    rewrite(tmp_path / "checkpoints" / "step_00000002", lambda manifest: manifest.update(format=1))
-    refused(accelerator, tmp_path, build(0, accelerator))
-    error = capsys.readouterr().err
-    assert "none of the 1 checkpoints" in error
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
 
 
 def names(folder):
@@ -948,10 +933,10 @@ def test_a_folder_that_was_moved_away_is_not_made_again(tmp_path, accelerator, c
     run = tmp_path / "run"
     run.mkdir()
     saver = checkpoints(accelerator, run, build(0, accelerator))
-    saver.save(1, {}, {})
+    saver.save(1, {})
     run.rename(tmp_path / "moved")
     with pytest.raises(SystemExit):
-        saver.save(2, {}, {})
+        saver.save(2, {})
     assert "step_00000002 cannot be written" in capsys.readouterr().err
     assert names(tmp_path / "moved") == ["step_00000001"]
     assert not run.exists()
@@ -959,7 +944,7 @@ def test_a_folder_that_was_moved_away_is_not_made_again(tmp_path, accelerator, c
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(tmp_path, accelerator, monkeypatch):
     saver = checkpoints(accelerator, tmp_path, build(0, accelerator), keep=1)
-    saver.save(1, {}, {})
+    saver.save(1, {})
 
     def die(path, ignore_errors):
         (path / "manifest.json").unlink()
@@ -968,7 +953,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(disk.shutil, "rmtree", die)
         with pytest.raises(KeyboardInterrupt):
-            saver.save(2, {}, {})
+            saver.save(2, {})
     assert [path.name for path in newest_first(saver.folder)] == ["step_00000002"]
     assert saver.load()[0] == 2
     assert names(tmp_path) == ["step_00000002"]
@@ -979,10 +964,10 @@ def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path, accelerator, caps
     state = {"teacher": nn.Linear(2, 2), "student": nn.Linear(2, 2)}
     state["student"].register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     saver = checkpoints(accelerator, tmp_path, state)
-    saver.save(1, {}, {})
+    saver.save(1, {})
     state["student"].bias.data[1] = torch.nan
     with pytest.raises(SystemExit):
-        saver.save(2, {}, {})
+        saver.save(2, {})
     assert "error: student.bias is not finite after step 2" in capsys.readouterr().err
     assert names(tmp_path) == ["step_00000001"]
 
@@ -1028,7 +1013,7 @@ def put_a_folder_in_its_place(file):
         ("manifest.json", truncate),
         ("manifest.json", Path.unlink),
         *itertools.product(["model.safetensors"], [truncate, flip_a_bit, lose_the_content, Path.unlink]),
-        (PROCESSES, flip_a_bit),
+        ("optimizer.safetensors", flip_a_bit),
         ("manifest.json", lambda file: file.write_text(file.read_text().replace('"step": 2', '"step": 3'))),
         ("manifest.json", lambda file: file.write_text("null")),
         ("manifest.json", lambda file: rewrite(file.parent, lambda manifest: manifest.update(sha256=[1]))),
@@ -1041,7 +1026,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, acce
     saver = checkpoints(accelerator, tmp_path, state)
     for step in (1, 2):
         train(accelerator, state, step)
-        saver.save(step, {"loss": torch.ones(1)}, {})
+        saver.save(step, {})
     path = tmp_path / "checkpoints" / "step_00000002"
     damage(path / name)
     (tmp_path / "checkpoints" / "damaged_step_00000002").mkdir()  # by an earlier accident
@@ -1056,7 +1041,7 @@ def test_what_cannot_be_read_for_the_moment_stays(tmp_path, accelerator, capsys,
     state = build(0, accelerator)
     saver = checkpoints(accelerator, tmp_path, state)
     for step in (1, 2):
-        saver.save(step, {}, {})
+        saver.save(step, {})
 
     def refuse(path, mode):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
@@ -1069,6 +1054,32 @@ def test_what_cannot_be_read_for_the_moment_stays(tmp_path, accelerator, capsys,
     assert saver.load()[0] == 2
 
 
+@pytest.mark.parametrize(("number", "version"), [(disk.FORMAT - 1, "an earlier"), (disk.FORMAT + 1, "a later")])
+def test_a_checkpoint_of_another_format_is_refused_and_nothing_changes(
+    tmp_path, accelerator, capsys, monkeypatch, number, version
+):
+    """Not skipped as damaged, even if one that could be read is before or after it."""
+    state = build(0, accelerator)
+    saver = checkpoints(accelerator, tmp_path, state)
+    saver.save(1, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "FORMAT", number)
+        saver.save(2, {})
+        saver.wait()
+    saver.save(3, {})
+    saver.wait()
+    folder = tmp_path / "checkpoints"
+    truncate(folder / "step_00000003" / "model.safetensors")
+    before = names(tmp_path)
+    refused(accelerator, tmp_path, state)
+    assert capsys.readouterr().err == (
+        f"error: {folder / 'step_00000002'} cannot be resumed: it was written by {version} version of the code (format "
+        f"{number}, and this version reads {disk.FORMAT}); nothing is changed: resume with that version, or start a "
+        "new run with another --output_dir\n"
+    )
+    assert names(tmp_path) == before == ["step_00000002", "step_00000003"]
+
+
 def test_state_of_another_version_that_cannot_be_loaded_is_one_sentence(tmp_path, accelerator, capsys):
     """A schedule would keep its first value of an entry that is missing, silently."""
     saved(accelerator, tmp_path, build(0, accelerator))
@@ -1078,20 +1089,6 @@ def test_state_of_another_version_that_cannot_be_loaded_is_one_sentence(tmp_path
     said = capsys.readouterr().err
     assert f"scheduler in {path} cannot be loaded (" in said
     assert len(said.splitlines()) == 1
-
-
-def test_another_number_of_processes_takes_all_metrics(tmp_path, accelerator):
-    saver = checkpoints(accelerator, tmp_path, {})
-    saver.accelerator = fake_accelerator(3)
-    tensors = {
-        "0/indices": SavedTensor([(0, torch.tensor([1, 2]))]),
-        "1/indices": SavedTensor([(0, torch.tensor([3]))]),
-    }
-    assert [(name, each.tolist()) for name, each in saver._metrics(tensors, 2).items()] == [("indices", [1, 2, 3])]
-    saver.accelerator.process_index = 1
-    assert saver._metrics(tensors, 2) == {}
-    saver.accelerator.num_processes = 2
-    assert saver._metrics(tensors, 2)["indices"].tolist() == [3]
 
 
 def test_a_run_that_ends_for_another_reason_is_not_said_to_lack_a_part_of_a_checkpoint(monkeypatch, tmp_path, capsys):

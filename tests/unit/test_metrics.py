@@ -1,6 +1,9 @@
 """Means over all samples of all processes, in which each sample counts once."""
 
+import itertools
+import json
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from fakes import fake_accelerator
 
 from utils import metrics
 from utils.loader import Batch
-from utils.metrics import Metrics
+from utils.metrics import Metrics, exact_sum
 from utils.parallel.gather_samples import gather_samples
 from utils.topology import Layout
 
@@ -23,7 +26,7 @@ def accelerator():
 def batch_of(indices, weights=None):
     class Samples:
         def __init__(self):
-            self.indices = torch.tensor(indices, dtype=torch.int64)
+            self.indices = torch.as_tensor(indices, dtype=torch.int64)
             self.weights = weights
 
         is_stand_in = False
@@ -43,18 +46,119 @@ def filled(accelerator, losses, step=0):
     return stats
 
 
-def test_virtual_processes_have_the_sum_of_the_real_numbers_in_any_order(accelerator):
-    accelerator.layout = Layout(virtual_processes=4)
-    losses, weights = [1e17, 1.0, -1e17, 3.0], torch.tensor([1, 2, 1, 4])
-    for order in ([0, 1, 2, 3], [3, 0, 1, 2], [1, 0, 2, 3]):
-        stats = Metrics(accelerator)
-        for place in order:
-            batch = batch_of([place], weights[[place]])
-            stats.add(batch, loss=torch.tensor([losses[place]], dtype=torch.float64))
-        assert stats.reduce() == {"loss": 14 / 8, "samples": 4}
-    stats.add(batch_of([5]), loss=torch.tensor([math.inf]), step=3)
-    with pytest.raises(SystemExit):
-        stats.check()
+def over(threads, monkeypatch, processes, function):
+    """What `function(rank, accelerator)` returns on each of some processes."""
+    monkeypatch.setattr(metrics, "gather_object", lambda mine: [*itertools.chain(*threads.exchange(mine))])
+    return threads.run(processes, lambda rank: function(rank, fake_accelerator(processes, rank)))
+
+
+def test_an_exact_sum_depends_neither_on_the_order_nor_on_the_parts():
+    generator = np.random.default_rng(0)
+    terms = [*(generator.standard_normal(500) * 10.0 ** generator.integers(-20, 20, 500)), 1e300, -1e300]
+    expected = exact_sum(terms)
+    assert expected[0] == math.fsum(terms)
+    assert sum(map(Fraction, expected)) == sum(map(Fraction, terms))
+    for _ in range(10):
+        generator.shuffle(terms)
+        cuts = sorted(generator.integers(0, len(terms), 3))
+        parts = [exact_sum(part.tolist()) for part in np.split(terms, cuts)]
+        assert exact_sum([*itertools.chain(*parts)]) == expected
+    assert exact_sum([1.0, -1.0]) == exact_sum([]) == []
+    assert exact_sum([1.0, math.inf]) == [math.inf]
+    assert [math.isnan(part) for part in exact_sum([math.inf, 1.0, -math.inf])] == [True]
+
+
+def micro_batches(steps, slots):
+    """By step and slot: a Batch of 3 to 5 samples, its losses, hits and weights; the last slot has a stand-in once."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        for slot in range(slots):
+            n = 3 + (step + slot) % 3
+            weights = torch.randint(0, 9, (n,), generator=generator)
+            batch = batch_of(torch.arange(n), weights)
+            batch.is_stand_in = (step, slot) == (steps - 1, slots - 1)
+            losses = torch.rand(n, generator=generator).masked_fill(weights == 0, torch.nan)
+            yield step, slot, batch, losses, torch.rand(n, generator=generator) < 0.5
+
+
+@pytest.mark.parametrize("most_rows", [2, 512])
+def test_the_same_bits_on_any_number_of_processes_and_when_resuming_on_another(threads, monkeypatch, most_rows):
+    """6 micro-batches a step, as with --virtual_processes 6. The second metric is one of two processes' or steps'."""
+    monkeypatch.setattr(metrics, "MOST_ROWS", most_rows)
+    everything = list(micro_batches(7, 6))
+
+    def train(steps, saved=None, reduce=True):
+        def on(rank, accelerator):
+            stats = Metrics(accelerator, saved)
+            for step, slot, batch, losses, hits in everything:
+                if step in steps and slot * accelerator.num_processes // 6 == rank:
+                    stats.add(batch, loss=losses, step=step)
+                    if slot > 3 and step % 2:
+                        stats.add(batch, hit=hits)
+            return stats.reduce() if reduce else stats.state()
+
+        return on
+
+    counted = [entry for entry in everything if not entry[2].is_stand_in]
+    losses = torch.cat([losses for *_, losses, _ in counted]).double()
+    weights = torch.cat([batch.weights for _, _, batch, *_ in counted])
+    hits = torch.cat([hits for step, slot, *_, hits in counted if slot > 3 and step % 2])
+    expected = over(threads, monkeypatch, 1, train(range(7)))[0]
+    assert expected["loss"] == pytest.approx(float((losses * weights).nansum() / weights.sum()), rel=1e-14)
+    assert (expected["hit"], expected["samples"]) == (hits.double().mean(), len(losses))
+    for before, after in itertools.product((1, 2, 3), repeat=2):
+        states = over(threads, monkeypatch, before, train(range(4), reduce=False))
+        assert states == states[:1] * before
+        saved = json.loads(json.dumps(states[0], allow_nan=False))
+        assert over(threads, monkeypatch, after, train(range(4, 7), saved)) == [expected] * after
+        assert over(threads, monkeypatch, after, train([], saved, reduce=False)) == states[:1] * after
+
+
+@pytest.mark.parametrize(("test_after", "when"), [(None, "at step 3"), (40, "in the test after step 40")])
+def test_one_bad_sample_on_one_of_two_processes_stops_both(threads, monkeypatch, capsys, test_after, when):
+    def on(rank, accelerator):
+        stats = Metrics(accelerator, test_after=test_after)
+        for step in range(600):  # more than are added up at a time
+            losses = torch.tensor([0.5, 0.25])
+            losses[1] = torch.nan if (rank, step) == (1, 3) else 0.25
+            stats.add(batch_of([4 * step + 2 * rank, 4 * step + 2 * rank + 1]), loss=losses, step=step)
+        with pytest.raises(SystemExit) as stopped:
+            stats.reduce()
+        return stopped.value.code
+
+    monkeypatch.setattr(metrics, "stop", stop_each)
+    assert over(threads, monkeypatch, 2, on) == [2, 2]
+    sentence = f"the loss is not finite {when}, for 1 sample with these indices in the data: 15; "
+    assert capsys.readouterr().out.count(sentence) == 2
+
+
+def stop_each(sentence):
+    print(sentence)
+    raise SystemExit(2)
+
+
+def test_a_long_test_keeps_a_few_numbers_per_micro_batch(accelerator):
+    stats = Metrics(accelerator, test_after=0)
+    for first in range(0, 1000 * 1000, 1000):
+        stats.add(batch_of(range(first, first + 1000)), loss=torch.full((1000,), first / 1e6), hit=torch.ones(1000))
+    kept = [part for row in stats.rows for part in row if torch.is_tensor(part)] + [sums for _, sums in stats.sums]
+    assert sum(tensor.nbytes for tensor in kept) < metrics.MOST_ROWS * 1000 * (4 + 8) + 2 * 32 * 1000
+    assert stats.reduce() == {"loss": pytest.approx(0.4995, rel=1e-7), "hit": 1, "samples": 1_000_000}
+
+
+def test_test_sets_that_are_cut_differently_are_added_to_one_metric(accelerator):
+    stats = Metrics(accelerator, test_after=0)
+    for size in (10, 3, 1):
+        for part in torch.arange(20.0).split(size):
+            stats.add(batch_of(part), error=part, square=part.square())
+    assert stats.reduce() == {"error": 9.5, "square": 123.5, "samples": 60}
+
+
+def test_integers_beyond_float32_are_exact(accelerator):
+    stats = Metrics(accelerator)
+    stats.add(batch_of([0, 1]), tokens=torch.tensor([2**40 + 1, 2**40 + 3]), loss=torch.ones(2))
+    stats.add(batch_of([2, 3]), tokens=torch.ones(2), loss=torch.ones(2))
+    assert stats.reduce()["tokens"] == (2**41 + 6) / 4
 
 
 def test_every_sample_counts_the_same_whatever_its_batch(accelerator):
@@ -62,7 +166,7 @@ def test_every_sample_counts_the_same_whatever_its_batch(accelerator):
     stats.add(batch_of([7]), loss=torch.tensor([2.0]), accuracy=torch.tensor([False]))
     means = {"loss": pytest.approx(0.8), "accuracy": 0.8, "samples": 5}  # not (0.5 + 2) / 2
     assert stats.reduce() == means
-    assert stats.state() == {}
+    assert stats.state() == {"samples": 0, "sums": {}}
 
 
 def test_losses_have_the_weights_of_the_batch_and_other_metrics_count_samples(accelerator):
@@ -119,14 +223,13 @@ def test_values_are_kept_without_their_graph(accelerator):
     stats = Metrics(accelerator)
     losses = torch.ones(2, requires_grad=True) * 2
     stats.add(batch_of([0, 1]), loss=losses)
-    assert not stats.rows["loss"][0]["value"].requires_grad
+    assert not stats.rows[0][0].requires_grad
 
 
-@pytest.mark.parametrize("virtual", [0, 4])
-def test_each_metric_has_its_own_samples_and_weights(accelerator, monkeypatch, virtual):
+def test_each_metric_has_its_own_samples_and_weights(accelerator, monkeypatch):
     """A loss per task: other names in each step, on each rank, or in a second call for the same batch."""
-    accelerator.layout = Layout(virtual_processes=virtual)
-    monkeypatch.setattr(metrics, "gather_object", lambda names: [["of_another_rank"], *names])
+    another = {"of_another_rank": [[], []]}, 0, []
+    monkeypatch.setattr(metrics, "gather_object", lambda mine: [another, *mine])
     stats = Metrics(accelerator)
     stats.add(batch_of([1, 2]), b_loss=torch.tensor([1.0, 2.0]))
     batch = batch_of([3, 4, 5])
@@ -134,19 +237,20 @@ def test_each_metric_has_its_own_samples_and_weights(accelerator, monkeypatch, v
     stats.add(batch, a_loss=4.0, weights=torch.tensor([1.0, 1.0, 0.0]))
     with pytest.raises(ValueError, match="metric accuracy is added twice for one batch"):
         stats.add(batch, accuracy=torch.tensor([1.0, 7.0, 0.0]))
-    stats = Metrics(accelerator, dict(reversed(stats.state().items())))  # from a checkpoint, in any order
+    stats = Metrics(accelerator, json.loads(json.dumps(stats.state(), sort_keys=True)))
     stats.add(batch_of([6]), b_loss=torch.tensor([6.0]), accuracy=torch.tensor([True]))
     means = stats.reduce()
     assert math.isnan(means.pop("of_another_rank"))
     assert means == {"a_loss": 4, "b_loss": 3, "accuracy": 2 / 5, "samples": 6}
     assert list(means) == ["a_loss", "b_loss", "accuracy", "samples"]
-    assert stats.state() == {}
 
 
 def test_a_rank_that_adds_nothing_stops_the_run(accelerator, monkeypatch):
     """`if accelerator.is_main_process: run.log_train(...)` would log the samples of one rank."""
-    monkeypatch.setattr(metrics, "gather_object", lambda names: [*names, []])
+    monkeypatch.setattr(metrics, "gather_object", lambda mine: [*mine, ({}, 0, [])])
     assert Metrics(accelerator).reduce() == {"samples": 0}
+    saved = {"samples": 1, "sums": {"loss": [["1.0"], ["1.0"]]}}
+    assert Metrics(accelerator, saved).state() == saved  # a stop before the first step after resuming
     with pytest.raises(SystemExit):
         filled(accelerator, [1.0]).reduce()
     accelerator.layout = Layout(split_batch=False)
@@ -190,7 +294,7 @@ def test_a_taken_name_is_refused(accelerator, name):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("call", ["reduce", "check"])
+@pytest.mark.parametrize("call", ["reduce", "state"])
 @pytest.mark.parametrize("name", ["loss", "box_loss"])
 def test_a_bad_loss_names_its_step_and_samples(accelerator, capsys, bad, call, name):
     stats = Metrics(accelerator)
@@ -200,8 +304,8 @@ def test_a_bad_loss_names_its_step_and_samples(accelerator, capsys, bad, call, n
     with pytest.raises(SystemExit):
         getattr(stats, call)()
     error = capsys.readouterr().err
-    assert f"the {name} is not finite at step 5, for 2 samples" in error
-    assert ": 22, 33;" in error
+    assert f"the {name} is not finite at step 5, for 2 samples with these indices in the data: " in error
+    assert "data: 33, ...;" in error or "data: 22, ...;" in error  # one of each micro-batch
 
 
 def test_a_bad_weight_of_a_loss_names_its_samples(accelerator, capsys):
@@ -210,30 +314,15 @@ def test_a_bad_weight_of_a_loss_names_its_samples(accelerator, capsys):
     stats.add(batch_of([4, 5, 6]), loss=torch.ones(3), weights=weights)
     with pytest.raises(SystemExit):
         stats.reduce()
-    assert "for 1 samples with these indices in the data: 5;" in capsys.readouterr().err
+    assert "for 1 sample with these indices in the data: 5;" in capsys.readouterr().err
 
 
 def test_only_losses_must_be_finite(accelerator):
     stats = Metrics(accelerator)
     stats.add(batch_of([0, 1]), loss=torch.ones(2), gap=torch.tensor([1.0, float("inf")]))
-    stats.check()
+    stats = Metrics(accelerator, json.loads(json.dumps(stats.state(), allow_nan=False)))
     assert stats.reduce() == {"loss": 1.0, "gap": float("inf"), "samples": 2}
     assert [metrics.is_loss(n) for n in ("loss", "a_loss", "lossless", "gloss")] == [True, True, False, False]
-
-
-def test_state_is_restored_bit_by_bit(accelerator):
-    stats = filled(accelerator, [0.1, 0.7, 3.0], step=3)
-    stats.add(batch_of([7]), loss=torch.tensor([0.3]), accuracy=torch.tensor([True]), step=4)
-    other = Metrics(accelerator, stats.state())
-    for name, tensor in stats.state().items():
-        assert torch.equal(other.state()[name], tensor), name
-        assert other.state()[name].dtype == tensor.dtype
-    assert other.state()["step:loss"].tolist() == [3, 3, 3, 4]
-    for each in (stats, other):
-        each.add(batch_of([8]), loss=torch.tensor([0.9]), accuracy=torch.tensor([True]), step=5)
-    assert other.state()["step:loss"].tolist() == [3, 3, 3, 4, 5]
-    assert other.reduce() == stats.reduce()
-    assert Metrics(accelerator, {}).state() == {}
 
 
 def test_a_gradient_that_would_end_in_gather_samples_is_an_error(accelerator):
@@ -247,5 +336,5 @@ def test_over_three_processes(launcher):
     """Samples in the order of the ranks, one of which has none; a bad loss stops all of them."""
     words = ["-m", "torch.distributed.run", "--nproc-per-node", 3, "--master-port", free_port()]
     done = launcher.python(*words, ROOT / "tests" / "programs" / "gather_metrics.py")
-    sentence = "error: the loss is not finite at step 9, for 1 samples with these indices in the"
+    sentence = "error: the loss is not finite at step 9, for 1 sample with these indices in the"
     assert done.stderr.count(f"{sentence} data: 5;") == 1  # said once

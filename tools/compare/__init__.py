@@ -225,13 +225,12 @@ def compare_tensors(reference: Run, other: Run, tolerance: float = TOLERANCE) ->
 
 def load_checkpoint(path: Path) -> tuple[dict, dict]:
     """The state in a checkpoint's manifest, and its tensors by file and name, which have a method `whole`."""
-    from utils.checkpoint.folder import PROCESSES, read_checkpoint
+    from utils.checkpoint.folder import read_checkpoint
 
     try:
         manifest, files = read_checkpoint(path)
     except (OSError, ValueError) as error:
         stop(f"{path} cannot be read: {error}")
-    files.pop(PROCESSES, None)  # sums of metrics, which depend on the number of processes
     tensors = {f"{Path(file).stem} {name}": tensor for file, saved in files.items() for name, tensor in saved.items()}
     return manifest["state"], tensors
 

@@ -5,7 +5,6 @@ checkpoints/step_00000938/
                             of each optimizer: its state as <parameter name>/<state name>
                             of any other object: the tensors of its state_dict
     <name>.rank_1.safetensors, ...  what only rank 1 has: its rows of a sharded model, its stage of a pipeline
-    processes.safetensors   metrics since the last log line, by rank
     manifest.json           written last: step, what must match when resuming, everything that is not a tensor,
                             SHA-256 of each file
 
@@ -35,10 +34,10 @@ from ..atomic_files import write_atomically
 from ..console import Stop, show, show_error, stop
 from .folder import (
     NEED_ONE_FOLDER,
-    PROCESSES,
     RANK,
     Files,
     FirstRows,
+    OtherFormat,
     Problem,
     SavedFiles,
     SavedTensor,
@@ -94,7 +93,7 @@ class Checkpoints:
             state = {**state, "scaler": accelerator.scaler}
         for name, instance in state.items():  # without the wrappers of `prepare`
             file = f"{name}.safetensors"
-            if not re.fullmatch(r"[\w.-]*\w", name) or file == PROCESSES or re.search(RANK, file):
+            if not re.fullmatch(r"[\w.-]*\w", name) or re.search(RANK, file):
                 stop(f"{name!r} in the checkpoint is not a valid file name: use another, such as model")
             if isinstance(instance, nn.Module):
                 self.models[name] = accelerator.unwrap_model(instance, keep_torch_compile=False)
@@ -127,11 +126,10 @@ class Checkpoints:
                 derived[name] = {**derived[name], "factors": factors}
         return {**derived, "precision": self.accelerator.mixed_precision}
 
-    def save(self, step: int, metrics: Tensors, extra: dict, sync: Callable[[], None] | None = None) -> None:
+    def save(self, step: int, extra: dict, sync: Callable[[], None] | None = None) -> None:
         """Copy the state after `step` steps; a thread writes it to the disk. Collective.
 
         Args:
-            metrics: this process's tensors.
             extra: JSON of the main process.
             sync: called first by the thread, to flush the files that `extra` refers to.
 
@@ -151,16 +149,15 @@ class Checkpoints:
                 tensors[f"{name}.safetensors"] = saved
         rank, is_main = self.accelerator.process_index, self.accelerator.is_main_process
         optimizers = {name: state[name] for name in self.optimizers}
-        by_rank = gather_object([(metrics, parts_of(tensors), optimizers)])
+        by_rank = gather_object([(parts_of(tensors), optimizers)])
         shares, taken = [], set()
-        for _, parts, _ in by_rank:
+        for parts, _ in by_rank:
             shares.append(parts - taken)
             taken |= parts
         others = [other for other in range(1, len(shares)) if shares[other]]
         manifest, name_of_save = None, f"checkpoint/{next(self.numbers)}"
         if is_main:
-            metrics = {f"{rank}/{name}": t for rank, (own, _, _) in enumerate(by_rank) for name, t in own.items()}
-            for _, _, optimizers in reversed(by_rank):  # the stages of a pipeline have some of the parameters each
+            for _, optimizers in reversed(by_rank):  # the stages of a pipeline have some of the parameters each
                 for name, saved in optimizers.items():
                     for part in ("numbers", "parameters"):
                         state[name][part] = {**state[name][part], **saved[part]}
@@ -173,7 +170,6 @@ class Checkpoints:
             }
         if is_main or rank in others:
             files, self.rows = own_files(tensors, shares[rank], rank)
-            files |= {PROCESSES: metrics} if is_main else {}
             self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
             messages = SaveMessages(name_of_save, others, self.timeout_s) if others else None
             self.writing = Future()
@@ -232,11 +228,11 @@ class Checkpoints:
             self.thread.join()  # it may still hold the folder of the run
         on_main(self.accelerator, lambda: writing and writing.result())
 
-    def load(self) -> tuple[int, dict, Tensors]:
+    def load(self) -> tuple[int, dict]:
         """Load the newest whole checkpoint, also on a different number of processes. Collective.
 
         Returns:
-            Its step, its extra, and this process's metrics; (0, {}, {}) where there is none.
+            Its step and its extra; (0, {}) where there is none.
 
         Raises:
             SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit; or if a rank
@@ -246,7 +242,7 @@ class Checkpoints:
             stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
         newest = self._read_newest()
         if newest is None:
-            return 0, {}, {}
+            return 0, {}
         path, manifest, files = newest
         self._check_fits(manifest, files)
         for name, entry in self.entries.items():
@@ -256,7 +252,7 @@ class Checkpoints:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 stop(f"{name} in {path} cannot be loaded ({reason}): remove it to go on from the one before it")
         self.saved_step = manifest["step"]
-        return manifest["step"], manifest["extra"], self._metrics(files[PROCESSES], manifest["num_processes"])
+        return manifest["step"], manifest["extra"]
 
     def _read_newest(self) -> tuple[Path, dict, SavedFiles] | None:
         """The path, manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
@@ -279,6 +275,11 @@ class Checkpoints:
                 if damage is None:
                     reason = found[rank][1] or "it has a different one"
                     stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
+            if isinstance(damage, OtherFormat):
+                stop(
+                    f"{path} cannot be resumed: {damage}; nothing is changed: resume with that version, or start a new "
+                    "run with another --output_dir"
+                )
             if isinstance(damage, OSError):
                 stop(f"{damage.filename or path}: {damage.strerror or damage}")
             if damage is not None:
@@ -296,19 +297,9 @@ class Checkpoints:
             )
         return None
 
-    def _metrics(self, tensors: dict[str, SavedTensor], num_processes: int) -> Tensors:
-        """The metrics this rank saved; with a different process count, rank 0 takes them all."""
-        rank, same = self.accelerator.process_index, num_processes == self.accelerator.num_processes
-        metrics = {}
-        for key, tensor in tensors.items():
-            saved_rank, _, name = key.partition("/")
-            if rank == (int(saved_rank) if same else 0):
-                metrics.setdefault(name, []).append(tensor.whole())
-        return {name: torch.cat(parts) for name, parts in metrics.items()}
-
     def _check_fits(self, manifest: dict, tensors: SavedFiles) -> None:
         """Stop at the first kind of difference: the later ones follow from it."""
-        files = {file.removesuffix(".safetensors") for file in tensors if file != PROCESSES}
+        files = {file.removesuffix(".safetensors") for file in tensors}
         names = files | manifest["state"].keys()
         self._refuse(", ".join(sorted(names)), ", ".join(sorted(self.entries)), "checkpoint")
         saved, now = dict(manifest["fixed"]), dict(self.invariants["fixed"])

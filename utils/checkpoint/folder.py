@@ -18,9 +18,8 @@ from torch import distributed
 
 from ..atomic_files import fsync
 
-FORMAT = 2
+FORMAT = 3
 NEED_ONE_FOLDER = "the machines of a run with a sharded or split model need one --output_dir that all of them see"
-PROCESSES = "processes.safetensors"
 RANK = r"\.rank_\d+(?=\.safetensors$)"  # in the name of a file of a rank other than 0
 
 # The key in a file's header for the first row of each tensor, as torch.distributed.checkpoint's
@@ -68,6 +67,10 @@ def newest_first(folder: Path) -> list[Path]:
 
 class Problem(Exception):
     """The checkpoint cannot be written. The message says why; it is empty if the run is ending for another reason."""
+
+
+class OtherFormat(ValueError):
+    """The checkpoint was written by another version of the code."""
 
 
 class SaveMessages:
@@ -245,6 +248,7 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
         share: the files, in the order of their names, whose SHA-256 is checked.
 
     Raises:
+        OtherFormat: it was written by another version of the code.
         ValueError: a file is missing or damaged; the message names it.
         OSError: a file cannot be read for another reason, such as missing permissions, and may be intact.
     """
@@ -254,7 +258,9 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
         if not isinstance(manifest, dict) or manifest.pop("checksum", None) != checksum(manifest):
             raise ValueError("its checksum differs")
         if manifest["format"] != FORMAT:
-            raise ValueError(f"its format is {manifest['format']}, and this version of the code reads {FORMAT}")
+            version = "an earlier" if manifest["format"] < FORMAT else "a later"
+            formats = f"format {manifest['format']}, and this version reads {FORMAT}"
+            raise OtherFormat(f"it was written by {version} version of the code ({formats})")
         if path.name != f"step_{manifest['step']:08d}":  # a copy of another checkpoint
             raise ValueError(f"it belongs to step {manifest['step']}")
         digests = sorted(manifest["sha256"].items())
@@ -271,6 +277,8 @@ def read_checkpoint(path: Path, share: slice = slice(None)) -> tuple[dict, Saved
         files = {}
         for name, found in parts.items():
             files[name] = {key: SavedTensor(sorted(rows, key=lambda pair: pair[0])) for key, rows in found.items()}
+    except OtherFormat:
+        raise
     except Exception as error:  # of any type: the JSON may contain anything
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise

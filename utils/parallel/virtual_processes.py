@@ -25,11 +25,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object, is_compiled_module
+from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +36,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.state import is_sharded, own_rows
 from ..console import plural, stop
+from ..metrics import add_columns
 from ..topology import data_parallel_gpus
 
 BUCKET = 2**22  # gradients that are exchanged at a time
@@ -453,23 +453,6 @@ def unfuse(optimizer: Optimizer) -> None:
             group["fused"] = None
 
 
-def exact_sums(accelerator: Accelerator, columns: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """The weighted sum of values and the sum of their weights, of each pair, over all processes. Collective.
-
-    Each sum is exact and rounded once, so the order does not matter.
-
-    Args:
-        columns: pairs of values and weights, (n,) each; as many pairs on every process.
-    """
-    own = [torch.stack([column.cpu().to(torch.float64) for column in pair]).numpy() for pair in columns]
-    sums = []
-    for parts in zip(*gather_object([own]), strict=True):
-        values, weights = np.concatenate(parts, 1)
-        for terms in (values * weights, weights):
-            sums.append(math.fsum(terms) if np.isfinite(terms).all() else math.nan)
-    return sums
-
-
 def total_norm(accelerator: Accelerator, parameters: list[nn.Parameter]) -> torch.Tensor:
     """The 2-norm of all gradients, the same bits whether and over how many processes they are sharded. Collective.
 
@@ -487,15 +470,3 @@ def total_norm(accelerator: Accelerator, parameters: list[nn.Parameter]) -> torc
     if any(map(is_sharded, gradients)):  # zeros and one number each, so the order does not matter
         dist.all_reduce(sums, group=accelerator.mesh.get_group("shards"))
     return add_columns(sums[None]).sqrt()[0]
-
-
-def add_columns(terms: torch.Tensor) -> torch.Tensor:
-    """The sum of each row of `terms` (rows, columns), which it overwrites: (rows,).
-
-    Halves are added elementwise: in torch.sum, strides decide the order of additions, and on GPUs the shape.
-    """
-    while terms.shape[1] > 1:
-        half = math.ceil(terms.shape[1] / 2)
-        terms[:, : terms.shape[1] - half] += terms[:, half:]
-        terms = terms[:, :half]
-    return terms[:, 0]
