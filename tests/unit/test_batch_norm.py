@@ -12,9 +12,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.launch import TrainingAccelerator
+from utils.parallel import batch_norm
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.fsdp import update_average
-from utils.run import warn_of_batch_norm
 from utils.sampler import GlobalSampler
 
 
@@ -118,7 +118,7 @@ def test_one_warning_says_that_statistics_are_not_averaged(capsys):
         ([model], 1, 0),
         ([AveragedModel(model), frozen, for_batch, synchronised, attached], 2, 0),
     ):
-        warn_of_batch_norm(models, GlobalSampler(8, 4, accumulation=micro_batches))
+        batch_norm.warn(models, GlobalSampler(8, 4, accumulation=micro_batches))
         assert capsys.readouterr().out.count("warning: ") == warnings
 
 

@@ -18,8 +18,35 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
+from ..console import show, stop
+from ..sampler import GlobalSampler
 from .virtual_processes import Node, current_logical_rank, tree_over_all, tree_push
+
+
+def check(models: list[nn.Module], sampler: GlobalSampler) -> None:
+    """Stop if a model with BatchNorm would get micro-batches of different sizes, which it would weight equally."""
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
+        stop(
+            f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the model "
+            "has BatchNorm, which needs micro-batches of equal size"
+        )
+
+
+def warn(models: list[nn.Module], sampler: GlobalSampler) -> None:
+    """Warn if a model in training has BatchNorm whose running statistics will depend on the topology."""
+    modules = [module for model in models if not isinstance(model, AveragedModel) for module in model.modules()]
+    layers = [module for module in modules if isinstance(module, _BatchNorm) and module.training]
+    layers = [layer for layer in layers if layer.track_running_stats and not isinstance(layer, nn.SyncBatchNorm)]
+    if sampler.num_slots > 1 and not all(hasattr(layer, "is_averaged") for layer in layers):
+        show(
+            f"warning: the model has BatchNorm, and a step has {sampler.num_slots} micro-batches: its running "
+            "statistics will depend on how many each process has; average them with BatchNorms of "
+            "utils/parallel/batch_norm.py",
+            "yellow",
+        )
 
 
 class BatchNorms:

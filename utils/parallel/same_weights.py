@@ -10,8 +10,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agree import compare
-from ..checkpoint.state import is_sharded, own_rows, plain_name
 from ..console import stop
+from .shards import is_sharded, local_rows, plain_name
 
 AVERAGE_BUFFERS = "for BatchNorm, use BatchNorms from utils/parallel/batch_norm.py, as in resnet50.py"
 
@@ -35,7 +35,7 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module]) -> None:
                 tensors[f"{owner}.{plain_name(name).removeprefix('module.')}"] = tensor
     if not tensors:
         return
-    sums = torch.stack([sum_of_bits(own_rows(t)[0]).to(accelerator.device) for t in tensors.values()])  # copied once
+    sums = torch.stack([sum_of_bits(local_rows(t)[0]).to(accelerator.device) for t in tensors.values()])  # copied once
     if any(map(is_sharded, tensors.values())):
         whole = sums.clone()
         distributed.all_reduce(whole, group=accelerator.mesh.get_group("shards"))
