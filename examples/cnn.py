@@ -24,10 +24,10 @@ from utils.run import Run
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--batch_size", type=int, default=48)
     add("--lr", type=float, default=0.05)
-    add = parser.add_argument_group("length and memory").add_argument
+    add = parser.add_argument_group("length and memory", may_change=True).add_argument
     add("--num_epochs", type=int, default=2)
     add("--num_workers", type=int, default=2)
     add("--gradient_accumulation_steps", type=int, default=1)

@@ -24,16 +24,16 @@ from utils.run import Run
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("data and model", resume_invariant=True).add_argument
+    add = parser.add_argument_group("data and model").add_argument
     add("--dataset", default=MNIST, help="a folder of images or a Hub id")
     add("--weights", help="a .safetensors file to start from; its head is left out if it has other classes")
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--batch_size", type=flags.positive_int, default=100, help="samples per optimizer step, over all processes")
     add("--lr", type=flags.non_negative_float, default=2e-3, help="peak learning rate of the head")
     add("--body_lr", type=flags.non_negative_float, default=2e-4, help="peak learning rate of the body")
     add("--frozen_epochs", type=int, default=1, help="epochs in which only the head learns")
     add("--num_epochs", type=flags.positive_int, default=3)
-    add = parser.add_argument_group("memory").add_argument
+    add = parser.add_argument_group("memory", may_change=True).add_argument
     add("--gradient_accumulation_steps", type=flags.positive_int, default=1)
     parser.add_run_flags(log_every=10)
     return parser.parse_args()

@@ -24,10 +24,10 @@ from utils.run import Run
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
     parser.add_argument("--dataset", default="ylecun/mnist", help="Hub id or folder")
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--batch_size", type=int, default=48)
     add("--lr", type=float, default=0.02)
-    add = parser.add_argument_group("length and memory").add_argument
+    add = parser.add_argument_group("length and memory", may_change=True).add_argument
     add("--max_steps", type=int, default=8)
     add("--num_workers", type=int, default=0)
     add("--gradient_accumulation_steps", type=int, default=1)

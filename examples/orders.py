@@ -22,10 +22,10 @@ from utils.run import Run
 
 def parse_args():
     parser = ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--order", choices=("balanced", "several_per_class", "similar_length"), default="balanced")
     add("--batch_size", type=positive_int, default=48, help="samples per step, over all processes")
-    add = parser.add_argument_group("length and memory").add_argument
+    add = parser.add_argument_group("length and memory", may_change=True).add_argument
     add("--num_epochs", type=positive_int, default=2)
     add("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")
     parser.add_run_flags(log_every=1)

@@ -25,10 +25,10 @@ LATENT = 4
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--batch_size", type=int, default=60)
     add("--lr", type=float, default=1e-3)
-    add = parser.add_argument_group("length and memory").add_argument
+    add = parser.add_argument_group("length and memory", may_change=True).add_argument
     add("--num_epochs", type=int, default=2)
     add("--gradient_accumulation_steps", type=int, default=1)
     parser.add_run_flags(log_every=1)

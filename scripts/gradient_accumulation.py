@@ -41,8 +41,7 @@ def parse_args():
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of images")
 
-    # resume_invariant: a resumed run must have the same values.
-    model = parser.add_argument_group("model and training", resume_invariant=True)
+    model = parser.add_argument_group("model and training")
     model.add_argument("--variable_length", action="store_true", help="one loss per cell with ink, 9 to 30 per image")
     model.add_argument("--norm", choices=NORMS, default="none", help="with batch, accumulation is not exact")
     model.add_argument("--batch_size", type=positive_int, default=512, help="samples per step, over all processes")
@@ -50,7 +49,7 @@ def parse_args():
     model.add_argument("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of AdamW")
     model.add_argument("--max_grad_norm", type=non_negative_float, default=1.0, help="clip the gradient norm; 0: off")
 
-    length = parser.add_argument_group("length and memory")
+    length = parser.add_argument_group("length and memory", may_change=True)  # when resuming
     length.add_argument("--num_epochs", type=positive_int, default=3, help="passes over the training images")
     length.add_argument("--max_steps", type=positive_int, default=None, help="optimizer steps, instead of --num_epochs")
     length.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")

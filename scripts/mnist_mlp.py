@@ -31,12 +31,12 @@ def parse_args():
     parser = ArgumentParser(__doc__)
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of <split>/<class>/ images")
-    recipe = parser.add_argument_group("recipe", resume_invariant=True)  # must be the same when resuming
+    recipe = parser.add_argument_group("recipe")
     recipe.add_argument("--hidden", type=positive_int, default=192, help="hidden units")
     recipe.add_argument("--batch_size", type=positive_int, default=256, help="samples per step, over all processes")
     recipe.add_argument("--lr", type=non_negative_float, default=6e-3, help="highest learning rate")
     recipe.add_argument("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of AdamW")
-    length = parser.add_argument_group("length and memory")
+    length = parser.add_argument_group("length and memory", may_change=True)  # when resuming
     length.add_argument("--num_epochs", type=positive_int, default=4, help="passes over the training images")
     length.add_argument("--max_steps", type=positive_int, help="optimizer steps, instead of --num_epochs")
     length.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")

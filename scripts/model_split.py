@@ -63,8 +63,7 @@ def parse_args():
     data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet files or of images")
     data.add_argument("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
-    # resume_invariant: a resumed run must have the same values.
-    model = parser.add_argument_group("model and training", resume_invariant=True)
+    model = parser.add_argument_group("model and training")
     model.add_argument("--norm", choices=("batch", "group"), default="batch", help="group: exact with micro-batches")
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
     model.add_argument("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="weights; no value: ImageNet's")
@@ -73,15 +72,15 @@ def parse_args():
     model.add_argument("--lr", type=non_negative_float, default=1e-3, help="peak learning rate of one cycle")
     model.add_argument("--weight_decay", type=non_negative_float, default=0.05, help="weight decay of AdamW")
 
-    # These may change when a run is resumed.
-    pipe = parser.add_argument_group("pipeline")
+    # may_change: when resuming. All other flags must be the same.
+    pipe = parser.add_argument_group("pipeline", may_change=True)
     pipe.add_argument("--num_stages", type=non_negative_int, default=0, help="stages; 0: one per process, or device")
     pipe.add_argument("--num_microbatches", type=positive_int, default=4, help="micro-batches per pass of the pipeline")
     pipe.add_argument("--schedule", choices=("naive", "gpipe", "1f1b"), default="1f1b", help="pipeline schedule")
     pipe.add_argument("--split", nargs="+", default=["auto"], metavar="BLOCK", help="first block of stages 2, 3, ...")
     pipe.add_argument("--cpu_threads", type=non_negative_int, default=0, help="threads per process; 0: share of cores")
     pipe.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="pipeline passes per step")
-    length = parser.add_argument_group("length")
+    length = parser.add_argument_group("length", may_change=True)
     length.add_argument("--num_epochs", type=positive_int, help="passes over the training images")
     length.add_argument("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 60)")
 
@@ -317,6 +316,8 @@ def main():
     accelerator = launch.make_accelerator(args, args.cpu_threads or None, split_batch=False)
     layout = choose_layout(args, accelerator)
     check_layout(args, layout, accelerator)
+    if args.norm == "batch":  # BatchNorm depends on it, so it must be the same when resuming, as a flag must
+        args.micro_batch_size = layout.micro_batch_size
     run = Run(accelerator, args)
 
     train_data, test_data = load_images(args.dataset)
@@ -334,16 +335,13 @@ def main():
     # Without the model, which DDP would broadcast and reduce as if it were the same on all processes.
     optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
 
-    invariants = {"micro_batch_size": layout.micro_batch_size} if args.norm == "batch" else None
     filling = plural(args.num_microbatches, "micro-batch")
     parts = ModelParts(
         batch=f"{layout.micro_batch_size} per micro-batch x {filling} x {plural(layout.replicas, 'pipeline')}",
         notes={"num_stages": layout.num_stages, "replicas": layout.replicas, "stages": table},
     )
     checkpoint = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    run.start(
-        train_loader, test_loader, total_steps, checkpoint=checkpoint, resume_invariants=invariants, model_parts=parts
-    )
+    run.start(train_loader, test_loader, total_steps, checkpoint=checkpoint, model_parts=parts)
     for stage in table:
         row = "stage {stage}: {blocks}, {parameters:,} parameters, {time_ms} ms per micro-batch ({time_share:.0%})"
         accelerator.print(row.format(**stage), flush=True)

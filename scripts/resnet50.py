@@ -69,8 +69,7 @@ def parse_args():
     data.add_argument("--num_workers", type=non_negative_int, help="processes that decode (default: by the cores)")
     data.add_argument("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
 
-    # resume_invariant: a resumed run must have the same values.
-    image = parser.add_argument_group("images", resume_invariant=True)
+    image = parser.add_argument_group("images")
     image.add_argument("--image_size", type=positive_int, default=32, help="size of the training images, in pixels")
     image.add_argument("--eval_size", type=non_negative_int, default=0, help="size of the test images; 0: image_size")
     image.add_argument("--eval_resize", type=non_negative_int, default=0, help="resize before the crop; 0: eval_size")
@@ -81,7 +80,7 @@ def parse_args():
     image.add_argument("--mixup", type=non_negative_float, default=0.0, help="alpha of the Beta distribution; 0: off")
     image.add_argument("--cutmix", type=non_negative_float, default=0.0, help="as --mixup; both: half of the steps")
 
-    model = parser.add_argument_group("model and training", resume_invariant=True)
+    model = parser.add_argument_group("model and training")
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
     model.add_argument("--pretrained", nargs="?", const=url, metavar="FILE|URL", help="weights; no value: ImageNet's")
     model.add_argument("--zero_init", action=switch, default=True, help="residual blocks start as the identity")
@@ -97,7 +96,7 @@ def parse_args():
     model.add_argument("--ema_decay", type=fraction, default=0.0, help="decay of a moving average of weights; 0: off")
     model.add_argument("--ema_every", type=positive_int, default=1, help="steps between two updates of this average")
 
-    length = parser.add_argument_group("length and memory")
+    length = parser.add_argument_group("length and memory", may_change=True)  # when resuming
     length.add_argument("--num_epochs", type=positive_int, default=None, help="passes over the training images")
     length.add_argument("--max_steps", type=positive_int, help="optimizer steps instead of epochs (default: 150)")
     length.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")

@@ -51,7 +51,7 @@ def parse_args():
         "--shuffle_window", type=non_negative_int, default=0, help="shuffle N sequences at a time; 0: all"
     )
 
-    model = parser.add_argument_group("model", resume_invariant=True)  # must be the same when resuming
+    model = parser.add_argument_group("model")
     model.add_argument("--vocabulary", type=at_least(257), default=1024, help="tokens of a learned tokenizer")
     model.add_argument("--context", type=positive_int, default=128, help="context length, in tokens")
     model.add_argument("--dim", type=positive_int, default=128, help="features per token")
@@ -61,19 +61,19 @@ def parse_args():
     model.add_argument("--separate_documents", action="store_true", help="attention does not cross documents: slower")
     model.add_argument("--pretrained", metavar="FILE", help="initial weights, such as a run's model.safetensors")
 
-    train = parser.add_argument_group("training", resume_invariant=True)
+    train = parser.add_argument_group("training")
     train.add_argument("--batch_size", type=positive_int, default=8, help="sequences per step, over all processes")
     train.add_argument("--lr", type=non_negative_float, default=3e-3, help="peak learning rate: warm-up, then a cosine")
     train.add_argument("--weight_decay", type=non_negative_float, default=0.1, help="weight decay of matrices (AdamW)")
     train.add_argument("--max_grad_norm", type=non_negative_float, default=1.0, help="clip the gradient norm; 0: off")
 
-    steps = parser.add_argument_group("length and memory")
+    steps = parser.add_argument_group("length and memory", may_change=True)  # when resuming
     steps.add_argument("--max_steps", type=positive_int, default=1000, help="optimizer steps")
     steps.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro-batches per step")
     steps.add_argument("--checkpoint_activations", action="store_true", help="recompute them: less memory")
     steps.add_argument("--compile", action="store_true", help="torch.compile the model")
 
-    sampling = parser.add_argument_group("sampling")
+    sampling = parser.add_argument_group("sampling", may_change=True)
     sampling.add_argument("--prompt", help="continue PROMPT with the model in --output_dir, without training")
     sampling.add_argument("--num_tokens", type=positive_int, default=200, help="maximum number of new tokens")
     sampling.add_argument("--temperature", type=non_negative_float, default=0.7, help="sampling temperature; 0: greedy")

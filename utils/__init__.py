@@ -34,6 +34,7 @@ parallel/: for a config file, or for a script that needs it.
     first_step         what would make numbers depend on the number of processes, seen in the first step
     same_weights       checks that all processes have the same weights, before a checkpoint
     virtual_processes  --virtual_processes: the same bits on any number of processes
+    shards             which rows of a sharded tensor a process has
     batch_norm         BatchNorm statistics over all processes
     gather_samples     every sample's value on every process
     pipeline           a model split over several devices

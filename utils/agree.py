@@ -9,9 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from .console import Stop, show_error, stop
-
-# May differ between machines. (resume_invariants is not a flag, but follows from the script.)
-PER_MACHINE_FLAGS = {"output_dir", "dataset", "cache_dir", "num_workers", "resume_invariants"}
+from .flags import PER_MACHINE
 
 
 def compare(values: dict, is_same: Callable = operator.eq) -> tuple[dict, list[str], dict[str, tuple]]:
@@ -31,11 +29,11 @@ def compare(values: dict, is_same: Callable = operator.eq) -> tuple[dict, list[s
 
 
 def same_on_all(facts: dict) -> dict:
-    """Return `facts`; stop if they differ between processes, except for PER_MACHINE_FLAGS. Collective.
+    """Return `facts`; stop if they differ between processes, except for PER_MACHINE of flags.py. Collective.
 
     With different arguments or data, machines would train one model with two recipes, or wait for each other forever.
     """
-    compared = {name: value for name, value in facts.items() if name not in PER_MACHINE_FLAGS}
+    compared = {name: value for name, value in facts.items() if name not in PER_MACHINE}
     _, ranks, differing = compare(compared)
     if differing:
         stop(describe_differences(ranks, differing))

@@ -7,6 +7,15 @@ import textwrap
 
 from .console import is_local_main, stop
 
+# These flags may differ between machines. The data are compared by their fingerprint.
+PER_MACHINE = frozenset({"output_dir", "dataset", "cache_dir", "num_workers"})
+
+# When resuming, all flags must be the same but these, and those of the script in groups with `may_change=True`.
+MAY_CHANGE = PER_MACHINE | {
+    *("gradient_accumulation_steps", "resume", "timeout_s", "checkpoint_every", "keep_checkpoints", "patience"),
+    *("log_every", "log_with", "deterministic", "whole_gradients", "may_change"),
+}
+
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows each flag's default, if it has one, and keeps the line breaks of the examples."""
@@ -19,8 +28,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with help and one-line errors printed once per machine.
 
-    The parsed namespace has a tuple `resume_invariants`: the names (dest) of the flags that must not change when
-    resuming, which are "seed" and the flags in groups made with `resume_invariant=True`.
+    The parsed namespace has a list `may_change`: the flags in groups made with `may_change=True`.
 
     Args:
         docstring: the script's. --help shows its first line, and its indented lines as examples.
@@ -38,19 +46,17 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def add_argument_group(self, *args, resume_invariant: bool = False, **kwargs):
-        """As in argparse; resume_invariant: the flags of this group must not change when resuming."""
+    def add_argument_group(self, *args, may_change: bool = False, **kwargs):
+        """As in argparse; may_change: the flags of this group may change when resuming, as they change no numbers."""
         group = super().add_argument_group(*args, **kwargs)
-        group.resume_invariant = resume_invariant
+        group.may_change = may_change
         return group
 
     def parse_known_args(self, args=None, namespace=None):
-        """As in argparse, plus `resume_invariants`; parse_args() calls this method too."""
+        """As in argparse, plus `may_change`; parse_args() calls this method too."""
         namespace, unknown = super().parse_known_args(args, namespace)
-        names = ["seed"] if "seed" in namespace else []
-        for group in self._action_groups:
-            names += [action.dest for action in group._group_actions if group.resume_invariant]
-        namespace.resume_invariants = tuple(names)
+        groups = [group for group in self._action_groups if group.may_change]
+        namespace.may_change = [action.dest for group in groups for action in group._group_actions]
         return namespace, unknown
 
     def add_run_flags(self, log_every: int | None = None, *, virtual_processes: bool = True) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from .agree import same_on_all
 from .console import stop
 from .fingerprint import digest
-from .randomness import combine, random_normal, random_uniform, widest_float
+from .randomness import Stream, combine, random_normal, random_uniform, widest_float
 from .sampler import GlobalSampler, MicroBatch
 from .topology import Layout
 
@@ -154,7 +154,7 @@ class GlobalLoader:
         self.stream_seed = seed
         if seed is None or self.name != kind:
             number = 0 if self.name == kind else int(digest(self.name), 16)
-            self.stream_seed = combine(-1 if seed is None else seed, number, 5)  # -1 is not a seed of a training loader
+            self.stream_seed = combine(-1 if seed is None else seed, number, Stream.LOADER)  # -1: no training seed
         self.sums_gradients = shard is not None or layout.virtual_processes > 0
         self.sampler = GlobalSampler(
             min(len(dataset), max_samples or len(dataset)),
@@ -200,9 +200,9 @@ class GlobalLoader:
             self.newest_order = [epoch, digest(self.sampler.items(epoch)[0])]
             same_on_all({f"order({epoch}) of the {self.name} loader": self.newest_order[1]})
         grad_divisor = 1 if self.sums_gradients else self.sampler.num_slots
-        key = combine(self.stream_seed, epoch, 3)
+        key = combine(self.stream_seed, epoch, Stream.SAMPLES)
         read = self._read(epoch, first_step)
-        batches = (Batch(*vars(part).values(), data, grad_divisor, key) for part, data in read)
+        batches = (Batch(**vars(part), data=data, grad_divisor=grad_divisor, key=key) for part, data in read)
         return batches if self.loss_weights is None else self._weighted(batches)
 
     def from_step(self, step: int) -> Iterator[Batch]:
@@ -288,9 +288,9 @@ class GlobalLoader:
                 "restore it, or start a new run with another --output_dir"
             )
 
-    def resume_invariants(self) -> dict:
-        """Settings that must not change when resuming."""
-        names = ("batch_size", "shuffle_window", "drop_last", "virtual_processes")
+    def settings(self) -> dict:
+        """What decides, beside the data, which samples a step has."""
+        names = ("batch_size", "shuffle_window", "drop_last")
         return {"seed": self.seed} | {name: getattr(self.sampler, name) for name in names}
 
 

@@ -4,6 +4,7 @@ That state depends on how often the generator was used, and so on processes, wor
 """
 
 import contextlib
+import enum
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,17 @@ def combine(*numbers):
     for number in numbers:
         key = mix_bits(key + number)
     return key
+
+
+class Stream(enum.IntEnum):
+    """What random numbers are for: the last number of their key, so that no two uses have the same ones."""
+
+    EPOCH = 1  # the generators, at its start
+    AFTER_EPOCH = 2  # after its last step, before the test
+    SAMPLES = 3  # batch.rand and batch.randn
+    AFTER_RUN = 4
+    LOADER = 5  # a test loader, or a second training loader
+    AFTER_TEST = 6
 
 
 def random_uniform(key: int, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from .banner import announce
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
 from .console import plural, stop
-from .flags import with_defaults
+from .flags import MAY_CHANGE, with_defaults
 from .loader import Batch, GlobalLoader, describe_data
 from .memory import peak_memory_gib
 from .metrics import Metrics
@@ -30,27 +30,20 @@ from .parallel import same_weights
 from .parallel.first_step import FirstStep, check_parameters
 from .processes import end_process_group
 from .progress import Progress
-from .randomness import combine, device_generators, seed_generators
+from .randomness import Stream, combine, device_generators, seed_generators
 from .run_folder import RunFolder
-from .sampler import GlobalSampler
 from .signals import StopSignal
 
 
-def invariants_of(args: argparse.Namespace, loaders: dict[str, GlobalLoader], data: dict) -> dict:
-    """The flags and the facts of the loaders and their data that must be the same when resuming."""
-    settings = {f"{n}_loader": loader.resume_invariants() for n, loader in loaders.items() if loader.seed is not None}
-    flags = {name: vars(args)[name] for name in args.resume_invariants}
-    return flags | settings.pop("train_loader", {}) | settings | {"data": data}
+def must_match(args: argparse.Namespace, loaders: dict[str, GlobalLoader], data: dict) -> dict:
+    """What must be the same when resuming, by kind: all flags and facts of the data but MAY_CHANGE, and the loaders.
 
-
-def check_batch_norm(models: list[nn.Module], sampler: GlobalSampler) -> None:
-    """Stop if a model with BatchNorm would get micro-batches of different sizes, which it would weight equally."""
-    layers = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    if sampler.batch_size % sampler.num_slots and any(layer.training for layer in layers):
-        stop(
-            f"--batch_size {sampler.batch_size} is not divisible by {sampler.num_slots} micro-batches, and the model "
-            "has BatchNorm, which needs micro-batches of equal size"
-        )
+    Flags of the script that may change, too, are named in `args.may_change`.
+    """
+    flags = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE.union(args.may_change)}
+    data = {name: value for name, value in data.items() if name not in MAY_CHANGE}
+    settings = {f"{name}_loader": loader.settings() for name, loader in loaders.items() if loader.seed is not None}
+    return {"flags": flags, "data": data, **settings}
 
 
 class MicroBatches(list):
@@ -72,8 +65,8 @@ class Run:
     scripts/mnist_mlp.py shows how to use it.
 
     Args:
-        args: the parsed flags; missing run flags get their defaults. The flags in `args.resume_invariants` must have
-            the same values when resuming.
+        args: the parsed flags; missing run flags get their defaults. When resuming, each must have the same value,
+            except for MAY_CHANGE of flags.py, and the flags named in `args.may_change`.
 
     Attributes:
         step: optimizer steps done.
@@ -100,7 +93,6 @@ class Run:
         *,
         checkpoint: dict,
         data: dict | None = None,
-        resume_invariants: dict | None = None,
         model_parts=None,
     ) -> None:
         """Load the newest checkpoint (with --resume), print the banner, open the log files. Collective.
@@ -111,8 +103,8 @@ class Run:
             total_steps: optimizer steps of the whole run.
             checkpoint: everything a checkpoint must hold, by name, as `prepare` returned it: models, optimizers,
                 schedulers, moving averages, and any other object with state_dict and load_state_dict.
-            data: further facts about the data, for run.json and the banner; a "fingerprint" replaces the loaders'.
-            resume_invariants: further values that must be the same when resuming, by name.
+            data: further facts about the data, which must be the same on all processes and when resuming, for run.json
+                and the banner; a "fingerprint" replaces the loaders'.
             model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
         """
         if not isinstance(total_steps, int) or total_steps < 1:
@@ -123,14 +115,11 @@ class Run:
         self.batch_size, self.state, self.model_parts = train_loader.sampler.batch_size, checkpoint, model_parts
         self.train_loader = train_loader
         models = [part for part in checkpoint.values() if isinstance(part, nn.Module)]
-        check_batch_norm(models, train_loader.sampler)
         loaders, accelerator.loaders = accelerator.loaders, None  # a later one would not be compared when resuming
-        described = describe_data(loaders)
-        data = same_on_all(described | (data or {}))
-        invariants = invariants_of(args, loaders, {name: data[name] for name in described})
-        invariants |= {"total_steps": total_steps, "save_best": args.save_best} | (resume_invariants or {})
+        data = same_on_all(describe_data(loaders) | (data or {}))
+        facts = must_match(args, loaders, data) | {"total_steps": total_steps}
         folder = self.folder.path / "checkpoints"
-        self.checkpoints = Checkpoints(accelerator, folder, checkpoint, invariants, args.keep_checkpoints)
+        self.checkpoints = Checkpoints(accelerator, folder, checkpoint, facts, args.keep_checkpoints)
         self.step, self.extra = self.checkpoints.load()
         self.best.load_state(self.extra)
         train_loader.check_sample(self.extra.get("sample"))
@@ -144,11 +133,14 @@ class Run:
             self.completed = summary
             done = "the run is done" if self.step == total_steps else "the run stopped early"
             return accelerator.print(f"{done}, after {plural(self.step, 'step')}: nothing to do")
+        if any(isinstance(layer, _BatchNorm) for model in models for layer in model.modules()):
+            from .parallel import batch_norm
+
+            batch_norm.check(models, train_loader.sampler)
         self._attach(models)
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         if accelerator.is_main_process:
-            arguments = {name: value for name, value in vars(args).items() if name != "resume_invariants"}
-            about_run = {"arguments": arguments, "data": data, "total_steps": total_steps}
+            about_run = {"arguments": vars(args), "data": data, "total_steps": total_steps}
             self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about_run, topology)
 
     def _attach(self, models: list[nn.Module]) -> None:
@@ -180,7 +172,7 @@ class Run:
             return
         first = max(self.step - 1, 0) // self.steps_per_epoch
         for epoch in range(first, math.ceil(self.total_steps / self.steps_per_epoch)):
-            seed_generators(combine(self.args.seed, epoch, 1), self.devices)
+            seed_generators(combine(self.args.seed, epoch, Stream.EPOCH), self.devices)
             yield epoch
             self.stopped_early = self.step < self.total_steps and self.best.is_stuck(self.accelerator.is_main_process)
             if self.stopped_early:
@@ -224,7 +216,7 @@ class Run:
             self._step_done(epoch)
             if self.step == self.total_steps:
                 break
-        seed_generators(combine(self.args.seed, epoch, 2), self.devices)
+        seed_generators(combine(self.args.seed, epoch, Stream.AFTER_EPOCH), self.devices)
 
     def _check_accumulation(self, is_last: bool) -> None:
         if self.accelerator.sync_gradients != is_last:
@@ -315,7 +307,7 @@ class Run:
         for number, window in enumerate(windows, 1):
             yield MicroBatches(window, functools.partial(self._seed_model, test_batch=number))
             self._stop_if_asked()
-        seed_generators(combine(self.args.seed, self.step, 6), self.devices)
+        seed_generators(combine(self.args.seed, self.step, Stream.AFTER_TEST), self.devices)
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
@@ -352,7 +344,7 @@ class Run:
         Returns:
             The content of summary.json; also if the run was already complete.
         """
-        seed_generators(combine(self.args.seed, self.total_steps, 4), self.devices)
+        seed_generators(combine(self.args.seed, self.total_steps, Stream.AFTER_RUN), self.devices)
         atexit.register(end_process_group)  # not after an error: NCCL would wait for the other ranks
         self.accelerator.loaders = {}  # a later run has its own
         if self.completed:

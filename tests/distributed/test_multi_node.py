@@ -1,5 +1,6 @@
 """Two machines with two processes each, as real as one machine can make them: see hosts.py."""
 
+import shutil
 import sys
 
 import pytest
@@ -30,7 +31,7 @@ def compare(one, two):
 
 @pytest.mark.slow
 def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_mnist, tmp_path):
-    """Each machine in a folder of its own: only the main process writes, and has something to resume from."""
+    """Each machine in a folder of its own: only the main process writes. To resume, all need the run's folder."""
     # On a stock Debian a host's name is 127.0.1.1 to itself. gloo takes that address, if nobody
     # tells it another.
     hosts.network.write_etc_hosts(("127.0.1.1", "127.0.1.1"))
@@ -52,13 +53,16 @@ def test_two_machines_train_the_model_of_one_process(hosts, one_process, small_m
         (3, 1, "beta"),
     ]
     assert all("4 processes on 2 machines (MULTI_CPU over gloo)" in hosts.log(host) for host in (0, 1))
-    # Resumed, the second machine gets the checkpoint from the first one.
     again = run_many.back_to(run, 32, folders[0] / "again")
     flags[-1] = "again"
     running = hosts.launch(*flags, "--resume", each=[{"cwd": folder} for folder in folders], processes=4)
+    assert 0 not in hosts.ends(running)[0], hosts.tails()
+    assert "rank 2 does not see again: all machines need to see one --output_dir" in hosts.tails()
+    assert len(run_reader.launches(again)) == 1
+    shutil.copytree(again, folders[1] / "again")
+    running = hosts.launch(*flags, "--resume", each=[{"cwd": folder} for folder in folders], processes=4)
     assert hosts.ends(running)[0] == [0, 0], hosts.log(0) + hosts.log(1)
     assert [launch["from_step"] for launch in run_reader.launches(again)] == [0, 32]
-    assert not list(folders[1].iterdir())
     compare(one_process, again)
 
 
@@ -95,7 +99,7 @@ def test_replicas_on_machines_without_one_folder_are_refused_before_the_first_st
     flags = [*FLAGS, "--dataset", small_mnist, "--output_dir", "run"]
     running = hosts.launch(*flags, each=[{"cwd": folder} for folder in folders], **HSDP)
     assert 0 not in hosts.ends(running)[0], hosts.tails()
-    assert "rank 2 does not see run: the machines of a run with a sharded or split model need one" in hosts.tails()
+    assert "rank 2 does not see run: all machines need to see one --output_dir" in hosts.tails()
     assert "train epoch" not in hosts.log(0)
 
 

@@ -271,7 +271,7 @@ def test_each_replica_has_its_own_masks_and_a_resumed_run_the_same(launcher, gpu
 def test_a_save_copies_into_pinned_memory(tmp_path):
     accelerator = Accelerator()
     saver = Checkpoints(accelerator, tmp_path / "run", {"model": nn.Linear(3, 3, device=accelerator.device)}, {})
-    saver.save(1, {}, {})
+    saver.save(1, {})
     saver.wait()
     assert saver.copies["model.safetensors"]["weight"].is_pinned() == torch.cuda.is_available()
 

@@ -153,8 +153,8 @@ def no_space(monkeypatch):
 
 def other_folder(monkeypatch):
     """Rank 1 is on a machine without rank 0's folder."""
-    part = disk.part_of
-    monkeypatch.setattr(disk, "part_of", lambda path: part(path.parent / os.environ["RANK"].strip("0") / path.name))
+    temporary_path, rank = disk.temporary_path, lambda: os.environ["RANK"].strip("0")
+    monkeypatch.setattr(disk, "temporary_path", lambda path: temporary_path(path.parent / rank() / path.name))
 
 
 def damaged_part(folder):

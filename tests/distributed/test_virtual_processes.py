@@ -198,7 +198,7 @@ def test_the_norm_for_clipping_has_the_same_bits_however_rows_are_sharded(thread
     assert all(torch.equal(each.grad, gradient) for each, gradient in zip(plain, gradients, strict=False))
 
     expected = vp.total_norm(OneRank(0, 1, 4), plain[: len(gradients) - 1])
-    monkeypatch.setattr(vp, "own_rows", lambda gradient: gradient.rows)
+    monkeypatch.setattr(vp, "local_rows", lambda gradient: gradient.rows)
     monkeypatch.setattr(dist, "all_reduce", lambda sums, group: sums.copy_(sum(threads.exchange(sums.clone()))))
 
     def norm(rank):

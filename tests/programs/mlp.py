@@ -27,7 +27,7 @@ def parse_args():
     parser = ArgumentParser(__doc__)
     add = parser.add_argument_group("data").add_argument
     add("--dataset", default="ylecun/mnist")
-    add = parser.add_argument_group("model and training", resume_invariant=True).add_argument
+    add = parser.add_argument_group("model and training").add_argument
     add("--hidden", type=positive_int, default=192)
     add("--activation", choices=ACTIVATIONS, default="silu")
     add("--dropout", type=fraction, default=0.0)
@@ -37,7 +37,7 @@ def parse_args():
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--lr", type=non_negative_float, default=6e-3)
     add("--weight_decay", type=non_negative_float, default=0.1)
-    add = parser.add_argument_group("length and memory").add_argument
+    add = parser.add_argument_group("length and memory", may_change=True).add_argument
     add("--num_epochs", type=positive_int, default=4)
     add("--compile", action="store_true")
     add("--max_steps", type=positive_int, default=None)

@@ -22,7 +22,7 @@ WORDS = 11
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--complex", action="store_true", help="a complex parameter")
     add(
         "--idle",
@@ -31,7 +31,7 @@ def parse_args():
         help="micro-batch without the second model, not a process's last; -1: no such model",
     )
     add("--batch_size", type=int, default=24)
-    add = parser.add_argument_group("length and memory").add_argument
+    add = parser.add_argument_group("length and memory", may_change=True).add_argument
     add("--gradient_accumulation_steps", type=int, default=1)
     parser.add_run_flags(log_every=1)
     return parser.parse_args()

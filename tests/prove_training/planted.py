@@ -19,7 +19,7 @@ from utils.run import Run
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--batch_size", type=int, default=24)
     add("--lr", type=float, default=0.1)
     add("--gradient_accumulation_steps", type=int, default=1)

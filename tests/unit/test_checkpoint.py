@@ -5,7 +5,6 @@ import errno
 import itertools
 import json
 import os
-import pickle
 import shutil
 import threading
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ import run_reader
 import safetensors.torch
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from fakes import fake_accelerator
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -24,8 +24,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from utils import agree, checkpoint
 from utils.checkpoint import Checkpoints, read_checkpoint, save_model
 from utils.checkpoint import folder as disk
-from utils.checkpoint.folder import Problem, SavedTensor, newest_first, write_manifest
-from utils.checkpoint.state import digest_of_factors, own_files, parts_of
+from utils.checkpoint.folder import CheckpointError, SavedTensor, newest_first, write_manifest
+from utils.checkpoint.state import digest_of_factors, files_to_write, tensor_parts
 
 
 @pytest.fixture
@@ -280,31 +280,34 @@ def test_rows_of_a_tensor_in_parts_are_read_from_the_files_that_have_them():
         SavedTensor([(0, whole[:3]), (4, whole[4:])])
 
 
-def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path):
-    """5 rows over 3 ranks, 1 row, which two ranks have nothing of, and what is not sharded."""
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 2)])
+def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path, replicas, shards):
+    """5 rows over 3 ranks, 1 row, which two ranks have nothing of, and what is not sharded. Of two replicas, the first
+    one writes."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     whole = {"weight": torch.randn(5, 3), "row": torch.randn(1, 4).bfloat16(), "mask": torch.rand(6) < 0.5}
     digests, taken = {}, set()
-    for rank in range(3):
-        torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+    for rank in range(replicas * shards):
+        torch.distributed.init_process_group("fake", rank=rank, world_size=replicas * shards, store=FakeStore())
         try:
-            mesh, tensors = init_device_mesh("cpu", (3,)), dict(whole)
+            mesh, tensors = init_device_mesh("cpu", (replicas, shards) if replicas > 1 else (shards,)), dict(whole)
             for name in ("weight", "row"):
-                parts = whole[name].chunk(3)
-                local = parts[rank] if rank < len(parts) else whole[name][:0]
+                parts, shard = whole[name].chunk(shards), rank % shards
+                local = parts[shard] if shard < len(parts) else whole[name][:0]
                 options = {"shape": whole[name].shape, "stride": whole[name].stride()}
-                tensors[name] = DTensor.from_local(local, mesh, [Shard(0)], **options)
+                placements = [Replicate(), Shard(0)][-mesh.ndim :]
+                tensors[name] = DTensor.from_local(local, mesh, placements, **options)
             files = {"model.safetensors": tensors}
-            share, taken = parts_of(files) - taken, parts_of(files) | taken
-            files, rows = own_files(files, share, rank)
+            share, taken = tensor_parts(files) - taken, tensor_parts(files) | taken
+            files, rows = files_to_write(files, share, rank)
             digests |= disk.write_files(tmp_path, files, rows)
         finally:
             torch.distributed.destroy_process_group()
-    assert digests.keys() == {"model.safetensors", "model.rank_1.safetensors", "model.rank_2.safetensors"}
+    assert digests.keys() == {"model.safetensors", *(f"model.rank_{rank}.safetensors" for rank in range(1, shards))}
     found = {name: torch.zeros_like(tensor) for name, tensor in whole.items() if name != "mask"}
     load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
@@ -332,109 +335,98 @@ def test_a_file_is_the_one_that_safetensors_writes(tmp_path):
     assert digests == {"ours": run_reader.sha256(tmp_path / "ours")}
 
 
-def nothing_else(folder):
-    """The machine of rank 1 has none of the files."""
-    shutil.rmtree(folder)
+def exchange_by(threads, monkeypatch):
+    """Objects go between the threads of this process."""
+    monkeypatch.setattr(agree, "broadcast_object_list", lambda objects: threads.exchange(objects)[0])
+    monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
+
+
+def two_machines(folders, seed, **more):
+    """By rank, a model and its checkpoints below a folder."""
+    pairs = []
+    for rank, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        model, more = nn.Linear(8, 8), {"scaler": None, "unwrap_model": lambda model, **_: model, **more}
+        state = {"model": model, "teacher": nn.Linear(2, 2)}
+        saver = Checkpoints(fake_accelerator(2, rank, **more), folder / "checkpoints", state, {})
+        pairs.append((model, saver))
+    return pairs
+
+
+def save_two_steps(saver, monkeypatch):
+    """As if the second process had the same."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "gather_object", lambda values: values * 2)
+        for step in (1, 2):
+            saver.save(step, {})
+            saver.wait()
 
 
 def another_run(folder):
     """Whole, at the same step and of the same model."""
-    rewrite(folder / "step_00000003", lambda manifest: manifest.update(extra={"of": "another run"}))
+    rewrite(folder / "checkpoints" / "step_00000002", lambda manifest: manifest.update(extra={"of": "another run"}))
 
 
-@pytest.mark.parametrize("change", [None, nothing_else, another_run])
-def test_each_process_reads_the_checkpoint_itself_or_gets_its_tensors_one_by_one(
-    tmp_path, threads, monkeypatch, change
-):
-    """Nothing large is pickled: an object goes through each GPU whole, and is in memory several times."""
-
-    def built(seed, rank):
-        torch.manual_seed(seed)
-        model = nn.Linear(64, 64)
-        model.register_buffer("mask", torch.rand(64) < 0.5)
-        model.register_buffer("angles", torch.randn(3, dtype=torch.complex64))
-        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-        model(torch.randn(2, 64)).sum().backward()
-        optimizer.step()
-        state = {"model": model, "optimizer": optimizer, "queue": Queue({"empty": torch.randn(seed, 0)})}
-        more = {"scaler": None, "unwrap_model": lambda model, **_: model}
-        folder = tmp_path / f"machine{rank}" / "checkpoints"
-        return state, Checkpoints(fake_accelerator(2, rank, **more), folder, state, {})
-
-    (saved, saver), pickled, sent = built(3, 0), [], []
-    saver.folder.parent.mkdir()
-    monkeypatch.setattr(checkpoint, "gather_object", lambda values: values * 2)
-    for step in (2, 3):
-        saver.save(step, {"of": step})
-        saver.wait()
-    shutil.copytree(tmp_path / "machine0", tmp_path / "machine1")
-    if change is not None:
-        change(tmp_path / "machine1" / "checkpoints")
-
-    def send(objects):
-        pickled.append(pickle.dumps(threads.exchange(objects)[0]))
-        return pickle.loads(pickled[-1])
-
-    broadcast = torch.distributed.broadcast
-    for module in (agree, checkpoint):
-        monkeypatch.setattr(module, "broadcast_object_list", send)
-    monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda *args: (sent.append(args[0].nbytes), broadcast(*args)))
-
-    runs = [built(5, rank) for rank in range(2)]
-    results = threads.run(2, lambda rank: runs[rank][1].load())
-    for rank, (state, _) in enumerate(runs):
-        assert results[rank] == (3, {"of": 3})
-        assert_equal(state, saved)
-        assert state["queue"].state["empty"].shape == (3, 0)
-        assert state["model"].mask.dtype == torch.bool
-    assert max(map(len, pickled)) < 64 * 64  # a quarter of the smallest matrix
-    assert (max(sent) == 4 * 64 * 64) if change else not sent
-    assert not mapped(tmp_path)
-
-
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_rank_0_decides_whether_a_sharded_checkpoint_is_damaged(tmp_path, threads, monkeypatch, capsys, is_damaged):
-    """A rank that does not see the folder says so, and nothing is renamed; damage in a file whose SHA-256 another rank
-    checks is found."""
-    savers = []
-    for rank in range(2):
-        more = {"scaler": None, "unwrap_model": lambda model, **_: model}
-        folder = tmp_path / f"machine{0 if is_damaged else rank}" / "checkpoints"
-        state = {"model": nn.Linear(2, 2), "teacher": nn.Linear(2, 2)}
-        savers.append(Checkpoints(fake_accelerator(2, rank, **more), folder, state, {}))
-        savers[-1].is_sharded = True
-    for machine in ("machine0", "machine1"):
-        (tmp_path / machine).mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "gather_object", lambda values: values * 2)
-        for step in (1, 2):
-            savers[0].save(step, {})
-            savers[0].wait()
-    newest = savers[0].folder / "step_00000002"
-    if is_damaged:
-        file = sorted(newest.glob("*.safetensors"))[1]  # rank 1's share
-        file.write_bytes(file.read_bytes() + b" ")
-    for module in (agree, checkpoint):
-        monkeypatch.setattr(module, "broadcast_object_list", lambda objects: threads.exchange(objects)[0])
-    monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
-    if is_damaged:
-        assert [step for step, _ in threads.run(2, lambda rank: savers[rank].load())] == [1, 1]
-        assert names(tmp_path / "machine0") == ["damaged_step_00000002", "step_00000001"]
-    else:
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda folder: None, ""),
+        (shutil.rmtree, "error: rank 1 does not see {}: all machines need to see one --output_dir"),
+        (
+            lambda folder: shutil.rmtree(folder / "checkpoints"),
+            "2 is intact, but rank 1 cannot read it (manifest.json: ",
+        ),
+        (another_run, "step_00000002 is intact, but rank 1 cannot read it (it has a different one): all machines need"),
+    ],
+)
+def test_a_run_is_resumed_by_machines_that_have_its_folder(tmp_path, threads, monkeypatch, capsys, change, sentence):
+    """One that all see, or a copy on each; otherwise a sentence says so, and nothing is renamed."""
+    folders = [tmp_path / "machine0", tmp_path / "machine1"]
+    folders[0].mkdir()
+    ((saved, saver), _), loaded = two_machines(folders, 0), two_machines(folders, 1)
+    save_two_steps(saver, monkeypatch)
+    shutil.copytree(*folders)
+    change(folders[1])
+    exchange_by(threads, monkeypatch)
+    if sentence:
         with pytest.raises(SystemExit):
-            threads.run(2, lambda rank: savers[rank].load())
-        assert f"{newest} is intact, but rank 1 cannot read it (manifest.json: " in capsys.readouterr().err
-        assert names(tmp_path / "machine0") == ["step_00000001", "step_00000002"]
+            threads.run(2, lambda rank: loaded[rank][1].load())
+        assert sentence.format(folders[1]) in capsys.readouterr().err
+        assert names(folders[0]) == ["step_00000001", "step_00000002"]
+    else:
+        assert threads.run(2, lambda rank: loaded[rank][1].load()[0]) == [2, 2]
+        assert all(torch.equal(model.weight, saved.weight) for model, _ in loaded)
+
+
+@pytest.mark.parametrize("kind", ["MULTI_CPU", "FSDP"])
+def test_a_new_run_needs_one_folder_only_if_all_ranks_write(tmp_path, threads, monkeypatch, capsys, kind):
+    folders = [tmp_path / "machine0", tmp_path / "machine1"]
+    folders[0].mkdir()
+    pairs = two_machines(folders, 0, distributed_type=DistributedType(kind))
+    exchange_by(threads, monkeypatch)
+    if kind == "FSDP":
+        with pytest.raises(SystemExit):
+            threads.run(2, lambda rank: pairs[rank][1].load())
+        assert f"rank 1 does not see {folders[1]}: all machines need to see one" in capsys.readouterr().err
+    else:
+        assert threads.run(2, lambda rank: pairs[rank][1].load()[0]) == [0, 0]
+
+
+def test_damage_in_a_file_that_another_rank_checks_is_found(tmp_path, threads, monkeypatch):
+    ((_, saver), _), loaded = two_machines([tmp_path] * 2, 0), two_machines([tmp_path] * 2, 1)
+    save_two_steps(saver, monkeypatch)
+    files = sorted((tmp_path / "checkpoints" / "step_00000002").glob("*.safetensors"))
+    flip_a_bit(files[1])  # rank 1's share
+    exchange_by(threads, monkeypatch)
+    assert threads.run(2, lambda rank: loaded[rank][1].load()[0]) == [1, 1]
+    assert names(tmp_path) == ["damaged_step_00000002", "step_00000001"]
 
 
 def test_stages_of_a_pipeline_are_written_by_the_ranks_that_have_them(tmp_path, threads, monkeypatch):
     """And joined when read, by one process or by stages. Here: two replicas of a pipeline of two stages."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    for module in (agree, checkpoint):
-        monkeypatch.setattr(module, "broadcast_object_list", lambda objects: threads.exchange(objects)[0])
-    monkeypatch.setattr(checkpoint, "gather_object", lambda values: [*itertools.chain(*threads.exchange(values))])
+    exchange_by(threads, monkeypatch)
 
     def built(seed, stages=("0", "1")):
         torch.manual_seed(seed)
@@ -720,30 +712,33 @@ def test_a_name_that_cannot_be_that_of_a_file_is_refused_at_the_start(tmp_path, 
 # --- what does not fit ------------------------------------------------------------------------
 
 
-def refused(accelerator, folder, state, invariants=None):
+def refused(accelerator, folder, state, facts=None):
     """Load; returns whether it was refused, in one sentence and with the folder as it was."""
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     with pytest.raises(SystemExit) as stopped:
-        checkpoints(accelerator, folder, state, invariants).load()
+        checkpoints(accelerator, folder, state, facts).load()
     assert stopped.value.code == 2
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def saved(accelerator, folder, state, invariants=None):
-    saver = checkpoints(accelerator, folder, state, invariants)
+def saved(accelerator, folder, state, facts=None):
+    saver = checkpoints(accelerator, folder, state, facts)
     train(accelerator, state, 2)
     saver.save(2, {})
 
 
-def test_what_the_script_declared_must_match(tmp_path, accelerator, capsys):
-    saved(accelerator, tmp_path, build(0, accelerator), {"data": "x", "lr": 0.1, "sizes": (1, 2)})
-    same = {"data": "x", "lr": 0.1, "sizes": [1, 2]}
+def test_flags_and_data_must_be_the_same_flags_first(tmp_path, accelerator, capsys):
+    data = {"train": 9, "file": Path("x")}
+    saved(accelerator, tmp_path, build(0, accelerator), {"flags": {"lr": 0.1, "sizes": (1, 2)}, "data": data})
+    same = {"flags": {"lr": 0.1, "sizes": [1, 2]}, "data": data}
     assert checkpoints(accelerator, tmp_path, build(0, accelerator), same).load()[0] == 2
-    invariants = {"data": "y", "lr": 0.2, "sizes": (1, 2), "new": None}
-    refused(accelerator, tmp_path, build(0, accelerator), invariants)
-    error = capsys.readouterr().err
-    assert "data was 'x' and is 'y'; lr was 0.1 and is 0.2" in error
-    assert len(error.splitlines()) == 1
+    facts = {"flags": {"lr": 0.2, "sizes": [1, 3], "new": None}, "data": {"train": 8, "file": Path("x")}}
+    refused(accelerator, tmp_path, build(0, accelerator), facts)
+    assert "different arguments: lr was 0.1 and is 0.2; sizes.1 was 2 and is 3\n" in capsys.readouterr().err
+    refused(accelerator, tmp_path, build(0, accelerator), {**facts, "flags": same["flags"]})
+    assert "different arguments: data.train was 9 and is 8\n" in capsys.readouterr().err
+    refused(accelerator, tmp_path, build(0, accelerator), {"flags": same["flags"]})
+    assert "different arguments: data was " in capsys.readouterr().err
 
 
 one_cycle = torch.optim.lr_scheduler.OneCycleLR
@@ -829,7 +824,15 @@ def chained(function):
     return lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler([lambda_lr(function)(optimizer)])
 
 
-@pytest.mark.parametrize("schedule", [lambda_lr, in_sequence, chained])
+def of_the_second_group(function):
+    def schedule(optimizer):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, function])
+
+    return schedule
+
+
+@pytest.mark.parametrize("schedule", [lambda_lr, in_sequence, chained, of_the_second_group])
 @pytest.mark.parametrize(("then", "now"), [(warm_up(2), warm_up(6)), (Rate(0.5), Rate(0.7))])
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
 def test_a_function_of_the_learning_rate_that_changed_is_refused(tmp_path, accelerator, capsys, schedule, then, now):
@@ -884,6 +887,15 @@ def test_a_longer_run_goes_on_where_no_schedule_depends_on_the_length(tmp_path, 
     saved(accelerator, tmp_path / "linear", states[0], {"total_steps": 40})
     refused(accelerator, tmp_path / "linear", states[1], {"total_steps": 60})
     assert "scheduler.factors.0 was " in capsys.readouterr().err
+
+
+def test_a_model_that_grew_after_the_start_is_refused_without_its_new_layer(tmp_path, accelerator, capsys):
+    model = nn.Sequential(nn.Linear(4, 2))
+    saver = checkpoints(accelerator, tmp_path, {"model": model})
+    model.append(nn.Linear(2, 2, bias=False))
+    saver.save(1, {})
+    refused(accelerator, tmp_path, {"model": nn.Sequential(nn.Linear(4, 2))})
+    assert "model.1.weight was 'float32 (2, 2)' and is None" in capsys.readouterr().err
 
 
 def test_a_different_set_of_names_is_refused(tmp_path, accelerator, capsys):
@@ -975,7 +987,7 @@ def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path, accelerator, caps
 def test_a_number_that_is_not_finite_is_found_in_the_rows_of_any_rank(tmp_path, accelerator):
     saver = checkpoints(accelerator, tmp_path, {"model": nn.Linear(2, 2)})
     saver.copies = {"model.rank_1.safetensors": {"weight": torch.tensor([1.0, torch.nan])}}
-    with pytest.raises(Problem, match=r"model\.weight is not finite after step 3"):
+    with pytest.raises(CheckpointError, match=r"model\.weight is not finite after step 3"):
         saver._check_finite(3)
 
 

@@ -1,5 +1,6 @@
 """Flags: numbers are checked, --help is complete, and fixed flags are known."""
 
+import argparse
 import importlib
 import re
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from utils.flags import ArgumentParser, at_least
+from utils.flags import MAY_CHANGE, ArgumentParser, at_least, with_defaults
 
 
 def test_numbers_in_flags_are_checked(capsys):
@@ -37,16 +38,16 @@ def test_numbers_in_flags_are_checked(capsys):
         assert len(error.splitlines()) == 1
 
 
-def test_flags_of_a_fixed_group_are_named_in_the_namespace():
+def test_flags_of_a_group_that_may_change_are_named_in_the_namespace():
     parser = ArgumentParser()
-    parser.add_argument_group("recipe", resume_invariant=True).add_argument("--lr", type=float)
-    group = parser.add_argument_group("model", resume_invariant=True)
-    group.add_mutually_exclusive_group().add_argument("--hidden-units", type=int)
-    parser.add_argument_group("data").add_argument("--dataset")
+    parser.add_argument_group("recipe").add_argument("--lr", type=float)
+    group = parser.add_argument_group("sampling", may_change=True)
+    group.add_argument("--prompt")
+    group.add_mutually_exclusive_group().add_argument("--top-k", type=int)
     parser.add_run_flags(log_every=10)
-    assert parser.parse_args([]).resume_invariants == ("seed", "lr", "hidden_units")
-    assert parser.parse_known_args(["--other"])[0].resume_invariants == ("seed", "lr", "hidden_units")
-    assert ArgumentParser().parse_args([]).resume_invariants == ()
+    assert parser.parse_args([]).may_change == ["prompt", "top_k"]
+    assert parser.parse_known_args(["--other"])[0].may_change == ["prompt", "top_k"]
+    assert with_defaults(argparse.Namespace(lr=0.1)).may_change == []
 
 
 def test_only_scripts_that_can_resume_get_the_flags_for_that(capsys):
@@ -60,7 +61,7 @@ def test_only_scripts_that_can_resume_get_the_flags_for_that(capsys):
         parser.parse_args(["--patience", "-1"])
     parser = ArgumentParser()
     parser.add_run_flags()
-    assert set(vars(parser.parse_args([]))) == {"seed", "output_dir", "timeout_s", "resume_invariants"}
+    assert set(vars(parser.parse_args([]))) == {"seed", "output_dir", "timeout_s", "may_change"}
 
 
 HELPERS = {"network_timing", "pictures"}
@@ -95,7 +96,6 @@ def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, mo
     assert "--output_dir" in groups["run"]
     flags = re.findall(r"(?m)^  --(\w+)(.*\n(?: {10}.*\n)*)", text)
     assert {name for name, _ in flags} >= {"seed", "timeout_s"}
-    assert set(defaults["resume_invariants"]) <= set(defaults)
     for name, rest in flags:
         assert len(rest.split()) > 2, name  # a word of help
         default = defaults[name]
@@ -104,47 +104,30 @@ def test_help_has_each_flag_in_a_group_with_its_default_and_the_command(path, mo
             assert re.search(r"\(default:\s+[\d.e-]+\)", rest), name
 
 
-# What may differ between a run and its resume: nothing in it decides the numbers. The length is
-# compared as total_steps, the data by their fingerprint, and patience stops a run early.
-FREE = {
-    "checkpoint_every",
-    "dataset",
-    "deterministic",
-    "gradient_accumulation_steps",
-    "save_best",  # compared by Run
-    "keep_checkpoints",
-    "log_every",
-    "log_with",
-    "max_steps",
-    "num_epochs",
-    "output_dir",
-    "patience",
-    "resume",
-    "timeout_s",
-}
-FREE_IN = {
-    # virtual_processes and shuffle_window are compared by what the loader says of itself.
-    "mnist_mlp": {"virtual_processes", "whole_gradients"},
-    "gradient_accumulation": {"virtual_processes", "whole_gradients"},
-    # compile is how the model is computed, as a dynamo_config of the config file.
-    "resnet50": {
-        *{"cache_dir", "compile", "max_test_samples", "num_workers", "preset", "shuffle_window", "virtual_processes"},
-        "whole_gradients",
-    },
-    "model_split": {
-        *{"cpu_threads", "max_test_samples", "num_microbatches", "num_stages", "schedule", "split"},
-    },
+LENGTH = {"gradient_accumulation_steps", "max_steps"}
+CHANGEABLE = {
+    "mnist_mlp": LENGTH | {"num_epochs"},
+    "gradient_accumulation": LENGTH | {"num_epochs"},
+    "resnet50": LENGTH | {"num_epochs", "compile"},
+    "transformer": LENGTH | {"compile", "checkpoint_activations", "prompt", "num_tokens", "temperature"},
+    "model_split": LENGTH | {"num_epochs", "num_stages", "num_microbatches", "schedule", "split", "cpu_threads"},
 }
 
 
-@pytest.mark.parametrize("name", FREE_IN)
-def test_what_decides_the_numbers_is_fixed(name, monkeypatch):
+@pytest.mark.parametrize("name", CHANGEABLE)
+def test_the_flags_that_may_change_when_resuming_change_no_numbers(name, monkeypatch):
+    """The length is compared as total_steps, and of a model_split with BatchNorm the size of its micro-batches."""
     script = importlib.import_module(f"scripts.{name}")
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    flags = vars(script.parse_args())
-    free = flags.keys() - {"resume_invariants", *flags["resume_invariants"]}
-    # Else: put the new flag into a group with resume_invariant=True, or in one of the lists above.
-    assert free == FREE | FREE_IN[name]
+    assert set(script.parse_args().may_change) == CHANGEABLE[name]
+
+
+def test_of_the_run_flags_those_that_decide_numbers_must_be_the_same_when_resuming():
+    parser = ArgumentParser()
+    parser.add_run_flags(log_every=10)
+    flags = set(vars(parser.parse_args([])))
+    assert flags - MAY_CHANGE == {"seed", "save_best", "virtual_processes"}
+    assert MAY_CHANGE - flags == {"dataset", "cache_dir", "num_workers", "gradient_accumulation_steps"}
 
 
 def test_help_is_printed_once_a_machine(monkeypatch, capsys):

@@ -1030,10 +1030,10 @@ def test_the_fingerprint_of_other_data_is_of_the_first_and_last_item():
 
 
 def test_the_facts_that_a_resume_compares():
-    facts = make(Squares(), 4, accumulation=2, processes=2).resume_invariants()
-    assert facts == make(Squares(), 4).resume_invariants()
-    for options in ({"seed": 6}, {"batch_size": 6}, {"drop_last": True}):
-        assert make(Squares(), **options).resume_invariants() != facts
+    settings = make(Squares(), 4, accumulation=2, processes=2).settings()
+    assert settings == make(Squares(), 4).settings()
+    for name, value in {"seed": 6, "batch_size": 6, "drop_last": True, "shuffle_window": 8}.items():
+        assert make(Squares(), **{"batch_size": 4, name: value}).settings() == {**settings, name: value}
     assert make(Squares(), max_samples=9).describe() != make(Squares()).describe()
 
 

@@ -191,7 +191,7 @@ def test_a_gpu_config_without_a_gpu_names_the_way_out(launcher):
 
 
 def test_what_differs_between_processes_is_named(monkeypatch, capsys):
-    facts = {"lr": 0.1, "output_dir": "a", "seed": 0, "resume_invariants": ("lr",)}
+    facts = {"lr": 0.1, "output_dir": "a", "seed": 0}
     shared = []
     for host, lr in (("alpha", 0.1), ("beta", 0.1), ("gamma", 0.2)):
         shared.append((host, {"lr": lr, "seed": 0}))

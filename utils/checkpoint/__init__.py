@@ -5,13 +5,12 @@ checkpoints/step_00000938/
                             of each optimizer: its state as <parameter name>/<state name>
                             of any other object: the tensors of its state_dict
     <name>.rank_1.safetensors, ...  what only rank 1 has: its rows of a sharded model, its stage of a pipeline
-    manifest.json           written last: step, what must match when resuming, everything that is not a tensor,
+    manifest.json           written last: step, what must be the same when resuming, everything that is not a tensor,
                             SHA-256 of each file
 
 This file: when a run saves and loads. state.py: how objects become tensors and JSON. folder.py: files on the disk.
 """
 
-import collections
 import functools
 import itertools
 import json
@@ -26,30 +25,30 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, gather_object
 from torch import distributed, nn
 
 from ..agree import on_main
 from ..atomic_files import write_atomically
 from ..console import Stop, show, show_error, stop
+from ..parallel.shards import is_sharded, plain_name
 from .folder import (
     NEED_ONE_FOLDER,
     RANK,
+    CheckpointError,
     Files,
     FirstRows,
     OtherFormat,
-    Problem,
     SavedFiles,
-    SavedTensor,
     SaveMessages,
     Tensors,
     copy_to_cpu,
     header_of,
     list_checkpoints,
     read_checkpoint,
-    set_aside,
+    rename_damaged,
     write_checkpoint,
-    write_part,
+    write_rank_files,
     write_tensors,
 )
 from .state import (
@@ -59,12 +58,10 @@ from .state import (
     differences,
     digest_of_factors,
     factor_functions,
-    is_sharded,
-    layout,
+    files_to_write,
     name_parameters,
-    own_files,
-    parts_of,
-    plain_name,
+    tensor_parts,
+    type_and_shape,
 )
 
 
@@ -73,8 +70,8 @@ class Checkpoints:
 
     Args:
         state: by name, whatever has a state_dict, as `prepare` returned it.
-        invariants: what else decides the numbers (flags, data), as JSON. A checkpoint with different ones is refused;
-            so are different models, optimizers, schedules and precisions. "total_steps" may change where no schedule
+        facts: what must be the same when resuming, by kind: "flags", "data", ... A checkpoint with others is refused,
+            and one of different models, optimizers, schedules or precision. "total_steps" may change where no schedule
             depends on it.
         keep: how many of the newest checkpoints to keep; 0: all.
 
@@ -84,9 +81,8 @@ class Checkpoints:
 
     numbers = itertools.count()  # counts this process's saves; the same on every rank, so it can name one
 
-    def __init__(self, accelerator: Accelerator, folder: Path, state: dict, invariants: dict, keep: int = 2):
-        self.accelerator, self.folder, self.keep = accelerator, Path(folder), keep
-        self.is_sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.num_processes > 1
+    def __init__(self, accelerator: Accelerator, folder: Path, state: dict, facts: dict, keep: int = 2):
+        self.accelerator, self.folder, self.facts, self.keep = accelerator, Path(folder), facts, keep
         self.timeout_s = accelerator.init_handler.timeout.total_seconds() if accelerator.init_handler else 600
         self.models, self.optimizers, self.objects = {}, {}, {}
         if accelerator.scaler is not None:
@@ -109,22 +105,32 @@ class Checkpoints:
         self.entries = {name: ModelState(model) for name, model in self.models.items()}
         self.entries |= {name: OptimizerState(optimizer, names) for name, optimizer in self.optimizers.items()}
         self.entries |= {name: ObjectState(name, instance) for name, instance in self.objects.items()}
-        derived = self._derived(invariants.get("total_steps", 0))
-        self.invariants = json.loads(json.dumps({"fixed": invariants, "derived": derived}))  # tuples become lists
+        self.must_match = self._must_match(facts.get("total_steps", 0))
+        is_sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.num_processes > 1
+        self.is_split = is_sharded or self.must_match["models"] != {n: self.entries[n].must_match for n in self.models}
         self.saved_step = None
         self.writing: Future | None = None
         self.copies: Files = {}  # the next checkpoint reuses their memory
         self.rows: FirstRows = {}
         self.save_time_s = 0.0  # how long training waited
 
-    def _derived(self, total_steps: int) -> dict:
-        """What optimizers and schedules must have the same when resuming a run of `total_steps`."""
-        derived = {name: entry.settings for name, entry in self.entries.items() if name not in self.models}
+    def _must_match(self, total_steps: int) -> dict:
+        """All that must be the same when resuming, as JSON: `facts`, and what is known of each object. Collective.
+
+        Args:
+            total_steps: schedules are compared up to this step.
+        """
+        known = {name: {} for name in self.entries}
+        for others in gather_object([{name: entry.must_match for name, entry in self.entries.items()}]):
+            for name in known:  # the stages of a pipeline have some of the parameters each
+                known[name] |= others[name]
         for name, schedule in self.objects.items():
             if functions := factor_functions(schedule):
-                factors = [digest_of_factors(function, total_steps) for function in functions]
-                derived[name] = {**derived[name], "factors": factors}
-        return {**derived, "precision": self.accelerator.mixed_precision}
+                known[name]["factors"] = [digest_of_factors(function, total_steps) for function in functions]
+        kinds = {**self.facts, "total_steps": total_steps, "checkpoint": ", ".join(sorted(known))}
+        kinds |= {"precision": self.accelerator.mixed_precision}
+        kinds |= {"models": {name: known.pop(name) for name in self.models}, "state": known}
+        return json.loads(json.dumps(kinds, default=str))  # tuples become lists
 
     def save(self, step: int, extra: dict, sync: Callable[[], None] | None = None) -> None:
         """Copy the state after `step` steps; a thread writes it to the disk. Collective.
@@ -148,8 +154,8 @@ class Checkpoints:
             if saved is not None:
                 tensors[f"{name}.safetensors"] = saved
         rank, is_main = self.accelerator.process_index, self.accelerator.is_main_process
-        optimizers = {name: state[name] for name in self.optimizers}
-        by_rank = gather_object([(parts_of(tensors), optimizers)])
+        non_tensors = {name: state[name]["non_tensors"] for name in self.optimizers}
+        by_rank = gather_object([(tensor_parts(tensors), non_tensors)])
         shares, taken = [], set()
         for parts, _ in by_rank:
             shares.append(parts - taken)
@@ -157,19 +163,18 @@ class Checkpoints:
         others = [other for other in range(1, len(shares)) if shares[other]]
         manifest, name_of_save = None, f"checkpoint/{next(self.numbers)}"
         if is_main:
-            for _, optimizers in reversed(by_rank):  # the stages of a pipeline have some of the parameters each
-                for name, saved in optimizers.items():
-                    for part in ("numbers", "parameters"):
-                        state[name][part] = {**state[name][part], **saved[part]}
+            for _, non_tensors in reversed(by_rank):  # the stages of a pipeline have some of the parameters each
+                for name, saved in non_tensors.items():
+                    state[name]["non_tensors"] = {**state[name]["non_tensors"], **saved}
             manifest = {
-                **self.invariants,
+                "must_match": self.must_match,
                 "num_processes": self.accelerator.num_processes,
                 "torch": torch.__version__,
                 "state": {name: saved for name, saved in state.items() if name not in self.models},
                 "extra": extra,
             }
         if is_main or rank in others:
-            files, self.rows = own_files(tensors, shares[rank], rank)
+            files, self.rows = files_to_write(tensors, shares[rank], rank)
             self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
             messages = SaveMessages(name_of_save, others, self.timeout_s) if others else None
             self.writing = Future()
@@ -190,14 +195,14 @@ class Checkpoints:
                     sync()
                 write_checkpoint(path, {"step": step, **manifest}, self.copies, self.rows, self.keep, messages)
             else:
-                write_part(path, self.copies, self.rows, messages, rank)
+                write_rank_files(path, self.copies, self.rows, messages, rank)
             writing.set_result(None)
         except BaseException as error:
             problem = str(error)
             if isinstance(error, OSError):
                 problem = f"{path} cannot be written ({error.strerror})"
                 problem += ": --resume goes on from the checkpoint before it, if any"
-            if rank == 0 and problem and isinstance(error, (OSError, Problem)):
+            if rank == 0 and problem and isinstance(error, (OSError, CheckpointError)):
                 show_error(problem)
                 error = Stop(problem)
             writing.set_exception(error)
@@ -212,7 +217,7 @@ class Checkpoints:
             buffers = {plain_name(name) for name, _ in self.models[owner].named_buffers()}  # masks may be infinite
             for name, tensor in tensors.items():
                 if name not in buffers and not tensor.isfinite().all():
-                    raise Problem(
+                    raise CheckpointError(
                         f"{owner}.{name} is not finite after step {step}, which is not saved: "
                         "train with a smaller learning rate, or clip the gradients"
                     )
@@ -236,15 +241,16 @@ class Checkpoints:
 
         Raises:
             SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit; or if a rank
-                of a sharded model does not see the folder.
+                does not see the folder.
         """
-        if self.is_sharded and not all(seen := gather_object([self.folder.parent.exists()])):
-            stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
         newest = self._read_newest()
         if newest is None:
             return 0, {}
         path, manifest, files = newest
-        self._check_fits(manifest, files)
+        saved = manifest["must_match"]
+        for name in saved["models"]:  # with the layers that it got since its first step
+            saved["models"][name] = {n: type_and_shape(t) for n, t in files[f"{name}.safetensors"].items()}
+        self._check_fits(saved, manifest["step"])
         for name, entry in self.entries.items():
             try:
                 entry.load(files.pop(f"{name}.safetensors", {}), manifest["state"].get(name))
@@ -258,18 +264,21 @@ class Checkpoints:
         """The path, manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
 
         Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*. All processes read
-        the files of a sharded model, and each checks the SHA-256 of some of them.
+        the files, and each checks the SHA-256 of some of them.
         """
         accelerator = self.accelerator
         paths = on_main(accelerator, lambda: list_checkpoints(self.folder))
-        share = slice(accelerator.process_index, None, accelerator.num_processes) if self.is_sharded else slice(None)
+        seen, is_split = zip(*gather_object([(self.folder.parent.exists(), self.is_split)]), strict=True)
+        if (paths or any(is_split)) and not all(seen):
+            stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
+        share = slice(accelerator.process_index, None, accelerator.num_processes)
         for number, path in enumerate(paths):
             manifest, files, damage = try_to_read(self.folder / path.name, share)
             found = gather_object([(manifest, damage)])
             manifest, damage = found[0]
             is_same = [other == manifest for other, _ in found]
-            if self.is_sharded and damage is None and not all(is_same):
-                # Rank 0 alone decides whether a checkpoint is damaged: the others may not see its folder.
+            if damage is None and not all(is_same):
+                # Rank 0 alone decides whether a checkpoint is damaged: the others may have another folder.
                 damage = on_main(accelerator, lambda path=path: try_to_read(path)[2])
                 rank = is_same.index(False)
                 if damage is None:
@@ -286,9 +295,7 @@ class Checkpoints:
                 if accelerator.is_main_process:
                     show(f"warning: {path} is skipped: {damage}", "yellow")
                 continue
-            on_main(accelerator, functools.partial(set_aside, paths[:number]))
-            if not all(is_same):  # a machine without this folder, or with a different one
-                files = send_files(accelerator, files, is_same[accelerator.process_index])
+            on_main(accelerator, functools.partial(rename_damaged, paths[:number]))
             return path, manifest, files
         if paths:
             stop(
@@ -297,33 +304,22 @@ class Checkpoints:
             )
         return None
 
-    def _check_fits(self, manifest: dict, tensors: SavedFiles) -> None:
-        """Stop at the first kind of difference: the later ones follow from it."""
-        files = {file.removesuffix(".safetensors") for file in tensors}
-        names = files | manifest["state"].keys()
-        self._refuse(", ".join(sorted(names)), ", ".join(sorted(self.entries)), "checkpoint")
-        saved, now = dict(manifest["fixed"]), dict(self.invariants["fixed"])
-        before, total_steps = saved.pop("total_steps", 0), now.pop("total_steps", 0)
-        self._refuse(saved, now)
-        advice = f"; to train for {total_steps} steps instead of {before}, use a schedule that does not depend on it"
-        derived = json.loads(json.dumps(self._derived(before)))
-        self._refuse(manifest["derived"], derived, advice=advice if total_steps != before else "")
-        if total_steps < manifest["step"]:
-            self._refuse(before, total_steps, "total_steps")
-        layouts = {name: layout(tensors[f"{name}.safetensors"]) for name in self.models}
-        layouts |= {name: manifest["state"][name]["parameters"] for name in self.optimizers}
-        now = {name: {} for name in layouts}
-        for others in gather_object([{name: self.entries[name].layout() for name in layouts}]):
-            now = {name: {**now[name], **others[name]} for name in layouts}
-        for name in layouts:
-            self._refuse(layouts[name], now[name], name)
-
-    def _refuse(self, saved, now, name: str = "", advice: str = "") -> None:
-        """Stop if the two are different."""
-        # Classes first: other differences follow from them.
-        if reasons := sorted(differences(saved, now, name), key=lambda reason: ".class was " not in reason):
-            shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
-            stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}{advice}")
+    def _check_fits(self, saved: dict, step: int) -> None:
+        """Stop at the first kind of difference: the others follow from it. Collective."""
+        before, total_steps = saved["total_steps"], self.must_match["total_steps"]
+        now = self._must_match(before)
+        if total_steps < step:
+            now["total_steps"] = total_steps
+        for kind in now | saved:
+            path = "" if kind in ("flags", "models", "state") else kind
+            reasons = differences(saved.get(kind), now.get(kind), path)
+            if reasons:
+                reasons.sort(key=lambda reason: ".class was " not in reason)  # others follow from the class
+                shown = "; ".join(reasons[:5]) + f"; and {len(reasons) - 5} more" * (len(reasons) > 5)
+                if kind == "state" and total_steps != before:
+                    shown += f"; to train for {total_steps} steps instead of {before}, use a schedule that does not "
+                    shown += "depend on it"
+                stop(f"the run in {self.folder.parent} cannot be resumed with different arguments: {shown}")
 
 
 def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
@@ -351,23 +347,13 @@ def save_model(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
         try:
             write_atomically(path, lambda part: write_tensors(part, header, whole))
         finally:
-            collections.deque(whole, maxlen=0)
+            for _ in whole:  # collective
+                pass
 
     if not accelerator.is_main_process:
-        collections.deque(whole, maxlen=0)
+        for _ in whole:
+            pass
     on_main(accelerator, write)
-
-
-def send_files(accelerator: Accelerator, files: SavedFiles, has_files: bool) -> SavedFiles:
-    """Send the main process's `files` to processes that do not have them, one tensor at a time. Collective."""
-    (received,) = broadcast_object_list([{file: shapes_of(tensors) for file, tensors in files.items()}])
-    for file, tensors in received.items():
-        for name, shape in tensors.items():
-            tensor = files[file][name].whole() if accelerator.is_main_process else None
-            tensor = broadcast(accelerator, tensor, shape, 0)
-            if not has_files:
-                tensors[name] = SavedTensor([(0, tensor.cpu())])
-    return files if has_files else received
 
 
 def shapes_of(tensors: dict) -> Tensors:

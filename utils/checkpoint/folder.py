@@ -19,7 +19,10 @@ from torch import distributed
 from ..atomic_files import fsync
 
 FORMAT = 3
-NEED_ONE_FOLDER = "the machines of a run with a sharded or split model need one --output_dir that all of them see"
+NEED_ONE_FOLDER = (
+    "all machines need to see one --output_dir to resume a run, or to shard or split a model (to resume a run of whole "
+    "models, a copy of it on each machine will do)"
+)
 RANK = r"\.rank_\d+(?=\.safetensors$)"  # in the name of a file of a rank other than 0
 
 # The key in a file's header for the first row of each tensor, as torch.distributed.checkpoint's
@@ -65,7 +68,7 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_" + "[0-9]" * 8), reverse=True)
 
 
-class Problem(Exception):
+class CheckpointError(Exception):
     """The checkpoint cannot be written. The message says why; it is empty if the run is ending for another reason."""
 
 
@@ -91,18 +94,18 @@ class SaveMessages:
         """Wait for the message of `rank` and return its digests.
 
         Raises:
-            Problem: the one that `rank` posted, that it posted nothing in time, or that this process is ending.
+            CheckpointError: the one that `rank` posted, that it posted nothing in time, or that this process is ending.
         """
         key, began = f"{self.name}/{rank}", time.monotonic()
         while not self.store.check([key]):
             if not threading.main_thread().is_alive():
-                raise Problem
+                raise CheckpointError
             if time.monotonic() - began > self.timeout_s:
-                raise Problem(f"rank {rank} has not written its part of the checkpoint")
+                raise CheckpointError(f"rank {rank} has not written its part of the checkpoint")
             time.sleep(0.01)
         problem, digests = json.loads(self.store.get(key))
         if problem is not None:
-            raise Problem(problem)
+            raise CheckpointError(problem)
         return digests
 
 
@@ -119,9 +122,9 @@ def write_checkpoint(
         messages: None: no other rank has files of its own.
 
     Raises:
-        OSError, Problem: it could not be written, and no part of it is left.
+        OSError, CheckpointError: it could not be written, and no part of it is left.
     """
-    folder, part = path.parent, part_of(path)
+    folder, part = path.parent, temporary_path(path)
     try:
         # Not its parents: a run whose folder was moved must not go on in half of a new one.
         folder.mkdir(exist_ok=True)
@@ -136,23 +139,27 @@ def write_checkpoint(
         fsync(part)
         part.rename(path)
         fsync(folder)
-    except (OSError, Problem):
+    except (OSError, CheckpointError):
         shutil.rmtree(part, ignore_errors=True)
         raise
     for old in newest_first(folder)[keep:] if keep else []:
         # Renamed first, so that a kill in the middle does not leave half a checkpoint under this name.
-        shutil.rmtree(old.rename(part_of(old)), ignore_errors=True)
+        shutil.rmtree(old.rename(temporary_path(old)), ignore_errors=True)
 
 
-def write_part(path: Path, files: Files, rows: FirstRows, messages: SaveMessages, rank: int) -> None:
-    """Write this rank's files of the checkpoint `path`, and send rank 0 their SHA-256. Raises: OSError, Problem."""
+def write_rank_files(path: Path, files: Files, rows: FirstRows, messages: SaveMessages, rank: int) -> None:
+    """Write this rank's files of the checkpoint `path`, and send rank 0 their SHA-256.
+
+    Raises:
+        OSError, CheckpointError: they could not be written.
+    """
     messages.wait(0)
-    if not part_of(path).is_dir():
-        raise Problem(f"{path.parent} is not the folder of rank 0: {NEED_ONE_FOLDER}")
-    messages.post(rank, None, write_files(part_of(path), files, rows))
+    if not temporary_path(path).is_dir():
+        raise CheckpointError(f"{path.parent} is not the folder of rank 0: {NEED_ONE_FOLDER}")
+    messages.post(rank, None, write_files(temporary_path(path), files, rows))
 
 
-def part_of(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """The name of a checkpoint that is being written or deleted."""
     return path.with_name(f".part_{path.name}")
 
@@ -293,7 +300,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return newest_first(folder)
 
 
-def set_aside(paths: list[Path]) -> None:
+def rename_damaged(paths: list[Path]) -> None:
     """Rename damaged checkpoints to damaged_step_*, since the run will write checkpoints of these steps again."""
     for path in paths:
         aside = path.with_name(f"damaged_{path.name}")

@@ -1,13 +1,12 @@
 """Models, optimizers and any other object as named tensors and JSON. Nothing that is read back is executed.
 
 `save` returns tensors and JSON, either of which may be None; sharded tensors stay DTensors. `load` takes what any
-number of processes saved, sharded or not. `settings` and `layout` must be equal when resuming.
+number of processes saved, sharded or not. `must_match` describes the object before the first step, and must be the
+same when resuming.
 """
 
 import copy
 import hashlib
-import math
-import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..console import stop
+from ..parallel.shards import is_sharded, local_rows, plain_name
 from .folder import Files, FirstRows, SavedTensor, Tensors, header_of
 
 # Implementation switches, not hyperparameters: a resumed run may change them.
@@ -34,9 +34,7 @@ class ModelState:
             if not isinstance(value, torch.Tensor):
                 stop(f"{name} of a model cannot be saved: it is a {type(value).__name__}, not a tensor like a buffer")
         check_dtypes(model.state_dict())
-
-    def layout(self) -> dict[str, str]:
-        return layout(self.model.state_dict())
+        self.must_match = {name: type_and_shape(tensor) for name, tensor in self.save()[0].items()}
 
     def save(self) -> tuple[Tensors, None]:
         return {plain_name(name): tensor for name, tensor in self.model.state_dict().items()}, None
@@ -52,29 +50,25 @@ class ModelState:
 class OptimizerState:
     """An optimizer: its tensors as <parameter name>/<state name>, with `names` by id.
 
-    The JSON has "groups": the hyperparameters, "numbers": what is not a tensor, such as LBFGS's lists, and
-    "parameters": the group of each.
+    The JSON has "groups": the hyperparameters, and "non_tensors": the rest of the state, such as LBFGS's lists.
     """
 
     def __init__(self, optimizer: Optimizer, names: dict[int, str]):
         self.optimizer, self.names = optimizer, names
-        groups = plain_values(optimizer.param_groups, leave_out=IMPLEMENTATION)
-        self.settings = {"class": type(optimizer).__name__, "groups": groups}
-
-    def layout(self) -> dict[str, str]:
-        groups = enumerate(self.optimizer.param_groups)
-        return {self.names[id(p)]: f"group {number}" for number, group in groups for p in group["params"]}
+        groups = to_json(optimizer.param_groups, leave_out=IMPLEMENTATION)
+        self.must_match = {"class": type(optimizer).__name__, "groups": groups}
+        for number, group in enumerate(optimizer.param_groups):
+            self.must_match |= {names[id(parameter)]: f"group {number}" for parameter in group["params"]}
 
     def save(self) -> tuple[Tensors, dict]:
-        tensors, numbers = {}, {}
+        tensors, non_tensors = {}, {}
         for parameter, entries in self.optimizer.state.items():
             for name, value in entries.items():
                 key = f"{self.names[id(parameter)]}/{name}"
-                numbers[key] = take_out_tensors(value, tensors, key)
+                non_tensors[key] = take_out_tensors(value, tensors, key)
         return tensors, {
-            "groups": plain_values(self.optimizer.param_groups, leave_out={"params"}),
-            "numbers": {key: value for key, value in numbers.items() if key not in tensors},
-            "parameters": self.layout(),
+            "groups": to_json(self.optimizer.param_groups, leave_out={"params"}),
+            "non_tensors": {key: value for key, value in non_tensors.items() if key not in tensors},
         }
 
     def load(self, stored: dict[str, SavedTensor], saved: dict) -> None:
@@ -86,7 +80,7 @@ class OptimizerState:
                     group[key] = tuple(value) if isinstance(value, list) else value
         positions = {self.names[id(p)]: i for i, p in enumerate(parameters_of(self.optimizer))}  # as torch knows them
         parameters, state = parameters_of(self.optimizer), {}
-        for key, value in {**stored, **saved["numbers"]}.items():
+        for key, value in {**stored, **saved["non_tensors"]}.items():
             name, _, entry = key.rpartition("/")
             if name in positions:  # a pipeline's process has some of the parameters
                 parameter = parameters[positions[name]]
@@ -105,15 +99,15 @@ def load_entry(parameter: torch.Tensor, value, stored: dict[str, SavedTensor]):
 
 
 class ObjectState:
-    """Anything else with a state_dict: a tensor is named after its place there, such as queue/items/3."""
+    """Anything else with a state_dict: a tensor is named by its path, such as queue/items/3."""
 
     def __init__(self, name: str, instance):
         self.name, self.instance = name, instance
         tensors, _ = self.save()  # stops now, and not at the first checkpoint
         check_dtypes(tensors or {})
-        self.settings = {"class": type(instance).__name__}
+        self.must_match = {"class": type(instance).__name__}
         if isinstance(instance, LRScheduler):
-            self.settings |= plain_values(instance.state_dict(), leave_out=PROGRESS)
+            self.must_match |= to_json(instance.state_dict(), leave_out=PROGRESS)
 
     def save(self) -> tuple[Tensors | None, object]:
         tensors = {}
@@ -145,7 +139,7 @@ def digest_of_factors(function: Callable[[int], float], total_steps: int) -> str
     try:
         # Without the last digits, which differ between machines. Calling a copy leaves an object's own state alone.
         copies = copy.deepcopy(function), copy.deepcopy(function)
-        first, second = ([f"{float(each(step)):.6g}" for step in steps] for each in copies)
+        first, second = ([f"{float(copied(step)):.6g}" for step in steps] for copied in copies)
     except Exception:  # of any type: it is the user's
         return None
     digest = hashlib.sha256(" ".join(first).encode()).hexdigest()[:16]
@@ -158,7 +152,7 @@ def take_out_tensors(state, tensors: Tensors, path: str):
         tensors[path] = state
         return {"tensor": path}
     if isinstance(state, (list, tuple)):
-        return {"list": [take_out_tensors(value, tensors, f"{path}/{place}") for place, value in enumerate(state)]}
+        return {"list": [take_out_tensors(value, tensors, f"{path}/{index}") for index, value in enumerate(state)]}
     if isinstance(state, dict) and all(type(key) in (str, int) for key in state):
         entries = {str(key): take_out_tensors(value, tensors, f"{path}/{key}") for key, value in state.items()}
         int_keys = [str(key) for key in state if isinstance(key, int)]
@@ -184,54 +178,40 @@ def put_back_tensors(state, stored: dict[str, SavedTensor]):
     return Counter(entries) if state["counter"] else entries
 
 
-def plain_values(state, leave_out: set[str]):
+def to_json(state, leave_out: set[str]):
     """The JSON in a state_dict, without the entries in `leave_out`; everything else becomes None."""
     if isinstance(state, dict):
-        return {str(key): plain_values(value, leave_out) for key, value in state.items() if key not in leave_out}
+        return {str(key): to_json(value, leave_out) for key, value in state.items() if key not in leave_out}
     if isinstance(state, (list, tuple)):
-        return [plain_values(value, leave_out) for value in state]
+        return [to_json(value, leave_out) for value in state]
     if isinstance(state, torch.Tensor) and state.numel() == 1:
         return state.item()
     return state if isinstance(state, (bool, int, float, str)) else None
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. (Importing the class takes half a second.)"""
-    return hasattr(tensor, "to_local")
-
-
-def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This process's rows of a sharded tensor, and the first of them; or the whole of any other tensor, and 0."""
-    if not is_sharded(tensor):
-        return tensor, 0
-    mesh = tensor.device_mesh  # its last dimension; under HSDP the first is that of the replicas
-    first = mesh.get_local_rank(mesh.ndim - 1) * math.ceil(len(tensor) / mesh.shape[-1])  # as torch.chunk
-    return tensor.to_local(), min(first, len(tensor))
-
-
-def parts_of(files: Files) -> set[tuple[str, str, int]]:
+def tensor_parts(files: Files) -> set[tuple[str, str, int]]:
     """The file, name and first row of the tensors that this process has, whole or some rows of them."""
-    return {(file, name, own_rows(tensor)[1]) for file, tensors in files.items() for name, tensor in tensors.items()}
+    return {(file, name, local_rows(tensor)[1]) for file, tensors in files.items() for name, tensor in tensors.items()}
 
 
-def own_files(files: Files, share: set[tuple[str, str, int]], rank: int) -> tuple[Files, FirstRows]:
+def files_to_write(files: Files, share: set[tuple[str, str, int]], rank: int) -> tuple[Files, FirstRows]:
     """The `share` of a rank of tensors by file, and the first row of each in the files that have shards."""
-    own, rows = {}, {}
+    chosen, rows = {}, {}
     for file, tensors in files.items():
-        parts = {name: own_rows(tensor) for name, tensor in tensors.items()}
+        parts = {name: local_rows(tensor) for name, tensor in tensors.items()}
         parts = {name: part for name, part in parts.items() if (file, name, part[1]) in share}
         if parts or rank == 0:
-            path = f".rank_{rank}".join(os.path.splitext(file)) if rank else file
-            own[path] = {name: local for name, (local, _) in parts.items()}
+            path = f"{file.removesuffix('.safetensors')}.rank_{rank}.safetensors" if rank else file
+            chosen[path] = {name: local for name, (local, _) in parts.items()}
             if any(map(is_sharded, tensors.values())):
                 rows[path] = {name: first for name, (_, first) in parts.items()}
-    return own, rows
+    return chosen, rows
 
 
 def read_like(tensor: torch.Tensor, stored: SavedTensor) -> torch.Tensor:
     """The saved values with the strides and device of `tensor`, and this process's rows of them if it is sharded."""
     result = torch.empty_like(tensor, dtype=stored.dtype, requires_grad=False)
-    local, first = own_rows(result)
+    local, first = local_rows(result)
     local.copy_(stored.slice_rows(first, first + len(local)) if is_sharded(tensor) else stored.whole())
     return result
 
@@ -243,11 +223,6 @@ def check_dtypes(tensors: Tensors) -> None:
             header_of({name: tensor})
         except KeyError:
             stop(f"{name} cannot be saved: safetensors has no {tensor.dtype}; use complex64, or its torch.view_as_real")
-
-
-def plain_name(name: str) -> str:
-    """The name of a parameter or buffer without what torch.compile adds, to the model or to layers of it."""
-    return name.replace("_orig_mod.", "")
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -272,9 +247,9 @@ def name_parameters(models: dict[str, nn.Module], optimizers: dict[str, Optimize
     return names
 
 
-def layout(state: Tensors) -> dict[str, str]:
-    """The dtype and shape of each tensor by its plain name, such as "float32 (2, 4)"."""
-    return {plain_name(n): f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for n, t in state.items()}
+def type_and_shape(tensor: torch.Tensor) -> str:
+    """Such as "float32 (2, 4)"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def differences(saved, now, path: str = "") -> list[str]:

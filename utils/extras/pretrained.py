@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from ..checkpoint.state import is_sharded, own_rows
 from ..console import stop
+from ..parallel.shards import is_sharded, local_rows
 
 
 def load_rows(model: nn.Module, source: str) -> None:
@@ -18,7 +18,7 @@ def load_rows(model: nn.Module, source: str) -> None:
     if different := in_file ^ {(name, *tensor.shape) for name, tensor in state.items()}:
         raise ValueError(f"names or shapes differ: {', '.join(sorted(name for name, *_ in different))}")
     for name, tensor in state.items():
-        local, first = own_rows(tensor)
+        local, first = local_rows(tensor)
         # Opened for each tensor: what was read of an open file stays in memory.
         local.copy_(safetensors.safe_open(source, "pt").get_slice(name)[first : first + len(local)])
 

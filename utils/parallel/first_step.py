@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..agree import compare
-from ..checkpoint.state import plain_name
 from ..console import show, stop
+from .shards import plain_name
 
 AVERAGE_BUFFERS = (
     "average it with BatchNorms of utils/parallel/batch_norm.py, as resnet50.py does, or update it outside of forward, "

@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..checkpoint.state import own_rows
 from ..console import stop
 from ..randomness import combine, generators_restored, seed_generators
+from .shards import local_rows
 
 HOOKS = (
     "FSDP calls no hooks set by register_hook or before prepare: use register_post_accumulate_grad_hook after prepare, "
@@ -197,7 +197,7 @@ def build(accelerator: Accelerator, make_model: Callable[[], nn.Module], seed: i
     with torch.no_grad(), generators_restored():
         for name, parameter in model.named_parameters():
             seed_generators(combine(seed, zlib.crc32(name.encode())))
-            local, first = own_rows(parameter)
+            local, first = local_rows(parameter)
             whole = torch.empty(parameter.shape, dtype=parameter.dtype)
             model.initialize(name, whole)
             local.copy_(whole[first : first + len(local)])

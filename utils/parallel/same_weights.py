@@ -11,9 +11,9 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agree import compare
-from ..checkpoint.state import is_sharded, own_rows
 from ..console import stop
 from .first_step import AVERAGE_BUFFERS, FirstStep, full_name, sum_of_bits
+from .shards import is_sharded, local_rows
 
 
 def check(accelerator: Accelerator, models: dict[str, nn.Module], first_step: FirstStep) -> None:
@@ -38,7 +38,7 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module], first_step: Fi
                 tensors[full_name(owner, name)] = tensor
     if not tensors:
         return
-    sums = torch.stack([sum_of_bits(own_rows(t)[0]).to(accelerator.device) for t in tensors.values()])  # copied once
+    sums = torch.stack([sum_of_bits(local_rows(t)[0]).to(accelerator.device) for t in tensors.values()])  # copied once
     if any(map(is_sharded, tensors.values())):
         whole = sums.clone()
         distributed.all_reduce(whole, group=accelerator.mesh.get_group("shards"))

@@ -34,10 +34,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoint.state import is_sharded, own_rows
 from ..console import plural, stop
 from ..metrics import add_columns
 from ..topology import data_parallel_gpus
+from .shards import is_sharded, local_rows
 
 BUCKET = 2**22  # gradients that are exchanged at a time
 
@@ -461,7 +461,7 @@ def total_norm(accelerator: Accelerator, parameters: list[nn.Parameter]) -> torc
     sums = [torch.zeros(1, device=accelerator.device)]  # if there are no gradients
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for gradient in gradients:
-        own, first = own_rows(gradient)
+        own, first = local_rows(gradient)
         squares = own.abs().to(torch.promote_types(own.abs().dtype, torch.float32)).square()
         squares = squares.reshape(own.shape[0] if own.ndim else 1, math.prod(gradient.shape[1:]))
         sums.append(squares.new_zeros(gradient.shape[0] if gradient.ndim else 1))
