@@ -1,6 +1,6 @@
 """The training of scripts/mnist_mlp.py in a script that does nothing else; benchmarks/start.py runs it.
 
-    python benchmarks/plain_mnist.py data/mnist
+python benchmarks/plain_mnist.py data/mnist
 """
 
 import sys

@@ -302,7 +302,7 @@ def different_bits(run: Path, other: Path) -> int:
 
 @on(*SEVERAL, **PLAIN)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_numbers_are_those_of_one_process(topology, dtype, launches, at_most):
+def test_numbers_equal_one_process(topology, dtype, launches, at_most):
     one, run = (launches.run(each, dtype) for each in (topology.reference(), topology))
     losses, weights = differences(one, run, STEPS)
     at_most({"loss": losses, "weights": weights}, dict.fromkeys(("loss", "weights"), TOLERANCE[dtype]))
@@ -331,7 +331,7 @@ def of_losses(run: Path, other: Path) -> float:
 
 @on(*SEVERAL)
 @pytest.mark.parametrize("script", ["transformer", "gradient_accumulation"])
-def test_losses_of_other_scripts_are_those_of_one_process(topology, script, launches, at_most):
+def test_losses_of_the_other_scripts_equal_one_process(topology, script, launches, at_most):
     one, run = (launches.run(each, script) for each in (topology.reference(), topology))
     limit = BF16_TOLERANCE if topology.precision == "bf16" else TOLERANCE["float32"]
     at_most({"loss": of_losses(one, run)}, {"loss": limit})
@@ -379,7 +379,7 @@ def test_a_profile_has_the_kernels_of_the_device_and_the_communication(topology,
 
 
 @on(precisions=("bf16",))
-def test_losses_with_bf16_are_those_of_float32(topology, launches, at_most):
+def test_losses_with_bf16_are_near_float32(topology, launches, at_most):
     one, run = (launches.run(each, "float32") for each in (topology.reference(), topology))
     difference = of_epochs(one, run)
     assert difference > 1e-6, "bf16 was asked for, and float32 ran"
@@ -452,7 +452,7 @@ def test_resnet50_trains_and_leaves_its_files(topology, launches, record_propert
 
 
 @on("ddp", **PLAIN)
-def test_synchronised_batch_norm_is_that_of_the_whole_batch(topology, launches, at_most):
+def test_synchronised_batch_norm_equals_the_whole_batch(topology, launches, at_most):
     one, run = (launches.run(each, "batch_norm") for each in (topology.reference(), topology))
     at_most({"all numbers": largest_difference(one, run)}, {"all numbers": BATCH_NORM_TOLERANCE})
 

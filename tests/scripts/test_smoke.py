@@ -1,7 +1,6 @@
 """The scripts on each CPU config, launched as a user does, as short as it can be.
 
-mnist_mlp.py on both configs, the other training scripts on two processes: test_topologies.py has one. The others in
-from_scratch/ are launched by their own tests.
+Those in from_scratch/ are launched by their own tests.
 """
 
 import pytest
@@ -13,8 +12,8 @@ TRAINING = {
     "mnist_mlp": ["--max_steps", 2, "--batch_size", 64],
     "resnet50": ["--max_steps", 1, "--batch_size", 4],
     "gradient_accumulation": ["--max_steps", 1, "--batch_size", 64, "--gradient_accumulation_steps", 2],
-    "model_split": ["--max_steps", 1, "--batch_size", 8, "--norm", "group"],
     "transformer": ["--max_steps", 1, "--vocabulary", 257, "--dataset", ROOT / "accelerate_configs"],
+    "model_split": ["--max_steps", 1, "--batch_size", 8, "--norm", "group"],
 }
 RESNETS = {"resnet50", "model_split"}  # they test on 23 images
 PROCESSES = {"cpu": 1, "cpu_ddp": 2}
@@ -24,14 +23,8 @@ def test_every_training_script_is_here():
     assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == set(TRAINING)
 
 
-@pytest.mark.parametrize(
-    ("script", "config"),
-    [
-        ("mnist_mlp", "cpu"),
-        *((script, "cpu_ddp") for script in TRAINING if script != "model_split"),
-        pytest.param("model_split", "cpu_ddp", marks=[pytest.mark.slow, needs_torch("2.12")]),
-    ],
-)
+@pytest.mark.parametrize("config", PROCESSES)
+@pytest.mark.parametrize("script", [*list(TRAINING)[:-1], pytest.param("model_split", marks=needs_torch("2.12"))])
 def test_a_training_script_runs(launcher, small_mnist, tiny_mnist, script, config):
     flags = list(TRAINING[script])
     if script != "transformer":

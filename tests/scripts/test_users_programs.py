@@ -148,7 +148,7 @@ def test_accumulation_changes_no_number(tmp_path, name):
     assert largest_difference(tmp_path / "1", tmp_path / "2") <= PROGRAMS[name].tolerance
 
 
-def test_contrastive_losses_are_those_of_one_graph_over_the_whole_batch(tmp_path):
+def test_contrastive_losses_equal_one_graph_over_the_whole_batch(tmp_path):
     for name, flags in ("two_passes", ["--gradient_accumulation_steps", 3]), ("one_graph", ["--one_graph"]):
         run_many.run("contrastive", ["--float64", *flags, "--output_dir", tmp_path / name])
     assert largest_difference(tmp_path / "two_passes", tmp_path / "one_graph") <= 1e-9
