@@ -2,7 +2,7 @@
 
     python silent_bugs/run.py                                  the numbers of all bugs and right programs
     python silent_bugs/run.py bugs/resume right                some of them
-    python silent_bugs/run.py --processes 2                    on 1 and 2 processes only: a third of the work
+    python silent_bugs/run.py --processes 2                    on 1 and 2 processes only, in half the time
     python silent_bugs/run.py --tool "prove-training {script}" what a tool says, as a table in Markdown
 
 Without --tool, each program runs on 1, 2 and 3 processes, and the last number that rank 0 prints is compared. A fixed
