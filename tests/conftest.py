@@ -64,13 +64,11 @@ def pytest_cmdline_main(config):
 
 
 def place_in_order(item) -> int:
-    """Those of prove_training first: they fork, which a process cannot after a backward pass of FSDP2. Of those for
-    GPUs, first what tells the most about a machine, within a file from top to bottom."""
+    """The tests of prove_training come first: they fork, which a process cannot after a backward pass of FSDP2. Then
+    come those for GPUs, first what tells the most about a machine."""
     if "prove_training" in item.path.parts:
         return -1
-    if item.get_closest_marker("gpu") and item.path.stem in GPU_FILES:
-        return GPU_FILES.index(item.path.stem)
-    return len(GPU_FILES)
+    return GPU_FILES.index(item.path.stem) if item.path.stem in GPU_FILES else len(GPU_FILES)
 
 
 def pytest_collection_modifyitems(config, items):
