@@ -59,12 +59,16 @@ def main(args: argparse.Namespace, measure: Callable, report: Callable, worker: 
     print("\n\n".join(report(measured)))
 
 
-def take_turns(ways: dict[str, Callable], rounds: int) -> dict[str, list]:
+def take_turns(ways: dict[str, Callable], rounds: int, warm_up: bool = False) -> dict[str, list]:
     """Call each way once per round, and return its results.
 
     The speed of a shared machine drifts by more than the ways differ, so they take turns, in reverse order in every
     second round.
+
+    warm_up: begin with a round whose results are dropped, unless there is only one.
     """
+    if warm_up and rounds > 1:
+        take_turns(ways, 1)
     results = {way: [] for way in ways}
     for round in range(rounds):
         for way in list(ways)[:: -1 if round % 2 else 1]:

@@ -150,8 +150,7 @@ def files(args, width: int, height: int) -> dict[str, list[float]]:
             "reference": functools.partial(decode_by_reference, content, count),
             "resnet50.py": functools.partial(decode_by_script, folder, count),
         }
-        common.take_turns(ways, 1)  # warm-up
-        return common.take_turns(ways, args.rounds)
+        return common.take_turns(ways, args.rounds, warm_up=True)
 
 
 def measure(args) -> dict:

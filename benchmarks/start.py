@@ -27,7 +27,7 @@ PLAIN = "plain script"
 
 
 def parse_args():
-    return common.make_parser(__doc__, rounds=5).parse_args()
+    return common.make_parser(__doc__, rounds=5, dataset=True).parse_args()
 
 
 def seconds(*command) -> float:
@@ -46,12 +46,12 @@ def measure(args) -> dict[str, list[float]]:
 
     def launched(launcher) -> float:
         with tempfile.TemporaryDirectory() as output:
-            return seconds(*launcher, "scripts/mnist_mlp.py", "--output_dir", Path(output, "run"))
+            flags = ["--dataset", args.dataset, "--output_dir", Path(output, "run")]
+            return seconds(*launcher, "scripts/mnist_mlp.py", *flags)
 
-    ways = {PLAIN: lambda: seconds(sys.executable, "benchmarks/plain_mnist.py")}
+    ways = {PLAIN: lambda: seconds(sys.executable, "benchmarks/plain_mnist.py", args.dataset)}
     ways |= {way: functools.partial(launched, launcher) for way, launcher in launchers.items()}
-    common.take_turns(ways, 1)  # warm-up
-    return common.take_turns(ways, args.rounds)
+    return common.take_turns(ways, args.rounds, warm_up=True)
 
 
 def report(measured) -> list[str]:

@@ -49,8 +49,7 @@ def worker(args) -> list:
                 f"{plain}, V = {number}": ("--virtual_processes", number),
             }
             ways = {way: functools.partial(step_ms, *script, *flags) for way, flags in ways.items()}
-            common.take_turns(ways, 1)  # warm-up
-            measured.append([workload, common.take_turns(ways, args.rounds)])
+            measured.append([workload, common.take_turns(ways, args.rounds, warm_up=True)])
     return measured
 
 

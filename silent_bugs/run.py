@@ -2,6 +2,7 @@
 
     python silent_bugs/run.py                                  the numbers of all bugs and right programs
     python silent_bugs/run.py bugs/resume right                some of them
+    python silent_bugs/run.py --processes 2                    on 1 and 2 processes only, in half the time
     python silent_bugs/run.py --tool "prove-training {script}" what a tool says, as a table in Markdown
 
 Without --tool, each program runs on 1, 2 and 3 processes, and the last number that rank 0 prints is compared. A fixed
@@ -140,22 +141,25 @@ def agree(numbers: list[float]) -> bool:
     return all(math.isclose(number, numbers[0], rel_tol=TOLERANCE) for number in numbers)
 
 
-def check(case: Case) -> bool:
-    """Print the numbers of a program. Returns whether they show what they should."""
-    begin, wrong = time.monotonic(), []
+def check(case: Case, several: list[int]) -> bool:
+    """Print the numbers of a program. Returns whether they show what they should.
+
+    several: the numbers of processes to compare with one process.
+    """
+    begin, wrong = time.monotonic(), {}
     try:
-        starts = [start for processes in (1, 2, 3) for start in run_case(case, case.is_bug, processes)]
+        starts = [start for processes in (1, *several) for start in run_case(case, case.is_bug, processes)]
         right = [number_in(start) for start in starts]
         if case.is_bug:
-            wrong = [number_in(run_case(case, False, processes)[-1]) for processes in (2, 3)]
+            wrong = {processes: number_in(run_case(case, False, processes)[-1]) for processes in several}
     except (RuntimeError, IndexError) as error:
         print(f"{case.name}: {error}", flush=True)
         return False
-    is_shown = agree(right) and not any(agree([right[0], number]) for number in wrong)
+    is_shown = agree(right) and not any(agree([right[0], number]) for number in wrong.values())
     numbers = f"{right[0]:.7g}" if agree(right) else ", ".join(f"{number:.7g}" for number in right)
-    wrong = f"; wrong on 2 and 3 processes: {wrong[0]:.7g}, {wrong[1]:.7g}" if wrong else ""
+    told = "".join(f"; wrong on {processes} processes: {number:.7g}" for processes, number in wrong.items())
     seconds = time.monotonic() - begin
-    print(f"{'' if is_shown else 'NOT SHOWN '}{case.name}: {numbers}{wrong} ({seconds:.1f} s)", flush=True)
+    print(f"{'' if is_shown else 'NOT SHOWN '}{case.name}: {numbers}{told} ({seconds:.1f} s)", flush=True)
     return is_shown
 
 
@@ -221,10 +225,13 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", default=["bugs", "right"], help='such as "bugs/resume"; default: all')
     parser.add_argument("--tool", help="a command with {script}")
     parser.add_argument("--jobs", type=int, default=2, help="programs to run at the same time")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="to compare with one process")
     args = parser.parse_args()
     cases = find_cases(args.paths)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
+    if min(args.processes) < 2:
+        parser.error(f"--processes must be at least 2, got {min(args.processes)}")
     if not cases:
         parser.error(f"no program begins with {' or '.join(args.paths)}")
     if args.tool and "{script}" not in args.tool:
@@ -233,7 +240,7 @@ def main() -> int:
     if args.tool:
         return 0 if compare(args.tool, cases, args.jobs) else 1
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        shown = list(pool.map(check, cases))
+        shown = list(pool.map(lambda case: check(case, args.processes), cases))
     print(f"{sum(shown)} of {len(cases)} programs show what they should")
     return 0 if all(shown) else 1
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -29,12 +30,18 @@ ROOT = Path(__file__).resolve().parents[1]
 # The files that `accelerate launch --config_file` takes.
 CONFIGS = [path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")) if path.stem != "skypilot"]
 MNIST = ROOT / "data" / "mnist"
+GPU_FILES = ["test_no_synchronisation", "test_topologies", "test_on_gpus"]
+BEGAN = time.monotonic()
+
+
+def is_older_than(version: str) -> bool:
+    """Whether the installed torch is older than this version."""
+    return torch.__version__ < (2, int(version.removeprefix("2.")) - 1, 99)  # 2.13.0a0 comes before 2.13
 
 
 def needs_torch(version: str):
     """Skips a test of what older versions of torch lack."""
-    is_old = torch.__version__ < (2, int(version.removeprefix("2.")) - 1, 99)  # 2.13.0a0 comes before 2.13
-    return pytest.mark.skipif(is_old, reason=f"needs torch {version}")
+    return pytest.mark.skipif(is_older_than(version), reason=f"needs torch {version}")
 
 
 def pytest_addoption(parser):
@@ -43,11 +50,29 @@ def pytest_addoption(parser):
         action="store_true",
         help="try out the tests marked gpu of test_on_gpus.py without a GPU, with configs of the CPU",
     )
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="begin no test after so many minutes; the tests run one at a time, in their order",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist starts its workers
+def pytest_cmdline_main(config):
+    if config.option.minutes:
+        config.option.numprocesses = 0
+
+
+def place_in_order(item) -> int:
+    """The tests of prove_training come first: they fork, which a process cannot after a backward pass of FSDP2. Then
+    come those for GPUs, first what tells the most about a machine."""
+    if "prove_training" in item.path.parts:
+        return -1
+    return GPU_FILES.index(item.path.stem) if item.path.stem in GPU_FILES else len(GPU_FILES)
 
 
 def pytest_collection_modifyitems(config, items):
-    import torch
-
+    items.sort(key=place_in_order)
     for item in items:
         is_tried = config.option.stand_ins and item.path.stem == "test_on_gpus"
         if item.get_closest_marker("gpu") and not torch.cuda.is_available() and not is_tried:
@@ -56,6 +81,12 @@ def pytest_collection_modifyitems(config, items):
             (library,) = marker.args
             if not importlib.util.find_spec(library):
                 item.add_marker(pytest.mark.skip(reason=f"needs {library}: tests/others.txt"))
+
+
+def pytest_runtest_setup(item):
+    minutes = item.config.option.minutes
+    if minutes and time.monotonic() > BEGAN + 60 * minutes:
+        pytest.skip(f"not begun: --minutes {minutes:g} are over")
 
 
 @pytest.hookimpl(wrapper=True)

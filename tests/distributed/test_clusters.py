@@ -31,33 +31,41 @@ def skypilot(host: int, port: int) -> tuple[list[str], dict]:
     return ["bash", "-c", f'{script} "$@"', "bash"], variables
 
 
+FLAGS = ["--batch_size", 64, "--num_epochs", 3, "--log_every", 1, "--checkpoint_every", 8]
+
+
+@pytest.fixture(scope="module")
+def whole(shared_launcher, small_mnist):
+    """The run of four processes that nothing happens to, on one machine."""
+    flags = ["--dataset", small_mnist, *FLAGS, "--output_dir", "whole"]
+    shared_launcher("cpu_ddp", *flags, launch_flags=["--num_processes", 4])
+    return shared_launcher.folder / "whole"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", [kubernetes, skypilot])
-def test_a_cluster_starts_two_machines_loses_one_and_resumes_with_the_same_bits(cluster, hosts, tmp_path, small_mnist):
-    flags = ["--dataset", small_mnist, "--batch_size", 64, "--num_epochs", 3, "--log_every", 1, "--checkpoint_every", 8]
+def test_a_cluster_starts_two_machines_loses_one_and_resumes_with_the_same_bits(
+    cluster, hosts, tmp_path, small_mnist, whole
+):
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    for name in ("scripts", "utils", "readers"):  # the folder is shared, and has a copy of the repository
+        (tmp_path / name).symlink_to(ROOT / name)
 
-    def start(folder):
-        """The folder is shared, and has a copy of the repository."""
-        folder.mkdir(exist_ok=True)
-        for name in ("scripts", "utils", "readers"):
-            if not (folder / name).exists():
-                (folder / name).symlink_to(ROOT / name)
+    def start():
         port, running = free_port(), []
         for host in (0, 1):
             command, variables = cluster(host, port)
-            running.append(hosts.start(host, *command, *flags, cwd=folder, PATH=path, **variables))
+            words = [*command, "--dataset", small_mnist, *FLAGS]
+            running.append(hosts.start(host, *words, cwd=tmp_path, PATH=path, **variables))
         return running
 
-    running = start(tmp_path / "whole")
-    assert hosts.ends(running)[0] == [0, 0], hosts.tails()
-    running = start(tmp_path / "killed")
+    running = start()
     hosts.wait_for("step 20/")
     hosts.kill(1)
     assert 0 not in hosts.end(running)[0], hosts.tails()
     hosts.clear()
-    assert hosts.ends(start(tmp_path / "killed"))[0] == [0, 0], hosts.tails()
-    whole, killed = (next((tmp_path / name / "runs").iterdir()) for name in ("whole", "killed"))
+    assert hosts.ends(start())[0] == [0, 0], hosts.tails()
+    killed = next((tmp_path / "runs").iterdir())
     assert [launch["num_processes"] for launch in run_reader.launches(killed)] == [4, 4]
     assert run_reader.launches(killed)[1]["from_step"] >= 16
     assert run_reader.final_models(killed) == run_reader.final_models(whole)

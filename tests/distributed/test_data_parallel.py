@@ -69,7 +69,7 @@ def _nothing_seen():
 
 
 @pytest.mark.parametrize("samples", [1, 3, 4, 10, 11])
-def test_numbers_and_gradients_are_those_of_one_device(gpus, model, samples):
+def test_numbers_and_gradients_equal_one_device(gpus, model, samples):
     images, labels = batch(samples)
     reference = copy.deepcopy(model)
     losses = losses_of(reference, images, labels)
@@ -219,7 +219,7 @@ def test_resnet50_on_gpus_is_accumulation_and_batch_norm_keeps_the_first_gpus_st
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_gpus_the_numbers_are_those_of_one_device(model):
+def test_on_gpus_the_numbers_equal_one_device(model):
     model = model.cuda()
     images, labels = (tensor.cuda() for tensor in batch(11))
     expected = losses_of(model, images, labels)

@@ -211,7 +211,7 @@ def test_a_checkpoint_after_a_test_is_complete(runs):
         assert torch.equal(tensor, final[name])
 
 
-def test_the_moving_average_is_that_of_torch():
+def test_the_moving_average_equals_torchs():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     ours = AveragedModel(model)

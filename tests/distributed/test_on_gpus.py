@@ -133,49 +133,6 @@ def needs(gpus: int, available: int) -> None:
         pytest.skip(f"needs {gpus} GPUs, and this machine has {available}")
 
 
-@pytest.mark.parametrize(
-    ("fault", "variables"),
-    [
-        *((fault, "") for fault in ENDS),
-        ("kill -9", "TORCH_DIST_USE_NCCL2=0"),
-        ("one collective more", "TORCH_DIST_USE_NCCL2=0"),
-    ],
-)
-def test_a_fault_ends_the_run_with_a_sentence(
-    launcher, gpus, small_mnist, record_property, monkeypatch, fault, variables
-):
-    says, processes = ENDS[fault]
-    needs(processes, gpus)
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "8")  # seconds that the launcher waits, instead of 30
-    if variables:
-        monkeypatch.setenv(*variables.split("="))
-    flags = [fault, "mnist_mlp", "--dataset", small_mnist, *FLAGS]
-    flags += ["--max_steps", NEVER, "--checkpoint_every", NEVER]
-    flags += ["--timeout_s", TIMEOUT_S, "--output_dir", "run", "--log_every", AT_STEP]
-    process = launcher.start("ddp", *flags, script=Path(__file__).with_suffix(""), stderr=subprocess.STDOUT)
-    text, late = "", threading.Timer(120, launcher.end)
-    late.start()
-    for line in process.stdout:
-        text += line
-        if f"step {AT_STEP}/" in line:
-            break
-    late.cancel()
-    began = time.monotonic()
-    if fault == "SIGTERM":
-        process.terminate()
-    if fault == "Ctrl-C":
-        os.killpg(process.pid, signal.SIGINT)
-    try:
-        text += process.communicate(timeout=2 * TIMEOUT_S + 40)[0]
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"still there after {time.monotonic() - began:.0f} s\n{text[-3000:]}")
-    found = re.search(f"^.*({says}).*$", text, re.MULTILINE)
-    said = found[0][:160] if found else "(nothing)"
-    record_property("figure", f"exit code {process.returncode} after {time.monotonic() - began:.0f} s: {said}")
-    assert process.returncode != 0
-    assert found, text[-3000:]
-
-
 def test_a_checkpoint_goes_from_a_gpu_to_the_cpu_and_back(launcher, small_mnist, record_property):
     flags = ["--script", "mlp", "--dataset", small_mnist, *FLAGS, "--dropout", 0.1, "--dtype", "float64"]
     launcher("single_gpu", *run_many.words("mlp", [*flags, "--output_dir", "whole"]), script=run_many.FILE)
@@ -296,6 +253,49 @@ def test_the_doctor_finds_nothing_that_would_fail(launcher, record_property):
     said = [line for line in done.stdout.splitlines() if line.startswith(("error", "warning", "No problems"))]
     record_property("figure", "; ".join(said)[:300])
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("fault", "variables"),
+    [
+        *((fault, "") for fault in ENDS),
+        ("kill -9", "TORCH_DIST_USE_NCCL2=0"),
+        ("one collective more", "TORCH_DIST_USE_NCCL2=0"),
+    ],
+)
+def test_a_fault_ends_the_run_with_a_sentence(
+    launcher, gpus, small_mnist, record_property, monkeypatch, fault, variables
+):
+    says, processes = ENDS[fault]
+    needs(processes, gpus)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "8")  # seconds that the launcher waits, instead of 30
+    if variables:
+        monkeypatch.setenv(*variables.split("="))
+    flags = [fault, "mnist_mlp", "--dataset", small_mnist, *FLAGS]
+    flags += ["--max_steps", NEVER, "--checkpoint_every", NEVER]
+    flags += ["--timeout_s", TIMEOUT_S, "--output_dir", "run", "--log_every", AT_STEP]
+    process = launcher.start("ddp", *flags, script=Path(__file__).with_suffix(""), stderr=subprocess.STDOUT)
+    text, late = "", threading.Timer(120, launcher.end)
+    late.start()
+    for line in process.stdout:
+        text += line
+        if f"step {AT_STEP}/" in line:
+            break
+    late.cancel()
+    began = time.monotonic()
+    if fault == "SIGTERM":
+        process.terminate()
+    if fault == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)
+    try:
+        text += process.communicate(timeout=2 * TIMEOUT_S + 40)[0]
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still there after {time.monotonic() - began:.0f} s\n{text[-3000:]}")
+    found = re.search(f"^.*({says}).*$", text, re.MULTILINE)
+    said = found[0][:160] if found else "(nothing)"
+    record_property("figure", f"exit code {process.returncode} after {time.monotonic() - began:.0f} s: {said}")
+    assert process.returncode != 0
+    assert found, text[-3000:]
 
 
 if __name__ == "__main__":

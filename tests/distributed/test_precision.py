@@ -64,7 +64,7 @@ def test_a_compiled_model_has_the_numbers_and_names_of_an_eager_one(launcher, sm
 
 
 @pytest.mark.slow
-def test_compile_of_resnet50_changes_no_numbers_and_may_change_on_a_resume(tiny_mnist, tmp_path, monkeypatch, home):
+def test_compile_of_resnet50_changes_no_numbers_and_may_change_when_resuming(tiny_mnist, tmp_path, monkeypatch, home):
     compiled = []
     compile_module = nn.Module.compile
 

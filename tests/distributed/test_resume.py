@@ -88,7 +88,7 @@ def test_each_epoch_ends_with_a_checkpoint_unless_a_flag_says_otherwise(train, t
         (["--dropout", 0.5], "dropout was 0.1 and is 0.5"),
     ],
 )
-def test_other_arguments_are_refused_by_both_values(train, tmp_path, capsys, flags, sentence):
+def test_different_arguments_are_refused_by_both_values(train, tmp_path, capsys, flags, sentence):
     train("run", stop_at_call=2)
     before = sorted((tmp_path / "run").rglob("*"))
     assert train("run", "--resume", *flags) == 2

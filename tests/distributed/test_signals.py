@@ -265,7 +265,7 @@ def test_the_end_of_the_launcher_between_two_ctrl_c_changes_nothing(monkeypatch)
     assert ends == [130]
 
 
-def test_ctrl_c_before_training_is_no_traceback(monkeypatch, capsys):
+def test_ctrl_c_before_training_prints_no_traceback(monkeypatch, capsys):
     explain_errors()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "x")

@@ -460,7 +460,7 @@ def test_model_optimizer_and_log_are_the_same_bits(runs, name, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 0])
-def test_another_number_on_a_resume_is_refused(runs, tmp_path, capsys, number):
+def test_a_different_number_of_virtual_processes_is_refused_when_resuming(runs, tmp_path, capsys, number):
     run = run_reader.record(runs / "mlp" / "1")
     assert run["launches"][0]["virtual_processes"] == 8
     run_many.back_to(runs / "mlp" / "1", 3, tmp_path / "run")

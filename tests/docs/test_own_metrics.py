@@ -61,7 +61,7 @@ def test_the_adapter_on_the_page_is_the_programs():
 
 
 @each_program
-def test_the_metrics_of_one_process_are_those_of_the_whole_data_set(tmp_path, program):
+def test_one_process_has_the_metrics_of_the_whole_dataset(tmp_path, program):
     assert run_many.run(program, [*FLAGS[program], "--output_dir", tmp_path / "run"]) is None
     check(program, tmp_path / "run")
 
@@ -81,6 +81,6 @@ def runs(shared_launcher):
 
 @pytest.mark.slow
 @each_program
-def test_the_metrics_of_several_processes_are_those_of_the_whole_data_set(runs, program):
+def test_several_processes_have_the_metrics_of_the_whole_dataset(runs, program):
     """One of three has no sample of the last batch; 25 do not divide, nor do 77."""
     check(program, runs / program)

@@ -23,9 +23,7 @@ def run_here(monkeypatch, *flags):
 
 
 @pytest.mark.slow
-def test_each_way_ends_with_the_weights_of_ddp_and_ddp_with_those_of_one_process(
-    launcher, small_mnist, tmp_path, monkeypatch
-):
+def test_each_way_ends_with_the_weights_of_ddp_and_of_one_process(launcher, small_mnist, tmp_path, monkeypatch):
     """The last step of an epoch has 3 of 1003 images. The run prints a table, and leaves pictures."""
     flags = ["--dataset", small_mnist, *FLAGS, "--batch_size", 500]
     table = launcher("cpu_ddp", *flags, "--output_dir", "run", script="from_scratch/ddp").stdout.splitlines()

@@ -62,7 +62,7 @@ def num_bytes(tensors):
 
 @pytest.mark.parametrize("loss_inside", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 40])  # 31 samples on 40 devices: 9 have none
-def test_the_weights_are_those_of_plain_autograd(args, batches, count, loss_inside):
+def test_the_weights_equal_plain_autograd(args, batches, count, loss_inside):
     for counts_memory in (False, True):
         assert difference_to_plain(args, batches, CpuDevices(count, counts_memory), loss_inside) < 1e-12
 
@@ -78,7 +78,7 @@ def test_pytorchs_own_functions_make_the_same_step_and_move_as_much(args, batche
 
 
 @pytest.mark.parametrize("loss_inside", [False, True])
-def test_moved_bytes_are_those_of_the_tensors(batches, loss_inside):
+def test_the_bytes_of_all_moved_tensors_are_counted(batches, loss_inside):
     devices = CpuDevices(3)
     model, _ = one_step(devices, batches[0], loss_inside)
     weights = num_bytes(model.parameters())

@@ -92,6 +92,6 @@ def test_each_line_of_the_right_loop_is_needed(train, line, instead):
     assert max(largest_difference(train(changed, 2), train(RIGHT, 1))) > 1e-3
 
 
-def test_the_right_loop_is_that_of_the_program():
+def test_the_right_loop_is_in_the_program():
     program = (ROOT / "examples" / "gan.py").read_text()
     assert textwrap.indent(RIGHT, 12 * " ") in program

@@ -35,7 +35,7 @@ def train(home, tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_of_five_micro_batches_on_two_processes_equal_those_of_the_whole_batch(launcher, train, small_mnist):
+def test_five_micro_batches_on_two_processes_equal_the_whole_batch(launcher, train, small_mnist):
     data = ["--dataset", small_mnist, *FLAGS]
     accumulated = ["--gradient_accumulation_steps", 5, "--output_dir", "accumulated"]
     words = run_many.words("gradient_accumulation", [*data, *accumulated])

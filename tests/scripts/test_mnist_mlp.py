@@ -84,7 +84,7 @@ def test_the_program_that_tests_use_has_its_numbers(small_mnist, tmp_path, home)
         (["--output_dir", "/proc/run"], "--output_dir /proc/run cannot be written to"),
     ],
 )
-def test_bad_input_is_one_sentence_before_any_training(tmp_path, monkeypatch, capsys, flags, sentence):
+def test_bad_input_is_an_error_of_one_line_before_any_training(tmp_path, monkeypatch, capsys, flags, sentence):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["mnist_mlp.py", *flags])
     with pytest.raises(SystemExit) as stopped:

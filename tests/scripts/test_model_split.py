@@ -399,7 +399,7 @@ def test_a_run_of_two_copies_continues_bit_by_bit(four_processes):
         ("--batch_size 40", "micro-batches of one sample"),  # the last step has 3
     ],
 )
-def test_wrong_input_is_one_sentence_before_any_training(train, tmp_path, capsys, flags, sentence):
+def test_bad_input_is_an_error_of_one_line_before_any_training(train, tmp_path, capsys, flags, sentence):
     code = train(tmp_path / "run", "--max_steps", 2, *flags.split())
     out, error = capsys.readouterr()
     assert code == 2

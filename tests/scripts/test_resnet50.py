@@ -66,7 +66,7 @@ def test_two_processes_are_one_with_two_accumulation_steps(launcher, tiny_mnist,
     assert run_reader.summary(two)["test_samples"] == 23
 
 
-def test_inputs_losses_and_predictions_are_those_of_torchvisions_model_and_weights():
+def test_inputs_losses_and_predictions_equal_torchvisions_model_and_weights():
     torch.manual_seed(0)
     model = torchvision.models.resnet50().eval()
     images = torch.randint(256, (2, 3, 64, 64), dtype=torch.uint8)
@@ -163,7 +163,7 @@ def parse(monkeypatch, *flags):
     return resnet50.parse_args()
 
 
-def test_presets_are_those_of_torchvision_and_flags_count_beside_them(monkeypatch):
+def test_presets_equal_torchvisions_and_flags_count_beside_them(monkeypatch):
     v1 = parse(monkeypatch, "--preset", "v1")
     assert v1.lr * v1.batch_size / 256 == 0.1
     assert (v1.num_epochs, v1.weight_decay, v1.schedule) == (90, 1e-4, "step")
@@ -186,7 +186,7 @@ def test_presets_are_those_of_torchvision_and_flags_count_beside_them(monkeypatc
         (["--flip", 1.005], "must be at least 0.0 and at most 1.0, got 1.005"),
     ],
 )
-def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, tiny_mnist, flags, sentence):
+def test_bad_input_is_an_error_of_one_line(tmp_path, monkeypatch, capsys, tiny_mnist, flags, sentence):
     monkeypatch.chdir(tmp_path)
     words = ["resnet50.py", "--dataset", tiny_mnist, *flags]
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])

@@ -1,8 +1,9 @@
 """The scripts on each CPU config, launched as a user does, as short as it can be.
 
-mnist_mlp.py on both configs, the other training scripts on two processes: test_topologies.py has one. The others in
-from_scratch/ are launched by their own tests.
+Those in from_scratch/ are launched by their own tests.
 """
+
+import itertools
 
 import pytest
 import run_reader
@@ -27,9 +28,8 @@ def test_every_training_script_is_here():
 @pytest.mark.parametrize(
     ("script", "config"),
     [
-        ("mnist_mlp", "cpu"),
-        *((script, "cpu_ddp") for script in TRAINING if script != "model_split"),
-        pytest.param("model_split", "cpu_ddp", marks=[pytest.mark.slow, needs_torch("2.12")]),
+        *itertools.product([name for name in TRAINING if name != "model_split"], PROCESSES),
+        pytest.param("model_split", "cpu_ddp", marks=needs_torch("2.12")),  # on one process it splits nothing
     ],
 )
 def test_a_training_script_runs(launcher, small_mnist, tiny_mnist, script, config):

@@ -120,7 +120,7 @@ def packed_by_hand(texts, tokenizer, context):
     return [stream[start : start + context + 1] for start in range(0, len(stream) - 1, context)]
 
 
-def test_ten_steps_are_those_of_a_plain_loop_over_documents(train, texts):
+def test_ten_steps_equal_a_plain_loop_over_documents(train, texts):
     """Each part of a document for itself; the mean over all tokens of a step; matrices decay, norms do not."""
     accumulation = ["--gradient_accumulation_steps", 5, "--max_grad_norm", 0.5]
     options = ["--separate_documents", "--weight_decay", WEIGHT_DECAY, "--lr", LR]
@@ -167,7 +167,7 @@ def test_ten_steps_are_those_of_a_plain_loop_over_documents(train, texts):
 
 
 @pytest.mark.others("transformers")
-def test_logits_are_those_of_llama():
+def test_logits_equal_llamas():
     import transformers
 
     ours = small_model(dim=32, layers=3, heads=4)
@@ -230,7 +230,7 @@ def test_generation_ends_with_the_document():
     assert generate(model, [5, 6], num_tokens=9, context=8, temperature=0, seed=0)[3:] == [EOS]
 
 
-def test_a_rank_that_samples_another_token_goes_on_with_that_of_rank_0(monkeypatch):
+def test_a_rank_that_samples_a_different_token_goes_on_with_rank_0s(monkeypatch):
     """Under FSDP each call of the model is collective: a rank that stopped alone would leave the others waiting."""
     model = lively_model()
     model.__class__ = type("ShardedTransformer", (FSDPModule, Transformer), {})  # as fully_shard does
@@ -332,7 +332,7 @@ def test_dropout_drops_attention_and_features_in_training_alone():
         (["--pretrained", "model.safetensors"], "--pretrained needs --tokenizer"),
     ],
 )
-def test_bad_input_is_one_sentence_before_any_training(texts, tmp_path, monkeypatch, capsys, flags, sentence):
+def test_bad_input_is_an_error_of_one_line_before_any_training(texts, tmp_path, monkeypatch, capsys, flags, sentence):
     monkeypatch.chdir(tmp_path)
     words = ["--dataset", texts, *FLAGS, "--output_dir", tmp_path / "run", *flags]
     assert run_many.run("transformer", words) == 2

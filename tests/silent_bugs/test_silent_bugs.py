@@ -83,7 +83,7 @@ def test_a_program_that_does_not_show_its_bug_is_told(edit, tmp_path, monkeypatc
     path.write_text(text.replace(*edit))
     monkeypatch.setattr(run, "HERE", tmp_path)
     run.context.set_forkserver_preload(["torch"])
-    assert not run.check(*run.find_cases(["bugs"]))
+    assert not run.check(*run.find_cases(["bugs"]), [2])
     said = capsys.readouterr().out
     assert "ZeroDivisionError" in said if edit[1] == "1 / 0" else said.startswith("NOT SHOWN bugs/reduction/case")
 
@@ -119,7 +119,7 @@ def test_brackets_are_for_programs_that_resume(monkeypatch):
     assert all(words[-1] == "--fixed" for words in called)
 
 
-@pytest.mark.parametrize("words", [["bugs/none"], ["--tool", "prove"], ["--jobs", "0"]])
+@pytest.mark.parametrize("words", [["bugs/none"], ["--tool", "prove"], ["--jobs", "0"], ["--processes", "1"]])
 def test_wrong_flags_are_an_error(words):
     done = run_it(*words)
     assert done.returncode == 2
@@ -128,5 +128,6 @@ def test_wrong_flags_are_an_error(words):
 
 @pytest.mark.slow
 def test_every_program_shows_what_it_should():
-    done = run_it()
+    # Three processes would show the same, and take twice as long again.
+    done = run_it("--processes", "2")
     assert done.returncode == 0, [line for line in done.stdout.splitlines() if "NOT SHOWN" in line or "Error" in line]

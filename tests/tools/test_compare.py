@@ -161,7 +161,7 @@ def test_several_lines_of_a_split_at_one_step_are_compared_in_their_order(tmp_pa
     assert "mine x at step 1 (2.0 and 3.0)" in verdict(command("a", "b"))
 
 
-def test_one_prediction_that_rounding_flips_is_no_difference_and_two_are(tmp_path, command):
+def test_one_prediction_that_rounding_flips_counts_as_equal_and_two_do_not(tmp_path, command):
     accuracies = {"a": (0.5, 0.9), "flipped": (0.6, 0.91), "train": (0.7, 0.9), "test": (0.5, 0.92)}
     for name, (of_train, of_test) in accuracies.items():
         make_run(tmp_path / name, [line(2, accuracy=of_train), line(2, "test", accuracy=of_test, samples=100)])
@@ -186,7 +186,7 @@ def test_settings_that_differ_but_not_where_equal_data_lie(tmp_path):
     assert changed == {"dataset": ("/x/mnist", "/y/mnist"), "fingerprint": ("f", "g")}
 
 
-def test_a_topology_that_a_resume_changed_is_shown_without_launches_that_were_repeated(tmp_path):
+def test_a_topology_that_changed_when_resuming_is_shown_without_repeated_launches(tmp_path):
     steps_and_counts = ((0, 4), (0, 1), (20, 3), (10, 2))
     launches = [LAUNCH | {"from_step": step, "num_processes": count} for step, count in steps_and_counts]
     assert differing(tmp_path, launches=launches) == {"num_processes": ("1", "1, then 2")}
@@ -263,7 +263,7 @@ def test_final_models_are_compared_too_but_not_the_best_ones(tmp_path, command):
     assert verdict(command("a", "b")).startswith("different, first in model w of the final model")
 
 
-def test_state_that_is_no_tensor_is_compared_but_not_how_an_optimizer_computes(tmp_path):
+def test_state_besides_tensors_is_compared_but_not_how_an_optimizer_computes(tmp_path):
     a = {"scheduler": {"last_epoch": 3}, "optimizer": {"groups": [{"fused": True, "lr": 0.1}]}}
     b = {"scheduler": {"last_epoch": 4}, "optimizer": {"groups": [{"fused": None, "lr": 0.1}]}}
     row, tensor = two_checkpoints(tmp_path, [1.0], [1.0], a=a, b=b).itertuples()

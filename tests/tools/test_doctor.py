@@ -40,7 +40,7 @@ def sentences(facts, fails) -> list[str]:
     return [sentence for bad, sentence in doctor.problems(facts) if bad == fails]
 
 
-def test_what_is_gathered_is_what_is_there():
+def test_the_facts_describe_this_machine():
     facts = doctor.gather()
     found = torch.accelerator.current_accelerator(check_available=True)
     assert facts.device == (found.type if found else "cpu")
@@ -160,7 +160,7 @@ def test_a_problem_in_the_facts(machine, gpus, changes, fails, sentence):
     assert len(list(doctor.problems(facts))) == (2 if changes is HIDDEN else 1)  # the variable itself is one more
 
 
-def test_what_is_no_problem(machine):
+def test_a_machine_without_problems_gets_no_warning(machine):
     """No /dev/shm on an Apple machine; one core for one GPU."""
     assert not list(doctor.problems(machine(8)))
     assert not list(doctor.problems(machine(1, device="mps", shm_gib=None)))

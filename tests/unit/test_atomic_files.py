@@ -35,7 +35,7 @@ def test_the_content_is_on_the_disk_before_the_file_gets_its_name(tmp_path, monk
     assert events == [(".part_a.txt", False), (tmp_path.name, True)]
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_the_old_file(tmp_path, capsys):
+def test_a_full_disk_is_an_error_of_one_line_and_leaves_the_old_file(tmp_path, capsys):
     path = tmp_path / "a.json"
     path.write_text("old")
     part = tmp_path / ".part_a.json"

@@ -19,7 +19,7 @@ from utils.parallel.fsdp import update_average
     ("accumulation", "momentum", "calls"),
     [(1, 0.3, 1), (2, 0.3, 1), (5, 0.3, 1), (2, None, 1), (3, 0.3, 2), (2, None, 3)],
 )
-def test_each_call_updates_the_statistics_with_the_mean_over_the_micro_batches(accumulation, momentum, calls):
+def test_each_call_moves_the_statistics_by_the_mean_over_the_micro_batches(accumulation, momentum, calls):
     accelerator = TrainingAccelerator(cpu=True, gradient_accumulation_steps=accumulation)
     norm = nn.BatchNorm2d(3, momentum=momentum).double()
     batch_norms = BatchNorms(norm, accelerator)
@@ -89,7 +89,7 @@ def test_frozen_statistics_stay_as_they_are():
     assert model[0].running_mean.abs().sum() > 0
 
 
-def test_ddp_does_not_replace_the_statistics_by_those_of_rank_0(monkeypatch):
+def test_ddp_does_not_replace_the_statistics_with_rank_0s(monkeypatch):
     replaced = []
     monkeypatch.setattr(DistributedDataParallel, "_sync_buffers", lambda ddp: replaced.append(ddp))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -196,7 +196,7 @@ def test_a_run_that_fails_on_gpus_ends_its_process_groups_without_waiting(monkey
     assert calls == ["abort", *world]
 
 
-def test_the_users_own_handlers_take_the_place_of_ours(handed_over):
+def test_the_users_own_handlers_replace_the_defaults(handed_over):
     handed = handed_over(run_flags(), find_unused_parameters=True)
     ddp = handler(handed, DistributedDataParallelKwargs)
     assert ddp.gradient_as_bucket_view
@@ -244,7 +244,7 @@ def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_pat
     assert again == digests[-1]
 
 
-def test_an_own_tracker_logs_beside_those_of_the_flag(handed_over):
+def test_a_tracker_of_the_users_own_logs_beside_the_flags(handed_over):
     notes = Notes()
     handed = handed_over(run_flags(log_with="all"), log_with=notes)
     assert handed["log_with"] == ["all", notes]
@@ -287,7 +287,7 @@ def test_micro_batches_that_do_not_fit_stop_the_run(capsys, flags, sentence):
         make_accelerator(run_flags(**flags), split_batch=False)
 
 
-def test_a_resume_without_a_folder_does_not_train_from_scratch(capsys):
+def test_resuming_without_a_folder_does_not_train_from_scratch(capsys):
     with pytest.raises(SystemExit):
         make_accelerator(run_flags(resume=True, output_dir=None))
     assert "--output_dir" in capsys.readouterr().err
@@ -332,7 +332,7 @@ def test_the_processes_share_the_cores_of_the_affinity_and_of_the_quota(
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("3", 3), ("5,2", 5), ("abc", 2), ("0", 1), ("-1", 2), (None, 2)])
-def test_the_threads_are_those_of_the_user_or_a_share_of_the_cores(monkeypatch, asked, expected):
+def test_the_user_sets_the_threads_or_they_are_a_share_of_the_cores(monkeypatch, asked, expected):
     monkeypatch.setattr(launch, "share_of_cores", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", asked) if asked else monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     launch.set_cpu_threads(None)

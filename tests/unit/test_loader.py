@@ -277,6 +277,14 @@ def test_a_window_is_the_same_on_every_topology(processes, accumulation):
     assert steps(processes, accumulation) == steps(1, 1)
 
 
+def places_in_window(order, number, window):
+    """Where the items of a whole window were before they were permuted, by the order of its blocks."""
+    starts, sizes = order.windows[number]
+    block = int(sizes[0])
+    items = order[slice(number * window, (number + 1) * window)]
+    return (items[:, None] // block * block == starts).int().argmax(1) * block + items % block
+
+
 def test_a_window_reads_from_few_places_and_is_shuffled_within():
     length, window = 2**20, 2**14
     order = WindowShuffle(length, window, 0)
@@ -288,6 +296,7 @@ def test_a_window_reads_from_few_places_and_is_shuffled_within():
         near = (items.diff().abs() < block).float().mean()  # a neighbour is in the same block by chance only
         assert 0.5 / order.BLOCKS < near < 4 / order.BLOCKS
     whole = order[slice(0, length)]
+    assert not torch.equal(*(places_in_window(order, number, window) for number in (0, 5)))
     distance = (whole.argsort().diff().abs().float().mean() / (length / 3)).item()  # a full permutation has 1
     assert 0.001 < distance < 0.1
     with pytest.raises(ValueError, match="shuffle_window needs a seed"):
@@ -655,7 +664,7 @@ class Stream(IterableDataset):
         (TensorDataset(torch.zeros(0, 3)), "the dataset, a TensorDataset, has no items"),
     ],
 )
-def test_an_unusable_dataset_is_one_sentence(capsys, dataset, sentence):
+def test_an_unusable_dataset_is_an_error_of_one_line(capsys, dataset, sentence):
     with pytest.raises(SystemExit):
         make(dataset)
     error = capsys.readouterr().err
@@ -714,7 +723,7 @@ def test_reading_leaves_the_random_numbers_of_this_process_alone(kind, workers):
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("dataset", [BatchedSquares(), TensorDataset(torch.arange(23))], ids=["items", "tensors"])
-def test_what_collate_fn_draws_is_new_in_each_batch_and_the_same_on_a_resume(dataset, workers):
+def test_what_collate_fn_draws_is_new_in_each_batch_and_the_same_when_resuming(dataset, workers):
     def mask(items):
         return torch.rand(()), random.random(), np.random.rand()
 
@@ -733,7 +742,7 @@ def test_collate_fn_does_not_draw_the_numbers_of_the_first_item_again():
     assert not any(torch.equal(*batch.data) for batch in each)
 
 
-def test_batch_random_numbers_are_those_of_the_sample():
+def test_the_random_numbers_of_a_batch_depend_on_its_samples():
     def numbers(processes, accumulation, first_step=0, epoch=1):
         steps = by_step(processes, accumulation, epoch, first_step, dataset=Squares())
         return [
@@ -844,7 +853,7 @@ def test_workers_live_on_after_an_epoch_that_was_left_early(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_item_that_cannot_be_read_is_one_sentence(capsys, workers):
+def test_an_item_that_cannot_be_read_is_an_error_of_one_line(capsys, workers):
     with pytest.raises(SystemExit) as stopped:
         list(make(Unreadable(), num_workers=workers).epoch(0))
     assert stopped.value.code == 2
@@ -865,7 +874,7 @@ class Deadly(torch.utils.data.Dataset):
         return index
 
 
-def test_a_worker_that_was_killed_is_one_sentence():
+def test_a_killed_worker_is_an_error_of_one_line():
     with pytest.raises(RuntimeError) as raised:
         list(GlobalLoader(Deadly(), 2, fake_accelerator(), num_workers=1))
     sentence = explain(raised.value, "train.py:1")
@@ -874,7 +883,7 @@ def test_a_worker_that_was_killed_is_one_sentence():
     assert "\n" not in sentence
 
 
-def test_a_first_item_that_cannot_be_read_is_one_sentence(capsys):
+def test_a_first_item_that_cannot_be_read_is_an_error_of_one_line(capsys):
     data = Unreadable()
     data.bad = 0
     with pytest.raises(SystemExit):
@@ -894,7 +903,7 @@ def test_other_errors_of_a_dataset_keep_their_traceback(kind):
 
 
 @pytest.mark.parametrize("dataset", [Sentences(3), TensorDataset(torch.ones(3, 2))], ids=["items", "tensors"])
-def test_a_process_without_a_sample_gets_a_real_one_that_counts_nothing(dataset):
+def test_a_process_without_a_sample_gets_a_real_one_of_no_weight(dataset):
     """3 items over 4 processes: the last one has none."""
     options = {"dataset": dataset, "batch_size": 4, "processes": 4}
     options |= {"collate_fn": collate_sentences} if isinstance(dataset, Sentences) else {}
@@ -924,7 +933,7 @@ def test_the_parts_of_a_step_make_its_mean(processes, accumulation):
 
 
 @pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
-def test_the_weighted_mean_is_that_of_all_parts_together(processes, accumulation):
+def test_the_weighted_mean_is_over_all_parts_together(processes, accumulation):
     """sum(w l) / sum(w) over all ranks and micro-batches; the ranks run as threads would."""
 
     def weigh(data):
@@ -960,7 +969,7 @@ def test_a_step_of_no_weight_has_no_gradient():
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1])
-def test_weights_that_are_no_weights_are_refused(wrong):
+def test_invalid_weights_are_refused(wrong):
     weights = [1, wrong, 2, 3]  # a list will do
     with pytest.raises(ValueError, match="loss_weights must return"):
         next(iter(make(Squares(), loss_weights=lambda data: weights)))
@@ -1029,7 +1038,7 @@ def test_the_fingerprint_of_other_data_is_of_the_first_and_last_item():
     assert of(Noisy()) == of(Noisy())
 
 
-def test_the_facts_that_a_resume_compares():
+def test_the_facts_that_are_compared_when_resuming():
     settings = make(Squares(), 4, accumulation=2, processes=2).settings()
     assert settings == make(Squares(), 4).settings()
     for name, value in {"seed": 6, "batch_size": 6, "drop_last": True, "shuffle_window": 8}.items():

@@ -28,7 +28,7 @@ def clock(monkeypatch):
     return progress.time
 
 
-def test_the_time_left_is_that_of_the_steps_to_go(clock, capsys):
+def test_the_time_left_is_for_the_steps_to_go(clock, capsys):
     shown = Progress(5, total_steps=10, shows=True)
     for _ in shown.timed(range(4)):
         clock.now += 1

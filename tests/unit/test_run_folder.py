@@ -181,7 +181,7 @@ def test_a_read_only_folder_is_refused():
     assert "cannot be written to: Permission denied" in done.stderr
 
 
-def test_metrics_that_cannot_be_written_are_one_sentence(make, tmp_path, capsys):
+def test_metrics_that_cannot_be_written_are_an_error_of_one_line(make, tmp_path, capsys):
     folder = make()
     (tmp_path / "run" / "metrics.jsonl").mkdir()  # another user's file would be refused to all but root
     with pytest.raises(SystemExit) as stopped:
@@ -191,7 +191,7 @@ def test_metrics_that_cannot_be_written_are_one_sentence(make, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["run.json", "summary.json"])
-def test_a_full_disk_is_one_sentence(make, tmp_path, capsys, name):
+def test_a_full_disk_is_an_error_of_one_line(make, tmp_path, capsys, name):
     folder = make()
     (tmp_path / "run" / f".part_{name}").symlink_to("/dev/full")
 
