@@ -92,7 +92,7 @@ def compare_labels(files: dict[str, Path]) -> None:
         try:
             features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path))
         except (OSError, ValueError) as error:
-            stop(f"--dataset: {path} cannot be read ({error}): repair or remove it")
+            stop(f"--dataset: {path} cannot be read ({' '.join(str(error).split())}): repair or remove it")
         names = {name: kind.names for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)}
         first = first or (path, names)
         if names != first[1]:

@@ -124,13 +124,13 @@ def for_each(paths: list[Path], make: Callable[..., np.ndarray], cache_dir: str 
     files = [folder / f"{digest([FORMAT, name, args, *file_signature(path)])}.npz" for path in paths]
 
     def build() -> None:
-        pairs = zip(paths, files, strict=True)
-        missing = [pair for pair in pairs if read_intact(functools.partial(read, pair[1]), folder, "a table") is None]
-        show(f"scanning {plural(len(missing), 'tar file')} beside {missing[0][0]}, once")
+        tables = dict(zip(files, paths, strict=True))  # a file may come twice, by a link
+        missing = [file for file in tables if read_intact(functools.partial(read, file), folder, "a table") is None]
+        show(f"scanning {plural(len(missing), 'tar file')} beside {tables[missing[0]]}, once")
         workers = min(len(missing), share_of_cores() * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         fork = multiprocessing.get_context("fork")
         with stop_at_unreadable_items(), ProcessPoolExecutor(workers, fork, obey_only_parent) as processes:
-            [*processes.map(functools.partial(save, make, args), *zip(*missing, strict=True))]
+            [*processes.map(functools.partial(save, make, args), missing, map(tables.get, missing))]
 
     return build_cached(lambda: list(map(read, files)), build, folder, "the tables of tar files")
 
@@ -140,7 +140,7 @@ def read(file: Path) -> np.ndarray:
         return content["rows"]
 
 
-def save(make: Callable[..., np.ndarray], args: tuple, path: Path, file: Path) -> None:
+def save(make: Callable[..., np.ndarray], args: tuple, file: Path, path: Path) -> None:
     rows = make(path, *args)
     with io.BytesIO() as content:
         np.savez(content, rows=rows)
@@ -221,9 +221,7 @@ def load_tar_splits(
             stop(f"--dataset {dataset} has tar files, and {name}, which is not one: remove it")
     splits, others = split_files(dataset, files)
     if "test" not in splits:
-        stop(
-            f"--dataset {dataset} has no tar files for testing: name them by split, such as train-0.tar, val-0.tar"
-        )
+        stop(f"--dataset {dataset} has no tar files for testing: name them by split, such as train-0.tar, val-0.tar")
 
     found, read_labels = [], functools.partial(labels_of, cache_dir)
     for name in ("train", "test"):

@@ -233,7 +233,7 @@ def columns_of(file: Path) -> dict[str, bool]:
     try:
         return of_schema(pyarrow.parquet.read_schema(file))
     except (OSError, ValueError) as error:
-        stop(f"--dataset: {file} cannot be read ({error}): repair or remove it")
+        stop(f"--dataset: {file} cannot be read ({' '.join(str(error).split())}): repair or remove it")
 
 
 def of_schema(schema) -> dict[str, bool]:
@@ -317,7 +317,7 @@ def read_rows(file: Path, column: str) -> Iterator:
             for batch in rows.iter_batches(256, columns=[column]):
                 yield from batch.column(0).to_pylist()
     except (OSError, ValueError) as error:
-        stop(f"--dataset: {file} cannot be read ({error}): repair or remove it")
+        stop(f"--dataset: {file} cannot be read ({' '.join(str(error).split())}): repair or remove it")
 
 
 def assign_splits(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray]:
