@@ -145,3 +145,25 @@ def test_one_loop_four_ways(monkeypatch):
     for other in weights:
         torch.testing.assert_close(other, weights[0], rtol=1e-4, atol=1e-5)
         assert (other - start).abs().max() > 1e-3
+
+
+def test_tar_files_are_read_as_the_guide_says(tmp_path, monkeypatch, home):
+    from fakes import fake_accelerator
+    from tars import write_tar
+
+    members = [(f"{number}.{kind}", b"%d" % number) for number in range(9) for kind in ("wav", "txt", "json")]
+    write_tar(tmp_path / "clips" / "a.tar", members)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(home))
+    keys = []
+
+    def decode(sample):
+        keys.append({*sample})
+        return int(sample["wav"]) + int(sample["txt"])
+
+    args = SimpleNamespace(seed=0)
+    scope = {"decode": decode, "accelerator": fake_accelerator(), "args": args}
+    code = blocks(section(guide("data_beyond_memory"), "Tar files"), "python")[0]
+    exec(code.replace("num_workers=4", "num_workers=0"), scope)
+    assert sorted(int(value) for batch in scope["loader"] for value in batch.data) == [2 * n for n in range(9)]
+    assert keys[0] == {"__url__", "__key__", "wav", "txt"}

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_a_tar_file_is_scanned_once_and_again_if_it_has_changed(tmp_path, monkey
         first[0]
 
 
-@pytest.mark.parametrize("size", [0, 100, 512, 700, 1024, 3000, 5120])
+@pytest.mark.parametrize("size", [0, 100, 512, 700, 1024, 1536, 3000, 3072, 5120])  # members end at n * 1536
 def test_a_file_that_is_cut_off_is_named(tmp_path, capsys, size):
     path = write_tar(tmp_path / "cut.tar", [(f"{n}.txt", b"x" * 600) for n in range(5)])
     content = path.read_bytes()
@@ -109,6 +110,69 @@ def test_a_file_that_is_cut_off_is_named(tmp_path, capsys, size):
     assert "cut.tar is not a whole, uncompressed tar file" in said
     assert ("after" in said) == (size >= 512)
     assert len(said.splitlines()) == 1
+
+
+def test_a_file_that_is_cut_in_place_or_replaced_by_one_of_its_size_is_named(tmp_path):
+    path = write_tar(tmp_path / "some.tar", numbered(0, 9))
+    about = path.stat()
+    data = TarFiles([path])
+    assert data[8]["txt"] == b"888"
+    os.truncate(path, 512 * 30)
+    with pytest.raises(UnreadableItem, match=r"some\.tar: 0008: ValueError: the file has become shorter"):
+        data[8]
+    write_tar(path, numbered(10, 19))
+    os.utime(path, ns=(about.st_mtime_ns + 1, about.st_mtime_ns + 1))
+    assert path.stat().st_size == about.st_size
+    tar_files.open_unchanged.cache_clear()
+    with pytest.raises(UnreadableItem, match="the file has changed during the run"):
+        data[3]
+    assert TarFiles([path])[3]["__key__"] == "0013"
+
+
+def test_the_fingerprint_depends_on_the_sizes_of_the_members(tmp_path):
+    files = [write_tar(tmp_path / name / "a.tar", [("1.txt", b"x" * size)]) for name, size in (("a", 3), ("b", 4))]
+    assert files[0].stat().st_size == files[1].stat().st_size
+    assert TarFiles(files[:1]).fingerprint != TarFiles(files[1:]).fingerprint
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), lambda path: os.truncate(path, 300)])
+def test_a_damaged_table_is_made_anew(tmp_path, capsys, damage):
+    paths = [write_tar(tmp_path / f"{n}.tar", numbered(9 * n, 9 * n + 9)) for n in range(3)]
+    whole = [*TarFiles(paths)]
+    damage(next((tmp_path / "home" / "tar").glob("*.npz")))
+    capsys.readouterr()
+    assert [*TarFiles(paths)] == whole
+    said = capsys.readouterr().out
+    assert "will be built anew" in said
+    assert "scanning 1 tar file beside" in said
+
+
+MANY = """
+import resource, sys
+from pathlib import Path
+from readers.tar_files import TarFiles
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+data = TarFiles(sorted(Path(sys.argv[1]).glob("*.tar")), lambda sample: int(sample["txt"]))
+print([data[index] for index in range(len(data))] == list(range(len(data))), len(data))
+"""
+
+
+def test_there_may_be_more_tar_files_than_a_process_may_open(tmp_path):
+    for n in range(300):
+        write_tar(tmp_path / f"{n:03}.tar", [(f"{n}.txt", b"%d" % n)])
+    done = subprocess.run([sys.executable, "-c", MANY, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "True 300", done.stderr
+
+
+def test_a_sample_of_many_is_found_at_once(tmp_path):
+    """Without a copy of a column, which took 3 ms of 2,000,000 members."""
+    data = TarFiles([write_tar(tmp_path / "a.tar", [("1.txt", b"")])])
+    data.members = [np.repeat(data.members[0], 2_000_000)]
+    data.starts, data.ends = [np.arange(2_000_001)], [2_000_000]
+    began = time.process_time()
+    for index in range(0, 2_000_000, 2000):
+        data[index]
+    assert (time.process_time() - began) / 1000 < 1e-3
 
 
 def test_files_that_are_no_tar_files_are_named(tmp_path, capsys):

@@ -3,10 +3,12 @@
 import errno
 import gzip
 import importlib
+import itertools
 import json
 import math
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -20,7 +22,7 @@ import pytest
 import torch
 from conftest import ROOT
 from documents import load_text
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from readers import text
 from readers.text import EOS, IGNORE_INDEX, STDLIB, learn_tokenizer, load_tokenizer, load_tokens
@@ -276,7 +278,7 @@ def test_a_compressed_file_that_is_cut_off_is_named(tmp_path, capsys):
 TOKENIZE = """
 import sys
 from readers import text
-text.SAVED_EVERY, text.AT_ONCE = 2000, (8, 2000)
+text.SAVED_EVERY, text.AT_ONCE, text.PIECE = 2000, (8, 2000), 300
 write_json = text.write_json
 def slow(path, content):
     write_json(path, content)
@@ -300,9 +302,13 @@ def bytes_of(cache) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("train.bin", "test.bin", "tokenizer.json", "manifest.json")]
 
 
-def test_tokenizing_goes_on_after_a_kill_and_two_processes_do_it_once(tmp_path):
-    rows = {f"{number:03}.txt": f"text {number} of a few words ".encode() * 9 for number in range(100)}
-    folder = write_files(tmp_path / "rows", rows)
+MANY = {f"{number:03}.txt": f"text {number} of a few words ".encode() * 9 for number in range(100)}
+ONE = {"train.txt": b"".join(MANY.values()), "test.txt": b"other words"}
+
+
+@pytest.mark.parametrize("files", [MANY, ONE], ids=["many documents", "one document"])
+def test_tokenizing_goes_on_after_a_kill_and_two_processes_do_it_once(tmp_path, files):
+    folder = write_files(tmp_path / "rows", files)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     first, second = start_tokenizing(folder, whole), start_tokenizing(folder, whole)
     printed = sorted((process.communicate(timeout=120)[0].splitlines() for process in (first, second)), key=len)
@@ -322,6 +328,88 @@ def test_tokenizing_goes_on_after_a_kill_and_two_processes_do_it_once(tmp_path):
     assert bytes_of(killed) == bytes_of(whole)
 
 
+def cut(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def filled(byte):
+    return lambda file: file.write_bytes(byte * file.stat().st_size)
+
+
+DAMAGE = {
+    "cut": cut,
+    "empty": lambda file: file.write_bytes(b""),
+    "zeros": filled(b"\0"),
+    "0xff": filled(b"\xff"),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0\0"),
+    "{}": lambda file: file.write_text("{}"),
+    "null": lambda file: file.write_text("null"),
+    "gone": os.unlink,
+}
+
+
+@pytest.mark.parametrize("name", ["train.bin", "test.bin", "manifest.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_tokens_are_made_anew(tmp_path, capsys, name, damage):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+    load_tokens(folder, None, 300, 4, str(tmp_path))
+    whole = bytes_of(tmp_path)
+    capsys.readouterr()
+    DAMAGE[damage]((tmp_path / "tokens").joinpath(os.listdir(tmp_path / "tokens")[0], name))
+    load_tokens(folder, None, 300, 4, str(tmp_path))
+    assert bytes_of(tmp_path) == whole
+    assert ("will be built anew" in capsys.readouterr().out) == (damage != "gone")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "test_mask.npy", "progress.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_tokens_of_a_run_that_was_killed_are_made_anew(tmp_path, capsys, monkeypatch, name, damage):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+    load_tokens(folder, None, 300, 4, str(tmp_path / "whole"))
+
+    def killed(file, content):
+        write_json(file, content)
+        if content["pieces"] == 16:
+            raise KeyboardInterrupt
+
+    write_json = text.write_json
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "SAVED_EVERY", 1)
+        patch.setattr(text, "AT_ONCE", (8, 1000))
+        patch.setattr(text, "write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load_tokens(folder, None, 300, 4, str(tmp_path / "killed"))
+    (cache,) = (tmp_path / "killed" / "tokens").iterdir()
+    assert (cache / "progress.json").exists()
+    DAMAGE[damage](cache / name)
+    load_tokens(folder, None, 300, 4, str(tmp_path / "killed"))
+    assert bytes_of(tmp_path / "killed") == bytes_of(tmp_path / "whole")
+
+
+def test_tokens_are_on_the_disk_before_the_progress_that_counts_them(tmp_path, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+    synced, size = [], []
+    fsync, write_json = os.fsync, text.write_json
+
+    def watched(descriptor):
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+
+    def checked(file, content):
+        if file.name == "progress.json":
+            for split, count in content["tokens"].items():
+                about = (file.parent / f"{split}.bin").stat()
+                assert (about.st_ino, about.st_size) in synced
+                assert about.st_size == 2 * count
+                size.append(count)
+        write_json(file, content)
+
+    monkeypatch.setattr(text.os, "fsync", watched)
+    monkeypatch.setattr(text, "write_json", checked)
+    load_tokens(folder, None, 300, 4, str(tmp_path / "cache"))
+    assert len(size) >= 2
+
+
 def test_tokens_are_made_again_only_if_something_has_changed(tmp_path, monkeypatch):
     folder, cache = write_files(tmp_path / "rows", {f"{n}.txt": b"text %d" % n for n in range(40)}), tmp_path / "cache"
 
@@ -334,8 +422,19 @@ def test_tokens_are_made_again_only_if_something_has_changed(tmp_path, monkeypat
     assert folders() == 1
     monkeypatch.undo()
     assert folders(vocabulary=300) == 2
+    monkeypatch.chdir(tmp_path)
+    for spelling in ("rows", "rows/", "./rows", "../" + tmp_path.name + "/rows"):
+        load_tokens(spelling, None, 257, 4, str(cache))
+    assert folders() == 2
+    (tmp_path / "rows" / ".hidden").write_text("not read")
+    assert folders() == 2
     os.utime(f"{folder}/3.txt", (time.time(), time.time() + 9))
     assert folders() == 3
+    for number, vocabulary in enumerate((260, 270)):
+        learn_tokenizer(TEXTS, vocabulary).save(str(tmp_path / "tokenizer.json"))
+        *_, tokenizer = load_tokens(folder, str(tmp_path / "tokenizer.json"), 257, 4, str(cache))
+        assert tokenizer.get_vocab_size() == vocabulary
+        assert len(list((cache / "tokens").iterdir())) == 4 + number
 
 
 def test_many_tokens_have_four_bytes(tmp_path):
@@ -421,6 +520,152 @@ def test_text_that_changes_while_it_is_tokenized_is_one_sentence(tmp_path, capsy
         cache = tmp_path / f"cache_{count}"
         assert "has changed while" in stops(capsys, load_tokens, folder, None, 257, 4, str(cache))
         assert not list(cache.glob("**/manifest.json"))
+    monkeypatch.undo()
+
+    def learn(*arguments):
+        (tmp_path / "rows" / "3.txt").write_bytes(b"test 3")
+        return learn_tokenizer(*arguments)
+
+    monkeypatch.setattr(text, "learn_tokenizer", learn)
+    assert "has changed while" in stops(capsys, load_tokens, folder, None, 257, 4, str(tmp_path / "cache"))
+    assert not list((tmp_path / "cache").glob("**/manifest.json"))
+
+
+def test_a_source_that_vanishes_while_it_is_tokenized_is_named(tmp_path, capsys, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+
+    def learn(*arguments):
+        (tmp_path / "rows" / "7.txt").unlink()
+        return learn_tokenizer(*arguments)
+
+    monkeypatch.setattr(text, "learn_tokenizer", learn)
+    assert "rows/7.txt cannot be read: No such file" in stops(
+        capsys, load_tokens, folder, None, 257, 4, str(tmp_path / "cache")
+    )
+
+
+def test_a_cache_on_a_file_system_without_locks_is_refused_before_anything_is_built(tmp_path, capsys, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    said = stops(capsys, load_tokens, folder, None, 257, 4, str(tmp_path / "cache"))
+    assert "No locks available" in said
+    assert "--cache_dir" in said
+    assert not list((tmp_path / "cache").glob("**/train.bin"))
+
+
+def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(tmp_path, capsys):
+    tokenizer = learn_tokenizer(TEXTS, 270)
+    tokenizer.normalizer = normalizers.Lowercase()
+    data = pack(tmp_path / "lower", ["Lower", "newest"], tokenizer, 4)
+    assert data.bits_per_byte(torch.tensor(1.0)) == {}
+    assert "loses a part of the text" in capsys.readouterr().out
+
+
+WORDS = [
+    "the",
+    "Cat",
+    "don't",
+    "I'M",
+    "u\u0308ber",
+    "123",
+    "4567890",
+    "3.14",
+    "!=",
+    "//--",
+    "\u6f22\u5b57\u3002",
+    "\uff0c",
+]
+WORDS += ["\U0001f600", "a" * 40, "<s>", EOS, "_a_b", '"', "...", "\ufeff", "\u200b", "\ufb01"]
+SPACES = [" ", " ", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n    ", "", " " * 9, "\xa0"]
+CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+CL100K += r"|\s+(?!\S)|\s+"
+
+
+def prose(count: int, seed: int) -> str:
+    choose = random.Random(seed).choice
+    return "".join(choose(WORDS) + choose(SPACES) for _ in range(count))
+
+
+def bpe(pre_tokenizer, normalizer=None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["[UNK]"], show_progress=False)
+    tokenizer.train_from_iterator([prose(300, seed) for seed in range(20)], trainer)
+    return tokenizer
+
+
+def with_runs_of_spaces() -> Tokenizer:
+    tokenizer = learn_tokenizer([prose(2000, 0)], 600)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("  ", "    ", "\n\n", " the")])
+    return tokenizer
+
+
+def byte_level(**options):
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+
+
+TOKENIZERS = {
+    "gpt2": lambda: learn_tokenizer([prose(2000, 0)], 600),
+    "cl100k": lambda: bpe(
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(CL100K), "isolated"), byte_level(use_regex=False)])
+    ),
+    "prefix space": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "nfkc lower": lambda: bpe(
+        pre_tokenizers.Whitespace(), normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    ),
+    "strip": lambda: bpe(byte_level(), normalizers.Strip()),
+    "metaspace": lambda: bpe(pre_tokenizers.Metaspace(), normalizers.Replace(Regex(" {2,}"), " ")),
+    "bert": lambda: bpe(pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()),
+    "lines": lambda: bpe(pre_tokenizers.Split("\n", "merged_with_previous")),
+    "runs of spaces": with_runs_of_spaces,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_long_document_has_the_tokens_of_the_whole_text(name, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 500)
+    tokenizer = TOKENIZERS[name]()
+    for seed in range(4):
+        document = prose(3000, seed)
+        parts = [document[start : start + 500] for start in range(0, len(document), 500)]
+        pieces = list(text.pieces_of([text.Document("", "name", parts)], tokenizer))
+        assert len(pieces) > 10
+        assert "".join(piece.text for piece in pieces) == document
+        assert [piece.is_first for piece in pieces] == [True, *[False] * (len(pieces) - 1)]
+        assert [piece.is_last for piece in pieces] == [*[False] * (len(pieces) - 1), True]
+        ids = [tokenizer.encode(piece.text, add_special_tokens=False).ids for piece in pieces]
+        assert list(itertools.chain(*ids)) == tokenizer.encode(document, add_special_tokens=False).ids
+
+
+def test_a_long_document_without_a_certain_place_to_cut_is_whole_or_one_sentence(monkeypatch, capsys):
+    """As for a tokenizer without words, such as Llama 2's, or a text without spaces."""
+    monkeypatch.setattr(text, "PIECE", 500)
+    monkeypatch.setattr(text, "LARGEST_PIECE", 9000)
+    llama = bpe(pre_tokenizers.Whitespace())
+    llama.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+    del llama.pre_tokenizer
+    for tokenizer, word in ((llama, "a b "), (BYTES, "abcd")):
+        for repeated, whole in ((2000, True), (3000, False)):
+            pieces = text.pieces_of([text.Document("", "name", [word * 100] * (repeated // 100))], tokenizer)
+            if whole:
+                assert [len(piece.text) for piece in pieces] == [4 * repeated]
+            else:
+                assert "name has 0 million characters without a place" in stops(capsys, list, pieces)
+
+
+def test_a_text_that_is_read_in_parts_has_the_characters_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 7)
+    content = (
+        "".join(map(chr, range(1, 3000))).encode() + b"\xe4\xb8 \xff\xf0\x9f\x98 \r\n\r" + "\U0001f600".encode()[:3]
+    )
+    (tmp_path / "odd.txt").write_bytes(content)
+    assert "".join(text.read_parts(tmp_path / "odd.txt")) == content.decode(errors="replace")
 
 
 def test_a_missing_tokenizers_is_one_sentence_where_it_is_used(monkeypatch, capsys, tmp_path):
