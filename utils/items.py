@@ -33,6 +33,8 @@ def stop_at_unreadable_items() -> Iterator[None]:
         _, _, message = str(error).rpartition("UnreadableItem")
         stop(message.removeprefix(": ").strip() or "an item of the dataset cannot be read", alone=True)
     except RuntimeError as error:
+        if "allocate shared memory" in str(error):  # workers hand their batches over there
+            stop("/dev/shm is full: enlarge it (docker run --shm-size 8g), or use fewer --num_workers", alone=True)
         if not str(error).startswith("DataLoader worker (pid"):  # errors raised by the dataset name it further on
             raise
         reason = str(error).splitlines()[0].rstrip(". ")

@@ -97,6 +97,18 @@ def test_a_bad_file_is_named(tmp_path, capsys, kind, num_workers):
     assert f"cat/{kind}.png" in error
 
 
+def test_a_full_shared_memory_is_one_sentence(tmp_path, capsys):
+    def full(image):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    split = split_of(tmp_path, {})
+    dataset = images.ImageFiles(split, images.CenterCrop(8, 8))
+    loader = GlobalLoader(dataset, 4, fake_accelerator(), collate_fn=full, num_workers=1)
+    with pytest.raises(SystemExit):
+        list(loader)
+    assert capsys.readouterr().err.startswith("error: /dev/shm is full: enlarge it")
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_are_uint8_in_channels_last_with_their_labels(tmp_path, num_workers):
     split = split_of(tmp_path, {})
