@@ -1,7 +1,9 @@
 """The files of a folder of data, and the splits that they belong to: one rule for all readers."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from utils.console import is_local_main, plural, show, stop
@@ -72,6 +74,16 @@ def split_files(dataset: str, files: dict[str, Path]) -> tuple[dict[str, dict[st
     left_out = [f"{plural(len(splits[split]), 'file')} of {split}" for split in tests[1:]]
     used = {split: splits[split] for split in ("", "train") if split in splits}
     return used | ({"test": splits[tests[0]]} if tests else {}), left_out
+
+
+@contextlib.contextmanager
+def stop_if_unreadable(file: Path) -> Iterator[None]:
+    """End the process, with the name of the file, where the code below cannot read it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        stop(f"--dataset: {file} cannot be read: {reason}")
 
 
 def announce(dataset: str, used: str, left_out: list[str]) -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from utils.console import plural, stop
 
-from .files import TEST_SPLITS, announce, find_split, list_files, split_files
+from .files import TEST_SPLITS, announce, find_split, list_files, split_files, stop_if_unreadable
 from .hub import load_dataset
 
 MOST_CLASSES = 10**6  # labels without names
@@ -89,10 +89,8 @@ def compare_labels(files: dict[str, Path]) -> None:
 
     first = None
     for path in files.values():
-        try:
+        with stop_if_unreadable(path):
             features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path))
-        except (OSError, ValueError) as error:
-            stop(f"--dataset: {path} cannot be read ({' '.join(str(error).split())}): repair or remove it")
         names = {name: kind.names for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)}
         first = first or (path, names)
         if names != first[1]:

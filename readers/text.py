@@ -25,7 +25,7 @@ from utils.console import show, stop
 from utils.fingerprint import digest
 
 from .cache import build_cached, cache_folder, file_signature, read_intact, read_manifest, sample_digest
-from .files import announce, list_files, split_files
+from .files import announce, list_files, split_files, stop_if_unreadable
 from .hub import load_dataset
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ SPLITS = ("train", "test")
 PREPARED = {"train": "train.bin", "test": "val.bin"}  # nanoGPT's names
 LLM_C = (20240520, 20240801)  # the first number of its files of tokens
 EXAMPLE = "roneneldan/TinyStories"
+TEXT_TYPES = r"(large_)?string(_view)?|null|dictionary<values=(large_)?string,.*"  # of pyarrow
 LINES = tuple(f"{lines}{packed}" for lines in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst", ".bz2"))
 NOT_READ = (
     *(".csv", ".tsv", ".json", ".arrow", ".feather", ".xls", ".xlsx", ".ods", ".db", ".sqlite", ".pkl", ".npy", ".npz"),
@@ -161,16 +162,14 @@ class Corpus(NamedTuple):
 
     dataset: str  # as given on the command line, for messages
     kind: str  # "text", "JSON lines", "parquet" or "Hub"
-    splits: dict  # files by name, or a datasets.Dataset, by split: "train", "test", or "" if there is no test
+    splits: dict[str, dict]  # files by name, or a datasets.Dataset, by split: "train", "test", or "": all
     column: str | None  # with the text, of rows and lines
     left_out: list[str]
 
     def signatures(self) -> list:
         """What differs after the data were changed."""
-        if self.kind == "Hub":
-            return [(split, rows._fingerprint) for split, rows in self.splits.items()]
-        files = [(split, *pair) for split, files in self.splits.items() for pair in files.items()]
-        return [(split, name, *file_signature(file)) for split, name, file in files]
+        about = (lambda rows: [rows._fingerprint]) if self.kind == "Hub" else file_signature
+        return [(split, name, *about(file)) for split, files in self.splits.items() for name, file in files.items()]
 
 
 class Document(NamedTuple):
@@ -196,90 +195,64 @@ def find_corpus(dataset: str, text_column: str | None = None) -> Corpus:
     if files or Path(dataset).is_dir():
         kinds = {kind_of(dataset, name): name for name in files}
         if len(kinds) > 1:
-            stop(
-                f"--dataset {dataset} has files of several kinds, {', '.join(kinds.values())}: use one folder for each"
-            )
-        splits, others = split_files(dataset, files)
-        kind = next(iter(kinds), "text")
+            stop(f"--dataset {dataset} has files of several kinds, {', '.join(kinds.values())}: keep them apart")
+        kind, (splits, others) = next(iter(kinds), "text"), split_files(dataset, files)
     else:
-        splits, others = load_dataset(dataset, EXAMPLE)
-        kind = "Hub"
+        rows, others = load_dataset(dataset, EXAMPLE)
+        kind, splits = "Hub", {split: {split: rows[split]} for split in rows}
     if "test" not in splits and "train" in splits:
         splits = {"": splits["train"]}
-    columns = {}
-    if kind == "Hub":
-        columns = of_schema(next(iter(splits.values())).features.arrow_schema)
-    elif kind != "text":
-        columns = next(filter(None, map(columns_of, itertools.chain(*(of.values() for of in splits.values())))), {})
-    column = choose_column(dataset, columns, text_column) if columns else None
-    return Corpus(dataset, kind, splits, column, [*left_out, *others])
+    sources = [file for files in splits.values() for file in files.values()] if kind != "text" else []
+    columns = next(filter(None, map(columns_of, sources)), {})
+    wanted = [text_column] if text_column else ["text"] if "text" in columns else [*filter(columns.get, columns)]
+    if columns and (len(wanted) != 1 or wanted[0] not in columns):
+        stop(f"--dataset {dataset} has the columns {', '.join(columns)}: choose the one with text by --text_column")
+    return Corpus(dataset, kind, splits, wanted[0] if columns else None, [*left_out, *others])
 
 
 def kind_of(dataset: str, name: str) -> str:
-    if name.lower().endswith((".parquet", *LINES)):
-        return "parquet" if name.lower().endswith(".parquet") else "JSON lines"
-    if name.lower().endswith(NOT_READ):
+    if name.lower().endswith(NOT_READ) and not name.lower().endswith(LINES):
         stop(f"--dataset {dataset}: {name} is not read: make it JSON lines (.jsonl, an object on each) or parquet")
-    return "text"
+    return "parquet" if name.lower().endswith(".parquet") else "JSON lines" if name.lower().endswith(LINES) else "text"
 
 
-def columns_of(file: Path) -> dict[str, bool]:
-    """The columns of a file of rows or lines, and whether they may be text; empty if it has no lines."""
-    if file.suffix.lower() != ".parquet":
-        entry = next((entry for _, entry in read_lines(file)), {})
-        return {name: isinstance(value, str | None) for name, value in entry.items()}
+def columns_of(source) -> dict[str, bool]:
+    """The columns of a file of rows or lines, or of a datasets.Dataset, and whether they may be text."""
     import pyarrow.parquet
 
-    try:
-        return of_schema(pyarrow.parquet.read_schema(file))
-    except (OSError, ValueError) as error:
-        stop(f"--dataset: {file} cannot be read ({' '.join(str(error).split())}): repair or remove it")
-
-
-def of_schema(schema) -> dict[str, bool]:
-    kinds = {field.name: getattr(field.type, "value_type", field.type) for field in schema}
-    return {name: str(kind) in ("string", "large_string", "string_view", "null") for name, kind in kinds.items()}
-
-
-def choose_column(dataset: str, columns: dict[str, bool], wanted: str | None) -> str:
-    texts = [wanted] if wanted else ["text"] if "text" in columns else [name for name in columns if columns[name]]
-    if len(texts) != 1 or texts[0] not in columns:
-        stop(f"--dataset {dataset} has the columns {', '.join(columns)}: choose the one with text by --text_column")
-    return texts[0]
+    if not isinstance(source, Path):
+        schema = source.features.arrow_schema
+    elif source.suffix.lower() == ".parquet":
+        with stop_if_unreadable(source):
+            schema = pyarrow.parquet.read_schema(source)
+    else:
+        entry = next((entry for _, entry in read_lines(source)), {})
+        return {name: isinstance(value, str | None) for name, value in entry.items()}
+    return {field.name: re.fullmatch(TEXT_TYPES, str(field.type)) is not None for field in schema}
 
 
 def read_documents(corpus: Corpus) -> Iterator[Document]:
     """The non-empty documents, each time in the same order. Bytes that are not UTF-8 become U+FFFD."""
     for split, files in corpus.splits.items():
-        if corpus.kind == "Hub":
-            rows = files.select_columns([corpus.column]).iter(256)
-            values = itertools.chain.from_iterable(batch[corpus.column] for batch in rows)
-            yield from (Document(split, "", parts_of(text, corpus.dataset)) for text in values if text)
-            continue
         for name, file in files.items():
-            if corpus.kind == "JSON lines":
-                for number, entry in read_lines(file):
-                    if corpus.column not in entry:
-                        stop(f"--dataset: {file}:{number} has no {corpus.column!r}, but {', '.join(entry)}")
-                    if entry[corpus.column]:
-                        yield Document(split, f"{name}:{number}", parts_of(entry[corpus.column], f"{file}:{number}"))
-            elif corpus.kind == "parquet":
-                for number, text in enumerate(read_rows(file, corpus.column)):
-                    if text:
-                        yield Document(split, "", parts_of(text, f"row {number} of {file}"))
-            elif file_signature(file)[1]:
-                yield Document(split, name, read_parts(file))
+            if corpus.kind == "text":
+                if file_signature(file)[1]:
+                    yield Document(split, name, read_parts(file))
+                continue
+            for number, text in (
+                read_lines(file, corpus.column) if corpus.kind == "JSON lines" else read_rows(file, corpus.column)
+            ):
+                if text not in (None, "", b""):
+                    where = f"{name}:{number}"
+                    yield Document(split, where if corpus.kind == "JSON lines" else "", parts_of(text, where))
 
 
 def read_parts(file: Path) -> Iterator[str]:
-    try:
-        with open(file, encoding="utf-8", errors="replace", newline="") as content:
-            while part := content.read(PIECE):
-                if "\0" in part:
-                    stop(f"--dataset: {file} is not a text file, it contains NUL bytes: remove it")
-                yield part
-    except OSError as error:
-        stop(f"--dataset: {file} cannot be read: {error.strerror}")
+    with stop_if_unreadable(file), open(file, encoding="utf-8", errors="replace", newline="") as content:
+        while part := content.read(PIECE):
+            if "\0" in part:
+                stop(f"--dataset: {file} is not a text file, it contains NUL bytes: remove it")
+            yield part
 
 
 def parts_of(text: str | bytes, where: str) -> Iterator[str]:
@@ -290,34 +263,38 @@ def parts_of(text: str | bytes, where: str) -> Iterator[str]:
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
-def read_lines(file: Path) -> Iterator[tuple[int, dict]]:
-    """The entries of a file of JSON lines, with the number of their line."""
+def read_lines(file: Path, column: str | None = None) -> Iterator[tuple[int, object]]:
+    """The entries of a file of JSON lines, or what they have in a column, with the number of their line."""
     import pyarrow
 
     number, packing = 0, {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}.get(file.suffix.lower())
     try:
         with pyarrow.input_stream(str(file), compression=packing) as stream:
             for number, line in enumerate(io.BufferedReader(stream), 1):
-                if line.strip():
-                    entry = json.loads(line)
-                    if not isinstance(entry, dict):
-                        raise ValueError(f"it is of type {type(entry).__name__}, not an object")
-                    yield number, entry
+                if not line.strip():
+                    continue
+                entry = json.loads(line)
+                if not isinstance(entry, dict):
+                    raise ValueError(f"it is of type {type(entry).__name__}, not an object")
+                if column and column not in entry:
+                    stop(f"--dataset: {file}:{number} has no {column!r}, but {', '.join(entry)}")
+                yield number, entry[column] if column else entry
     except (OSError, ValueError) as error:
         stop(f"--dataset: {file}:{number or 1} is not a line of JSON ({error}): repair or remove it")
 
 
-def read_rows(file: Path, column: str) -> Iterator:
+def read_rows(source, column: str) -> Iterator[tuple[int, object]]:
+    """What the rows of a parquet file or a datasets.Dataset have in a column, with their number."""
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(file) as rows:
-            if column not in rows.schema_arrow.names:
-                stop(f"--dataset: {file} has no column {column!r}, but {', '.join(rows.schema_arrow.names)}")
-            for batch in rows.iter_batches(256, columns=[column]):
-                yield from batch.column(0).to_pylist()
-    except (OSError, ValueError) as error:
-        stop(f"--dataset: {file} cannot be read ({' '.join(str(error).split())}): repair or remove it")
+    if not isinstance(source, Path):
+        yield from enumerate(row for rows in source.select_columns([column]).iter(256) for row in rows[column])
+        return
+    with stop_if_unreadable(source), pyarrow.parquet.ParquetFile(source) as rows:
+        if column not in rows.schema_arrow.names:
+            stop(f"--dataset: {source} has no column {column!r}, but {', '.join(rows.schema_arrow.names)}")
+        batches = rows.iter_batches(256, columns=[column])
+        yield from enumerate(row for batch in batches for row in batch.column(0).to_pylist())
 
 
 def assign_splits(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray]:
@@ -450,9 +427,27 @@ def write_manifest(folder: Path, files: dict, num_bytes: dict, dtype: str, about
     write_json(folder / "manifest.json", content)
 
 
+def begin_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> dict:
+    """Choose the documents for testing, learn the tokenizer unless there is one, and return a progress of nothing."""
+    test_mask, lengths = assign_splits(read_documents(corpus))
+    if test_mask.all() or not test_mask.any():
+        stop(f"--dataset {corpus.dataset} needs a non-empty document for training and one for testing")
+    if tokenizer is None:
+        step = 1 + int(lengths[~test_mask].sum()) // LEARN_FROM
+        tokenizer = learn_tokenizer(select_texts(read_documents(corpus), ~test_mask, step), vocabulary)
+    write_atomically(folder / "test_mask.npy", lambda path: np.save(path, test_mask))
+    write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
+    digests = {name: sample_digest(folder / name) for name in ("test_mask.npy", "tokenizer.json")}
+    dtype, of_splits = (
+        dtype_of(tokenizer.get_vocab_size()),
+        {split: dict.fromkeys(SPLITS, 0) for split in ("tokens", "bytes")},
+    )
+    counts = {"pieces": 0, "documents": 0, "characters": 0, "of": int(lengths.sum()), **of_splits}
+    return {**counts, "lossless": True, "dtype": dtype, "digests": digests}
+
+
 def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> None:
     """Tokenize all documents into train.bin and test.bin of `folder`, and then write manifest.json."""
-    description = f"the tokens of --dataset {corpus.dataset}"
     paths, saved = {split: folder / f"{split}.bin" for split in SPLITS}, folder / "progress.json"
     signatures = corpus.signatures()
 
@@ -463,20 +458,8 @@ def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
                 raise ValueError(f"{path} has become shorter")
         return progress
 
-    progress = read_intact(read_progress, folder, description)
-    if progress is None:
-        test_mask, lengths = assign_splits(read_documents(corpus))
-        if test_mask.all() or not test_mask.any():
-            stop(f"--dataset {corpus.dataset} needs a non-empty document for training and one for testing")
-        if tokenizer is None:
-            step = 1 + int(lengths[~test_mask].sum()) // LEARN_FROM
-            tokenizer = learn_tokenizer(select_texts(read_documents(corpus), ~test_mask, step), vocabulary)
-        write_atomically(folder / "test_mask.npy", lambda path: np.save(path, test_mask))
-        write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-        digests = {name: sample_digest(folder / name) for name in ("test_mask.npy", "tokenizer.json")}
-        progress = {"pieces": 0, "documents": 0, "characters": 0, "of": int(lengths.sum()), "lossless": True}
-        progress |= {"tokens": dict.fromkeys(SPLITS, 0), "bytes": dict.fromkeys(SPLITS, 0), "digests": digests}
-        progress["dtype"] = dtype_of(tokenizer.get_vocab_size())
+    progress = read_intact(read_progress, folder, f"the tokens of --dataset {corpus.dataset}")
+    progress = progress or begin_tokens(corpus, folder, tokenizer, vocabulary)
     tokenizer, test_mask = load_tokenizer(folder / "tokenizer.json"), np.load(folder / "test_mask.npy")
     eos, dtype = tokenizer.token_to_id(EOS), np.dtype(progress["dtype"])
     files = {split: open(path, "ab") for split, path in paths.items()}  # noqa: SIM115
@@ -486,66 +469,63 @@ def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
             file.write(np.array([eos], dtype).tobytes())
             progress["tokens"][split] = 1
 
-    def save() -> None:
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        write_json(saved, progress)
-
-    start, first, unsaved = time.monotonic(), progress["characters"], 0
+    start, first, last = time.monotonic(), progress["characters"], progress["characters"]
     pieces = itertools.islice(pieces_of(read_documents(corpus), tokenizer), progress["pieces"], None)
     for batch in batches_of(pieces):
-        encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-        for piece, encoding in zip(batch, encodings, strict=True):
+        texts = [text for text, _, _ in batch]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for (text, is_first, is_last), encoding in zip(batch, encodings, strict=True):
             if progress["documents"] == len(test_mask):
                 break  # the data have changed
             split = "test" if test_mask[progress["documents"]] else "train"
-            tokens = [*encoding.ids, eos] if piece.is_last else encoding.ids
+            tokens = [*encoding.ids, eos] if is_last else encoding.ids
             files[split].write(np.array(tokens, dtype).tobytes())
             progress["tokens"][split] += len(tokens)
-            progress["bytes"][split] += len(piece.text.encode())
-            progress["documents"] += piece.is_last
-        sample = next((number for number, piece in enumerate(batch) if piece.is_first), None)
-        if sample is not None and progress["lossless"]:
-            decoded = tokenizer.decode(encodings[sample].ids, skip_special_tokens=False)
-            progress["lossless"] = decoded == batch[sample].text
+            progress["bytes"][split] += len(text.encode())
+            progress["documents"] += is_last
+            if is_first and encoding in (encodings[0], encodings[-1]):  # a sample
+                progress["lossless"] &= tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         progress["pieces"] += len(batch)
-        progress["characters"] += (size := sum(len(piece.text) for piece in batch))
-        if (unsaved := unsaved + size) >= SAVED_EVERY:
-            save()
-            unsaved = 0
+        progress["characters"] += sum(map(len, texts))
+        if progress["characters"] - last >= SAVED_EVERY:
+            save_progress(saved, progress, files)
+            last = progress["characters"]
             if (seconds := time.monotonic() - start) > 5:
-                share = progress["characters"] / progress["of"]
-                minutes = seconds / (progress["characters"] - first) * (progress["of"] - progress["characters"]) / 60
-                show(f"tokenizing --dataset {corpus.dataset}: {share:.0%}, {minutes:.0f} min left")
-    save()
-    found = progress["documents"], progress["characters"]
-    if found != (len(test_mask), progress["of"]) or corpus.signatures() != signatures:
+                minutes = seconds / (last - first) * (progress["of"] - last) / 60
+                show(f"tokenizing --dataset {corpus.dataset}: {last / progress['of']:.0%}, {minutes:.0f} min left")
+    save_progress(saved, progress, files)
+    done = progress["documents"], progress["characters"]
+    if done != (len(test_mask), progress["of"]) or corpus.signatures() != signatures:
         saved.unlink()
         stop(f"--dataset {corpus.dataset} has changed while it was tokenized: it must not change during a run")
-    about = f"{corpus.kind}" + (f", column {corpus.column}" if corpus.column else "")
-    about += f"; {len(test_mask) - test_mask.sum():,} documents for training, {test_mask.sum():,} for testing"
-    if "" in corpus.splits:
-        about += ", chosen by a hash"
+    about = (
+        f"{corpus.kind}{f', column {corpus.column}' if corpus.column else ''}; {np.sum(~test_mask):,} documents for "
+    )
+    about += f"training, {np.sum(test_mask):,} for testing{', chosen by a hash' if '' in corpus.splits else ''}"
     if not progress["lossless"]:
-        about += "; its tokenizer loses a part of the text, so bits_per_byte is left out"
-    num_bytes = progress["bytes"] if progress["lossless"] else dict.fromkeys(SPLITS)
-    write_manifest(folder, {split: path.name for split, path in paths.items()}, num_bytes, str(dtype), about)
+        about += "; the tokenizer loses a part of the text, so bits_per_byte is left out"
+        progress["bytes"] = dict.fromkeys(SPLITS)
+    write_manifest(folder, {split: path.name for split, path in paths.items()}, progress["bytes"], str(dtype), about)
 
 
-class Piece(NamedTuple):
-    text: str
-    is_first: bool  # of its document
-    is_last: bool
+def save_progress(saved: Path, progress: dict, files: dict) -> None:
+    """Write progress.json after the tokens that it counts are on the disk."""
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+    write_json(saved, progress)
 
 
-def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piece]:
-    """The documents, in pieces whose tokens, one after the other, are the tokens of the whole document."""
+def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[str, bool, bool]]:
+    """The documents, in pieces whose tokens, one after the other, are the tokens of the whole document.
+
+    Each comes with whether it is the first, and the last, of its document.
+    """
     for _, name, parts in documents:
         text, is_first = "", True
         for part in parts:
             if len(text) >= PIECE and (place := find_cut(text, tokenizer)):
-                yield Piece(text[:place], is_first, False)
+                yield text[:place], is_first, False
                 text, is_first = text[place:], False
             text += part
             if len(text) > LARGEST_PIECE:
@@ -553,7 +533,7 @@ def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[P
                     f"--dataset: {name or 'a row'} has {LARGEST_PIECE / 1e6:.0f} million characters without a place at "
                     "which the tokenizer separates tokens for certain: split it into documents"
                 )
-        yield Piece(text, is_first, True)
+        yield text, is_first, True
 
 
 def find_cut(text: str, tokenizer: Tokenizer) -> int:
@@ -583,12 +563,12 @@ def find_cut(text: str, tokenizer: Tokenizer) -> int:
     return next((place for place in places[:-100:-1] if separates(place)), 0)
 
 
-def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def batches_of(pieces: Iterable[tuple]) -> Iterator[list[tuple]]:
     """As many at a time as can be tokenized together: an Encoding takes far more memory than its ids."""
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
-        size += len(piece.text)
+        size += len(piece[0])
         if len(batch) == AT_ONCE[0] or size >= AT_ONCE[1]:
             yield batch
             batch, size = [], 0

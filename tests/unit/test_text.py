@@ -636,10 +636,11 @@ def test_a_long_document_has_the_tokens_of_the_whole_text(name, monkeypatch):
         parts = [document[start : start + 500] for start in range(0, len(document), 500)]
         pieces = list(text.pieces_of([text.Document("", "name", parts)], tokenizer))
         assert len(pieces) > 10
-        assert "".join(piece.text for piece in pieces) == document
-        assert [piece.is_first for piece in pieces] == [True, *[False] * (len(pieces) - 1)]
-        assert [piece.is_last for piece in pieces] == [*[False] * (len(pieces) - 1), True]
-        ids = [tokenizer.encode(piece.text, add_special_tokens=False).ids for piece in pieces]
+        contents, are_first, are_last = zip(*pieces, strict=True)
+        assert "".join(contents) == document
+        assert list(are_first) == [True, *[False] * (len(pieces) - 1)]
+        assert list(are_last) == [*[False] * (len(pieces) - 1), True]
+        ids = [tokenizer.encode(content, add_special_tokens=False).ids for content in contents]
         assert list(itertools.chain(*ids)) == tokenizer.encode(document, add_special_tokens=False).ids
 
 
@@ -654,7 +655,7 @@ def test_a_long_document_without_a_certain_place_to_cut_is_whole_or_one_sentence
         for repeated, whole in ((2000, True), (3000, False)):
             pieces = text.pieces_of([text.Document("", "name", [word * 100] * (repeated // 100))], tokenizer)
             if whole:
-                assert [len(piece.text) for piece in pieces] == [4 * repeated]
+                assert [len(content) for content, _, _ in pieces] == [4 * repeated]
             else:
                 assert "name has 0 million characters without a place" in stops(capsys, list, pieces)
 
