@@ -29,14 +29,14 @@ def file_signature(file: Path) -> list:
     return [str(file.resolve()), about.st_size, about.st_mtime_ns]
 
 
-def sample_digest(file: Path) -> str:
-    """A digest of the size of a file and of SAMPLES parts of it: reading the whole at each start takes too long."""
-    size = file.stat().st_size
+def sample_digest(file: Path, size: int | None = None) -> str:
+    """A digest of the size of a file, or of its first `size` bytes, and of SAMPLES parts: all of it takes too long."""
+    size = file.stat().st_size if size is None else size
     sha = hashlib.sha256(b"%d" % size)
     with open(file, "rb") as content:
         for number in range(SAMPLES):
             content.seek(max(size - SAMPLE, 0) * number // (SAMPLES - 1))
-            sha.update(content.read(SAMPLE))
+            sha.update(content.read(min(SAMPLE, size)))
     return sha.hexdigest()[:16]
 
 

@@ -443,7 +443,7 @@ def begin_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
         {split: dict.fromkeys(SPLITS, 0) for split in ("tokens", "bytes")},
     )
     counts = {"pieces": 0, "documents": 0, "characters": 0, "of": int(lengths.sum()), **of_splits}
-    return {**counts, "lossless": True, "dtype": dtype, "digests": digests}
+    return {**counts, "lossless": True, "dtype": dtype, "digests": digests, "samples": {}}
 
 
 def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> None:
@@ -454,8 +454,9 @@ def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
     def read_progress() -> dict:
         progress = read_manifest(saved)
         for split, path in paths.items():
-            if path.stat().st_size < progress["tokens"][split] * np.dtype(progress["dtype"]).itemsize:
-                raise ValueError(f"{path} has become shorter")
+            size = progress["tokens"][split] * np.dtype(progress["dtype"]).itemsize
+            if sample_digest(path, size) != progress["samples"][split]:
+                raise ValueError(f"{path} was changed")
         return progress
 
     progress = read_intact(read_progress, folder, f"the tokens of --dataset {corpus.dataset}")
@@ -510,9 +511,10 @@ def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
 
 def save_progress(saved: Path, progress: dict, files: dict) -> None:
     """Write progress.json after the tokens that it counts are on the disk."""
-    for file in files.values():
+    for split, file in files.items():
         file.flush()
         os.fsync(file.fileno())
+        progress["samples"][split] = sample_digest(Path(file.name))
     write_json(saved, progress)
 
 
@@ -552,6 +554,8 @@ def find_cut(text: str, tokenizer: Tokenizer) -> int:
     def separates(place: int) -> bool:
         after = text[place : place + REACH]
         befores = [text[start:place] for start in range(place - REACH, place)]
+        if not befores[0].strip() or not after.strip():  # a normalizer may strip spaces at the ends of a text
+            return False
         if any(words_of(before) + words_of(after) != words_of(before + after) for before in reversed(befores)):
             return False
         parts = [after, *befores, *(before + after for before in befores)]  # added tokens are separated before words

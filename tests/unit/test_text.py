@@ -222,7 +222,7 @@ def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys, monkey
     (file,) = Path(cut).glob("test-*")
     file.write_bytes(file.read_bytes()[:-20])
     said = stops(capsys, load, cut)
-    assert f"--dataset: {file} cannot be read (" in said
+    assert f"--dataset: {file} cannot be read: " in said
     assert "Parquet magic bytes not found" in said
     mixed = write_parquet(tmp_path / "mixed", train=["a", "b"])
     write_files(tmp_path / "mixed", {"c.txt": b"c"})
@@ -650,7 +650,7 @@ def test_a_long_document_without_a_certain_place_to_cut_is_whole_or_one_sentence
     monkeypatch.setattr(text, "LARGEST_PIECE", 9000)
     llama = bpe(pre_tokenizers.Whitespace())
     llama.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
-    del llama.pre_tokenizer
+    llama.pre_tokenizer = None
     for tokenizer, word in ((llama, "a b "), (BYTES, "abcd")):
         for repeated, whole in ((2000, True), (3000, False)):
             pieces = text.pieces_of([text.Document("", "name", [word * 100] * (repeated // 100))], tokenizer)
