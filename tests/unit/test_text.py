@@ -22,7 +22,7 @@ import pytest
 import torch
 from conftest import ROOT
 from documents import load_text
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from readers import text
 from readers.text import EOS, IGNORE_INDEX, STDLIB, learn_tokenizer, load_tokenizer, load_tokens
@@ -487,6 +487,17 @@ def test_tokens_that_are_there_are_used_as_they_are(tmp_path):
         assert found.to_str() == tokenizer.to_str()
     assert sorted(path.name for path in (tmp_path / "bins").iterdir()) == ["tokenizer.json", "train.bin", "val.bin"]
     assert not list((tmp_path / "cache").glob("**/*.bin"))
+
+
+def test_tokens_of_a_tokenizer_of_65536_without_an_eos_have_two_bytes(tmp_path):
+    words = {f"w{number}": number for number in range(2**16)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = prepared(tmp_path / "bins", [1, 65535, 3, 4, 5], [7, 8])
+    tokenizer.save(f"{folder}/tokenizer.json")
+    data, _, found = load_tokens(folder, None, 0, 4, str(tmp_path / "cache"))
+    assert data[0][1].tolist() == [65535, 3, 4, 5]
+    assert found.token_to_id(EOS) == 2**16
 
 
 def test_tokens_that_do_not_fit_are_one_sentence(tmp_path, capsys, monkeypatch):
