@@ -105,21 +105,20 @@ def list_images(dataset: str, splits: dict[str, dict[str, Path]]) -> dict:
     """
     import datasets
 
-    entries = {}
-    for split, files in splits.items():
-        for name, path in files.items():
-            _, place = find_split(dataset, name)
-            if name.count("/") != place + 2:
-                stop(f"--dataset {dataset}: {name} is not in a folder of its class, such as train/dog/1.jpg: move it")
-            if re.search("[\ud800-\udfff]", name):
-                stop(f"--dataset {dataset} has the file {name!a}, whose name is not UTF-8: rename it")
-            check_image(dataset, path)
-            entries.setdefault(split, []).append((str(path), path.parent.name))
-    classes = sorted({label for pairs in entries.values() for _, label in pairs})
+    for name, path in (pair for files in splits.values() for pair in files.items()):
+        if name.count("/") != find_split(dataset, name)[1] + 2:
+            stop(f"--dataset {dataset}: {name} is not in a folder of its class, such as train/dog/1.jpg: move it")
+        if re.search("[\ud800-\udfff]", name):
+            stop(f"--dataset {dataset} has the file {name!a}, whose name is not UTF-8: rename it")
+        check_image(dataset, path)
+    classes = sorted({path.parent.name for files in splits.values() for path in files.values()})
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=classes)})
-    columns = {split: zip(*sorted(pairs), strict=True) for split, pairs in entries.items()}
-    rows = {split: dict(zip(("image", "label"), map(list, pair), strict=True)) for split, pair in columns.items()}
-    return {split: datasets.Dataset.from_dict(both, features=features) for split, both in rows.items()}
+    rows = {}
+    for split, files in splits.items():
+        paths = sorted(map(str, files.values()))
+        labels = [path.rsplit("/", 2)[1] for path in paths]
+        rows[split] = datasets.Dataset.from_dict({"image": paths, "label": labels}, features=features)
+    return rows
 
 
 def check_image(dataset: str, path: Path) -> None:

@@ -183,9 +183,7 @@ def members_of(path: Path) -> np.ndarray:
             f"{path} is not a whole, uncompressed tar file ({getattr(error, 'strerror', None) or error}{after})"
         ) from error
     if passed_over:
-        show(
-            f"{path}: {plural(len(passed_over), 'member')} without an extension left out: {', '.join(passed_over[:3])}"
-        )
+        show(f"{path}: {plural(len(passed_over), 'member')} without an extension left out, such as {passed_over[0]}")
     rows.sort(key=lambda row: row[3])
     longest = max((len(name) for name, *_ in rows), default=1)
     return np.array(rows, [("name", f"S{longest}"), ("offset", "i8"), ("size", "i8"), ("sample", "i8")])
@@ -208,7 +206,8 @@ def load_tar_splits(
     number, or a name in CLASSES, a file beside the tar files with one name per line.
 
     Args:
-        image_column, label_column: extensions, where a sample has more than one; an entry of `.json` as "json:label".
+        image_column: an extension, where a sample has several images.
+        label_column: an extension, or an entry of the `.json`.
     """
     files, left_out = list_files(dataset)
     names = next((file.read_text().split("\n") for name, file in files.items() if name in CLASSES), [])
@@ -233,11 +232,8 @@ def load_tar_splits(
         found.append((rows, labels))
     classes = check_labels(dataset, torch.cat([labels for _, labels in found]), classes or None)
     numbers = [f"{len(rows):,} images in {plural(len(rows.paths), 'tar file')}" for rows, _ in found]
-    announce(
-        dataset,
-        f"{numbers[0]} for training, {numbers[1]} for testing, {plural(len(classes), 'class')}",
-        [*left_out, *others],
-    )
+    used = f"{numbers[0]} for training, {numbers[1]} for testing, {plural(len(classes), 'class')}"
+    announce(dataset, used, [*left_out, *others])
     return tuple(Split(dataset, rows, "image", labels, classes) for rows, labels in found)
 
 

@@ -732,6 +732,7 @@ def rows(names=("cat", "dog"), labels=(0, 1), pictures=None, others=()) -> Calla
     def write(path: Path) -> None:
         import datasets
 
+        datasets.disable_progress_bars()
         pictures_ = pictures or [{"bytes": PNG, "path": None}] * len(labels)
         features = {
             "image": datasets.Image(),
