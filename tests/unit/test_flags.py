@@ -129,7 +129,7 @@ FREE_IN = {
     # compile is how the model is computed, as a dynamo_config of the config file.
     "resnet50": {
         *{"cache_dir", "compile", "max_test_samples", "num_workers", "preset", "shuffle_window", "virtual_processes"},
-        "whole_gradients",
+        *{"image_column", "label_column", "whole_gradients"},  # compared by the fingerprint of the data
     },
     "model_split": {
         *{"cpu_threads", "max_test_samples", "num_microbatches", "num_stages", "schedule", "split"},
