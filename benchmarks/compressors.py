@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from readers.text import read_documents, survey
+from readers.text import assign_splits, find_corpus, read_documents
 
 
 def parse_args():
@@ -24,9 +24,10 @@ def parse_args():
 
 
 def measure(args) -> dict:
-    is_test, _ = survey(read_documents(args.dataset))
-    documents = zip(read_documents(args.dataset), is_test, strict=True)
-    text = "".join(content for (_, _, content), of_test in documents if of_test).encode()
+    corpus = find_corpus(args.dataset)
+    test_mask, _ = assign_splits(read_documents(corpus))
+    documents = zip(read_documents(corpus), test_mask, strict=True)
+    text = "".join(part for document, of_test in documents if of_test for part in document.parts).encode()
     summary, _ = common.run_script("transformer", "--dataset", args.dataset, "--max_steps", args.steps)
     return {
         "gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from readers.tar_files import TarFiles
-from readers.text import learn_tokenizer, read_documents, write_tokens
+from readers.text import find_corpus, learn_tokenizer, read_documents, write_tokens
 from utils.sampler import WindowShuffle
 
 IMAGE = 50_000  # bytes
@@ -129,7 +129,7 @@ def images(args, folder: Path) -> dict[str, dict]:
 
 def write_text(file: Path, size: int) -> None:
     """JSON lines with sources of Python's standard library."""
-    texts = [text for _, _, text in read_documents("stdlib")]
+    texts = ["".join(document.parts) for document in read_documents(find_corpus("stdlib"))]
     with open(file, "w") as out:
         while out.tell() < size:
             for text in random.sample(texts, 100):
@@ -142,7 +142,8 @@ def tokens(args, folder: Path) -> dict[str, list[float]]:
     write_text(text, args.megabytes * 10**6)
     size = text.stat().st_size / 1e6
     datasets.disable_progress_bars()
-    tokenizer = learn_tokenizer((document for _, _, document in read_documents("stdlib")), 1024)
+    documents = read_documents(find_corpus("stdlib"))
+    tokenizer = learn_tokenizer((part for document in documents for part in document.parts), 1024)
 
     def tokenize(rows: dict) -> dict:
         encodings = tokenizer.encode_batch_fast(rows["text"], add_special_tokens=False)
@@ -151,7 +152,7 @@ def tokens(args, folder: Path) -> dict[str, list[float]]:
     def by_transformer() -> float:
         with tempfile.TemporaryDirectory(dir=folder) as cache:
             began = time.perf_counter()
-            write_tokens(str(text.parent), Path(cache), tokenizer, 1024)
+            write_tokens(find_corpus(str(text.parent)), Path(cache), tokenizer, 1024)
             return size / (time.perf_counter() - began)
 
     def by_map() -> float:

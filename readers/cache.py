@@ -1,14 +1,18 @@
-"""What a run makes once from its data, such as tokens, in a folder where later runs find it."""
+"""A cache of files that are built once from the data, such as tokens."""
 
 import fcntl
+import hashlib
+import json
 import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from utils.console import is_local_main, stop
-from utils.run_folder import NO_LOCKS, lock
+from utils.console import is_local_main, show, stop
+from utils.run_folder import lock
+
+SAMPLES, SAMPLE = 64, 4096  # how many parts of a file are in its digest, and their bytes
 
 
 def cache_folder(cache_dir: str | None, kind: str) -> Path:
@@ -16,8 +20,8 @@ def cache_folder(cache_dir: str | None, kind: str) -> Path:
     return Path(cache_dir or os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / kind
 
 
-def identity(file: Path) -> list:
-    """What changes when a file does: path, bytes, time in ns. Raises: SystemExit, if there is no such file."""
+def file_signature(file: Path) -> list:
+    """Path, size and time in ns, which differ after a file was changed. Raises: SystemExit, if it does not exist."""
     try:
         about = file.stat()
     except OSError as error:
@@ -25,25 +29,58 @@ def identity(file: Path) -> list:
     return [str(file.resolve()), about.st_size, about.st_mtime_ns]
 
 
-def make_once(files: list[Path], make: Callable[[], object], what: str) -> None:
-    """Call `make` unless all `files`, in one folder, are there; one process does, and the others wait for it."""
-    if all(file.exists() for file in files):
-        return
-    folder = files[0].parent
+def sample_digest(file: Path, size: int | None = None) -> str:
+    """A digest of the size of a file, or of its first `size` bytes, and of SAMPLES parts: all of it takes too long."""
+    size = file.stat().st_size if size is None else size
+    sha = hashlib.sha256(b"%d" % size)
+    with open(file, "rb") as content:
+        for number in range(SAMPLES):
+            content.seek(max(size - SAMPLE, 0) * number // (SAMPLES - 1))
+            sha.update(content.read(min(SAMPLE, size)))
+    return sha.hexdigest()[:16]
+
+
+def read_manifest(file: Path) -> dict:
+    """The JSON in a file, whose `digests` are those of other files. Raises: ValueError, if one of them differs."""
+    manifest = json.loads(file.read_text())
+    for name, digest in manifest["digests"].items():
+        if sample_digest(file.parent / name) != digest:
+            raise ValueError(f"{name} was changed")
+    return manifest
+
+
+def read_intact(read: Callable, folder: Path, description: str):
+    """What `read()` returns; None if it is not there, or, with a warning, if it is damaged."""
+    try:
+        return read()
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # a damaged file: of many types
+        show(f"warning: {description} in {folder} cannot be used and will be built anew: {error!r:.200}", "yellow")
+
+
+def build_cached(read: Callable, build: Callable[[], None], folder: Path, description: str):
+    """What `read()` returns, after one process has called `build` where it raises an error; the others wait for it."""
+    try:
+        return read()
+    except Exception:
+        pass
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not is_local_main():
             time.sleep(1)  # the process that prints goes first
+        # Without a lock, two processes would write into one file: a file system that has none is refused.
         with open(folder / ".lock", "w") as locked:
+            lock(locked, math.inf)
             try:
-                lock(locked, math.inf)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-            try:
-                if not all(file.exists() for file in files):
-                    make()
-            finally:  # closing it is not enough: workers that `make` has started have it open, too
+                if (content := read_intact(read, folder, description)) is None:
+                    build()
+                    content = read()
+                return content
+            finally:  # closing it is not enough: workers that `build` has started have it open, too
                 fcntl.flock(locked, fcntl.LOCK_UN)
     except OSError as error:
-        stop(f"{what} cannot be kept in {folder} ({error.filename or ''} {error.strerror}): see --cache_dir")
+        stop(
+            f"{description} cannot be kept in {folder} ({error.filename or ''} {error.strerror}): choose a folder that "
+            "can be written and locked with --cache_dir"
+        )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from utils.console import stop
 from utils.topology import share_of_cores
@@ -17,6 +17,8 @@ def open_upright(cell: dict) -> Image.Image:
     It is not decoded yet, unless it is rotated.
     """
     image = Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"]))
+    if image.format == "TIFF":
+        image.info["bits"] = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0]
     if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
         return image
     return ImageOps.exif_transpose(image)
@@ -26,15 +28,16 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to 8-bit RGB; transparent pixels become white.
 
     Raises:
-        ValueError: if the range of the pixels is unknown: floating point, or integers of more than 16 bits.
+        ValueError: if the range of the pixels is unknown: floating point, integers of more than 16 bits, or none of
+            which uses the upper 15/16 of the range, such as 12 bits that are stored in 16.
     """
     if image.mode == "RGB":
         return image
-    if image.mode.startswith("I"):  # 16 bits, which PIL's conversion would clip at 255
-        pixels = np.asarray(image)
-        if pixels.min() < 0 or pixels.max() > 65535:
-            raise ValueError("its pixels are integers of unknown range")
-        return Image.fromarray((pixels / 257).astype(np.uint8)).convert("RGB")
+    if image.mode.startswith("I"):  # up to 16 bits, which PIL's conversion would clip at 255
+        pixels, largest = np.asarray(image), 2 ** image.info.get("bits", 16) - 1
+        if largest > 65535 or pixels.min() < 0 or pixels.max() > largest or 0 < pixels.max() <= largest // 16:
+            raise ValueError(f"its pixels are integers of unknown range, up to {pixels.max()}: save it with 8 bits")
+        return Image.fromarray((pixels * (255 / largest)).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers of unknown range")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:

@@ -1,6 +1,5 @@
 """Image datasets from a folder or the Hub, decoded into memory once."""
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -9,10 +8,12 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from utils.console import stop
+from utils.console import plural, stop
 
-from .hub import TEST_SPLITS, load_dataset
+from .files import TEST_SPLITS, announce, find_split, list_files, split_files, stop_if_unreadable
+from .hub import load_dataset
 
+MOST_CLASSES = 10**6  # labels without names
 # The repository contains MNIST; a copy of utils/ without it loads MNIST from the Hub.
 MNIST, MNIST_FOLDER = "ylecun/mnist", Path(__file__).resolve().parents[1] / "data" / "mnist"
 
@@ -35,91 +36,143 @@ class Split(NamedTuple):
     classes: list[str]
 
 
-def load_images(dataset: str) -> tuple[LabelledImages, LabelledImages]:
+def load_images(
+    dataset: str, image_column: str | None = None, label_column: str | None = None
+) -> tuple[LabelledImages, LabelledImages]:
     """As `load_splits`, but decoded into memory. All images must have the same size."""
-    train_data, test_data = map(decode_split, load_splits(dataset))
-    shapes = [tuple(data.tensors[0].shape[1:]) for data in (train_data, test_data)]
+    train_data, test_data = map(decode_split, load_splits(dataset, image_column, label_column))
+    shapes = [tuple(data.images.shape[1:]) for data in (train_data, test_data)]
     if shapes[0] != shapes[1]:
         stop(f"--dataset {dataset} has train images of {shapes[0]} and test images of {shapes[1]} (C, H, W)")
     return train_data, test_data
 
 
-def load_splits(dataset: str) -> tuple[Split, Split]:
-    """The train and test split of a dataset, through `datasets.load_dataset`; nothing is decoded.
+def load_splits(dataset: str, image_column: str | None = None, label_column: str | None = None) -> tuple[Split, Split]:
+    """The train and test split of a dataset; nothing is decoded.
 
     Args:
-        dataset: a folder of parquet files, a folder of images as train/<class>/*.png and test/<class>/*.png, or a
-            Hub id. MNIST needs no network.
+        dataset: a folder of parquet files, a folder of images as train/<class>/* and test/<class>/*, or a Hub id. For
+            the names of splits, see `split_files`. MNIST needs no network.
+        image_column, label_column: of rows; None: the only Image and ClassLabel column, or else the integers `label`.
     """
     folder = MNIST_FOLDER if dataset == MNIST and MNIST_FOLDER.is_dir() else Path(dataset)
-    splits = list_images(folder) or load_dataset(dataset, MNIST, folder)
-    test = next((name for name in TEST_SPLITS if name in splits), None)
-    if "train" not in splits or test is None:
-        stop(f"--dataset {dataset} has the splits {', '.join(splits)}; it needs train and one of {TEST_SPLITS}")
-    train_split, test_split = (find_columns(splits[name], dataset) for name in ("train", test))
-    if unknown := set(test_split.labels.tolist()) - set(train_split.labels.tolist()):
-        stop(f"--dataset {dataset} has the label {min(unknown)} in {test}, but not in train")
-    return train_split, test_split
+    files, left_out = list_files(folder)
+    if any(name.lower().endswith(".parquet") for name in files):
+        if other := next((name for name in files if not name.lower().endswith(".parquet")), None):
+            stop(f"--dataset {dataset} has parquet files, and {other}, which is not one: remove it")
+        by_split, others = split_files(dataset, files)
+        compare_labels(files)
+        splits, _ = load_dataset(dataset, MNIST, by_split)
+    elif files or folder.is_dir():
+        by_split, others = split_files(dataset, files)
+        splits = list_images(dataset, by_split)
+    else:
+        splits, others = load_dataset(dataset, MNIST)
+    if not {"train", "test"} <= {*splits}:
+        found = ", ".join(filter(None, splits)) or "no names of splits"
+        stop(f"--dataset {dataset} has {found}; it needs train and one of {TEST_SPLITS}, as train/<class>/1.png")
+    train, test = (find_columns(splits[name], dataset, image_column, label_column) for name in ("train", "test"))
+    if unknown := {*test.labels.tolist()} - {*train.labels.tolist()}:
+        stop(f"--dataset {dataset} has the label {min(unknown)} in test, but not in train")
+    if train.classes[: len(test.classes)] != test.classes[: len(train.classes)]:
+        stop(f"--dataset {dataset} has other names of classes in test than in train: {test.classes[:9]}")
+    columns = "" if train.image_column == "image" else f" of column {train.image_column}"
+    numbers = f"{len(train.labels):,} images for training, {len(test.labels):,} for testing"
+    announce(dataset, f"{numbers}{columns}, {plural(len(train.classes), 'class')}", [*left_out, *others])
+    return train, test
 
 
-def list_images(folder: Path) -> dict | None:
-    """The splits of a folder of images as train/<class>/<file> and test/<class>/<file>; None: it has another form.
+def compare_labels(files: dict[str, Path]) -> None:
+    """Check that all parquet files have the same names of classes: `datasets` takes those of the first."""
+    import datasets
+    import pyarrow.parquet
 
-    They are as those of `datasets.load_dataset`, which looks through such a folder forty times: in each process and at
-    each start, 20 minutes for a million images.
+    first = None
+    for path in files.values():
+        with stop_if_unreadable(path):
+            features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path))
+        names = {name: kind.names for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)}
+        first = first or (path, names)
+        if names != first[1]:
+            stop(f"--dataset: {path} has other classes than {first[0]}: {names} and {first[1]}")
+
+
+def list_images(dataset: str, splits: dict[str, dict[str, Path]]) -> dict:
+    """The splits of a folder of images as train/<class>/<file> and test/<class>/<file>.
+
+    The result equals that of `datasets.load_dataset`, which takes 20 minutes for a million images, in each process and
+    at each start.
     """
     import datasets
-    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-    extensions, files = {*ImageFolder.EXTENSIONS}, {}
-    for top, folders, names in os.walk(folder):
-        split, *labels = Path(top).relative_to(folder).parts or [""]
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names = [name for name in names if not name.startswith(".")]
-        if split not in ("", "train", *TEST_SPLITS) or any(os.path.islink(f"{top}/{name}") for name in folders):
-            return None
-        if len(labels) != 1:
-            if names and (split or names != ["README.md"]):
-                return None
-            continue
-        if any(os.path.splitext(name)[1].lower() not in extensions for name in names):
-            return None
-        files.setdefault(split, []).extend((f"{top}/{name}", labels[0]) for name in names)
-    classes = sorted({label for entries in files.values() for _, label in entries})
+    for name, path in (pair for files in splits.values() for pair in files.items()):
+        if name.count("/") != find_split(dataset, name)[1] + 2:
+            stop(f"--dataset {dataset}: {name} is not in a folder of its class, such as train/dog/1.jpg: move it")
+        if re.search("[\ud800-\udfff]", name):
+            stop(f"--dataset {dataset} has the file {name!a}, whose name is not UTF-8: rename it")
+        check_image(dataset, path)
+    classes = sorted({path.parent.name for files in splits.values() for path in files.values()})
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=classes)})
-    splits = {}
-    for split, entries in files.items():
-        if entries:
-            paths, labels = zip(*sorted(entries), strict=True)
-            splits[split] = datasets.Dataset.from_dict({"image": [*paths], "label": [*labels]}, features=features)
-    return splits
+    rows = {}
+    for split, files in splits.items():
+        paths = sorted(map(str, files.values()))
+        labels = [path.rsplit("/", 2)[1] for path in paths]
+        rows[split] = datasets.Dataset.from_dict({"image": paths, "label": labels}, features=features)
+    return rows
 
 
-def find_columns(rows, dataset: str) -> Split:
-    """The Image column and the ClassLabel column, or else the integer column "label", of a `datasets.Dataset`."""
+def check_image(dataset: str, path: Path) -> None:
+    """Check that Pillow opens such files: by the extension, or else by the content."""
+    from PIL import Image
+
+    if Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN:
+        return
+    try:
+        with Image.open(path):
+            pass
+    except Exception:  # Pillow's readers have no common base class of errors
+        stop(f"--dataset {dataset}: {path} is not an image that Pillow opens: convert it, or remove it")
+
+
+def find_columns(rows, dataset: str, image_column: str | None, label_column: str | None) -> Split:
+    """The columns of a `datasets.Dataset` with images and labels."""
     import datasets
 
-    def first_of(kind):
-        return next((name for name, feature in rows.features.items() if isinstance(feature, kind)), None)
+    def choose(wanted: str | None, kind: type, flag: str) -> str | None:
+        names = [wanted] if wanted else [name for name, feature in rows.features.items() if isinstance(feature, kind)]
+        if len(names) > 1 or not {*names} <= {*rows.features}:
+            stop(f"--dataset {dataset} has the columns {', '.join(rows.features)}: choose one by {flag}")
+        return names[0] if names else None
 
-    image_column, label_column = first_of(datasets.Image), first_of(datasets.ClassLabel)
-    if label_column is None and getattr(rows.features.get("label"), "dtype", "").startswith(("int", "uint")):
-        label_column = "label"
-    if image_column is None or label_column is None or len(rows) == 0:
-        columns = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in rows.features.items()}
+    image_column = choose(image_column, datasets.Image, "--image_column")
+    label_column = choose(label_column, datasets.ClassLabel, "--label_column") or "label"
+    columns = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in rows.features.items()}
+    is_integer = columns.get(label_column, "").startswith(("int", "uint"))
+    if not isinstance(rows.features.get(image_column), datasets.Image) or not is_integer or len(rows) == 0:
         stop(
             f"--dataset {dataset} has {len(rows)} rows of {columns}; it needs an Image column, and a ClassLabel "
             "column or an integer column `label`"
         )
+    for column in (image_column, label_column):
+        if rows.data.column(column).null_count:
+            row = rows.data.column(column).is_null().index(True).as_py()
+            stop(f"--dataset {dataset} has a row without {column}, {row}: remove it")
     # From the table itself: six times as fast as through the numpy format.
     labels = torch.tensor(rows.data.column(label_column).to_numpy(), dtype=torch.int64)
+    classes = getattr(rows.features[label_column], "names", None)
     if labels.min() < 0:
         stop(f"--dataset {dataset} has rows without a label, the first of them row {int((labels < 0).nonzero()[0])}")
-    classes, largest = getattr(rows.features[label_column], "names", None), int(labels.max())
-    if classes and largest >= len(classes):
-        stop(f"--dataset {dataset} has the label {largest}, but {len(classes)} classes: number them from 0")
-    classes = classes or [str(label) for label in range(largest + 1)]
+    classes = check_labels(dataset, labels, classes)
     return Split(dataset, rows.cast_column(image_column, datasets.Image(decode=False)), image_column, labels, classes)
+
+
+def check_labels(dataset: str, labels: torch.Tensor, classes: list[str] | None) -> list[str]:
+    """The names of the classes, from 0 to the largest label if there are none."""
+    largest = int(labels.max())
+    if largest >= (len(classes) if classes else MOST_CLASSES):
+        of = f"but {len(classes)} classes" if classes else "which is not the number of a class"
+        stop(f"--dataset {dataset} has the label {largest}, {of}: number them from 0")
+    return classes or [str(label) for label in range(largest + 1)]
 
 
 def decode_split(split: Split) -> LabelledImages:

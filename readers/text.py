@@ -1,17 +1,20 @@
 """Text for language models: read document by document, tokenized once into files, and packed into sequences."""
 
-import glob
+from __future__ import annotations
+
 import hashlib
 import io
 import itertools
 import json
 import math
 import os
+import re
 import sysconfig
 import time
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +24,12 @@ from utils.atomic_files import write_atomically, write_json
 from utils.console import show, stop
 from utils.fingerprint import digest
 
-from .cache import cache_folder, identity, make_once
-from .hub import TEST_SPLITS, load_dataset
+from .cache import build_cached, cache_folder, file_signature, read_intact, read_manifest, sample_digest
+from .files import announce, list_files, split_files, stop_if_unreadable
+from .hub import load_dataset
 
-try:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-except ModuleNotFoundError:
-    stop("text needs the package tokenizers: pip install -r scripts/requirements.txt")
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 STDLIB = "stdlib"
 # Tests, generated tables, and what not every installation has.
@@ -36,25 +38,42 @@ EOS = "<|endoftext|>"
 IGNORE_INDEX = -100  # the default of torch's cross_entropy
 TEST_FRACTION = 1 / 32  # of the documents, if a dataset has no test split
 LEARN_FROM = 2**21  # characters; more take longer, for nearly the same tokens
-LARGEST_DOCUMENT = 2**28  # characters; its tokens are in memory, about 30 bytes for each of them
+PIECE = 2**17  # characters; a longer document is tokenized in pieces of one to two times as many
+LARGEST_PIECE = 2**25  # characters; its tokens are in memory, about 100 bytes for each of them
+REACH = 16  # characters before and after a cut that must not change the tokens on its other side
+AT_ONCE = 64, 2**22  # pieces and characters that are tokenized together
 SAVED_EVERY = 2**25  # characters; after a kill, at most as many are tokenized again
-LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 COUNTED_AT_ONCE = 2**24  # tokens
-FORMAT = 2  # of the files in the cache
+FORMAT = 3  # of the files in the cache
 SPLITS = ("train", "test")
 PREPARED = {"train": "train.bin", "test": "val.bin"}  # nanoGPT's names
+LLM_C = (20240520, 20240801)  # the first number of its files of tokens
 EXAMPLE = "roneneldan/TinyStories"
+TEXT_TYPES = r"(large_)?string(_view)?|null|dictionary<values=(large_)?string,.*"  # of pyarrow
+LINES = tuple(f"{lines}{packed}" for lines in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst", ".bz2"))
+NOT_READ = (
+    *(".csv", ".tsv", ".json", ".arrow", ".feather", ".xls", ".xlsx", ".ods", ".db", ".sqlite", ".pkl", ".npy", ".npz"),
+    *(".gz", ".zst", ".bz2", ".xz", ".lz4", ".7z", ".rar", ".zip", ".tar", ".tgz", ".pdf", ".doc", ".docx", ".epub"),
+)
 
-Document = tuple[str, str, str]  # split, "" if the dataset has none; name; text
+
+def import_tokenizers():
+    """The package tokenizers, which only this module needs."""
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        stop("text needs the package tokenizers: pip install -r scripts/requirements.txt")
+    return tokenizers
 
 
 def learn_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """A byte-level BPE tokenizer with up to `vocabulary` tokens: EOS, the 256 bytes and merges. Deterministic."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
+    tokenizers = import_tokenizers()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -65,7 +84,7 @@ def learn_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 def load_tokenizer(file: Path) -> Tokenizer:
     """The tokenizer in a tokenizer.json, without truncation and padding; EOS is added if it is missing."""
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = import_tokenizers().Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises no narrower type
         stop(f"{file} is not a readable tokenizer: {error}")
     if max(tokenizer.get_vocab().values(), default=0) >= tokenizer.get_vocab_size():
@@ -81,27 +100,27 @@ class PackedText(torch.utils.data.Dataset):
     """Documents concatenated, with EOS before and after each, and cut into sequences of `context` tokens.
 
     Sequences may begin and end inside a document. Every token except the first is a target exactly once. They are read
-    from a file of uint16 or uint32 with `pread`: unlike a memory map, it does not count as memory of the process.
+    from a file with `pread`: unlike a memory map, it does not count as memory of the process.
 
     An item is (inputs, targets), both int32 (context,). The last sequence is padded with EOS and IGNORE_INDEX.
 
     Args:
         file: the tokens.
-        dtype: of the file; see `dtype_of`.
+        dtype: of the file.
         eos: the token.
-        num_bytes: of the whole text in UTF-8.
+        num_bytes: of the whole text in UTF-8; None: the tokenizer loses a part of it.
 
     Attributes:
-        tokens_per_byte: for the whole text, with one EOS per document.
+        tokens_per_byte: for the whole text, with one EOS per document; None: unknown.
     """
 
     deterministic = True
 
-    def __init__(self, file: Path, dtype: str, context: int, eos: int, num_bytes: int):
+    def __init__(self, file: Path, dtype: str, context: int, eos: int, num_bytes: int | None):
         self.arguments = file, dtype, context, eos, num_bytes
         self.file, self.dtype, self.context, self.eos = open(file, "rb"), np.dtype(dtype), context, eos  # noqa: SIM115
         self.num_targets = os.fstat(self.file.fileno()).st_size // self.dtype.itemsize - 1
-        self.tokens_per_byte = self.num_targets / num_bytes
+        self.tokens_per_byte = self.num_targets / num_bytes if num_bytes else None
 
     def __len__(self) -> int:
         return math.ceil(self.num_targets / self.context)
@@ -119,9 +138,14 @@ class PackedText(torch.utils.data.Dataset):
     def __reduce__(self):
         return PackedText, self.arguments  # an open file cannot be pickled
 
-    def bits_per_byte(self, losses: torch.Tensor) -> torch.Tensor:
-        """Convert losses from nats per token; the mean over all targets gives the bits per byte of the whole text."""
-        return losses * (self.tokens_per_byte / math.log(2))
+    def bits_per_byte(self, losses: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The metric of losses in nats per token: its mean over all targets is the bits per byte of the whole text.
+
+        Empty for a tokenizer that loses a part of the text, such as the case of letters: its bits say less.
+        """
+        if self.tokens_per_byte is None:
+            return {}
+        return {"bits_per_byte": losses * (self.tokens_per_byte / math.log(2))}
 
 
 def count_targets(batch: list[torch.Tensor]) -> torch.Tensor:
@@ -133,123 +157,187 @@ def count_targets(batch: list[torch.Tensor]) -> torch.Tensor:
 # Documents
 
 
-def files_of(dataset: str) -> dict[str, Path]:
-    """The files of a folder, or of STDLIB, by their names in it, in order; empty for a Hub id."""
-    folder = Path(sysconfig.get_path("stdlib") if dataset == STDLIB else dataset)
-    pattern, excluded = ("**/*.py", NOT_IN_STDLIB) if dataset == STDLIB else ("**", set())
-    # Unlike rglob, it follows links to folders, and leaves out hidden files.
-    names = sorted(glob.glob(pattern, root_dir=folder, recursive=True)) if folder.is_dir() else []
-    files = {name: folder / name for name in names if excluded.isdisjoint(Path(name).parts)}
-    return {name: file for name, file in files.items() if file.is_file()}
+class Corpus(NamedTuple):
+    """Where the documents of a dataset are."""
+
+    dataset: str  # as given on the command line, for messages
+    kind: str  # "text", "JSON lines", "parquet" or "Hub"
+    splits: dict[str, dict]  # files by name, or a datasets.Dataset, by split: "train", "test", or "": all
+    column: str | None  # with the text, of rows and lines
+    left_out: list[str]
+
+    def signatures(self) -> list:
+        """What differs after the data were changed."""
+        about = (lambda rows: [rows._fingerprint]) if self.kind == "Hub" else file_signature
+        return [(split, name, *about(file)) for split, files in self.splits.items() for name, file in files.items()]
 
 
-def read_documents(dataset: str) -> Iterator[Document]:
-    """The non-empty documents, each time in the same order. Bytes that are not UTF-8 become U+FFFD.
+class Document(NamedTuple):
+    split: str  # "" if the dataset has none
+    name: str  # "": the text stands for it
+    parts: Iterable[str]  # of the text, each of up to PIECE characters
+
+
+def find_corpus(dataset: str, text_column: str | None = None) -> Corpus:
+    """Look for documents; nothing is read but the first line or schema.
 
     Args:
         dataset: STDLIB, the sources of Python's standard library; a folder of text files, of JSON lines, which may be
-            compressed, in train/ and test/ or anywhere in it, or of parquet files; or a Hub id. The text of rows and
-            lines is in the column `text`, or else in the only string column.
+            compressed, or of parquet files; or a Hub id. Names of files or folders with the words train and test (see
+            `split_files`) are the splits.
+        text_column: of rows and lines; None: `text`, or else the only one with strings.
     """
-    files = files_of(dataset)
-    suffixes = {file.suffix for file in files.values()}
-    if ".parquet" in suffixes or (not files and not Path(dataset).is_dir()):
-        if suffixes - {".parquet", ".md", ".json"}:  # a dataset's README.md and dataset_infos.json are not documents
-            stop(f"--dataset {dataset} has parquet files and other files: keep them in different folders")
-        yield from read_rows(dataset)
-        return
-    test = next((f"{name}/" for name in TEST_SPLITS if has_text(files, f"{name}/")), None)
-    is_split = test is not None and has_text(files, "train/")
-    for split, top in (("train", "train/"), ("test", test)) if is_split else (("", ""),):
-        for name in [name for name in files if name.startswith(top)]:
-            if name.endswith(LINES):
-                yield from ((split, f"{name}:{number}", text) for number, text in read_lines(files[name]))
-            elif text := read(files[name]):
-                yield split, name, text
+    if dataset == STDLIB:
+        files, _ = list_files(sysconfig.get_path("stdlib"))
+        kept = {name: file for name, file in files.items() if NOT_IN_STDLIB.isdisjoint(Path(name).parts)}
+        return Corpus(dataset, "text", {"": {n: file for n, file in kept.items() if n.endswith(".py")}}, None, [])
+    files, left_out = list_files(dataset)
+    if files or Path(dataset).is_dir():
+        kinds = {kind_of(dataset, name): name for name in files}
+        if len(kinds) > 1:
+            stop(f"--dataset {dataset} has files of several kinds, {', '.join(kinds.values())}: keep them apart")
+        kind, (splits, others) = next(iter(kinds), "text"), split_files(dataset, files)
+    else:
+        rows, others = load_dataset(dataset, EXAMPLE)
+        kind, splits = "Hub", {split: {split: rows[split]} for split in rows}
+    if "test" not in splits and "train" in splits:
+        splits = {"": splits["train"]}
+    sources = [file for files in splits.values() for file in files.values()] if kind != "text" else []
+    columns = next(filter(None, map(columns_of, sources)), {})
+    wanted = [text_column] if text_column else ["text"] if "text" in columns else [*filter(columns.get, columns)]
+    if columns and (len(wanted) != 1 or wanted[0] not in columns):
+        stop(f"--dataset {dataset} has the columns {', '.join(columns)}: choose the one with text by --text_column")
+    return Corpus(dataset, kind, splits, wanted[0] if columns else None, [*left_out, *others])
 
 
-def has_text(files: dict[str, Path], top: str) -> bool:
-    return any(name.startswith(top) and file.stat().st_size for name, file in files.items())
+def kind_of(dataset: str, name: str) -> str:
+    if name.lower().endswith(NOT_READ) and not name.lower().endswith(LINES):
+        stop(f"--dataset {dataset}: {name} is not read: make it JSON lines (.jsonl, an object on each) or parquet")
+    return "parquet" if name.lower().endswith(".parquet") else "JSON lines" if name.lower().endswith(LINES) else "text"
 
 
-def read(file: Path) -> str:
-    content = file.read_bytes()
-    if b"\0" in content:
-        stop(f"--dataset: {file} is not a text file, it contains NUL bytes: remove it")
-    return content.decode(errors="replace")
+def columns_of(source) -> dict[str, bool]:
+    """The columns of a file of rows or lines, or of a datasets.Dataset, and whether they may be text."""
+    import pyarrow.parquet
+
+    if not isinstance(source, Path):
+        schema = source.features.arrow_schema
+    elif source.suffix.lower() == ".parquet":
+        with stop_if_unreadable(source):
+            schema = pyarrow.parquet.read_schema(source)
+    else:
+        entry = next((entry for _, entry in read_lines(source)), {})
+        return {name: isinstance(value, str | None) for name, value in entry.items()}
+    return {field.name: re.fullmatch(TEXT_TYPES, str(field.type)) is not None for field in schema}
 
 
-def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """The non-empty texts of a file of JSON lines, with the number of their line."""
+def read_documents(corpus: Corpus) -> Iterator[Document]:
+    """The non-empty documents, each time in the same order. Bytes that are not UTF-8 become U+FFFD."""
+    for split, files in corpus.splits.items():
+        for name, file in files.items():
+            if corpus.kind == "text":
+                if file_signature(file)[1]:
+                    yield Document(split, name, read_parts(file))
+                continue
+            for number, text in (
+                read_lines(file, corpus.column) if corpus.kind == "JSON lines" else read_rows(file, corpus.column)
+            ):
+                if text not in (None, "", b""):
+                    where = f"{name}:{number}"
+                    yield Document(split, where if corpus.kind == "JSON lines" else "", parts_of(text, where))
+
+
+def read_parts(file: Path) -> Iterator[str]:
+    with stop_if_unreadable(file), open(file, encoding="utf-8", errors="replace", newline="") as content:
+        while part := content.read(PIECE):
+            if "\0" in part:
+                stop(f"--dataset: {file} is not a text file, it contains NUL bytes: remove it")
+            yield part
+
+
+def parts_of(text: str | bytes, where: str) -> Iterator[str]:
+    if not isinstance(text, str | bytes):
+        stop(f"--dataset: {where} has {type(text).__name__} {text!r:.60} where the text should be: see --text_column")
+    encoded = text if isinstance(text, bytes) else text.encode(errors="replace")  # JSON may have halves of characters
+    text = encoded.decode(errors="replace")
+    return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+
+
+def read_lines(file: Path, column: str | None = None) -> Iterator[tuple[int, object]]:
+    """The entries of a file of JSON lines, or what they have in a column, with the number of their line."""
     import pyarrow
 
-    number = 0
+    number, packing = 0, {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}.get(file.suffix.lower())
     try:
-        with pyarrow.input_stream(str(file), compression="detect") as stream:
+        with pyarrow.input_stream(str(file), compression=packing) as stream:
             for number, line in enumerate(io.BufferedReader(stream), 1):
-                entry = json.loads(line) if line.strip() else {}
-                columns = [name for name, value in entry.items() if isinstance(value, str)]
-                if entry and "text" not in columns and len(columns) != 1:
-                    stop(f"--dataset: {file}:{number} has no `text`, and not one string, but {', '.join(entry)}")
-                if columns and (text := entry["text" if "text" in columns else columns[0]]):
-                    yield number, text.encode(errors="replace").decode()  # JSON may have halves of characters
-    except (OSError, ValueError, AttributeError) as error:
+                if not line.strip():
+                    continue
+                entry = json.loads(line)
+                if not isinstance(entry, dict):
+                    raise ValueError(f"it is of type {type(entry).__name__}, not an object")
+                if column and column not in entry:
+                    stop(f"--dataset: {file}:{number} has no {column!r}, but {', '.join(entry)}")
+                yield number, entry[column] if column else entry
+    except (OSError, ValueError) as error:
         stop(f"--dataset: {file}:{number or 1} is not a line of JSON ({error}): repair or remove it")
 
 
-def read_rows(dataset: str) -> Iterator[Document]:
-    """As `read_documents`, through `datasets.load_dataset`; of a folder, without its copy of the rows on the disk."""
-    splits = load_dataset(dataset, EXAMPLE, streaming=Path(dataset).is_dir())
-    if "train" not in splits:
-        stop(f"--dataset {dataset} has the splits {', '.join(splits)}, but no train")
-    tests = [name for name in TEST_SPLITS if name in splits][:1]
-    for name in ("train", *tests):
-        kinds = {column: getattr(kind, "dtype", "") for column, kind in splits[name].features.items()}
-        columns = [column for column, kind in kinds.items() if kind in ("string", "large_string")]
-        if "text" not in columns and len(columns) != 1:
-            stop(f"--dataset {dataset} has the columns {', '.join(kinds)}: name the one with the text `text`")
-        column = "text" if "text" in columns else columns[0]
-        split = ("train" if name == "train" else "test") if tests else ""
-        try:
-            for rows in splits[name].select_columns([column]).iter(256):
-                yield from ((split, text, text) for text in rows[column] if text)
-        except Exception as error:  # of many types; `datasets` prints the name of the file
-            stop(f"--dataset {dataset} cannot be read ({' '.join(str(error).split())}): fix the file, or remove it")
+def read_rows(source, column: str) -> Iterator[tuple[int, object]]:
+    """What the rows of a parquet file or a datasets.Dataset have in a column, with their number."""
+    import pyarrow.parquet
+
+    if not isinstance(source, Path):
+        yield from enumerate(row for rows in source.select_columns([column]).iter(256) for row in rows[column])
+        return
+    with stop_if_unreadable(source), pyarrow.parquet.ParquetFile(source) as rows:
+        if column not in rows.schema_arrow.names:
+            stop(f"--dataset: {source} has no column {column!r}, but {', '.join(rows.schema_arrow.names)}")
+        batches = rows.iter_batches(256, columns=[column])
+        yield from enumerate(row for batch in batches for row in batch.column(0).to_pylist())
 
 
-def survey(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray]:
+def assign_splits(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray]:
     """Whether each document is for testing, bool, and its number of characters.
 
     Without a test split, a hash of their names decides. Equal texts are on one side, by the first one's name.
     """
     splits, lengths, hashes = array("b"), array("q"), array("Q")
-    for split, name, text in documents:
-        if len(text) > LARGEST_DOCUMENT:
-            stop(f"--dataset: {name[:100]!r} has {len(text) / 1e6:.0f} million characters: split it into documents")
+    for split, name, parts in documents:
+        sha, length = hashlib.sha256(), 0
+        for part in parts:
+            length += len(part)
+            sha.update(part.encode())
         splits.append(split == "test")
-        lengths.append(len(text))
+        lengths.append(length)
         if not split:
-            of_name = first_bytes(name)
-            hashes.extend((of_name, of_name if text is name else first_bytes(text)))
-    is_test = np.array(splits, bool)
+            text_hash = hash64(sha)
+            hashes.extend((hash64(hashlib.sha256(os.fsencode(name))) if name else text_hash, text_hash))
+    test_mask = np.array(splits, bool)
     if hashes:
-        names, texts = np.array(hashes).reshape(-1, 2).T
-        unique, first, which = np.unique(texts, return_index=True, return_inverse=True)
-        tested = np.argsort(names[first], kind="stable")[: math.ceil(len(unique) * TEST_FRACTION)]
-        is_test = np.isin(np.arange(len(unique)), tested)[which]
-    return is_test, np.array(lengths)
+        name_hashes, text_hashes = np.array(hashes).reshape(-1, 2).T
+        unique, first, which = np.unique(text_hashes, return_index=True, return_inverse=True)
+        test_rows = np.argsort(name_hashes[first], kind="stable")[: math.ceil(len(unique) * TEST_FRACTION)]
+        test_mask = np.isin(np.arange(len(unique)), test_rows)[which]
+    return test_mask, np.array(lengths)
 
 
-def first_bytes(text: str) -> int:
-    """The first 8 bytes of a SHA-256, as a number."""
-    return int.from_bytes(hashlib.sha256(os.fsencode(text)).digest()[:8], "big")
+def hash64(sha) -> int:
+    """The first 8 bytes of a digest, as a number."""
+    return int.from_bytes(sha.digest()[:8], "big")
 
 
 # Tokens
 
 
 def load_tokens(
-    dataset: str, tokenizer_file: str | None, vocabulary: int, context: int, cache_dir: str | None
+    dataset: str,
+    tokenizer_file: str | None,
+    vocabulary: int,
+    context: int,
+    cache_dir: str | None,
+    text_column: str | None = None,
+    token_dtype: str | None = None,
 ) -> tuple[PackedText, PackedText, Tokenizer]:
     """The packed text for training and for testing, and the tokenizer.
 
@@ -257,125 +345,242 @@ def load_tokens(
     others wait; later runs find them there. After a kill, tokenizing goes on where it was.
 
     Args:
-        dataset: see `read_documents`; or a folder with the files PREPARED, tokens of 2 bytes each, or 4 where the
-            tokenizer has more than 65,536, and their tokenizer.json.
+        dataset: see `find_corpus`; or a folder with the files PREPARED, and their tokenizer.json.
         tokenizer_file: tokenizer.json; None: learn one from the documents for training.
         vocabulary: number of tokens of a learned tokenizer.
         cache_dir: None: beside the cache of Hugging Face.
+        text_column: see `find_corpus`.
+        token_dtype: of the files PREPARED; None: uint16, or uint32 where the tokenizer has more than 65,536 tokens.
     """
     is_prepared = Path(dataset, PREPARED["train"]).is_file()
-    if is_prepared and tokenizer_file is None:
-        tokenizer_file = f"{dataset}/tokenizer.json"
+    if token_dtype and not is_prepared:
+        stop(f"--token_dtype {token_dtype} is for a folder with {PREPARED['train']}, which {dataset} is not: omit it")
+    if is_prepared:
+        tokenizer_file = tokenizer_file or f"{dataset}/tokenizer.json"
+        files, left_out = list_files(dataset)
+        left_out += sorted({*files} - {*PREPARED.values(), "tokenizer.json"})
+        signatures = [file_signature(Path(dataset, name)) for name in PREPARED.values()]
+    else:
+        corpus = find_corpus(dataset, text_column)
+        signatures, left_out = [corpus.column, corpus.signatures()], corpus.left_out
     tokenizer = load_tokenizer(Path(tokenizer_file)) if tokenizer_file else None
-    about = [(name, *identity(file)) for name, file in files_of(dataset).items()]
-    if not about and not Path(dataset).is_dir():
-        about = [(name, rows._fingerprint) for name, rows in load_dataset(dataset, EXAMPLE).items()]
-    key = digest([FORMAT, dataset, about, tokenizer.to_str() if tokenizer else vocabulary])
+    key = digest([FORMAT, signatures, tokenizer.to_str() if tokenizer else vocabulary, token_dtype])
     folder = cache_folder(cache_dir, "tokens") / key
 
-    def make_tokens() -> None:
+    def build() -> None:
         if is_prepared:
-            count_tokens(dataset, folder, tokenizer)
+            dtype = token_dtype or dtype_of(import_tokenizers().Tokenizer.from_file(tokenizer_file).get_vocab_size())
+            count_tokens(dataset, folder, tokenizer, np.dtype(dtype))
         else:
-            write_tokens(dataset, folder, tokenizer, vocabulary)
+            write_tokens(corpus, folder, tokenizer, vocabulary)
 
-    make_once([folder / "manifest.json"], make_tokens, f"the tokens of --dataset {dataset}")
-    manifest, tokenizer = json.loads((folder / "manifest.json").read_text()), load_tokenizer(folder / "tokenizer.json")
-    eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer)
+    manifest = build_cached(
+        lambda: read_manifest(folder / "manifest.json"), build, folder, f"the tokens of --dataset {dataset}"
+    )
+    announce(dataset, manifest["about"], left_out)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
     files = [(folder / manifest["files"][split], manifest["bytes"][split]) for split in SPLITS]
+    eos, dtype = tokenizer.token_to_id(EOS), manifest["dtype"]
     train, test = (PackedText(file, dtype, context, eos, num_bytes) for file, num_bytes in files)
     return train, test, tokenizer
 
 
-def dtype_of(tokenizer: Tokenizer) -> str:
+def dtype_of(vocabulary: int) -> str:
     """The type of a token in a file."""
-    return "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
+    return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def count_tokens(dataset: str, folder: Path, tokenizer: Tokenizer) -> None:
+def count_tokens(dataset: str, folder: Path, tokenizer: Tokenizer, dtype: np.dtype) -> None:
     """Check the tokens in the files PREPARED of a dataset, and write manifest.json, which refers to them."""
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+    if not isinstance(tokenizer.decoder, import_tokenizers().decoders.ByteLevel):
         stop(f"--dataset {dataset} has tokens, but its tokenizer is not byte-level: use the text instead")
-    tokens, size, counted = tokenizer.get_vocab(), tokenizer.get_vocab_size(), {}
-    num_bytes = np.array([len(token) if token != EOS else 0 for token in sorted(tokens, key=tokens.get)])
-    dtype = np.dtype(dtype_of(tokenizer))
+    tokens, size, num_bytes, counts = tokenizer.get_vocab(), tokenizer.get_vocab_size(), {}, {}
+    token_bytes = np.array([len(token) if token != EOS else 0 for token in sorted(tokens, key=tokens.get)])
     for split, name in PREPARED.items():
-        path, length, _ = identity(Path(dataset, name))
+        path, length, _ = file_signature(Path(dataset, name))
         if length % dtype.itemsize or length < 2 * dtype.itemsize:
             stop(f"{path} has {length} bytes, which are not two or more tokens of {dtype.itemsize} bytes")
-        counts = np.zeros(size, np.int64)
+        if int(np.fromfile(path, np.uint8, 4) @ (1 << np.arange(0, 32, 8))) in LLM_C:
+            stop(f"{path} begins with a header of llm.c: remove its 1024 bytes, by tail -c +1025")
+        counted = np.zeros(size, np.int64)
         for start in range(0, length // dtype.itemsize, COUNTED_AT_ONCE):
             part = np.fromfile(path, dtype, COUNTED_AT_ONCE, offset=start * dtype.itemsize)
-            if part.max() >= size:
-                place = int((part >= size).argmax())
-                stop(f"{path} has the token {part[place]} at place {start + place}, but the tokenizer has only {size}")
-            counts += np.bincount(part, minlength=size)
-        counted[split] = max(int(counts @ num_bytes), 1)
+            if ((part < 0) | (part >= size)).any():
+                place = int(((part < 0) | (part >= size)).argmax())
+                stop(
+                    f"{path} has the token {part[place]} at place {start + place}, but the tokenizer has only {size}; "
+                    f"it was read as {dtype}: see --token_dtype"
+                )
+            if len(part) >= 4 and not part[1::2].any():
+                stop(f"every second token of {path} is 0, read as {dtype}: set a wider --token_dtype")
+            counted += np.bincount(part, minlength=size)
+        num_bytes[split], counts[split] = max(int(counted @ token_bytes), 1), length // dtype.itemsize
     write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
     files = {split: str(Path(dataset, name).resolve()) for split, name in PREPARED.items()}
-    write_json(folder / "manifest.json", {"dataset": dataset, "files": files, "bytes": counted})
+    about = f"{counts['train']:,} tokens for training, {counts['test']:,} for testing, of {dtype}"
+    write_manifest(folder, files, num_bytes, str(dtype), about)
 
 
-def write_tokens(dataset: str, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> None:
+def write_manifest(folder: Path, files: dict, num_bytes: dict, dtype: str, about: str) -> None:
+    digests = {name: sample_digest(folder / name) for name in ("tokenizer.json", *files.values())}
+    content = {"files": files, "bytes": num_bytes, "dtype": dtype, "about": about, "digests": digests}
+    write_json(folder / "manifest.json", content)
+
+
+def begin_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> dict:
+    """Choose the documents for testing, learn the tokenizer unless there is one, and return a progress of nothing."""
+    test_mask, lengths = assign_splits(read_documents(corpus))
+    if test_mask.all() or not test_mask.any():
+        stop(f"--dataset {corpus.dataset} needs a non-empty document for training and one for testing")
+    if tokenizer is None:
+        step = 1 + int(lengths[~test_mask].sum()) // LEARN_FROM
+        tokenizer = learn_tokenizer(select_texts(read_documents(corpus), ~test_mask, step), vocabulary)
+    write_atomically(folder / "test_mask.npy", lambda path: np.save(path, test_mask))
+    write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
+    digests = {name: sample_digest(folder / name) for name in ("test_mask.npy", "tokenizer.json")}
+    dtype, of_splits = (
+        dtype_of(tokenizer.get_vocab_size()),
+        {split: dict.fromkeys(SPLITS, 0) for split in ("tokens", "bytes")},
+    )
+    counts = {"pieces": 0, "documents": 0, "characters": 0, "of": int(lengths.sum()), **of_splits}
+    return {**counts, "lossless": True, "dtype": dtype, "digests": digests, "samples": {}}
+
+
+def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> None:
     """Tokenize all documents into train.bin and test.bin of `folder`, and then write manifest.json."""
-    progress = {"documents": 0, "tokens": dict.fromkeys(SPLITS, 0), "bytes": dict.fromkeys(SPLITS, 0)}
-    saved = folder / "progress.json"
-    if saved.exists() and (folder / "tokenizer.json").exists():
-        progress = json.loads(saved.read_text())
-        tokenizer = load_tokenizer(folder / "tokenizer.json")
-        is_test = np.load(folder / "is_test.npy")
-    else:
-        is_test, lengths = survey(read_documents(dataset))
-        if is_test.all() or not is_test.any():
-            stop(f"--dataset {dataset} needs a non-empty document for training and one for testing")
-        if tokenizer is None:
-            chosen = np.flatnonzero(~is_test)[:: 1 + lengths[~is_test].sum() // LEARN_FROM]
-            tokenizer = learn_tokenizer(at(read_documents(dataset), chosen), vocabulary)
-        np.save(folder / "is_test.npy", is_test)
-        write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-    eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer)
-    files = {split: open(folder / f"{split}.bin", "ab") for split in SPLITS}  # noqa: SIM115
-    start = time.monotonic()
+    paths, saved = {split: folder / f"{split}.bin" for split in SPLITS}, folder / "progress.json"
+    signatures = corpus.signatures()
+
+    def read_progress() -> dict:
+        progress = read_manifest(saved)
+        for split, path in paths.items():
+            size = progress["tokens"][split] * np.dtype(progress["dtype"]).itemsize
+            if sample_digest(path, size) != progress["samples"][split]:
+                raise ValueError(f"{path} was changed")
+        return progress
+
+    progress = read_intact(read_progress, folder, f"the tokens of --dataset {corpus.dataset}")
+    progress = progress or begin_tokens(corpus, folder, tokenizer, vocabulary)
+    tokenizer, test_mask = load_tokenizer(folder / "tokenizer.json"), np.load(folder / "test_mask.npy")
+    eos, dtype = tokenizer.token_to_id(EOS), np.dtype(progress["dtype"])
+    files = {split: open(path, "ab") for split, path in paths.items()}  # noqa: SIM115
     for split, file in files.items():
-        file.truncate(progress["tokens"][split] * np.dtype(dtype).itemsize)
+        file.truncate(progress["tokens"][split] * dtype.itemsize)
         if not progress["tokens"][split]:
             file.write(np.array([eos], dtype).tobytes())
             progress["tokens"][split] = 1
-    documents, first = itertools.islice(read_documents(dataset), progress["documents"], None), progress["documents"]
-    while chunk := list(chunks_of(documents)):
-        if progress["documents"] + len(chunk) > len(is_test):
-            break
-        for place in range(0, len(chunk), 64):  # a few at a time: an Encoding takes far more memory than its ids
-            texts = [text for _, _, text in chunk[place : place + 64]]
-            for text, encoding in zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
-                split = "test" if is_test[progress["documents"]] else "train"
-                files[split].write(np.array([*encoding.ids, eos], dtype).tobytes())
-                progress["tokens"][split] += len(encoding) + 1
-                progress["bytes"][split] += len(text.encode())
-                progress["documents"] += 1
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        write_json(saved, progress)
-        done, left = progress["documents"], len(is_test) - progress["documents"]
-        if (seconds := time.monotonic() - start) > 5:
-            minutes = seconds / (done - first) * left / 60
-            show(f"tokenizing --dataset {dataset}: {done / len(is_test):.0%}, {minutes:.0f} min left")
-    if progress["documents"] != len(is_test):
-        stop(f"--dataset {dataset} has changed while it was tokenized: it must not change during a run")
-    names = {split: f"{split}.bin" for split in SPLITS}
-    write_json(folder / "manifest.json", progress | {"dataset": dataset, "files": names})
+
+    start, first, last = time.monotonic(), progress["characters"], progress["characters"]
+    pieces = itertools.islice(pieces_of(read_documents(corpus), tokenizer), progress["pieces"], None)
+    for batch in batches_of(pieces):
+        texts = [text for text, _, _ in batch]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for (text, is_first, is_last), encoding in zip(batch, encodings, strict=True):
+            if progress["documents"] == len(test_mask):
+                break  # the data have changed
+            split = "test" if test_mask[progress["documents"]] else "train"
+            tokens = [*encoding.ids, eos] if is_last else encoding.ids
+            files[split].write(np.array(tokens, dtype).tobytes())
+            progress["tokens"][split] += len(tokens)
+            progress["bytes"][split] += len(text.encode())
+            progress["documents"] += is_last
+            if is_first and encoding in (encodings[0], encodings[-1]):  # a sample
+                progress["lossless"] &= tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
+        progress["pieces"] += len(batch)
+        progress["characters"] += sum(map(len, texts))
+        if progress["characters"] - last >= SAVED_EVERY:
+            save_progress(saved, progress, files)
+            last = progress["characters"]
+            if (seconds := time.monotonic() - start) > 5:
+                minutes = seconds / (last - first) * (progress["of"] - last) / 60
+                show(f"tokenizing --dataset {corpus.dataset}: {last / progress['of']:.0%}, {minutes:.0f} min left")
+    save_progress(saved, progress, files)
+    done = progress["documents"], progress["characters"]
+    if done != (len(test_mask), progress["of"]) or corpus.signatures() != signatures:
+        saved.unlink()
+        stop(f"--dataset {corpus.dataset} has changed while it was tokenized: it must not change during a run")
+    about = (
+        f"{corpus.kind}{f', column {corpus.column}' if corpus.column else ''}; {np.sum(~test_mask):,} documents for "
+    )
+    about += f"training, {np.sum(test_mask):,} for testing{', chosen by a hash' if '' in corpus.splits else ''}"
+    if not progress["lossless"]:
+        about += "; the tokenizer loses a part of the text, so bits_per_byte is left out"
+        progress["bytes"] = dict.fromkeys(SPLITS)
+    write_manifest(folder, {split: path.name for split, path in paths.items()}, progress["bytes"], str(dtype), about)
 
 
-def at(documents: Iterable[Document], places: np.ndarray) -> Iterator[str]:
-    """The texts of the documents at these places."""
-    wanted = set(places.tolist())
-    return (text for place, (_, _, text) in enumerate(documents) if place in wanted)
+def save_progress(saved: Path, progress: dict, files: dict) -> None:
+    """Write progress.json after the tokens that it counts are on the disk."""
+    for split, file in files.items():
+        file.flush()
+        os.fsync(file.fileno())
+        progress["samples"][split] = sample_digest(Path(file.name))
+    write_json(saved, progress)
 
 
-def chunks_of(documents: Iterator[Document]) -> Iterator[Document]:
-    """The next documents, of about SAVED_EVERY characters together."""
-    size = 0
-    while size < SAVED_EVERY and (document := next(documents, None)):
-        size += len(document[2])
-        yield document
+def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[str, bool, bool]]:
+    """The documents, in pieces whose tokens, one after the other, are the tokens of the whole document.
+
+    Each comes with whether it is the first, and the last, of its document.
+    """
+    for _, name, parts in documents:
+        text, is_first = "", True
+        for part in parts:
+            if len(text) >= PIECE and (place := find_cut(text, tokenizer)):
+                yield text[:place], is_first, False
+                text, is_first = text[place:], False
+            text += part
+            if len(text) > LARGEST_PIECE:
+                stop(
+                    f"--dataset: {name or 'a row'} has {LARGEST_PIECE / 1e6:.0f} million characters without a place at "
+                    "which the tokenizer separates tokens for certain: split it into documents"
+                )
+        yield text, is_first, True
+
+
+def find_cut(text: str, tokenizer: Tokenizer) -> int:
+    """The last place, but for REACH characters, at which the tokens of both sides do not depend on each other; 0: none.
+
+    A pre-tokenizer looks for words from the left to the right, from wherever the word before ends. That may be at any
+    of the last REACH characters, so the place has to separate two words for all of them, with the normalizer as well.
+    """
+    if tokenizer.pre_tokenizer is None:
+        return 0
+
+    def words_of(text: str) -> list[str]:
+        normalized = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+        return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalized)]
+
+    def separates(place: int) -> bool:
+        after = text[place : place + REACH]
+        befores = [text[start:place] for start in range(place - REACH, place)]
+        if not befores[0].strip() or not after.strip():  # a normalizer may strip spaces at the ends of a text
+            return False
+        if any(words_of(before) + words_of(after) != words_of(before + after) for before in reversed(befores)):
+            return False
+        parts = [after, *befores, *(before + after for before in befores)]  # added tokens are separated before words
+        ids = [each.ids for each in tokenizer.encode_batch_fast(parts, add_special_tokens=False)]
+        return all(ids[1 + n] + ids[0] == ids[1 + REACH + n] for n in range(REACH))
+
+    first, end = max(REACH, len(text) - 2**12), len(text) - REACH
+    places = [first + match.start() for match in re.finditer(r"\b", text[first:end])]
+    return next((place for place in places[:-100:-1] if separates(place)), 0)
+
+
+def batches_of(pieces: Iterable[tuple]) -> Iterator[list[tuple]]:
+    """As many at a time as can be tokenized together: an Encoding takes far more memory than its ids."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
+        if len(batch) == AT_ONCE[0] or size >= AT_ONCE[1]:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def select_texts(documents: Iterable[Document], wanted: np.ndarray, step: int) -> Iterator[str]:
+    """Each `step`-th part of the documents that are wanted."""
+    chosen = (document.parts for document, is_wanted in zip(documents, wanted, strict=False) if is_wanted)
+    return itertools.islice(itertools.chain.from_iterable(chosen), 0, None, step)

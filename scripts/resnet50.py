@@ -64,6 +64,8 @@ def parse_args():
 
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet, images or tar files")
+    data.add_argument("--image_column", metavar="NAME", help="column, or extension in tar files, if there are several")
+    data.add_argument("--label_column", metavar="NAME", help="column, or extension or entry of .json in tar files")
     data.add_argument("--cache_dir", metavar="FOLDER", help="for tables of tar files (default: Hugging Face's cache)")
     data.add_argument("--shuffle_window", type=non_negative_int, default=0, help="shuffle N images at a time; 0: all")
     data.add_argument("--num_workers", type=non_negative_int, help="processes that decode (default: by the cores)")
@@ -136,10 +138,11 @@ def check_args(args, accelerator):
 
 def load_data(args):
     """The training set, the test set, and their description for run.json."""
+    columns = args.image_column, args.label_column
     if has_tar_files(args.dataset):
-        train_split, test_split = load_tar_splits(args.dataset, args.cache_dir)
+        train_split, test_split = load_tar_splits(args.dataset, args.cache_dir, *columns)
     else:
-        train_split, test_split = load_splits(args.dataset)
+        train_split, test_split = load_splits(args.dataset, *columns)
     augment = RandomAugment(args.image_size, args.min_crop, args.flip, args.trivial_augment, args.erase)
     train_data = ImageFiles(train_split, augment)
     test_data = ImageFiles(test_split, CenterCrop(args.eval_size, args.eval_resize))

@@ -45,6 +45,9 @@ def parse_args():
 
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", default="stdlib", help="Hub id, or folder of text, JSON lines, parquet or tokens")
+    data.add_argument("--text_column", metavar="NAME", help="of rows and JSON lines (default: `text`, or the only one)")
+    types = "uint8", "uint16", "int32", "uint32", "int64"
+    data.add_argument("--token_dtype", choices=types, help="of train.bin and val.bin (default: by the tokenizer)")
     data.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: learn one from --dataset)")
     data.add_argument("--cache_dir", metavar="FOLDER", help="for the tokens (default: in Hugging Face's cache)")
     data.add_argument(
@@ -231,7 +234,7 @@ def evaluate(model, loader, run) -> dict:
     for batch in run.test_batches(loader):
         losses = model(*batch.data)
         bits = loader.dataset.bits_per_byte(losses)
-        metrics.add(batch, weights=batch.weights, loss=losses, bits_per_byte=bits)  # means over tokens
+        metrics.add(batch, weights=batch.weights, loss=losses, **bits)  # means over tokens
     return metrics.reduce()
 
 
@@ -249,7 +252,13 @@ def main():
 
     # Tokenized once, into files of the cache, which are read sequence by sequence.
     train_data, test_data, tokenizer = load_tokens(
-        args.dataset, args.tokenizer, args.vocabulary, args.context, args.cache_dir
+        args.dataset,
+        args.tokenizer,
+        args.vocabulary,
+        args.context,
+        args.cache_dir,
+        args.text_column,
+        args.token_dtype,
     )
     # Each sequence is weighted by its number of targets, summed over the whole step before the first backward pass.
     options = {"seed": args.seed, "shuffle_window": args.shuffle_window, "loss_weights": count_targets}
@@ -291,7 +300,7 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
             bits = train_data.bits_per_byte(losses)
-            run.log_train(batch, weights=batch.weights, loss=losses, bits_per_byte=bits)  # means over tokens
+            run.log_train(batch, weights=batch.weights, loss=losses, **bits)  # means over tokens
         result = evaluate(model, test_loader, run)
         bare = accelerator.unwrap_model(model)
         sample = tokenizer.decode(generate(bare, [], args.num_tokens, args.context, args.temperature, args.seed))

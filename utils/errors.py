@@ -32,6 +32,10 @@ LIBRARY_ERRORS = {
     r"rebuild_storage_fd.*\n(Connection\w*|BrokenPipe|FileNotFound|EOF)Error:": (
         "a data worker ended while it sent a batch: if memory ran out, use fewer --num_workers"
     ),
+    # Workers hand their batches over there.
+    r"(?m)^RuntimeError: .*allocate shared memory": (
+        "/dev/shm is full: enlarge it (docker run --shm-size 8g), or use fewer --num_workers"
+    ),
     "got mixed torch.Tensor and DTensor": (
         "a sharded weight meets a whole tensor at {line}: FSDP gathers a weight only while its module is called, so "
         "call the module, or raise fsdp_min_num_params of the config file above the module's parameters. For averages, "

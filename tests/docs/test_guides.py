@@ -174,3 +174,25 @@ def test_the_profile_has_ten_steps_after_the_first_ten_and_the_run_goes_on_to_th
     assert [name for name in names if name.startswith("Profiler")] == [f"ProfilerStep#{n}" for n in range(10, 20)]
     first, second = (run / "model.safetensors" for run in runs.values())
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_tar_files_are_read_as_the_guide_says(tmp_path, monkeypatch, home):
+    from fakes import fake_accelerator
+    from tars import write_tar
+
+    members = [(f"{number}.{kind}", b"%d" % number) for number in range(9) for kind in ("wav", "txt", "json")]
+    write_tar(tmp_path / "clips" / "a.tar", members)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(home))
+    keys = []
+
+    def decode(sample):
+        keys.append({*sample})
+        return int(sample["wav"]) + int(sample["txt"])
+
+    args = SimpleNamespace(seed=0)
+    scope = {"decode": decode, "accelerator": fake_accelerator(), "args": args}
+    code = blocks(section(guide("data_beyond_memory"), "Tar files"), "python")[0]
+    exec(code.replace("num_workers=4", "num_workers=0"), scope)
+    assert sorted(int(value) for batch in scope["loader"] for value in batch.data) == [2 * n for n in range(9)]
+    assert keys[0] == {"__url__", "__key__", "wav", "txt"}

@@ -13,6 +13,7 @@ from torchvision import transforms
 
 from readers import image_files as images
 from readers.images_in_memory import load_splits
+from utils.errors import explain
 from utils.loader import GlobalLoader
 
 PHOTO = Image.linear_gradient("L").resize((120, 90))
@@ -95,6 +96,18 @@ def test_a_bad_file_is_named(tmp_path, capsys, kind, num_workers):
     assert error.startswith("error: --dataset ")
     assert len(error.splitlines()) == 1
     assert f"cat/{kind}.png" in error
+
+
+def test_a_full_shared_memory_is_one_sentence(tmp_path):
+    def full(image):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    split = split_of(tmp_path, {})
+    dataset = images.ImageFiles(split, images.CenterCrop(8, 8))
+    loader = GlobalLoader(dataset, 4, fake_accelerator(), collate_fn=full, num_workers=1)
+    with pytest.raises(RuntimeError) as raised:
+        list(loader)
+    assert explain(raised.value).startswith("/dev/shm is full: enlarge it")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

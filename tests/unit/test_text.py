@@ -3,16 +3,17 @@
 import errno
 import gzip
 import importlib
+import itertools
 import json
 import math
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -21,7 +22,7 @@ import pytest
 import torch
 from conftest import ROOT
 from documents import load_text
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from readers import text
 from readers.text import EOS, IGNORE_INDEX, STDLIB, learn_tokenizer, load_tokenizer, load_tokens
@@ -92,7 +93,7 @@ def test_bits_per_byte_count_every_token_and_divide_by_the_bytes_of_the_text(tmp
     _, targets = tensors_of(data)
     counted = (targets != IGNORE_INDEX).sum().item()
     assert counted < 16
-    assert data.bits_per_byte(torch.tensor(1.0)).item() == pytest.approx(counted / 16 / math.log(2))
+    assert data.bits_per_byte(torch.tensor(1.0))["bits_per_byte"].item() == pytest.approx(counted / 16 / math.log(2))
 
 
 @pytest.mark.parametrize("vocabulary", [257, 260, 300])
@@ -108,12 +109,14 @@ def test_a_learned_tokenizer_gives_any_text_back(vocabulary):
 
 def test_every_process_learns_the_same_tokenizer():
     program = (
-        "from readers.text import *; texts = [text for *_, text in read_documents('accelerate_configs')]; "
+        "from readers.text import *; corpus = find_corpus('accelerate_configs'); "
+        "texts = [part for *_, parts in read_documents(corpus) for part in parts]; "
         "print(learn_tokenizer(texts, 500).to_str())"
     )
     environment = {"RAYON_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
-    texts = [content for *_, content in text.read_documents(str(ROOT / "accelerate_configs"))]
+    corpus = text.find_corpus(str(ROOT / "accelerate_configs"))
+    texts = ["".join(parts) for *_, parts in text.read_documents(corpus)]
     assert done.stdout == learn_tokenizer(texts, 500).to_str() + "\n"
 
 
@@ -133,7 +136,7 @@ def test_a_saved_tokenizer_is_read_by_transformers(tmp_path):
 def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, capsys):
     words = {f"word{number}": number for number in range(9)}
     theirs = Tokenizer(models.WordLevel(words, unk_token="word0"))
-    theirs.pre_tokenizer = text.pre_tokenizers.Whitespace()
+    theirs.pre_tokenizer = pre_tokenizers.Whitespace()
     theirs.enable_truncation(2)
     theirs.enable_padding(length=20)
     theirs.save(str(tmp_path / "theirs.json"))
@@ -214,21 +217,16 @@ def test_data_that_cannot_be_used_is_one_sentence(tmp_path, home, capsys, monkey
     assert "needs a non-empty" in stops(capsys, load, write_files(tmp_path / "one", {"a": b"a", "b": b""}))
     folder = write_files(tmp_path / "images", {"a.txt": b"a", "image.png": b"\x89PNG\0\0"})
     assert "image.png is not a text file" in stops(capsys, load, folder)
-    monkeypatch.setattr(text, "LARGEST_DOCUMENT", 3)
-    assert "'long.txt' has 0 million characters" in stops(
-        capsys, load, write_files(tmp_path / "long", {"long.txt": b"long"})
-    )
-    monkeypatch.undo()
     assert "neither a folder nor a Hub id" in stops(capsys, load, "no/such/folder")
     cut = write_parquet(tmp_path / "cut", train=["a", "b"], test=["c"])
     (file,) = Path(cut).glob("test-*")
     file.write_bytes(file.read_bytes()[:-20])
     said = stops(capsys, load, cut)
-    assert f"--dataset {cut} cannot be read (" in said
+    assert f"--dataset: {file} cannot be read: " in said
     assert "Parquet magic bytes not found" in said
     mixed = write_parquet(tmp_path / "mixed", train=["a", "b"])
     write_files(tmp_path / "mixed", {"c.txt": b"c"})
-    assert "parquet files and other files" in stops(capsys, load, mixed)
+    assert "has files of several kinds, c.txt, train-00000-of-00001.parquet" in stops(capsys, load, mixed)
     several = write_parquet(tmp_path / "several", name="content", train=["a", "b"])
     assert "has the columns id, content" in stops(capsys, load, several)
     for column, found in (("number", 1), ("content", "a")):
@@ -260,36 +258,37 @@ def test_json_lines_are_documents_also_if_they_are_compressed(tmp_path, ending):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (lines_of({"text": "a"}, {"body": "b", "title": "c"}), "rows.jsonl:2 has no `text`"),
+        (lines_of({"text": "a"}, {"body": "b", "title": "c"}), "rows.jsonl:2 has no 'text', but body, title"),
         (b'{"text": "a"}\n{"text": ', "rows.jsonl:2 is not a line of JSON"),
         (b"[1]", "rows.jsonl:1 is not a line of JSON"),
         (b"\x1f\x8bnonsense", "rows.jsonl:1 is not a line of JSON"),
     ],
 )
 def test_a_line_that_is_not_a_document_is_named(tmp_path, capsys, content, words):
-    folder = write_files(tmp_path, {"rows.jsonl": content, "other.txt": b"other"})
+    folder = write_files(tmp_path, {"rows.jsonl": content, "other.jsonl": lines_of({"text": "other"})})
     assert words in stops(capsys, load_text, folder)
 
 
 def test_a_compressed_file_that_is_cut_off_is_named(tmp_path, capsys):
     content = gzip.compress(lines_of(*({"text": f"text {number}"} for number in range(9))))
-    folder = write_files(tmp_path, {"rows.jsonl.gz": content[:-9], "other.txt": b"other"})
+    folder = write_files(tmp_path, {"rows.jsonl.gz": content[:-9]})
     assert "rows.jsonl.gz:" in stops(capsys, load_text, folder)
 
 
 TOKENIZE = """
 import sys
 from readers import text
-text.SAVED_EVERY = 2000
+text.SAVED_EVERY, text.AT_ONCE, text.PIECE = 2000, (8, 2000), 300
 write_json = text.write_json
 def slow(path, content):
     write_json(path, content)
-    print(content["documents"], flush=True)
+    if path.name == "progress.json":
+        print(content["pieces"], flush=True)
     if len(sys.argv) > 3:
         __import__("time").sleep(float(sys.argv[3]))
 text.write_json = slow
 train, test, _ = text.load_tokens(sys.argv[1], None, 300, 16, sys.argv[2])
-print("done", len(train), len(test), flush=True)
+print("done:", len(train), len(test), flush=True)
 """
 
 
@@ -303,14 +302,18 @@ def bytes_of(cache) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("train.bin", "test.bin", "tokenizer.json", "manifest.json")]
 
 
-def test_tokenizing_goes_on_after_a_kill_and_two_processes_do_it_once(tmp_path):
-    rows = {f"{number:03}.txt": f"text {number} of a few words ".encode() * 9 for number in range(100)}
-    folder = write_files(tmp_path / "rows", rows)
+MANY = {f"{number:03}.txt": f"text {number} of a few words ".encode() * 9 for number in range(100)}
+ONE = {"train.txt": b"".join(MANY.values()), "test.txt": b"other words"}
+
+
+@pytest.mark.parametrize("files", [MANY, ONE], ids=["many documents", "one document"])
+def test_tokenizing_goes_on_after_a_kill_and_two_processes_do_it_once(tmp_path, files):
+    folder = write_files(tmp_path / "rows", files)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     first, second = start_tokenizing(folder, whole), start_tokenizing(folder, whole)
     printed = sorted((process.communicate(timeout=120)[0].splitlines() for process in (first, second)), key=len)
     assert [len(lines) > 5 for lines in printed] == [False, True]
-    assert printed[0] == printed[1][-1:]
+    assert printed[0] == printed[1][-2:]
 
     process = start_tokenizing(folder, killed, "60")
     done = int(process.stdout.readline())
@@ -325,6 +328,88 @@ def test_tokenizing_goes_on_after_a_kill_and_two_processes_do_it_once(tmp_path):
     assert bytes_of(killed) == bytes_of(whole)
 
 
+def cut(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def filled(byte):
+    return lambda file: file.write_bytes(byte * file.stat().st_size)
+
+
+DAMAGE = {
+    "cut": cut,
+    "empty": lambda file: file.write_bytes(b""),
+    "zeros": filled(b"\0"),
+    "0xff": filled(b"\xff"),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0\0"),
+    "{}": lambda file: file.write_text("{}"),
+    "null": lambda file: file.write_text("null"),
+    "gone": os.unlink,
+}
+
+
+@pytest.mark.parametrize("name", ["train.bin", "test.bin", "manifest.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_tokens_are_made_anew(tmp_path, capsys, name, damage):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+    load_tokens(folder, None, 300, 4, str(tmp_path))
+    whole = bytes_of(tmp_path)
+    capsys.readouterr()
+    DAMAGE[damage]((tmp_path / "tokens").joinpath(os.listdir(tmp_path / "tokens")[0], name))
+    load_tokens(folder, None, 300, 4, str(tmp_path))
+    assert bytes_of(tmp_path) == whole
+    assert ("will be built anew" in capsys.readouterr().out) == (damage != "gone")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "test_mask.npy", "progress.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_tokens_of_a_run_that_was_killed_are_made_anew(tmp_path, capsys, monkeypatch, name, damage):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+    load_tokens(folder, None, 300, 4, str(tmp_path / "whole"))
+
+    def killed(file, content):
+        write_json(file, content)
+        if content["pieces"] == 16:
+            raise KeyboardInterrupt
+
+    write_json = text.write_json
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "SAVED_EVERY", 1)
+        patch.setattr(text, "AT_ONCE", (8, 1000))
+        patch.setattr(text, "write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load_tokens(folder, None, 300, 4, str(tmp_path / "killed"))
+    (cache,) = (tmp_path / "killed" / "tokens").iterdir()
+    assert (cache / "progress.json").exists()
+    DAMAGE[damage](cache / name)
+    load_tokens(folder, None, 300, 4, str(tmp_path / "killed"))
+    assert bytes_of(tmp_path / "killed") == bytes_of(tmp_path / "whole")
+
+
+def test_tokens_are_on_the_disk_before_the_progress_that_counts_them(tmp_path, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+    synced, size = [], []
+    fsync, write_json = os.fsync, text.write_json
+
+    def watched(descriptor):
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+
+    def checked(file, content):
+        if file.name == "progress.json":
+            for split, count in content["tokens"].items():
+                about = (file.parent / f"{split}.bin").stat()
+                assert (about.st_ino, about.st_size) in synced
+                assert about.st_size == 2 * count
+                size.append(count)
+        write_json(file, content)
+
+    monkeypatch.setattr(text.os, "fsync", watched)
+    monkeypatch.setattr(text, "write_json", checked)
+    load_tokens(folder, None, 300, 4, str(tmp_path / "cache"))
+    assert len(size) >= 2
+
+
 def test_tokens_are_made_again_only_if_something_has_changed(tmp_path, monkeypatch):
     folder, cache = write_files(tmp_path / "rows", {f"{n}.txt": b"text %d" % n for n in range(40)}), tmp_path / "cache"
 
@@ -337,14 +422,25 @@ def test_tokens_are_made_again_only_if_something_has_changed(tmp_path, monkeypat
     assert folders() == 1
     monkeypatch.undo()
     assert folders(vocabulary=300) == 2
+    monkeypatch.chdir(tmp_path)
+    for spelling in ("rows", "rows/", "./rows", "../" + tmp_path.name + "/rows"):
+        load_tokens(spelling, None, 257, 4, str(cache))
+    assert folders() == 2
+    (tmp_path / "rows" / ".hidden").write_text("not read")
+    assert folders() == 2
     os.utime(f"{folder}/3.txt", (time.time(), time.time() + 9))
     assert folders() == 3
+    for number, vocabulary in enumerate((260, 270)):
+        learn_tokenizer(TEXTS, vocabulary).save(str(tmp_path / "tokenizer.json"))
+        *_, tokenizer = load_tokens(folder, str(tmp_path / "tokenizer.json"), 257, 4, str(cache))
+        assert tokenizer.get_vocab_size() == vocabulary
+        assert len(list((cache / "tokens").iterdir())) == 4 + number
 
 
 def test_many_tokens_have_four_bytes(tmp_path):
     words = {f"w{number}": number for number in range(70_000)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = text.pre_tokenizers.Whitespace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     inputs, _ = tensors_of(pack(tmp_path, ["w69999 w3"], tokenizer, 3))
     assert inputs.tolist() == [[70_000, 69_999, 3]]
 
@@ -393,6 +489,17 @@ def test_tokens_that_are_there_are_used_as_they_are(tmp_path):
     assert not list((tmp_path / "cache").glob("**/*.bin"))
 
 
+def test_tokens_of_a_tokenizer_of_65536_without_an_eos_have_two_bytes(tmp_path):
+    words = {f"w{number}": number for number in range(2**16)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = prepared(tmp_path / "bins", [1, 65535, 3, 4, 5], [7, 8])
+    tokenizer.save(f"{folder}/tokenizer.json")
+    data, _, found = load_tokens(folder, None, 0, 4, str(tmp_path / "cache"))
+    assert data[0][1].tolist() == [65535, 3, 4, 5]
+    assert found.token_to_id(EOS) == 2**16
+
+
 def test_tokens_that_do_not_fit_are_one_sentence(tmp_path, capsys, monkeypatch):
     tokenizer, cache = learn_tokenizer(["some text"], 257), str(tmp_path / "cache")
 
@@ -419,21 +526,172 @@ def test_tokens_that_do_not_fit_are_one_sentence(tmp_path, capsys, monkeypatch):
 def test_text_that_changes_while_it_is_tokenized_is_one_sentence(tmp_path, capsys, monkeypatch):
     folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
     for count in (39, 41):
-        monkeypatch.setattr(text, "survey", lambda _, count=count: (np.arange(count) == 3, np.ones(count, int)))
+        mask = np.arange(count) == 3, np.ones(count, int)
+        monkeypatch.setattr(text, "assign_splits", lambda _, mask=mask: mask)
         cache = tmp_path / f"cache_{count}"
         assert "has changed while" in stops(capsys, load_tokens, folder, None, 257, 4, str(cache))
         assert not list(cache.glob("**/manifest.json"))
+    monkeypatch.undo()
+
+    def learn(*arguments):
+        (tmp_path / "rows" / "3.txt").write_bytes(b"test 3")
+        return learn_tokenizer(*arguments)
+
+    monkeypatch.setattr(text, "learn_tokenizer", learn)
+    assert "has changed while" in stops(capsys, load_tokens, folder, None, 257, 4, str(tmp_path / "cache"))
+    assert not list((tmp_path / "cache").glob("**/manifest.json"))
 
 
-def test_a_missing_tokenizers_is_one_sentence(monkeypatch, capsys):
+def test_a_source_that_vanishes_while_it_is_tokenized_is_named(tmp_path, capsys, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+
+    def learn(*arguments):
+        (tmp_path / "rows" / "7.txt").unlink()
+        return learn_tokenizer(*arguments)
+
+    monkeypatch.setattr(text, "learn_tokenizer", learn)
+    assert "rows/7.txt cannot be read: No such file" in stops(
+        capsys, load_tokens, folder, None, 257, 4, str(tmp_path / "cache")
+    )
+
+
+def test_a_cache_on_a_file_system_without_locks_is_refused_before_anything_is_built(tmp_path, capsys, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    said = stops(capsys, load_tokens, folder, None, 257, 4, str(tmp_path / "cache"))
+    assert "No locks available" in said
+    assert "--cache_dir" in said
+    assert not list((tmp_path / "cache").glob("**/train.bin"))
+
+
+def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(tmp_path, capsys):
+    tokenizer = learn_tokenizer(TEXTS, 270)
+    tokenizer.normalizer = normalizers.Lowercase()
+    data = pack(tmp_path / "lower", ["Lower", "newest"], tokenizer, 4)
+    assert data.bits_per_byte(torch.tensor(1.0)) == {}
+    assert "loses a part of the text" in capsys.readouterr().out
+
+
+WORDS = [
+    "the",
+    "Cat",
+    "don't",
+    "I'M",
+    "u\u0308ber",
+    "123",
+    "4567890",
+    "3.14",
+    "!=",
+    "//--",
+    "\u6f22\u5b57\u3002",
+    "\uff0c",
+]
+WORDS += ["\U0001f600", "a" * 40, "<s>", EOS, "_a_b", '"', "...", "\ufeff", "\u200b", "\ufb01"]
+SPACES = [" ", " ", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n    ", "", " " * 9, "\xa0"]
+CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+CL100K += r"|\s+(?!\S)|\s+"
+
+
+def prose(count: int, seed: int) -> str:
+    choose = random.Random(seed).choice
+    return "".join(choose(WORDS) + choose(SPACES) for _ in range(count))
+
+
+def bpe(pre_tokenizer, normalizer=None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["[UNK]"], show_progress=False)
+    tokenizer.train_from_iterator([prose(300, seed) for seed in range(20)], trainer)
+    return tokenizer
+
+
+def with_runs_of_spaces() -> Tokenizer:
+    tokenizer = learn_tokenizer([prose(2000, 0)], 600)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("  ", "    ", "\n\n", " the")])
+    return tokenizer
+
+
+def byte_level(**options):
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+
+
+TOKENIZERS = {
+    "gpt2": lambda: learn_tokenizer([prose(2000, 0)], 600),
+    "cl100k": lambda: bpe(
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(CL100K), "isolated"), byte_level(use_regex=False)])
+    ),
+    "prefix space": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "nfkc lower": lambda: bpe(
+        pre_tokenizers.Whitespace(), normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    ),
+    "strip": lambda: bpe(byte_level(), normalizers.Strip()),
+    "metaspace": lambda: bpe(pre_tokenizers.Metaspace(), normalizers.Replace(Regex(" {2,}"), " ")),
+    "bert": lambda: bpe(pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()),
+    "lines": lambda: bpe(pre_tokenizers.Split("\n", "merged_with_previous")),
+    "runs of spaces": with_runs_of_spaces,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_long_document_has_the_tokens_of_the_whole_text(name, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 500)
+    tokenizer = TOKENIZERS[name]()
+    for seed in range(4):
+        document = prose(3000, seed)
+        parts = [document[start : start + 500] for start in range(0, len(document), 500)]
+        pieces = list(text.pieces_of([text.Document("", "name", parts)], tokenizer))
+        assert len(pieces) > 10
+        contents, are_first, are_last = zip(*pieces, strict=True)
+        assert "".join(contents) == document
+        assert list(are_first) == [True, *[False] * (len(pieces) - 1)]
+        assert list(are_last) == [*[False] * (len(pieces) - 1), True]
+        ids = [tokenizer.encode(content, add_special_tokens=False).ids for content in contents]
+        assert list(itertools.chain(*ids)) == tokenizer.encode(document, add_special_tokens=False).ids
+
+
+def test_a_long_document_without_a_certain_place_to_cut_is_whole_or_one_sentence(monkeypatch, capsys):
+    """As for a tokenizer without words, such as Llama 2's, or a text without spaces."""
+    monkeypatch.setattr(text, "PIECE", 500)
+    monkeypatch.setattr(text, "LARGEST_PIECE", 9000)
+    llama = bpe(pre_tokenizers.Whitespace())
+    llama.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+    llama.pre_tokenizer = None
+    for tokenizer, word in ((llama, "a b "), (BYTES, "abcd")):
+        for repeated, whole in ((2000, True), (3000, False)):
+            pieces = text.pieces_of([text.Document("", "name", [word * 100] * (repeated // 100))], tokenizer)
+            if whole:
+                assert [len(content) for content, _, _ in pieces] == [4 * repeated]
+            else:
+                assert "name has 0 million characters without a place" in stops(capsys, list, pieces)
+
+
+def test_a_text_that_is_read_in_parts_has_the_characters_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 7)
+    content = (
+        "".join(map(chr, range(1, 3000))).encode() + b"\xe4\xb8 \xff\xf0\x9f\x98 \r\n\r" + "\U0001f600".encode()[:3]
+    )
+    (tmp_path / "odd.txt").write_bytes(content)
+    assert "".join(text.read_parts(tmp_path / "odd.txt")) == content.decode(errors="replace")
+
+
+def test_a_missing_tokenizers_is_one_sentence_where_it_is_used(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.delitem(sys.modules, "readers.text")
-    with pytest.raises(SystemExit):
-        importlib.import_module("readers.text")
-    assert "needs the package tokenizers: pip install -r scripts/requirements.txt" in capsys.readouterr().err
+    module = importlib.import_module("readers.text")
+    for function, argument in ((module.learn_tokenizer, []), (module.load_tokenizer, tmp_path)):
+        arguments = (argument, 300) if function is module.learn_tokenizer else (argument,)
+        assert "needs the package tokenizers: pip install -r scripts/requirements.txt" in stops(
+            capsys, function, *arguments
+        )
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
 def test_a_token_has_two_bytes_while_all_ids_fit(size, dtype):
-    assert text.dtype_of(SimpleNamespace(get_vocab_size=lambda: size)) == dtype
+    assert text.dtype_of(size) == dtype
     assert np.iinfo(dtype).max >= size - 1
