@@ -41,4 +41,5 @@ extras/: for a flag.
     trackers           --log_with: log to tensorboard and other trackers, too
     profiling          --profile: a table and a trace of a few steps
     pretrained         --pretrained: start from pretrained weights
+    evaluate_metrics   --metrics: metrics of the library evaluate over all samples of a test
 """

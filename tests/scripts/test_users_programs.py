@@ -37,7 +37,7 @@ def model_of_others(name, tolerance=1e-9, library=None, test_samples=13):
 
 PROGRAMS = {
     "cnn": Program("cnn", test_samples=101),
-    "regression": Program("regression", ("--float64",), 77, 1e-12),
+    "regression": Program("regression", ("--float64", "--num_epochs", "2", "--log_every", "1"), 77, 1e-12),
     "text": Program("text", test_samples=501),
     "gan": Program("gan", test_samples=61),
     "two_loaders": Program("two_loaders", ("--float64",), 61, 1e-12),
