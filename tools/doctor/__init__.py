@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/mnist_mlp.py"  # in the commands
 INSTALL = "pip install -r requirements.txt"
 MIN_SHM_GIB = 1
-TESTED = ("2.10", "2.15")  # the oldest and the newest torch of .ci/run
+TESTED = ("2.10", "2.14")  # the oldest and the newest torch of .ci/run
 # A regular expression for NAME=value, where it makes a run go wrong, and why. The first match counts.
 VARIABLES = (
     ("WORLD_SIZE=(?!1$).*|LOCAL_RANK=.*", "everywhere", "makes a process wait for others"),
