@@ -70,10 +70,10 @@ def draw(measured, device: str) -> Figure:
         below.plot(places, weights, "o", color="#d55e00")
         below.axhline(3, color="grey", linestyle=":", linewidth=1)
         above.axhline(0, color="black", linewidth=0.8)
-        above.margins(y=0.15)
         above.set_title(f".grad {way}", fontsize=10)
         below.set_xticks(places, calls, rotation=45, ha="right")
-    panels[0, 0].set_ylabel("w.grad")
+    lowest = min(gradient for rows in measured.values() for _, gradient, _ in rows)
+    panels[0, 0].set(ylabel="w.grad", ylim=(1.15 * lowest, -0.15 * lowest))
     panels[1, 0].set_ylabel("w (dotted: right)")
     return figure
 

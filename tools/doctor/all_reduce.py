@@ -1,14 +1,28 @@
-"""Started by doctor --gpus, in one process per GPU: prints the speed of an all-reduce, and whether its sum is right."""
+"""Started by doctor --gpus, in one process per GPU: prints the speed of an all-reduce, and whether its sum is right.
+
+    torchrun --standalone --nproc_per_node gpu tools/doctor/all_reduce.py nccl 20
+
+After 20 s, without the imports, it prints "hangs" instead.
+"""
 
 import json
 import os
 import sys
+import threading
 import time
 
 import torch
 import torch.distributed as dist
 
-backend = sys.argv[1]
+
+def give_up():
+    print("hangs", flush=True)
+    os._exit(1)
+
+
+backend, timeout_s = sys.argv[1], float(sys.argv[2])
+timer = threading.Timer(timeout_s, give_up)
+timer.start()
 if backend == "nccl":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group(backend)
@@ -24,4 +38,5 @@ for _ in range(4):
     times.append(time.perf_counter() - began)
 if dist.get_rank() == 0:
     print(json.dumps({"gb_per_s": 2 * (n - 1) / n * x.nbytes / min(times) / 1e9, "right": is_right}))
+timer.cancel()
 dist.destroy_process_group()

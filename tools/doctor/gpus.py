@@ -15,7 +15,8 @@ import torch
 from utils.console import plural
 
 PROGRAM = Path(__file__).with_name("all_reduce.py")
-TIMEOUT_S = 20
+TIMEOUT_S = 20  # of an all-reduce
+START_S = 100  # within which its processes have started
 MIB = 2**20
 # Dense TFLOP/s of fp16 products with sums in float32, from the data sheets. The first name in the card's name counts.
 TFLOPS = {
@@ -93,7 +94,7 @@ def all_reduce(count: int, backend: str, **variables: str) -> dict | str:
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     process = subprocess.Popen(
-        [*command, str(PROGRAM), backend],
+        [*command, str(PROGRAM), backend, str(TIMEOUT_S)],
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -101,10 +102,12 @@ def all_reduce(count: int, backend: str, **variables: str) -> dict | str:
         start_new_session=True,
     )
     try:
-        out, error = process.communicate(timeout=TIMEOUT_S)
+        out, error = process.communicate(timeout=START_S + TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        return "hangs"
+    if "hangs" in out:
         return "hangs"
     if process.returncode:
         return next((line for line in reversed(error.splitlines()) if "Error" in line), f"exit {process.returncode}")
