@@ -31,11 +31,15 @@ BENCHMARKS = {
     "start": "--rounds 1",
     "mnist_epoch": "--rounds 1",
     "same_curve": "--num_epochs 1",
+    "program_of_a_post": "--num_epochs 1",
     "checkpoint": "--rounds 1 --batch_size 4",
     "resnet50": "--rounds 1 --batch_size 4 --steps 4 --images 4 --photos 2",
     "data_on_disk": "--rounds 1 --images 8 --megabytes 1",
     "gradient_accumulation": "--steps 2 --memory_steps",
     "model_split": "--rounds 1 --microbatches 1 2 --batch_size 16",
+    "pipeline_timeline": "--rounds 1 --batch_size 16",
+    "zero_grad": "",
+    "dp_and_ddp": "--rounds 1 --steps 2",
     "transformer_memory": "--sizes tiny --compare tiny",
     "compressors": f"--steps 2 --dataset {shlex.quote(str(common.ROOT / 'accelerate_configs'))}",
     "virtual_processes": "--rounds 1 --steps 1 --numbers 2 --resnet50_batch 4",
@@ -106,6 +110,7 @@ def render(results: dict) -> str:
     minutes = sum(entry["seconds"] for entry in results.values()) / 60
     text = [INTRODUCTION, f"All on {facts.pop()}. {minutes:.0f} minutes in all."] if facts else [INTRODUCTION]
     text += [section(name, results.get(name)) for name in BENCHMARKS]
+    text.append(module("gpus").section())
     return "\n\n".join(text) + "\n"
 
 

@@ -73,7 +73,7 @@ def draw(measured, device: str) -> Figure:
     above.set_title(f"mnist_mlp.py, batch 256, float32; {device}", fontsize=10, loc="left")
     above.set_ylabel("training loss")
     above.legend()
-    below.set_ylim(1e-9, 1e-5)
+    below.set_ylim(1e-10, 1e-5)
     below.set_ylabel("relative difference\nto 1 process")
     below.set_xlabel("step")
     below.legend(loc="upper left", ncols=2, fontsize=8)

@@ -2,13 +2,13 @@
 
     accelerate launch --config_file accelerate_configs/cpu.yaml examples/regression.py
 
-The numbers are the same with cpu_ddp.yaml, and after --resume.
+The correlation of where a ball lands and where the model expects it is 0.95 in the end. The numbers are the same with
+cpu_ddp.yaml, and after --resume.
 """
 
 import sys
 from pathlib import Path
 
-import evaluate
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -16,22 +16,23 @@ from torch.utils.data import TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import flags, launch
+from utils.extras.evaluate_metrics import EvaluateMetrics
 from utils.loader import GlobalLoader
-from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
 
-METRIC = Path(__file__).with_name("correlation")  # a folder, or a name on the Hub
+CORRELATION = str(Path(__file__).with_name("correlation"))
 
 
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
     add = parser.add_argument_group("training").add_argument
     add("--batch_size", type=int, default=36)
-    add("--lr", type=float, default=1e-2)
+    add("--lr", type=float, default=3e-2)
     add = parser.add_argument_group("length and memory", may_change=True).add_argument
-    add("--num_epochs", type=int, default=2)
+    add("--num_epochs", type=int, default=60)
     add("--gradient_accumulation_steps", type=int, default=1)
-    parser.add_run_flags(log_every=1)
+    add("--metrics", nargs="+", default=[CORRELATION], metavar="NAME|FOLDER", help="of the library evaluate")
+    parser.add_run_flags(log_every=60)
     return parser.parse_args()
 
 
@@ -44,20 +45,17 @@ def make_points(count):
 
 
 @torch.no_grad()
-def run_test(model, loader, run, metric):
+def evaluate(model, loader, run, others):
     model.eval()
-    metrics, predicted, expected = run.new_metrics(), [], []
+    metrics = run.new_metrics()
     for batch in run.test_batches(loader):
         inputs, targets = batch.data
         outputs = model(inputs)
-        predicted.append(batch.counted(outputs[:, 0]))
-        expected.append(batch.counted(targets[:, 0]))
+        others.add(batch, outputs[:, 0], targets[:, 0])
         difference = outputs - targets
         errors = difference.norm(dim=1)
         metrics.add(batch, loss=errors.square(), error_px=errors, bias_x=difference[:, 0])
-    columns = {"predictions": predicted, "references": expected}
-    columns = {name: gather_samples(run.accelerator, parts) for name, parts in columns.items()}
-    return metrics.reduce() | metric.compute(**columns)
+    return metrics.reduce() | others.compute()
 
 
 def main():
@@ -72,7 +70,7 @@ def main():
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.Adam(model.parameters(), args.lr)
     model, optimizer = accelerator.prepare(model, optimizer)
-    metric = evaluate.load(str(METRIC), keep_in_memory=True)  # in a file, processes would wait for each other
+    metrics = EvaluateMetrics(args.metrics, example=[0.0, 1.0])
     run.start(train_loader, test_loader, total_steps, checkpoint={"model": model, "optimizer": optimizer})
 
     for epoch in run.epochs():
@@ -85,7 +83,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             run.log_train(batch, loss=errors.square(), error_px=errors)
-        run.log_test(run_test(model, test_loader, run, metric))
+        run.log_test(evaluate(model, test_loader, run, metrics))
     run.finish()
 
 

@@ -2,7 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/cpu.yaml examples/text.py
 
-The numbers are the same with cpu_ddp.yaml, and after --resume.
+The numbers are the same with cpu_ddp.yaml, and after --resume. A metric of the library evaluate takes the predicted and
+the right lines of the whole test set: `--metrics cer`, or a folder such as examples/character_error_rate.
 """
 
 import sys
@@ -16,11 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import flags, launch
+from utils.extras.evaluate_metrics import EvaluateMetrics
 from utils.loader import GlobalLoader
 from utils.run import Run
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
 PAD = 0
+ERROR_RATE = str(Path(__file__).with_name("character_error_rate"))
 
 
 def parse_args():
@@ -31,6 +34,7 @@ def parse_args():
     add = parser.add_argument_group("length and memory", may_change=True).add_argument
     add("--num_epochs", type=int, default=2)
     add("--gradient_accumulation_steps", type=int, default=1)
+    add("--metrics", nargs="+", default=[ERROR_RATE], metavar="NAME|FOLDER", help="of the library evaluate")
     parser.add_run_flags(log_every=1)
     return parser.parse_args()
 
@@ -65,23 +69,29 @@ class CharGRU(nn.Module):
         return self.head(states)
 
 
-def losses_and_accuracies(model, tokens):
-    """The means over the tokens of each line, both (n,)."""
+def to_lines(tokens):
+    return ["".join(LETTERS[token - 1] for token in line if token != PAD) for line in tokens.tolist()]
+
+
+def losses_and_predictions(model, tokens):
+    """The mean loss and accuracy over the tokens of each line, both (n,); and the predicted tokens."""
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
     count = count_targets(tokens).clamp(min=1)
     losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=PAD, reduction="none")
-    hits = (logits.argmax(2) == targets) & (targets != PAD)
-    return losses.sum(1) / count, hits.sum(1) / count
+    predicted = logits.argmax(2).masked_fill(targets == PAD, PAD)
+    hits = (predicted == targets) & (targets != PAD)
+    return losses.sum(1) / count, hits.sum(1) / count, predicted
 
 
 @torch.no_grad()
-def evaluate(model, loader, run):
+def evaluate(model, loader, run, others):
     model.eval()
     metrics = run.new_metrics()
     for batch in run.test_batches(loader):
-        losses, accuracies = losses_and_accuracies(model, batch.data)
+        losses, accuracies, predicted = losses_and_predictions(model, batch.data)
         metrics.add(batch, weights=batch.weights, loss=losses, accuracy=accuracies)
-    return metrics.reduce()
+        others.add(batch, to_lines(predicted), to_lines(batch.data[:, 1:]))
+    return metrics.reduce() | others.compute()
 
 
 def main():
@@ -92,6 +102,7 @@ def main():
     text = {"collate_fn": pad, "loss_weights": count_targets}
     train_loader = GlobalLoader(make_lines(203, 0), args.batch_size, accelerator, seed=args.seed, **text)
     test_loader = GlobalLoader(make_lines(501, 3), 100, accelerator, **text)
+    metrics = EvaluateMetrics(args.metrics, example=["one line", "another"])
     total_steps = args.num_epochs * len(train_loader)
 
     model = CharGRU()
@@ -109,7 +120,7 @@ def main():
         model.train()
         for batch in run.batches(train_loader, epoch):
             with accelerator.accumulate(model):
-                losses, accuracies = losses_and_accuracies(model, batch.data)
+                losses, accuracies, _ = losses_and_predictions(model, batch.data)
                 accelerator.backward(batch.mean_loss(losses))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -117,7 +128,7 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
             run.log_train(batch, weights=batch.weights, loss=losses, accuracy=accuracies)
-        run.log_test(evaluate(model, test_loader, run))
+        run.log_test(evaluate(model, test_loader, run, metrics))
     run.finish()
 
 

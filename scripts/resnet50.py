@@ -70,6 +70,7 @@ def parse_args():
     data.add_argument("--shuffle_window", type=non_negative_int, default=0, help="shuffle N images at a time; 0: all")
     data.add_argument("--num_workers", type=non_negative_int, help="processes that decode (default: by the cores)")
     data.add_argument("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
+    data.add_argument("--metrics", nargs="+", metavar="NAME|FOLDER", help="more test metrics, of the library evaluate")
 
     image = parser.add_argument_group("images")
     image.add_argument("--image_size", type=positive_int, default=32, help="size of the training images, in pixels")
@@ -260,27 +261,28 @@ def losses_and_predictions(model, images, labels, partners=None, kept=1.0, label
     return losses, logits.argmax(1), num_larger
 
 
+def load_metrics(args, num_classes):
+    """The metrics of --metrics; None without."""
+    if not args.metrics:
+        return None
+    from utils.extras.evaluate_metrics import EvaluateMetrics  # imports the library evaluate
+
+    return EvaluateMetrics(args.metrics, example=list(range(num_classes)))
+
+
 @torch.no_grad()
-def evaluate(model, loader, run, num_classes=None) -> dict:
-    """Loss, top-1 and top-5 accuracy over all test images; each counts once. With num_classes also macro F1."""
+def evaluate(model, loader, run, others=None) -> dict:
+    """Loss, top-1 and top-5 accuracy, and the metrics `others`, of all test images; each counts once."""
     model.eval()
-    metrics, pairs = run.new_metrics(), []
+    metrics = run.new_metrics()
     for batch in run.test_batches(loader):
         images, labels = batch.data
         with run.accelerator.autocast():  # the moving average was not passed to `prepare`
             losses, predicted, num_larger = losses_and_predictions(model, images, labels)
-        correct = predicted == labels
-        metrics.add(batch, loss=losses, accuracy=correct, top5_accuracy=num_larger < 5)
-        pairs.append(batch.counted(torch.stack([labels, predicted], 1)))
-    result = metrics.reduce()
-    if num_classes is None:
-        return result
-    # F1 of a class: 2 x hits / (images of it + predictions of it), counted over all processes.
-    labels, predicted = torch.cat(pairs).unbind(1)
-    counts = [labels.bincount(minlength=num_classes), predicted.bincount(minlength=num_classes)]
-    counts.append(labels[labels == predicted].bincount(minlength=num_classes))
-    num_true, num_predicted, hits = run.accelerator.reduce(torch.stack(counts), "sum")
-    return result | {"f1_macro": (2 * hits / (num_true + num_predicted).clamp(min=1)).mean()}
+        metrics.add(batch, loss=losses, accuracy=predicted == labels, top5_accuracy=num_larger < 5)
+        if others is not None:
+            others.add(batch, predicted, labels)
+    return metrics.reduce() | (others.compute() if others is not None else {})
 
 
 def make_loaders(args, train_data, test_data, accelerator):
@@ -307,6 +309,7 @@ def main():
 
     train_data, test_data, about_data = load_data(args)
     train_loader, test_loader = make_loaders(args, train_data, test_data, accelerator)
+    metrics = load_metrics(args, len(train_data.classes))
     steps_per_epoch = len(train_loader)
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
     warmup_steps = args.warmup_epochs * steps_per_epoch
@@ -346,9 +349,9 @@ def main():
                 # The last micro-batch of step run.step + 1. During warm-up the average is a copy of the model.
                 decay = args.ema_decay if run.step + 1 > max(warmup_steps, args.ema_every) else 0.0
                 update_average(ema.module, accelerator.unwrap_model(model), decay)
-        result = evaluate(model, test_loader, run, len(train_data.classes))
+        result = evaluate(model, test_loader, run, metrics)
         if ema is not None:
-            averaged = evaluate(ema, test_loader, run)
+            averaged = evaluate(ema, test_loader, run, metrics)
             result |= {f"ema_{name}": value for name, value in averaged.items() if name != "samples"}
         run.log_test(result)
     run.finish()

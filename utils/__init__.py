@@ -43,4 +43,5 @@ extras/: for a flag.
 
     trackers           --log_with: log to tensorboard and other trackers, too
     pretrained         --pretrained: start from pretrained weights
+    evaluate_metrics   --metrics: metrics of the library evaluate over all samples of a test
 """

@@ -126,28 +126,23 @@ def measure(way, gradients, rank: int, group, args, device) -> dict:
 
 
 def draw(rows: list[dict], size_mib: int, title: str):
-    """Time and traffic over the number of processes, a line for each way."""
+    """The traffic over the number of processes, a line for each way."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    time_panel, traffic_panel = panels = figure.subplots(1, 2)
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     numbers = sorted({row["processes"] for row in rows})
     for name in WAYS:
-        for axes, key in zip(panels, ("time_ms", "sent_mib"), strict=True):
-            values = [row[key] for row in rows if row["way"] == name]
-            axes.plot(numbers, values, "o-", label=name)
+        sent_mib = [row["sent_mib"] for row in rows if row["way"] == name]
+        axes.plot(numbers, sent_mib, "o-", label=name)
     style = {"color": "grey", "linewidth": 6, "alpha": 0.4, "zorder": 0}
     server, ring = [size_mib * (n - 1) for n in numbers], [size_mib * 2 * (n - 1) / n for n in numbers]
-    traffic_panel.plot(numbers, server, "-", **style, label="server: (n-1) S, in theory")
-    traffic_panel.plot(numbers, ring, ":", **style, label="ring: 2 (n-1)/n S, in theory")
-    time_panel.set(title="Time, slowest process", ylabel="ms")
-    traffic_panel.set(title="Sent by the process that sends most", ylabel="MiB")
-    for axes in panels:
-        axes.set(xlabel="processes n", xticks=numbers)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.suptitle(title)
+    axes.plot(numbers, server, "-", **style, label="server: (n-1) S, in theory")
+    axes.plot(numbers, ring, ":", **style, label="ring: 2 (n-1)/n S, in theory")
+    axes.set(title=title, ylabel="MiB sent by the process that sends most", xlabel="processes n", xticks=numbers)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
     return figure
 
 

@@ -40,6 +40,9 @@ from utils.run_folder import RunFolder
 CHECK_BYTES = 2**30
 NOT_SUPPORTED = re.compile("not support|unsupported|cannot use|not implemented", re.IGNORECASE)
 TAG = 7  # of the messages that recv_from_any receives
+# The names since torch 2.14, which warns of the older ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -132,7 +135,7 @@ def broadcast(x, out, world):
 
 def reduce(operation):
     def run(x, out, world):
-        """the sum (maximum, mean), on one process: a metric to print
+        """the sum (product, minimum, maximum, mean), on one process: a metric to print
         0 [a]   [a+b+c+d] 0
         1 [b]   [?]       1      The other tensors hold partial sums: do not read them.
         2 [c]   [?]       2
@@ -145,7 +148,7 @@ def reduce(operation):
 
 def all_reduce(operation):
     def run(x, out, world):
-        """the sum (maximum, mean), on all processes: gradients in data parallelism
+        """the sum (product, minimum, maximum, mean), on all processes: gradients in data parallelism
         0 [a]   [a+b+c+d] 0
         1 [b]   [a+b+c+d] 1      = reduce_scatter, then all_gather
         2 [c]   [a+b+c+d] 2
@@ -184,7 +187,7 @@ def all_gather(x, out, world):
     1 [b]   [a b c d] 1
     2 [c]   [a b c d] 2
     3 [d]   [a b c d] 3"""
-    dist.all_gather_into_tensor(out, x.chunk(world.n)[world.rank])
+    all_gather_single(out, x.chunk(world.n)[world.rank])
     return out
 
 
@@ -195,7 +198,7 @@ def reduce_scatter(x, out, world):
     2 [c0 c1 c2 c3]   [a2+b2+c2+d2] 2
     3 [d0 d1 d2 d3]   [a3+b3+c3+d3] 3"""
     result = out.chunk(world.n)[0]
-    dist.reduce_scatter_tensor(result, x)
+    reduce_scatter_single(result, x)
     return result
 
 
@@ -347,6 +350,8 @@ def total_of_half(inputs, rank, n):
 
 first = all_ranks(lambda inputs: inputs[0])
 total = all_ranks(lambda inputs: inputs.sum(0))
+product = all_ranks(lambda inputs: inputs.prod(0))
+minimum = all_ranks(lambda inputs: inputs.amin(0))
 maximum = all_ranks(lambda inputs: inputs.amax(0))
 mean = all_ranks(lambda inputs: inputs.mean(0))
 
@@ -356,9 +361,13 @@ OPERATIONS = {
     "isend/irecv": Operation(isend_irecv, from_left),
     "broadcast": Operation(broadcast, first),
     "reduce SUM": Operation(reduce(Op.SUM), rank_0_only(total)),
+    "reduce PRODUCT": Operation(reduce(Op.PRODUCT), rank_0_only(product)),
+    "reduce MIN": Operation(reduce(Op.MIN), rank_0_only(minimum)),
     "reduce MAX": Operation(reduce(Op.MAX), rank_0_only(maximum)),
     "reduce AVG": Operation(reduce(Op.AVG), rank_0_only(mean), exact=False),
     "all_reduce SUM": Operation(all_reduce(Op.SUM), total, ring_factor),
+    "all_reduce PRODUCT": Operation(all_reduce(Op.PRODUCT), product, ring_factor),
+    "all_reduce MIN": Operation(all_reduce(Op.MIN), minimum, ring_factor),
     "all_reduce MAX": Operation(all_reduce(Op.MAX), maximum, ring_factor),
     "all_reduce AVG": Operation(all_reduce(Op.AVG), mean, ring_factor, exact=False),
     "gather": Operation(gather, rank_0_only(gathered), one_chunk_less),
@@ -391,7 +400,7 @@ def message_length(size: int, n: int) -> int:
 def make_inputs(count: int, n: int, seed: int) -> torch.Tensor:
     """The inputs of all ranks, (n, count), on the CPU; the same numbers on every rank.
 
-    They are powers of two from 1/4 to 4, whose sum is exact in any order.
+    They are powers of two from 1/4 to 4, whose sum and product are exact in any order.
     """
     generator = torch.Generator().manual_seed(seed)
     return 2.0 ** torch.randint(-2, 3, (n, count), generator=generator)

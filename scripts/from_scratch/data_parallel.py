@@ -580,7 +580,8 @@ def draw(results, spans, count):
             places = [number + 0.8 * ((device + 0.5) / count - 0.5) for number in range(len(costs))]
             peaks = [cost["peak_mib"][device] for cost in costs.values()]
             memory.bar(places, peaks, 0.8 / count, color=COLOURS.values(), edgecolor="white")
-        memory.set(xlabel="one bar per phase and device, in order", xticks=[])
+        memory.set_xticks(range(len(costs)), costs, rotation=45, ha="right")
+        memory.set_xlabel(f"{count} bars per phase: one per device, the first one left")
     panels[0, 0].set_ylabel("who works")
     panels[1, 0].set_ylabel("peak memory, MiB")
     figure.legend(handles=[Patch(color=colour, label=phase) for phase, colour in COLOURS.items()], loc="outside right")

@@ -317,12 +317,12 @@ def passed_on(model, batch) -> list[tuple[float, float]]:
     return [tuple(sums.tolist()) for sums in sums_of_ranks]
 
 
-def record_overlap(model, batch, bucket_kib) -> dict:
+def record_overlap(model, batch, bucket_kib) -> list[dict]:
     """When gradients are computed and buckets are sent, in the fastest of ten backward passes on a CPU. Collective.
 
     Returns:
-        "gradients": (name of the parameter, ms when computed), last layer first; "buckets": (names of the first and
-        the last parameter, ms when sent, ms when summed).
+        For each rank, by the clock of their machine: "gradients": (name of the parameter, ms when computed), last layer
+        first; "buckets": (names of the first and the last parameter, ms when sent, ms when summed).
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     gradients, buckets, sending, passes = [], [], [], []
@@ -344,33 +344,43 @@ def record_overlap(model, batch, bucket_kib) -> dict:
         model.zero_grad(set_to_none=False)
         losses, _ = losses_and_hits(model, batch)
         dist.barrier()
-        began = time.perf_counter()
+        start = torch.tensor(time.perf_counter(), dtype=torch.float64)
+        dist.broadcast(start, src=0)  # for times of all ranks on one axis
+        began = start.item()
         losses.mean().backward()
         for done in sending:
             done.wait()
         passes.append((now_ms(), {"gradients": gradients.copy(), "buckets": buckets.copy()}))
         for record in (gradients, buckets, sending):
             record.clear()
-    return min(passes, key=lambda one: one[0])[1]
+    passes_of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(passes_of_ranks, passes)
+    fastest = min(zip(*passes_of_ranks, strict=True), key=lambda ranks: max(ms for ms, _ in ranks))
+    return [overlap for _, overlap in fastest]
 
 
-def draw_overlap(overlap: dict, title: str):
-    """A bar for the backward pass, divided where a gradient was ready; below it, a bar for each bucket's all-reduce."""
+def draw_overlap(overlaps: list[dict], title: str):
+    """For each rank a bar for its backward pass, divided where a gradient was ready; and below, in its colour, a bar
+    for each bucket's all-reduce, from where this rank sent it. It ends when both have sent theirs."""
     from matplotlib.figure import Figure
 
-    gradients, buckets = overlap["gradients"], overlap["buckets"]
-    figure = Figure(figsize=(10, 1.6 + 0.35 * len(buckets)), layout="constrained")
+    overlaps, names = overlaps[:2], [name for name, *_ in overlaps[0]["buckets"]]
+    figure = Figure(figsize=(10, 1.6 + 0.4 * (len(overlaps) + len(names))), layout="constrained")
     axes = figure.subplots()
-    before_ms = 0
-    for _, ms in gradients:
-        axes.barh(0, ms - before_ms, left=before_ms, color="#f58518", edgecolor="white", linewidth=0.5)
-        before_ms = ms
-    for row, (_, sent_ms, done_ms) in enumerate(buckets, 1):
-        axes.barh(row, done_ms - sent_ms, left=sent_ms, color="#4c78a8")
-    axes.axvline(before_ms, color="grey", linewidth=1, linestyle=":")
-    labels = [f"{plural(len(gradients), 'gradient')}, last layer first", *(bucket[0] for bucket in buckets)]
+    for rank, overlap in enumerate(overlaps):
+        colour = f"C{rank}"
+        before_ms = 0
+        for _, ms in overlap["gradients"]:
+            axes.barh(rank, ms - before_ms, left=before_ms, color=colour, edgecolor="white", linewidth=0.5)
+            before_ms = ms
+        axes.axvline(before_ms, color=colour, linewidth=1, linestyle=":")
+        height = 0.8 / len(overlaps)
+        for row, (_, sent_ms, done_ms) in enumerate(overlap["buckets"], len(overlaps)):
+            place = row + height * (rank - (len(overlaps) - 1) / 2)
+            axes.barh(place, done_ms - sent_ms, height, left=sent_ms, color=colour)
+    labels = [f"rank {rank}: gradients, last layer first" for rank in range(len(overlaps))] + names
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.set(xlabel="ms since the backward pass began; dotted line: its end", title=title)
+    axes.set(xlabel="ms since the backward pass began; dotted lines: its end on each rank", title=title)
     axes.invert_yaxis()
     return figure
 
@@ -448,7 +458,7 @@ def main():
         write_json(folder.path / "run.json", {**facts, "results": results, "passed_on": sums, "overlap": overlap})
         title = f"{plural(args.layers, 'hidden layer')}, {plural(accelerator.num_processes, 'process')}"
         save_picture(folder.path / "times.png", lambda: draw(results, title))
-        title = f"Buckets of up to {args.bucket_kib[0]} KiB during the backward pass, rank 0"
+        title = f"Buckets of up to {args.bucket_kib[0]} KiB during the backward pass"
         if overlap is not None:
             save_picture(folder.path / "buckets.png", lambda: draw_overlap(overlap, title))
         show(f"done: these numbers and pictures are in {folder.path}", "green")

@@ -11,14 +11,14 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
-from benchmarks import common, run
+from benchmarks import common, gpus, run
 
 FOLDER = ROOT / "benchmarks"
 RESULTS = json.loads((FOLDER / "results.json").read_text())
 
 
 def test_no_benchmark_is_forgotten():
-    others = {"common", "run", "synthetic", "plain_mnist", "prove_programs"}
+    others = {"common", "run", "synthetic", "plain_mnist", "prove_programs", "gpus"}
     assert set(run.BENCHMARKS) == {path.stem for path in FOLDER.glob("*.py")} - others
 
 
@@ -64,6 +64,30 @@ def test_help_and_the_smallest_flags(name, monkeypatch, capsys):
     assert ended.value.code == 0
     assert module.__doc__.splitlines()[0] in capsys.readouterr().out
     assert f"    python benchmarks/{name}.py" in module.__doc__
+
+
+@pytest.mark.slow
+def test_gpus_on_stand_ins_measures_everything_and_writes_no_file(launcher):
+    before = gpus.FILE.exists() and gpus.FILE.read_text()
+    printed = launcher.python(FOLDER / "gpus.py", "--stand_ins", timeout=500).stdout
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| 1 x CPU")]
+    figures = {what: float(figure.replace(",", "")) for _, what, figure, _ in rows}
+    assert set(figures) == {
+        *("resnet50.py, fp32", "plain loop, fp32", "transformer.py", "a step, dp.yaml", "a step, ddp.yaml"),
+        *("wait for a save", "peak memory"),
+    }
+    assert all(figure > 0 for figure in figures.values())
+    assert (gpus.FILE.exists() and gpus.FILE.read_text()) == before
+
+
+def test_the_mfu_of_a_known_card_is_in_the_table():
+    """A quarter of the data sheet's 989 TFLOP/s."""
+    resnet = {"fp16": {"images_per_s": 9.0, "checkpoint_time_s": 0.1, "peak_memory_gib": 2.0}}
+    transformer = {"tokens_per_s": 1e6, "tflops": 989 / 4}
+    measured = {"resnet50": resnet, "plain loop": {"fp16": 8.0}, "transformer": transformer, "peak": 989}
+    table = gpus.table({"1 x NVIDIA H100": measured})
+    assert "| 1 x NVIDIA H100 | transformer.py, MFU | 25 | % |" in table
+    assert "a step" not in table
 
 
 def test_page_and_pictures_are_made_of_the_results():

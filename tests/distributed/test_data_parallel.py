@@ -1,6 +1,7 @@
 """nn.DataParallel on virtual GPUs: the numbers of one device."""
 
 import copy
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from fakes import fake_accelerator
 from same_numbers import largest_difference
 from torch import nn
 
+from examples.loss_inside import WithLoss
 from scripts import resnet50
 from utils.launch import TrainingAccelerator
 from utils.parallel.batch_norm import BatchNorms
@@ -81,6 +83,31 @@ def test_numbers_and_gradients_equal_one_device(gpus, model, samples):
     found.sum().backward()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("samples", [3, 10, 11])
+def test_with_the_loss_inside_the_first_device_gathers_no_logits(gpus, model, samples, monkeypatch):
+    """And the loss of each sample, and the gradients of the mean, are those of one device."""
+    gathered, module = [], importlib.import_module("torch.nn.parallel.data_parallel")
+    gather = module.gather
+
+    def recorded(outputs, *args, **kwargs):
+        gathered.extend(outputs)
+        return gather(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(module, "gather", recorded)
+    images, labels = batch(samples)
+    reference = copy.deepcopy(model)
+    losses = F.cross_entropy(reference(images), labels, reduction="none")
+    losses.mean().backward()
+    found, correct = gpus(WithLoss(model))(images, labels)
+    parts = images.chunk(GPUS)
+    torch.testing.assert_close(found, losses)
+    assert correct.tolist() == (reference(images).argmax(1) == labels).tolist()
+    found.mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert [value.shape for replica in gathered for value in replica] == [(len(part),) for part in parts for _ in "ab"]
 
 
 def test_autocast_reaches_every_replica(gpus, model):

@@ -93,14 +93,6 @@ def test_a_notebook_trains_in_its_process_and_in_two(launcher, small_mnist):
     assert [launch["num_processes"] for launch in runs] == [1, 2]
 
 
-def test_the_loss_in_the_replicas_is_the_loss_of_the_batch():
-    (block,) = blocks(guide("ddp"), "python")
-    model = nn.Linear(6, 4)
-    scope = {"nn": nn, "F": F, "model": model, "images": torch.randn(5, 6), "labels": torch.arange(5) % 4}
-    exec(block, scope)
-    torch.testing.assert_close(scope["loss"], F.cross_entropy(model(scope["images"]), scope["labels"]))
-
-
 def test_one_loop_four_ways(monkeypatch):
     """They end with the same weights: one batch has all the data, so the order does not matter."""
     from accelerate import Accelerator

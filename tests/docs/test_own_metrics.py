@@ -12,7 +12,7 @@ from pages import blocks, guide, section
 from torch import nn
 
 needs_torchmetrics = pytest.mark.others("torchmetrics")
-FLAGS = {"regression": ["--float64"], "own_metrics": []}
+FLAGS = {"regression": ["--float64", "--num_epochs", 2], "own_metrics": []}
 each_program = pytest.mark.parametrize("program", ["regression", pytest.param("own_metrics", marks=needs_torchmetrics)])
 
 

@@ -13,8 +13,8 @@ FOLDERS = ("utils", "readers", "tools", "scripts", "examples", "tests", "benchma
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 OWN = {*FOLDERS, *(path.stem for path in FILES), *(path.parent.name for path in FILES)}
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the name in an import is a different one
-# pytest-xdist and ruff are run and never imported; --log_with tensorboard needs tensorboard.
-PROGRAMS = {"pytest-xdist", "ruff", "tensorboard"}
+# pytest-xdist, ruff and ipykernel are run and never imported; --log_with tensorboard needs tensorboard.
+PROGRAMS = {"pytest-xdist", "ruff", "tensorboard", "ipykernel"}
 
 
 def imported(path) -> set[str]:

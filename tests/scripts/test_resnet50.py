@@ -1,6 +1,5 @@
 """ResNet-50: N processes are one process with N accumulation steps, and the files are whole."""
 
-import contextlib
 import copy
 import math
 import os
@@ -14,7 +13,6 @@ import safetensors.torch
 import torch
 import torchvision
 from conftest import ROOT
-from fakes import fake_accelerator
 from run_reader import lines
 from same_numbers import largest_difference
 from small_resnets import use_4_blocks, use_float64
@@ -27,6 +25,7 @@ from utils.extras.pretrained import load_pretrained
 from utils.launch import TrainingAccelerator
 from utils.sampler import GlobalSampler
 
+F1_MACRO = ROOT / "examples" / "f1_macro"
 FLOAT64 = ROOT / "tests" / "programs" / "float64_resnet"
 RECIPE = ["--mixup", 0.2, "--cutmix", 1, "--trivial_augment", "--erase", 0.2, "--flip", 0.5]
 RECIPE += ["--label_smoothing", 0.1, "--ema_decay", 0.9]
@@ -100,28 +99,50 @@ def test_mixed_labels_and_smoothing():
     torch.testing.assert_close(plain, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_macro_f1_is_the_mean_over_the_classes_on_any_number_of_processes(threads, world_size, monkeypatch):
-    """Class 0 has 1 hit of 2, class 1 has 1 hit of 1 and 3 predictions too many, class 2 none; class 3 is missing."""
-    labels, predicted = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 1, 1, 1])
-    monkeypatch.setattr(resnet50, "losses_and_predictions", lambda model, images, labels: (labels, images, labels))
+def f1_macro(predicted: list[int], labels: list[int]) -> float:
+    """2 x precision x recall / (precision + recall), the mean over the classes that occur."""
+    pairs, f1 = list(zip(predicted, labels, strict=True)), []
+    for number in {*predicted, *labels}:
+        precision, recall = (
+            pairs.count((number, number)) / max(column.count(number), 1) for column in (predicted, labels)
+        )
+        f1.append(2 * precision * recall / max(precision + recall, 1e-300))
+    return sum(f1) / len(f1)
 
-    def evaluate(rank):
-        batches = []
-        for part in torch.arange(5).tensor_split(5)[rank::world_size]:
-            batch = SimpleNamespace(data=(predicted[part], labels[part]), counted=lambda values: values)
-            batches.append(batch)
-        # A stand-in, which must not count.
-        batches.append(SimpleNamespace(data=(labels[:1], labels[:1]), counted=lambda values: values[:0]))
-        run = SimpleNamespace(test_batches=lambda loader: loader, accelerator=fake_accelerator(world_size, rank))
-        run.accelerator.autocast = contextlib.nullcontext
-        run.accelerator.reduce = lambda tensor, kind: {"sum": sum(threads.exchange(tensor))}[kind]
-        run.new_metrics = lambda: SimpleNamespace(add=lambda *_, **values: None, reduce=dict)
-        return resnet50.evaluate(nn.Identity(), batches, run, 4)
 
-    f1 = [2 * 1 / (2 + 1), 2 * 1 / (1 + 4), 0, 0]
-    for result in threads.run(world_size, evaluate):
-        assert result == {"f1_macro": pytest.approx(sum(f1) / 4)}
+@torch.no_grad()
+def predictions(folder, dataset) -> tuple[list[int], list[int]]:
+    """What the model of a run predicts for the test images, one at a time, and their labels."""
+    model = torchvision.models.resnet50(num_classes=10).eval()
+    model.load_state_dict(run_reader.weights(folder))
+    test_data = images.ImageFiles(load_splits(str(dataset))[1], images.CenterCrop(32, 32))
+    pairs = []
+    for i in range(len(test_data)):
+        image, label = test_data.collate([test_data[i]])
+        pairs.append((model(resnet50.normalize(image)).argmax(1).item(), label.item()))
+    return tuple(map(list, zip(*pairs, strict=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", [("cpu", 1), ("cpu_ddp", 3), ("cpu_fsdp", 2)])
+def test_a_metric_of_evaluate_has_every_test_image_once(launcher, tiny_mnist, small_mnist, in_float64, topology):
+    """On 23 and on 203 images, which two and three processes do not divide."""
+    config, processes = topology
+    launches, folders, seen = [], {}, set()
+    for dataset in (tiny_mnist, small_mnist):
+        folders[dataset] = launcher.folder / dataset.name
+        flags = ["--dataset", dataset, "--batch_size", 48, "--max_steps", 4, "--lr", 0.3, "--num_workers", 0]
+        launches.append([*flags, "--metrics", F1_MACRO, "--output_dir", folders[dataset]])
+    launch_flags = [] if config == "cpu" else ["--num_processes", processes]
+    words = run_many.words("resnet50", *launches)
+    launcher(config, *words, script=FLOAT64, launch_flags=launch_flags, timeout=300)
+    for (dataset, folder), count in zip(folders.items(), (23, 203), strict=True):
+        predicted, labels = predictions(folder, dataset)
+        *_, last = lines(folder, "test")
+        assert last["samples"] == len(labels) == count
+        seen |= {*predicted}
+        assert last["f1_macro"] == pytest.approx(f1_macro(predicted, labels), abs=1e-12)
+    assert len(seen) > 1
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
@@ -183,6 +204,11 @@ def test_presets_equal_torchvisions_and_flags_count_beside_them(monkeypatch):
         (["--batch_size", 1], "makes micro-batches of 1: BatchNorm needs 2 images or more"),
         (["--batch_size", 6, "--gradient_accumulation_steps", 2, "--mixup", 0.2], "cutmix an even number"),
         (["--min_crop", 1.005], "must be at least 0.01 and at most 1.0, got 1.005"),
+        (["--batch_size", 8, "--metrics", "no_such_metric"], "--metrics no_such_metric cannot be loaded"),
+        (
+            ["--batch_size", 8, "--metrics", ROOT / "examples" / "character_error_rate"],
+            "or not with predictions such as 9",
+        ),
         (["--flip", 1.005], "must be at least 0.0 and at most 1.0, got 1.005"),
     ],
 )

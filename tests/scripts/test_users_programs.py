@@ -40,11 +40,12 @@ def model_of_others(name, tolerance=1e-9, library=None, test_samples=13):
 
 PROGRAMS = {
     "cnn": Program("cnn", test_samples=101),
-    "regression": Program("regression", ("--float64",), 77, 1e-12),
+    "regression": Program("regression", ("--float64", "--num_epochs", "2", "--log_every", "1"), 77, 1e-12),
     "text": Program("text", test_samples=501),
     "gan": Program("gan", test_samples=61),
     "two_loaders": Program("two_loaders", ("--float64",), 61, 1e-12),
     "hub_images": Program("hub_images", ("--dataset", "SMALL_MNIST"), 203),
+    "loss_inside": Program("loss_inside", ("--dataset", "SMALL_MNIST"), 203),
     # transformers computes this loss in float32; each step of L-BFGS doubles a difference.
     "gpt2": model_of_others("gpt2", 1e-6, "transformers"),
     "gpt2_lora": model_of_others("gpt2_lora", 1e-6, "peft"),

@@ -178,7 +178,7 @@ def test_requirements_that_are_not_met(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "tested"),
-    [("2.10.0a0+nv25.11", "2.10"), ("2.12.1", "2.10"), ("2.13.0+cpu", "2.15"), ("2.16.0", "2.15")],
+    [("2.10.0a0+nv25.11", "2.10"), ("2.12.1", "2.10"), ("2.13.0+cpu", "2.14"), ("2.16.0", "2.14")],
 )
 def test_the_nearest_of_the_tested_versions_of_torch(version, tested):
     assert doctor.nearest(version) == tested

@@ -1,6 +1,7 @@
 """Which configs fit this machine, with the commands to copy, and what would make a run fail.
 
     python tools/doctor
+    python tools/doctor --gpus    # also measures the GPUs and the links between them, in a minute
 
 The exit code is 0, even with warnings, unless a run would fail or give wrong results. Nothing is changed. For the
 hardware and all versions, see `accelerate env` and `python -m torch.utils.collect_env`.
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/mnist_mlp.py"  # in the commands
 INSTALL = "pip install -r requirements.txt"
 MIN_SHM_GIB = 1
-TESTED = ("2.10", "2.15")  # the oldest and the newest torch of .ci/run
+TESTED = ("2.10", "2.14")  # the oldest and the newest torch of .ci/run
 # A regular expression for NAME=value, where it makes a run go wrong, and why. The first match counts.
 VARIABLES = (
     ("WORLD_SIZE=(?!1$).*|LOCAL_RANK=.*", "everywhere", "makes a process wait for others"),
@@ -154,8 +155,24 @@ def problems(facts: SimpleNamespace) -> Iterator[tuple[bool, str]]:
         yield False, f"{facts.default_config} is silently used without --config_file: always pass one, or delete it"
 
 
+def measure_gpus(stand_ins: int) -> list[tuple[bool, str]]:
+    """Print what gpus.py measures; returns its problems, as `problems` does."""
+    from tools.doctor import gpus
+
+    found = []
+    for kind, sentence in gpus.check(stand_ins):
+        if kind:
+            found.append((kind == "error", sentence))
+        else:
+            show(sentence)
+    return found
+
+
 def main() -> int:
-    argparse.ArgumentParser("doctor", description=__doc__.partition("\n")[0]).parse_args()
+    parser = argparse.ArgumentParser("doctor", description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", action="store_true", help="measure GPUs: products, copies, an all-reduce")
+    parser.add_argument("--stand_ins", type=int, default=0, metavar="N", help="with --gpus: try it out on N x the CPU")
+    args = parser.parse_args()
     for package in ("torch", "torchvision", "accelerate"):
         try:
             importlib.import_module(package)
@@ -169,6 +186,8 @@ def main() -> int:
     version = metadata.version("torch")
     show(f"\ntorch {version}: the tests run with {' and '.join(TESTED)}, of which {nearest(version)} is nearer\n")
     found = sorted(problems(facts), reverse=True)
+    if args.gpus:
+        found += measure_gpus(args.stand_ins)
     for fails, sentence in found:
         show(f"{'error' if fails else 'warning'}: {sentence}", "red" if fails else "yellow")
     if not found:

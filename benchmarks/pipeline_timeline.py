@@ -1,0 +1,139 @@
+"""Who works when in a split model.
+
+    python benchmarks/pipeline_timeline.py
+
+A step of ResNet-50 on two processes with one thread each, as in benchmarks/model_split.py, with 4 micro-batches: the
+fastest of the timed steps of each schedule. `naive` sends a micro-batch through both stages before the next one, so one
+stage works at a time; 1F1B fills both. In theory a stage is idle for 1/2 and 1/5 of the step.
+"""
+
+import copy
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from benchmarks.model_split import STAGES
+from scripts import model_split
+from utils.launch import TrainingAccelerator
+from utils.loader import GlobalLoader
+from utils.metrics import Metrics
+from utils.parallel import pipeline
+
+PICTURE = common.ROOT / "guides" / "pipeline.png"
+MICRO_BATCHES = 4
+IN_THEORY = {"naive": 1 / 2, "1f1b": 1 / (MICRO_BATCHES + 1)}
+COLOURS = {"forward": "#56b4e9", "backward": "#0072b2"}
+
+
+def parse_args():
+    parser = common.make_parser(__doc__, rounds=5)
+    parser.add_argument("--batch_size", type=common.positive_int, default=64, help="%(default)s")
+    return parser.parse_args()
+
+
+class RecordedStage(pipeline.PipelineStage):
+    """A stage that records when it computes, without the time in which it waits for others."""
+
+    spans = ()  # of the step: forward or backward, the number of the micro-batch, start and end in s
+
+    def forward_one_chunk(self, *args, **kwargs):
+        return self._recorded("forward", super().forward_one_chunk, args, kwargs)
+
+    def backward_one_chunk(self, *args, **kwargs):
+        return self._recorded("backward", super().backward_one_chunk, args, kwargs)
+
+    def _recorded(self, kind, method, args, kwargs):
+        began = time.perf_counter()  # one clock for all processes of a machine
+        result = method(*args, **kwargs)
+        number = sum(span[0] == kind for span in RecordedStage.spans)
+        RecordedStage.spans.append([kind, number, began, time.perf_counter()])
+        return result
+
+
+def worker(args) -> dict[str, list]:
+    """By schedule, the spans of each stage."""
+    accelerator = TrainingAccelerator(cpu=True)
+    torch.set_num_threads(1)
+    pipeline.PipelineStage = RecordedStage
+    images = torch.randint(256, (args.batch_size, 3, 64, 64), dtype=torch.uint8)
+    data = TensorDataset(images, torch.arange(args.batch_size))
+    batches = list(GlobalLoader(data, len(data), accelerator, seed=0, shard=(0, 1), accumulation=MICRO_BATCHES))
+    inputs, metrics = [batch.data[0] for batch in batches], Metrics(accelerator)
+    resnet = model_split.make_resnet(1000)
+    blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
+    costs = pipeline.measure_blocks(blocks, inputs[0])
+    stages = pipeline.balance_stages(costs, STAGES)
+    examples = [inputs[0].to("meta"), *(costs[names[-1]].output for names in stages)]
+    devices, fastest = [torch.device("cpu")], {}
+    for schedule in IN_THEORY:
+        part, pipe, _ = model_split.make_pipeline(
+            copy.deepcopy(resnet), stages, examples, schedule, STAGES, accelerator, devices
+        )
+        steps = []
+        for _ in range(args.rounds + 1):
+            accelerator.wait_for_everyone()
+            RecordedStage.spans = []
+            pipe.run(inputs, batches, model_split.make_loss_fn(metrics.add))
+            steps.append(gather_object([RecordedStage.spans]))
+            metrics.rows.clear()
+            part.zero_grad()
+        fastest[schedule] = min(steps[1:], key=length_s)  # the first one is for warm-up
+    return fastest
+
+
+def length_s(step: list[list]) -> float:
+    """From the first start of a stage to the last end."""
+    return max(end for spans in step for *_, end in spans) - start_of(step)
+
+
+def start_of(step: list[list]) -> float:
+    return min(start for spans in step for *_, start, _ in spans)
+
+
+def idle(step: list[list]) -> list[float]:
+    """The fraction of the step in which each stage does not compute."""
+    return [1 - sum(end - start for *_, start, end in spans) / length_s(step) for spans in step]
+
+
+def measure(args) -> dict[str, list]:
+    return common.launch_workers("cpu_ddp", __file__, "--rounds", args.rounds, "--batch_size", args.batch_size)
+
+
+def report(measured) -> list[str]:
+    columns = {"schedule": "{}", "ms per step": "{:.0f}", "stage 0 idle": "{:.0%}", "stage 1 idle": "{:.0%}"}
+    rows = [[name, 1000 * length_s(step), *idle(step), IN_THEORY[name]] for name, step in measured.items()]
+    return [common.table(columns | {"in theory": "{:.0%}"}, rows)]
+
+
+def draw(measured, device: str) -> Figure:
+    """A row for each stage, and a bar for each pass of a micro-batch, with its number; idle where there is none."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    panels = figure.subplots(len(measured), 1, sharex=True)
+    for axes, (schedule, step) in zip(panels, measured.items(), strict=True):
+        axes.set_facecolor("#eeeeee")
+        for stage, spans in enumerate(step):
+            for kind, number, start, end in spans:
+                left_ms, width_ms = 1000 * (start - start_of(step)), 1000 * (end - start)
+                axes.barh(stage, width_ms, 0.8, left_ms, color=COLOURS[kind], edgecolor="white")
+                axes.text(left_ms + width_ms / 2, stage, number, ha="center", va="center", color="white", fontsize=8)
+        percent = ", ".join(f"{fraction:.0%}" for fraction in idle(step))
+        axes.set_title(f"{schedule}: the stages are idle for {percent} of the step", fontsize=10, loc="left")
+        axes.set_yticks(range(STAGES), [f"stage {stage}" for stage in range(STAGES)])
+        axes.invert_yaxis()
+    panels[-1].set_xlabel("ms; grey: idle; numbers: micro-batches")
+    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=2)
+    return figure
+
+
+if __name__ == "__main__":
+    common.main(parse_args(), measure, report, worker)
