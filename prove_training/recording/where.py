@@ -67,7 +67,7 @@ class Where:
         return " < ".join(names + list(itertools.islice(self._frames(), 3)))
 
     def framework(self) -> str:
-        """The Trainer that has called this, if any: a key of mistakes.ADVICE_IN."""
+        """The Trainer that has called this, if any: one of mistakes.FRAMEWORKS."""
         frame, names = sys._getframe(1), ""
         while frame is not None:
             names, frame = f"{names} {frame.f_globals.get('__name__', '')}", frame.f_back

@@ -9,7 +9,7 @@ import torch
 from ..records import Loader, Record, Step
 from ..tensors import norm_of
 from ..text import and_join, plural
-from . import Finding, close, first_line, is_look, named, note, parts_of, passes_of, trained_on
+from . import Finding, close, epochs_of, first_line, is_look, named, note, passes_of, trained_on
 
 
 def cannot_judge(record: Record) -> str | None:
@@ -53,8 +53,9 @@ def findings(record: Record) -> Iterator[Finding]:
 
 
 def usual_micro_batches(record: Record) -> int:
-    """The number of micro-batches of most steps."""
-    counts = collections.Counter(len(step.micro_batches) for step in record.steps)
+    """The number of micro-batches of most steps within an epoch."""
+    within = [step for step in record.steps if len(epochs_of(step)) < 2]
+    counts = collections.Counter(len(step.micro_batches) for step in within or record.steps)
     return max(counts, key=lambda count: (counts[count], count), default=1)
 
 
@@ -159,7 +160,7 @@ def _accumulation(record: Record, number: int, step: Step) -> Iterator[Finding]:
     if step.holds and len(facts.optimizers) == 1:
         what = "the gradients of the step before are still there when the next one begins"
         yield Finding("zero_grad", "gradient", what, number, first_line(step))
-    epochs = {(part.key, part.number) for part in parts_of(step) if part.key}
+    epochs = epochs_of(step)
     if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
         what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
         if len(micro) > window(record, number):
@@ -216,7 +217,7 @@ def window(record: Record, number: int) -> int:
     """The micro-batches of the next step within one epoch, else of the last one before; a window may grow meanwhile."""
     steps = record.steps
     for step in [*steps[number:], *reversed(steps[: number - 1])]:
-        if len({(part.key, part.number) for part in parts_of(step)}) == 1:
+        if len(epochs_of(step)) == 1:
             return len(step.micro_batches)
     return len(steps[0].micro_batches)
 

@@ -512,16 +512,24 @@ def test_bad_numbers_of_processes_are_an_error(words):
     assert stopped.value.code == 2
 
 
+def kinds_in_the_code() -> set[str]:
+    """The kinds of findings that are written in prove_training."""
+    nodes = (node for path in (ROOT / "prove_training").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"]
+    words = [word for call in calls for word in ast.walk(call.args[0]) if isinstance(word, ast.Constant)]
+    return {word.value for word in words if isinstance(word.value, str)}
+
+
 def test_every_mistake_has_its_section_with_wrong_and_right_lines_and_a_thread():
-    page = mistakes.PAGE.read_text()
-    sections = {part.splitlines()[0]: part for part in page.split("\n## ")[1:]}
-    assert sections.keys() == {"What may be meant"} | {kind.replace("_", "-") for kind in mistakes.ADVICE}
-    assert {mistake.kind for mistake in planted.MISTAKES.values()} <= mistakes.ADVICE.keys()
+    sections, index = mistakes.sections(), mistakes.PAGE.read_text().partition("\n## ")[0]
+    assert all(f"[{heading}](#{heading})" in index and mistakes.advice(heading) for heading in sections)
+    assert {mistakes.id_of(mistake.kind) for mistake in planted.MISTAKES.values()} <= sections.keys()
+    assert {mistakes.id_of(kind) for kind in kinds_in_the_code()} <= sections.keys()
     for mistake in filter(lambda mistake: mistake.kind, MISTAKES.values()):
         assert mistake.thread.rpartition("/")[2] in sections[mistake.kind.replace("_", "-")], mistake.thread
     kinds = {mistake.kind for mistake in MISTAKES.values() if mistake.kind} | {*FOUND.values()}
     for kind in kinds - {"hangs", "gradient"}:  # which have no one correction
-        text = sections[kind.replace("_", "-")]
+        text = sections[mistakes.id_of(kind)]
         assert "\n-" in text or "\n+" in text, f"no lines in {kind}"
         assert {line[0] for line in mistakes.correction(kind)} & {"-", "+"}
 
@@ -1202,8 +1210,9 @@ def test_another_error_is_not_explained_by_what_others_wait_for():
 def test_advice_is_given_in_the_terms_of_the_framework():
     assert "prepare" in mistakes.advice("all_the_data")
     assert "TrainingArguments" in mistakes.advice("schedule", "Trainer")
-    for framework, kinds in mistakes.ADVICE_IN.items():
-        assert kinds.keys() <= mistakes.ADVICE.keys(), framework
+    assert mistakes.advice("schedule", "Lightning") == mistakes.advice("schedule")
+    for framework in mistakes.FRAMEWORKS:
+        assert any(mistakes.advice(heading, framework) != mistakes.advice(heading) for heading in mistakes.sections())
 
 
 @pytest.mark.parametrize(("others", "bias"), [(1.0, 1e-9), (1e-4, 2e-8)])
