@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("MISTAKES.md")
-FRAMEWORKS = ("Trainer", "Lightning")  # that write the loop
+FRAMEWORKS = ("Trainer", "Lightning", "By hand")  # the last one: the script averages its gradients itself
 
 
 @functools.cache
@@ -23,7 +23,7 @@ def advice(kind: str, framework: str = "") -> str:
     """What to do about a mistake.
 
     Args:
-        framework: one of FRAMEWORKS, whose own advice is preferred, or "".
+        framework: one of FRAMEWORKS, whose own advice comes first, or "".
     """
     lines = [line[1:].strip() for line in sections()[id_of(kind)].splitlines() if line.startswith(">")]
     said = [" ".join(part.split()) for part in "\n".join(lines).split("\n\n")]

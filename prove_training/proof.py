@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import resuming
-from .mistakes import advice, correction
+from .mistakes import advice, correction, id_of
 from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Pass, Plan, Record
 from .runs import Outcome, Runs
@@ -23,6 +23,7 @@ from .text import CannotTell, and_join, plural, show
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
 MANY = 8  # devices of a machine for a script that does not train with one
 LAST_LINES = 12  # of what a process printed
+OF_TRAINING = ("initial weights", "gradient", "loss weights", "clipping", "learning rate", "weights")
 OF_GPUS = r"\b(?:lib)?cuda|nvidia|\bgpus?\b|\btriton\b|\baccelerator device\b"
 OF_NETWORKS = ("urlopen", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
 NO_GROUP = "process group has not been initialized"
@@ -60,7 +61,7 @@ class Report:
             elif finding.kind not in [each.kind for each in self.findings]:
                 self.findings.append(finding)
                 new.append(finding)
-                self.line(name, f"WRONG in {finding.place}: {finding.what}", "red")
+                self.line(name, f"WRONG in {finding.place}: {finding.what} [{id_of(finding.kind)}]", "red")
                 if source := self.source(finding.line):
                     self.line("", f"  {finding.line}  {source}")
         return new
@@ -84,7 +85,7 @@ class Report:
             self.say(f"note: {finding.stage}: {finding.what}{place}", "yellow")
         for finding in self.findings:
             self.say(f"what to do: {advice(finding.kind, self.framework)}")
-            for line in correction(finding.kind) if not self.framework else ():
+            for line in correction(finding.kind) if self.framework in ("", "By hand") else ():
                 self.say(f"  {line}")
         self.say(verdict, {PROVEN: "green", CANNOT_TELL: "yellow"}.get(code, "red"))
         if self.as_json:
@@ -279,12 +280,15 @@ class Proof:
             return outcome, both, found, next((each for each in found if each.kind or both is None), None)
 
         outcome, both, found, problem = run(is_apart)
+        if outcome.records and not (outcome.records[0].facts.ddp or self.report.framework):
+            self.report.framework = "By hand"
         self.starts = self.starts or any(record.facts.starts for record in outcome.records)
         if is_apart and problem:
-            outcome, both, found, on_one_machine = run(False)
+            outcome_apart, (outcome, both, found, on_one_machine) = outcome, run(False)
             if on_one_machine is None:
-                # Other than samples, it may be for one machine alone, or the machines have different disks.
-                kind = "local_rank" if problem.stage == "samples" else ""
+                # Other than training, it may be for one machine alone, or the machines have different disks.
+                is_local = problem.stage == "samples" or outcome_apart.records[0].facts.asked
+                kind = "local_rank" if is_local else problem.kind if problem.stage in OF_TRAINING else ""
                 what = f"{problem.what}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
                 found.append(problem._replace(kind=kind, what=what))
         if both is None and not found[0].kind:
@@ -444,9 +448,14 @@ def judged(reference: Record, processes: int, outcome: Outcome) -> tuple[Compari
             return None, [note("process group", reason)]
     if any(record.steps for record in outcome.records) and several.are_plain(outcome.records):
         what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
+        changes = CHANGES
         if line := outcome.records[0].facts.data_parallel:
             what = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
-        raise CannotTell(f"{what}. To change first: {CHANGES}")
+            changes = f"take nn.DataParallel out; {CHANGES}"
+        if line := outcome.records[0].facts.several_devices:
+            what = f"the layers of its model are on several devices ({line}), of which one process uses all"
+            changes = "that is no replica: keep one process, or shard the model with fully_shard of PyTorch"
+        raise CannotTell(f"{what}. To change first: {changes}")
     is_stuck = outcome.waits and len(outcome.records[0].steps) < len(reference.steps)
     if outcome.error or len(outcome.records) < processes or is_stuck:
         return None, [unfinished(processes, outcome)]

@@ -110,6 +110,7 @@ class Step:
     micro_batches: list[MicroBatch] = field(default_factory=list)
     before: Values = field(default_factory=dict)  # weights
     state_before: Values = field(default_factory=dict)
+    own: Values = field(default_factory=dict)  # gradients before a collective call, without DistributedDataParallel
     gradients: Values = field(default_factory=dict)  # before clipping
     at_step: Values = field(default_factory=dict)  # gradients that the optimizer gets
     weights: Values = field(default_factory=dict)  # after the step
@@ -177,6 +178,8 @@ class Facts:
     sharded: str = ""
     mesh: int = 0  # processes for a mesh of several dimensions, such as HSDP's
     data_parallel: str = ""
+    several_devices: str = ""  # of one model
+    waiting: int = 0  # backward passes after the last step
     layers: list[str] = field(default_factory=list)  # lines
     ddp: list[str] = field(default_factory=list)
     around_ddp: list[str] = field(default_factory=list)

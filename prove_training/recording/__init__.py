@@ -86,6 +86,7 @@ class Recording:
                 self.evaluations.end(self.batches.draws())
                 final = self.models.tensors_of() if self.facts.is_exact else {}
                 self.record.error, self.record.waits, self.record.final = error, waits, final
+                self.facts.waiting = len(self.step.micro_batches)
                 self.facts.untrained, self.facts.schedules = self.models.untrained(), len(self.models.schedules)
                 self.facts.loads = bool(self.saves) and self.where.has("load_state")
                 self.record.printed = getattr(sys.stdout, "last", "")

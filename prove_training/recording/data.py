@@ -271,7 +271,8 @@ def install_loaders(batches: Batches) -> None:
     @wrap(DataLoader, "__init__")
     def init_loader(original, loader, dataset, batch_size=1, *args, **kwargs):
         of_accelerate = sys._getframe(2).f_globals.get("__name__", "").startswith("accelerate.")
-        if of_accelerate or batches.is_reading:
+        is_refused = batch_size is not None and (type(batch_size) is not int or batch_size < 1)
+        if of_accelerate or batches.is_reading or is_refused:
             return original(loader, dataset, batch_size, *args, **kwargs)
         if (again := made_again()) is not None:  # by arguments that may be those of the script
             size = again.batch_size if kwargs.get("batch_sampler") is None else batch_size

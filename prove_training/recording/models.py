@@ -36,6 +36,7 @@ class Models:
         self.models, self.names, self.optimizers, self.schedules, self.in_ddp = {}, {}, [], [], {}
         self.schedule_calls, self.depth, self.in_loss, self.in_backward = 0, 0, 0, False
         self.with_gradient = {}  # ids of parameters
+        self.without_optimizer = 0  # backward passes
         self.stepping, self.stepped = None, []  # optimizers, which may call others in a step
         self.scalers, self.unscaled = [], set()  # ids of optimizers
 
@@ -49,6 +50,8 @@ class Models:
         if id(model) not in self.models:
             self.models[id(model)] = model
             self._note_shards(model)
+            if len({getattr(each, "prove_device", "") for each in model.parameters()}) > 1:
+                recording.facts.several_devices = recording.where.line()
             for name, parameter in model.named_parameters():
                 self.names.setdefault(id(parameter), WRAPPERS.sub("", name))
             if not recording.record.initial and self.optimizers:
@@ -143,6 +146,10 @@ class Models:
         recording, step = self.recording, self.recording.step
         if recording.is_ending:
             recording.end()
+        if not self.optimizers:
+            self.without_optimizer += 1
+            if self.without_optimizer > STEPS_WITHOUT_LOADER:
+                recording.stop(f"{STEPS_WITHOUT_LOADER} backward passes, and no optimizer of torch.optim")
         draws = self.batches.draws() or bool(step.drawn)  # also from a generator of its own
         if not step.micro_batches:
             # Without a loader they may be of the evaluation.

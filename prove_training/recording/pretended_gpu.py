@@ -67,6 +67,8 @@ class OnCpu(TorchFunctionMode):
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if function is torch.Tensor.to:
+            if isinstance(args[0], torch.nn.Parameter) and on_cpu(args[1]) != args[1]:
+                args[0].prove_device = str(args[1])
             args = (args[0], *(on_cpu(each) for each in args[1:]))
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])

@@ -44,6 +44,7 @@ class Processes:
                 own = {parameter.data_ptr() for parameter in recording.models.parameters()}
                 if own.intersection(tensor.data_ptr() for tensor in tensors):
                     recording.facts.averages_weights = line
+            self._note_own_gradients()
             self.write(name, line, shapes)
             is_of_loss = torch.is_grad_enabled() and not recording.step.micro_batches  # and not for a log
             has_gradient = any(each.ndim > 1 and each.requires_grad for each in tensors)
@@ -54,6 +55,13 @@ class Processes:
             yield
         finally:
             self.depth -= 1
+
+    def _note_own_gradients(self) -> None:
+        """Those of a step that averages by hand."""
+        models, step = self.recording.models, self.recording.step
+        is_by_hand = step.micro_batches and not (step.own or models.in_backward or self.recording.facts.ddp)
+        if is_by_hand and torch.distributed.is_initialized() and models.stepping is None:
+            step.own = models.tensors_of(value=lambda each: each.grad)
 
     def write(self, name: str, line: str, shapes: str = "") -> None:
         self.calls.write(f"{len(self.recording.steps)} {name} {line} {shapes}\n")

@@ -105,6 +105,8 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts, is_who
     elif missing and (missing.total() >= batch or not loader.drop_last or both.is_exact):
         what = f"{missing.total()} of {wanted.total()} samples of an epoch are in no process's part"
         yield Finding("samples", "samples", what, None, line)
+    elif unknown and not missing and not shared:
+        both.not_compared["samples"] = f"the processes read samples that one process does not ({line})"
     elif extra.total() > batch or (extra and both.is_exact):
         what = f"{min(extra.total(), wanted.total())} of {wanted.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)

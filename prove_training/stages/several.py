@@ -19,6 +19,9 @@ def findings(both: Comparison) -> Iterator[Finding]:
         what = f"{both.processes} processes train alone: nothing averages their gradients"
         yield Finding("alone", "gradient", what, 1, first_line(made[0]) if made else "")
         return
+    if line := both.facts.data_parallel:
+        what = "nn.DataParallel gives each process all GPUs of its machine"
+        yield Finding("data_parallel", "model", what, None, line)
     found = list(samples.findings(both))
     yield from found
     yield from _initial_weights(both)

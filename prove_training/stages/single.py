@@ -27,6 +27,10 @@ def cannot_judge(record: Record) -> str | None:
         return f"its layers are divided over the processes, and not only its samples ({lines[0]})"
     if "LBFGS" in facts.optimizers:
         return "LBFGS computes the loss several times in a step: there is no one gradient to compare"
+    if not steps and facts.waiting > 1:
+        read = max((each.batches for each in record.passes if each.in_training), default=facts.waiting)
+        what = f"no step after {plural(facts.waiting, 'backward pass')}, {plural(read, 'micro-batch')} per epoch"
+        return f"{what}, which is all that prove reads: let the script accumulate fewer"
     if not steps:
         printed = record.printed
         return "it ended before the first optimizer.step()" + f'; it printed last: "{printed}"' * bool(printed)

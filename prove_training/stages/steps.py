@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..records import Record, Step
+from ..records import Record, Step, Values
 from ..tensors import differ, norm_of
 from . import (
     APART,
@@ -57,7 +57,7 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
         yield from carried
         return
     if steps[0].in_step:  # the optimizer averages them
-        steps = (averaged(steps), *steps[1:])
+        steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
     elif differing := apart(steps, "gradients"):
         what = f"{differing} have different gradients at the step"
         if steps[0].clips and not apart(steps, "at_step"):
@@ -72,7 +72,8 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
             yield Finding("not_reduced", "gradient", what, number, line)
         return
     totals = [total_weight(rank, step) for rank, step in zip(both.ranks, steps, strict=True)]
-    if all(total is not None and close(total, 1.0) for total in totals):
+    by_hand = factor_by_hand(steps)
+    if all(total is not None and close(total * by_hand, 1.0) for total in totals):
         both.compared.add("averaged gradients")
     samples, of_ranks = samples_of(wanted), sum(map(samples_of, steps), collections.Counter())
     has_same_samples, had_repeated = facts.loaders and samples and samples == of_ranks, both.has_repeated
@@ -80,7 +81,13 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     is_shorter = samples.total() < largest_step(both.reference)
     both.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
     draws = next((each.line for one in (wanted, *steps) for each in one.micro_batches if each.draws), "")
-    found = list(_gradient(both, number, wanted, steps)) if has_same_samples and not draws else []
+    is_compared = has_same_samples and not draws
+    found = list(_gradient(both, number, wanted, steps)) if is_compared else []
+    has_means = all(total is not None and close(total, 1.0) for total in totals)
+    is_wrong = found[0].kind == "factor" if found else has_means and not is_compared
+    if is_wrong and close(by_hand, both.processes):
+        what = f"the processes' gradients are added up, and not divided by {both.processes}"
+        found = [Finding("summed", "gradient", what, number, steps[0].collectives[-1][1])]
     if had_repeated and [each.kind for each in found] == ["gradient"] and not both.is_exact:
         why = "a step had a sample twice, which a state of the script may remember"
         both.not_compared.setdefault("gradients after it", why)
@@ -93,7 +100,7 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     if not found and not steps[0].in_step and (differing := apart(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
-    if not found and has_same_samples and not draws and steps[0].clips and wanted.clips:
+    if not found and is_compared and steps[0].clips and wanted.clips:
         found += _gradient(both, number, wanted, steps, "at_step")
     yield from found
     found_rates = list(_rates(both, number, wanted, steps))
@@ -102,7 +109,7 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
         return
     if differing := apart(steps, "weights"):
         yield Finding("weights", "weights", f"{differing} have different weights after the step", number, line)
-    elif has_same_samples and not draws and not found and not both.has_drifted:
+    elif is_compared and not found and not both.has_drifted:
         yield from _weights(both, number, wanted, steps[0])
 
 
@@ -123,14 +130,24 @@ def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...
                 return
 
 
-def averaged(steps: tuple[Step, ...]) -> Step:
-    """The first rank's step, with the mean of the gradients of all."""
+def averaged(steps: tuple[Step, ...], kind: str) -> Values:
+    """The mean of the gradients of all ranks."""
     gradients = {}
-    for name, value in steps[0].gradients.items():
-        parts = [step.gradients.get(name, torch.zeros_like(value))[1:] for step in steps]
+    for name, value in getattr(steps[0], kind).items():
+        parts = [getattr(step, kind).get(name, torch.zeros_like(value))[1:] for step in steps]
         mean = sum(parts) / len(steps)
         gradients[name] = torch.cat([torch.linalg.vector_norm(mean).view(1), mean])  # of the recorded entries
-    return dataclasses.replace(steps[0], gradients=gradients)
+    return gradients
+
+
+def factor_by_hand(steps: tuple[Step, ...]) -> float:
+    """By which factor of their mean the script has replaced the processes' gradients; NaN if by no one factor."""
+    if not all(step.own for step in steps):
+        return 1.0
+    means = averaged(steps, "own")
+    pairs = [(mean[1:], steps[0].gradients[name][1:]) for name, mean in means.items() if name in steps[0].gradients]
+    factors = [float(mean @ found / (mean @ mean)) for mean, found in pairs if mean @ mean > 0]
+    return factors[0] if factors and all(close(factor, factors[0]) for factor in factors) else math.nan
 
 
 def _gradient(

@@ -40,6 +40,7 @@ from prove_training.text import CannotTell
 from silent_bugs.run import find_cases
 from tests.prove_training import planted_mistakes as planted
 from tests.prove_training.corpus import FOUND, NOTED
+from tests.prove_training.foreign.believed import BELIEVED
 from tests.prove_training.foreign.mistakes import MISTAKES
 from tests.prove_training.foreign.unusual_edits import LOOK, WITH_ACCELERATE, WITH_DDP, WRONG_AT_THE_STEP
 
@@ -47,7 +48,7 @@ FOREIGN = ROOT / "tests" / "prove_training" / "foreign"
 ACCUSED = {"right/whole_batches_cut_by_hand"}  # see the page of the corpus
 CASES = {case.name: case for case in find_cases(["bugs", "right"])}
 RIGHT = [name for name, case in CASES.items() if not case.is_bug and name not in ACCUSED]
-NOT_PROGRAMS = ("__init__", "mistakes", "unusual_edits")
+NOT_PROGRAMS = ("__init__", "believed", "mistakes", "unusual_edits")
 CORRECT = sorted(path.stem for path in FOREIGN.glob("*.py") if path.stem not in NOT_PROGRAMS)
 RESUMES = {
     "own_trainer": "--resume",
@@ -385,6 +386,17 @@ def test_what_the_optimizer_gets_is_compared(prove_unusual, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", BELIEVED)
+def test_a_verdict_can_be_believed(prove_unusual, name):
+    program = BELIEVED[name]
+    said = prove_unusual(program.program, program.edits, processes=program.processes, resume_flags=program.resume_flags)
+    assert said.code == program.code, said.text
+    assert program.words in said.verdict, said.text
+    if program.kind:
+        assert f"[{mistakes.id_of(program.kind)}]" in said.text, said.text
+
+
+@pytest.mark.slow
 def test_a_flag_of_the_script_may_be_the_number_of_processes(prove_unusual):
     said = prove_unusual("starts_ranks", flags=["--gpus={processes}"])
     assert said.code == 0, said.text
@@ -517,7 +529,7 @@ def kinds_in_the_code() -> set[str]:
     nodes = (node for path in (ROOT / "prove_training").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"]
     words = [word for call in calls for word in ast.walk(call.args[0]) if isinstance(word, ast.Constant)]
-    return {word.value for word in words if isinstance(word.value, str)}
+    return {word.value for word in words if isinstance(word.value, str) and word.value}
 
 
 def test_every_mistake_has_its_section_with_wrong_and_right_lines_and_a_thread():
