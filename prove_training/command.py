@@ -8,7 +8,7 @@ from pathlib import Path
 
 APART = "PROVE_IMPORTS_APART"
 WHAT = "Prove that a script trains the same model on any number of processes, or name the first thing that differs."
-CODES = "Exit codes: 0 proven, 1 something is wrong, 2 the script fails, 3 not all could be compared."
+CODES = "Exit codes: 0 proven, or nothing wrong found; 1 something is wrong; 2 the script fails; 3 prove cannot tell."
 
 
 def process_counts(text: str) -> tuple[int, ...]:
@@ -40,6 +40,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     )
     add("--resume_flags", metavar="FLAGS", help='flags with which the script resumes, "" if it does so by itself')
     add("--timeout_s", type=float, default=60, metavar="X", help="limit of each run in seconds (default: 60)")
+    add("--strict", action="store_true", help="end with 3, and not with 0, where not all could be compared")
     add("--json", action="store_true", help="print the report as JSON")
     add("--keep", type=Path, metavar="FOLDER", help="keep what the runs write, and their records")
     add("-m", dest="is_module", action="store_true", help="the script is a module: -m package.train")
@@ -48,6 +49,8 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(words)
     args.module = args.script if args.is_module else None
     args.script = module_file(args.script) if args.is_module else Path(args.script)
+    if args.script and args.script.suffix == ".ipynb":
+        parser.error(f"{args.script} is a notebook: jupyter nbconvert --to script makes a script of it")
     if not args.script or not args.script.is_file():
         parser.error(f"there is no {f'module {args.module}' if args.is_module else f'script {args.script}'}")
     if args.keep and args.keep.exists() and not (args.keep.is_dir() and not any(args.keep.iterdir())):
@@ -70,3 +73,6 @@ def main() -> int:
         return proof.prove(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE

@@ -16,7 +16,7 @@ from .mistakes import advice, correction, id_of
 from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Pass, Plan, Record
 from .runs import Outcome, Runs
-from .stages import Comparison, Finding, evaluations, note, several, single, steps, trained_on
+from .stages import Comparison, Finding, apart, evaluations, note, several, single, steps, trained_on
 from .stages.unfinished import because
 from .text import CannotTell, and_join, plural, show
 
@@ -25,6 +25,7 @@ MANY = 8  # devices of a machine for a script that does not train with one
 LAST_LINES = 12  # of what a process printed
 OF_TRAINING = ("initial weights", "gradient", "loss weights", "clipping", "learning rate", "weights")
 OF_GPUS = r"\b(?:lib)?cuda|nvidia|\bgpus?\b|\btriton\b|\baccelerator device\b"
+OF_DEVICES = r"(?i)\bcpu\b|\bdevices?\b|ZeroDivision|Finished|SimpleNamespace"  # it may be the pretended device's
 OF_NETWORKS = ("urlopen", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
 NO_GROUP = "process group has not been initialized"
 OF_LAUNCH = "--local_rank"  # a flag that torchrun does not add
@@ -49,7 +50,7 @@ class Report:
             show(text, colour)
 
     def line(self, name: str, text: str, colour: str = "") -> None:
-        self.say(f"  {name:<14}{text}", colour)
+        self.say(f"  {name:<13} {text}", colour)
 
     def add(self, name: str, findings) -> list[Finding]:
         """Print findings, each kind once, and keep notes for the end. Returns the new findings."""
@@ -134,6 +135,7 @@ class Proof:
         self.processes, self.counts = args.processes or (2, 3), [1]  # to compare with, and those that were compared
         self.compared, self.not_compared = set(), {}
         self.pretends = False  # to a script that asks that there is an accelerator
+        self.is_divided = False  # the state of the optimizer, over the processes
         self.starts = False  # whether the script starts its processes itself, one for each GPU of a machine
 
     def verdict(self) -> tuple[int, str]:
@@ -159,6 +161,8 @@ class Proof:
             self.report.log(outcome)
             if is_about_gpus(outcome.error):
                 raise CannotTell(f"it needs a GPU: {outcome.error}")
+            if self.plan.without_gpu and re.search(OF_DEVICES, outcome.error):
+                raise CannotTell(f"on a GPU that prove pretends, {error}")
             if refuses and self.plan.without_gpu:
                 raise CannotTell(f"it refuses one process with a pretended GPU: {error}")
             return FAILS, f"fails: on one process, {error}"
@@ -185,7 +189,8 @@ class Proof:
         self.report.add("", [note("not compared", reason) for reason in reasons])
         same = f"the same {in_words(self.compared)} on {and_join(self.counts)} processes"
         if "gradients" not in self.compared or "steps" in self.not_compared:
-            return CANNOT_TELL, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
+            code = CANNOT_TELL if self.args.strict else PROVEN
+            return code, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
         return PROVEN, f"proven: {same}"
 
     def _hints(self, outcome: Outcome) -> str:
@@ -245,12 +250,15 @@ class Proof:
                     return again
         return outcome
 
-    def _begin(self, facts: Facts) -> None:
-        self.report.framework = facts.framework
+    def _repeat(self, facts: Facts) -> None:
         self.repeat = {"orders": self.reference.orders, "weights": self.reference.weights}
         self.repeat |= {"lengths": facts.lengths, "sizes": given_sizes([self.reference]), "places": [*facts.loaders]}
         training = trained_on(self.reference)
         self.repeat["tests"] = {key: each.given for key, each in facts.loaders.items() if key not in training}
+
+    def _begin(self, facts: Facts) -> None:
+        self._repeat(facts)
+        self.report.framework, training = facts.framework, trained_on(self.reference)
         words = f"{self.args.script} on the CPU"
         for loader in [loader for key, loader in facts.loaders.items() if key in training and loader.given][:1]:
             size = loader.given if self.plan.own_batch_size else micro_batch(loader.given)
@@ -282,6 +290,8 @@ class Proof:
         outcome, both, found, problem = run(is_apart)
         if outcome.records and not (outcome.records[0].facts.ddp or self.report.framework):
             self.report.framework = "By hand"
+        made = zip(*(record.steps for record in outcome.records), strict=False)
+        self.is_divided |= any(apart(of_ranks, "state_before") for of_ranks in made)
         self.starts = self.starts or any(record.facts.starts for record in outcome.records)
         if is_apart and problem:
             outcome_apart, (outcome, both, found, on_one_machine) = outcome, run(False)
@@ -296,6 +306,11 @@ class Proof:
         if any(each.kind == "items" for each in found) and is_augmented(outcome.records[0]):
             again = self.runs(processes, replace(self.plan, **self.repeat, same_share=True))
             first, *others = ([each.read for each in trained_passes(record)[:1]] for record in again.records)
+            if first not in others and not self.plan.seeds_own:
+                self.plan.seeds_own = True
+                self.reference = self.runs(1, self.plan).records[0]
+                self._repeat(self.reference.facts)
+                return self._compare(processes)
             if first not in others:
                 raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
         if outcome.error and self.plan.own_batch_size and "shape" in outcome.error.lower():
@@ -380,6 +395,8 @@ class Proof:
         # From a checkpoint made anew: the runs above have written into the folder of the first one.
         third = self.runs(more, again, flags, self._interrupted(flags_before).changes)
         name, problems = f"resumed on {plural(more, 'process')}", []
+        if not third.error and self.report.add(name, resuming.differing_ranks(third.records, self.is_divided)):
+            return
         if third.error or len(third.records) < more or third.waits:
             problems = [note(name, third.error or "it did not end")]
         else:  # a note: somebody may always resume on as many processes
@@ -397,7 +414,7 @@ class Proof:
         if outcome.error or not outcome.records:
             self.report.add("resumed", [Finding("fails", "the run that resumes", str(outcome.error))])
             return False
-        found = list(resuming.compare(whole, outcome.records[0], done))
+        found = [*single.loaded(outcome.records[0]), *resuming.compare(whole, outcome.records[0], done)]
         if any(each.kind for each in found) and not outcome.records[0].facts.has_loaded:
             raise CannotTell("the run that resumes loads nothing: do its flags name a checkpoint?")
         found = self.report.add("resumed", found)

@@ -27,6 +27,8 @@ class Plan:
     stop_after_save: bool = False
     clock: int = 1  # how many times as fast the clocks are
     whole_batches: bool = False  # each process has as many samples in a step as the reference
+    seeds_own: bool = False  # generators that the items have themselves are seeded, too
+    seeds_own: bool = False  # generators that the items have themselves are seeded, too
     same_share: bool = False  # each process reads the samples of rank 0
     shorter: list[str] = field(default_factory=list)  # loaders of tests that end early
     # Of the reference, which the run repeats:
@@ -188,6 +190,9 @@ class Facts:
     has_state: bool = False
     has_saved: bool = False
     has_loaded: bool = False  # a file that may be a checkpoint
+    loads_nothing: str = ""  # a line where a model takes no entry of what it is given
+    lost: str = ""  # the first of these entries
+    strips_prefix: bool = False  # the script has "module." in a string
     loads: bool = False  # the state of something: it may resume
     taken: set[tuple[str, int]] = field(default_factory=set)  # ("schedule", 4): its state_dict was taken after 4 steps
     untrained: list[str] = field(default_factory=list)  # parameters

@@ -372,6 +372,14 @@ def install(recording) -> None:
         recording.facts.data_parallel = recording.where.line()
 
     before(nn.DataParallel, "__init__", note_replicas)
+
+    @wrap(nn.Module, "load_state_dict")
+    def load_state_dict(original, module, state_dict, *args, **kwargs):
+        result = original(module, state_dict, *args, **kwargs)
+        if state_dict and len(getattr(result, "unexpected_keys", ())) == len(state_dict):
+            recording.facts.loads_nothing, recording.facts.lost = recording.where.line(), next(iter(state_dict))
+        return result
+
     for name in LOSSES:
 
         @wrap(F, name)
@@ -401,6 +409,14 @@ def install_optimizers(models: Models) -> None:
         original(scaler, "cpu", *args, **kwargs)  # that of a GPU is not enabled without one
         scaler._init_scale = 1.0  # so that no step is skipped, and gradients have their size
         models.scalers += [scaler] * scaler.is_enabled()
+
+    @wrap(torch.amp.GradScaler, "scale")
+    def scale(original, scaler, outputs):
+        scaled = original(scaler, outputs)
+        if scaler.is_enabled() and isinstance(scaled, torch.Tensor):
+            models.recording.step.scaler += ["scale twice"] * hasattr(outputs, "prove_is_scaled")
+            scaled.prove_is_scaled = True
+        return scaled
 
     for name in ("unscale_", "step"):
 

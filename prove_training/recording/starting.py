@@ -145,8 +145,11 @@ def watch_devices(cls: type, recording) -> None:
     @wrap(cls, "__init__")
     def init(original, self, *args, **options):
         own = {"accelerator": "cpu", "devices": recording.plan.processes, "num_nodes": 1}
-        if options.get("strategy", "auto") == "auto":
+        strategy = options.get("strategy", "auto")
+        if strategy == "auto":
             own["strategy"] = "ddp"  # also on one process, so that its loaders have the same order
+        elif not isinstance(strategy, str):  # Lightning refuses an accelerator in two places
+            strategy._accelerator = strategy._parallel_devices = None
         if str(options.get("precision") or 32) not in ("32", "32-true"):
             recording.facts.switched_off.add("mixed precision")
             own["precision"] = "32-true"

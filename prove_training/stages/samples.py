@@ -95,7 +95,8 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts, is_who
         both.not_compared["samples"] = f"{why} ({line})"
         return
     dropped = loader.items - wanted.total() if loader.drop_last and loader.items else 0
-    tested = {each for test in both.reference.evaluations for some in test.samples.values() for each in some}
+    tests = [test.samples for test in both.reference.evaluations]  # a teacher sees the samples that it teaches
+    tested = {each for samples in tests for other, some in samples.items() if other != key for each in some}
     if leaked := tested.intersection(unknown):
         what = f"{plural(len(leaked), 'sample')} of the evaluation on rank 0 are trained on by other processes"
         yield Finding("split", "samples", what, None, line)

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator
 
 from ..records import Record
-from . import Comparison, Finding, apart, close, first_line, note, samples, steps
+from . import Comparison, Finding, apart, close, first_line, note, samples, single, steps
 
 
 def are_plain(ranks: list[Record]) -> bool:
@@ -25,6 +25,7 @@ def findings(both: Comparison) -> Iterator[Finding]:
     found = list(samples.findings(both))
     yield from found
     yield from _initial_weights(both)
+    yield from single.loaded(both.ranks[0]) if not both.reference.facts.loads_nothing else ()
     yield from _draws(both)
     yield from _plateaus(both)
     if not any(finding.kind for finding in found):
@@ -100,7 +101,11 @@ def _saves(both: Comparison) -> Iterator[Finding]:
     for save in both.ranks[0].saves:
         what = f"the names in {save.path} begin with {save.prefix!r}"
         if save.prefix and before.get(save.line) == "":
-            yield Finding("checkpoint_prefix", "checkpoint", f"{what}, and not on 1 process", None, save.line)
+            what += ", and not on 1 process"
+            if both.facts.strips_prefix:
+                yield note("checkpoint", f"{what}: the script takes it off", None, save.line)
+            else:
+                yield Finding("checkpoint_prefix", "checkpoint", what, None, save.line)
             break
         if save.prefix == "_orig_mod.":
             yield note("checkpoint", f"{what}: only a compiled model loads them as they are", None, save.line)

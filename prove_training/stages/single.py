@@ -22,7 +22,7 @@ def cannot_judge(record: Record) -> str | None:
     if line := facts.local_sgd:
         return f"LocalSGD lets the processes train alone for some steps, on purpose ({line})"
     if line := facts.averages_weights:
-        return f"it averages the weights after its steps, and not the gradients before ({line})"
+        return f"it averages or exchanges the weights after its steps, and not only the gradients before ({line})"
     if lines := facts.layers:
         return f"its layers are divided over the processes, and not only its samples ({lines[0]})"
     if "LBFGS" in facts.optimizers:
@@ -51,9 +51,17 @@ def findings(record: Record) -> Iterator[Finding]:
     yield from _saves(record)
     yield from _evaluations(record)
     yield from _modes(record)
+    yield from loaded(record)
     facts = record.facts
     if facts.run and facts.is_complete and not facts.is_finished:
         yield Finding("finish", "files", "run.finish() is not called: no model is saved", None, facts.run)
+
+
+def loaded(record: Record) -> Iterator[Finding]:
+    """A model that has taken nothing of what it was given."""
+    if line := record.facts.loads_nothing:
+        what = f"load_state_dict with strict=False takes nothing: all names differ, as that of {record.facts.lost}"
+        yield Finding("loads_nothing", "checkpoint", what, None, line)
 
 
 def usual_micro_batches(record: Record) -> int:
@@ -172,9 +180,12 @@ def _accumulation(record: Record, number: int, step: Step) -> Iterator[Finding]:
                 yield Finding("leftover", "gradient", what, number, first_line(step))
         else:  # by a counter that goes on
             yield note("gradient", f"a step {what}", None, first_line(step))
-    if step.scaler[:1] == ["clip"] and "step" in step.scaler:
+    if [call for call in step.scaler if call != "scale twice"][:1] == ["clip"] and "step" in step.scaler:
         what = "the gradients are still multiplied by GradScaler when they are clipped"
         yield Finding("clip_scaled", "clipping", what, number, step.clips[0][1])
+    if "scale twice" in step.scaler:
+        what = "a loss that GradScaler has scaled is scaled again, and its gradient unscaled once"
+        yield Finding("scaled_twice", "loss weights", what, number, first_line(step))
     if step.is_pending:
         what = "FSDP still has gradients that are not reduced when the optimizer steps"
         yield Finding("not_reduced", "gradient", what, number, step.line)

@@ -64,8 +64,11 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
             what = "clipped before the gradients are averaged, by the norm that each process has alone"
             yield Finding("clip_early", "clipping", what, number, steps[0].clips[-1][1])
             return
-        if not any(micro.syncs for micro in steps[0].micro_batches) and facts.ddp:
+        syncs = [micro.syncs for micro in steps[0].micro_batches]
+        if facts.ddp and not any(syncs):
             what += ", and none of its backward passes averages them"
+        elif facts.ddp and not syncs[-1]:
+            what += f": averaged after micro-batch {syncs.index(True) + 1} of {len(syncs)}, and not after the last one"
         if facts.around_ddp:
             yield Finding("around_ddp", "gradient", what, number, facts.around_ddp[0])
         else:
@@ -122,7 +125,9 @@ def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...
         for rank, step in enumerate(steps):
             found = getattr(step, kind)
             names = [
-                name for name, value in getattr(wanted, kind).items() if differ(value, found.get(name, value)) > APART
+                name
+                for name, value in getattr(wanted, kind).items()
+                if (other := found.get(name, value)).shape == value.shape and differ(value, other) > APART
             ]
             if names:
                 what = f"{named(names)}: after the step before, rank {rank} changes the {whose} by another amount"
@@ -175,6 +180,8 @@ def _gradient(
     what = f"{named(factors)}: not a multiple of what it is on 1 process"
     if all(close(factor, first, 1e-2) for factor in factors.values()):
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
+        if all(close(total_weight(rank, step) or 0.0, 1.0) for rank, step in zip(both.ranks, steps, strict=True)):
+            what += ", and the loss is not: the gradient is changed after the backward pass"
     what += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
         kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"

@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from conftest import ROOT
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -34,7 +36,7 @@ from prove_training.recording.models import take_over
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, several, single, unfinished
-from prove_training.stages.evaluations import differing, explained, suspects
+from prove_training.stages.evaluations import differing, explained, share, suspects
 from prove_training.tensors import sampled
 from prove_training.text import CannotTell
 from silent_bugs.run import find_cases
@@ -80,6 +82,7 @@ def prove_it(tmp_path, monkeypatch, capsys):
         args = {
             "resume_flags": None,
             "timeout_s": 60,
+            "strict": True,
             "module": None,
             "json": False,
             "keep": None,
@@ -150,7 +153,7 @@ def test_a_correct_program_is_proven_on_one_two_and_three_processes(prove_it, pr
 BETWEEN_REPLICAS = {
     "mesh=mesh)": ('mesh=mesh["shard"])', "ranks 0 and 2 have different gradients at the step"),
     "torch.manual_seed(0)": ("torch.manual_seed(rank // 2)", "ranks 0 and 2 begin with different weights"),
-    "world, rank=rank)": ("max(world // 2, 1), rank=rank // 2)", "77 of 77 samples of an epoch count twice"),
+    "world, rank=rank)": ("max(world // 2, 1), rank=rank // 2)", "75 of 75 samples of an epoch count twice"),
 }
 
 
@@ -726,6 +729,21 @@ def test_a_shuffle_with_a_generator_of_the_script_keeps_its_own_order(own_genera
     assert batches.order(sampler, lambda: [0, 1, 2]) == expected
 
 
+@pytest.mark.parametrize(("number", "is_share"), [(31, False), (32, True), (33, True), (34, True), (35, False)])
+def test_a_share_by_hand_may_differ_by_one(number, is_share, tmp_path):
+    batches = made_recording(tmp_path, processes=3, lengths={100, 31}).batches
+    assert batches.whole(number, "lengths") == (100 if is_share else None)
+    assert batches.whole(100, "lengths") is None
+
+
+def test_each_pass_has_its_own_order_of_the_reference_if_it_has_as_many_items(tmp_path):
+    batches = made_recording(tmp_path, processes=2, orders={"train.py:5": [[2, 0, 1], [1, 2, 0], [1, 0]]}).batches
+    sampler = RandomSampler(range(3))
+    sampler.prove_key, sampler.prove_generator = "train.py:5", False
+    orders = [batches.order(sampler, lambda: [0, 1, 2]) for _ in range(4)]
+    assert orders == [[2, 0, 1], [1, 2, 0], [0, 1, 2], [0, 1, 2]]
+
+
 @pytest.mark.parametrize(("given", "total"), [(64, 12), (12, 12), (8, 6), (1, 6)])
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_the_batch_of_all_processes_is_the_same_on_each_number_of_them(given, total, processes, tmp_path):
@@ -738,11 +756,23 @@ def test_the_batch_of_all_processes_is_the_same_on_each_number_of_them(given, to
     assert recording.batches.batch_size(given, "train") == total
 
 
-def test_an_epoch_divides_by_no_number_of_processes():
-    items = same_work.items_of_epoch()
-    for processes in (2, 3):
-        assert items % processes
-        assert len(DistributedSampler(Items(items), processes, 0)) * processes > items
+def test_two_processes_do_not_divide_an_epoch():
+    assert len(DistributedSampler(Items(same_work.items_of_epoch()), 2, 0)) * 2 > same_work.items_of_epoch()
+
+
+@pytest.mark.parametrize("given", [16, 6])
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_epoch_has_as_many_steps_on_each_number_of_processes(given, processes, drops):
+    """Also without the last batch, whether a sampler or Accelerate divides the data."""
+    items, total = Items(same_work.items_of_epoch()), same_work.micro_batch(given)
+    expected, own = len(DataLoader(items, total, drop_last=drops)), total // processes
+    assert len(items) % total > 1, "BatchNorm needs two samples"
+    for sampler_drops in (False, True):
+        sampler = DistributedSampler(items, processes, 0, drop_last=sampler_drops)
+        assert len(DataLoader(items, own, sampler=sampler, drop_last=drops)) == expected
+    batches = BatchSampler(range(len(items)), own, drops)
+    assert len(BatchSamplerShard(batches, processes, 0)) == expected
 
 
 # The stages, on records that are made up
@@ -882,7 +912,7 @@ def test_rewards_that_are_all_the_same_are_no_mistake():
 
 def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
     def outcome(processes: int, plan: Plan) -> Outcome:
-        error = "Got 77 predictions and 100 features" if plan.limit < 100 else None
+        error = "Got 75 predictions and 100 features" if plan.limit < 100 else None
         return Outcome(made_up(), error, Path(), [], [], [])
 
     proven = proof.Proof(argparse.Namespace(processes=None), outcome, None)
@@ -1054,6 +1084,73 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
         ("", "randn draws the same"),
         lambda one, ranks: every_step(ranks, drawn=drawn("a", in_model=True)),
     ),
+    "initial weights of the last rank": (
+        ("initial_weights", "ranks 0 and 2 begin with different weights"),
+        lambda one, ranks: scale(ranks[2].initial, 1.01),
+    ),
+    "clipped gradients of the last rank": (
+        ("clipped", "ranks 0 and 2 have different gradients after clipping"),
+        lambda one, ranks: scale(ranks[2].steps[1].at_step, 1.01),
+    ),
+    "clipped gradients of all ranks": (
+        ("factor", "weight: 1.01 times what it is on 1 process, after clipping"),
+        lambda one, ranks: [
+            every_step([one, *ranks], clips=[(1, "train.py:9")]),
+            *(scale(rank.steps[1].at_step, 1.01) for rank in ranks),
+        ],
+    ),
+    "a factor of its own for each parameter": (
+        ("gradient", "weight and 1 other: not a multiple of what it is on 1 process"),
+        lambda one, ranks: [
+            *(rank.steps[2].gradients.update(bias=2 * sampled(torch.ones(2))) for rank in ranks),
+            one.steps[2].gradients.update(bias=sampled(torch.ones(2))),
+            *(scale(rank.steps[2].gradients, 3.0) for rank in ranks),
+        ],
+    ),
+    "weights before a step": (
+        ("weights", "after the step before, rank 2 changes the weights by another amount"),
+        lambda one, ranks: scale(ranks[2].steps[1].before, 1.01),
+    ),
+    "the state of the optimizer before a step": (
+        ("weights", "after the step before, rank 1 changes the optimizer state by another amount"),
+        lambda one, ranks: [
+            *(rank.steps[2].state_before.update(weight=sampled(torch.ones(3))) for rank in (one, *ranks)),
+            scale(ranks[1].steps[2].state_before, 1.01),
+        ],
+    ),
+    "a group of processes that is not all": (
+        ("not_reduced", "ranks 0 and 2 have different gradients at the step"),
+        lambda one, ranks: scale(ranks[2].steps[0].gradients, 1.01),
+    ),
+    "the wrong micro-batch": (
+        ("not_reduced", "averaged after micro-batch 1 of 2, and not after the last one"),
+        lambda one, ranks: [
+            scale(ranks[1].steps[0].gradients, 2.0),
+            *(rank.steps[0].micro_batches.append(MicroBatch(syncs=False)) for rank in ranks),
+        ],
+    ),
+    "a gradient that is divided after the backward pass": (
+        ("factor", "0.5 times what it is on 1 process, and the loss is not"),
+        lambda one, ranks: [scale(rank.steps[0].gradients, 0.5) for rank in ranks],
+    ),
+    "a sum by hand": (
+        ("summed", "the processes' gradients are added up, and not divided by 3"),
+        lambda one, ranks: [
+            every_step([rank], own=dict(rank.steps[0].gradients), collectives=[("all_reduce", "train.py:9")])
+            or [scale(step.gradients, 3.0) for step in rank.steps[:1]]
+            for rank in ranks
+        ],
+    ),
+    "weights that nothing is taken of": (
+        ("loads_nothing", "all names differ, as that of module.weight"),
+        lambda one, ranks: [
+            vars(rank.facts).update(loads_nothing="train.py:4", lost="module.weight") for rank in ranks
+        ],
+    ),
+    "DataParallel in each process": (
+        ("data_parallel", "nn.DataParallel gives each process all GPUs"),
+        lambda one, ranks: [setattr(rank.facts, "data_parallel", "train.py:4") for rank in ranks],
+    ),
     "the same augmentation": (
         ("", "the augmentation draws the same"),
         lambda one, ranks: [setattr(rank.facts, "draws_items", True) for rank in ranks],
@@ -1068,6 +1165,27 @@ def test_a_number_that_differs_in_one_place_is_found(change):
     apply(reference, ranks)
     finding = found(reference, ranks)[0]
     assert (finding.kind, words in finding.what) == (kind, True), finding
+
+
+@pytest.mark.parametrize(("same", "kinds"), [(3, ["same_noise"]), (2, [])])
+def test_noise_is_the_same_only_if_it_is_in_each_of_three_steps_or_more(same, kinds):
+    (reference,), ranks = made_up(), made_up(3)
+    for rank in ranks:
+        every_step([replace(rank, steps=rank.steps[:same])], drawn=drawn("a"))
+    assert [finding.kind for finding in found(reference, ranks)] == kinds
+    ranks[2].steps[same - 1].drawn = drawn("another")
+    assert found(reference, ranks) == []
+
+
+@pytest.mark.parametrize(("own", "kinds"), [(9, []), (8, ["eval_share"])])
+@pytest.mark.parametrize("calls", [[], [("all_reduce", "train.py:22")]])
+def test_a_test_of_a_part_of_the_samples_is_told_unless_the_parts_are_added_up(own, kinds, calls):
+    (reference,), ranks = made_up(), made_up(2)
+    for record, samples in ((reference, 10), (ranks[0], own), (ranks[1], 10 - own)):
+        test = evaluation(collectives=calls * (record.rank == 1))
+        test.samples = {"loader": ["of training"] * 100, "test": [*map(str, range(samples))]}
+        record.evaluations.append(test)
+    assert [finding.kind for finding in share(Comparison(reference, ranks))] == kinds * (not calls)
 
 
 @pytest.mark.parametrize("digests", ["aab", "abb", "abc"])
@@ -1180,7 +1298,9 @@ def test_an_error_about_gpus_is_known_by_its_words_and_not_by_its_place(error):
 def verdict(ranks: list[Record], waits=()) -> tuple[int, str]:
     """The verdict on runs with these records, after one with a correct record of one process."""
     (reference,) = made_up()
-    args = argparse.Namespace(script=Path("train.py"), json=True, processes=(2,), resume_flags=None, timeout_s=60)
+    args = argparse.Namespace(
+        script=Path("train.py"), json=True, processes=(2,), resume_flags=None, timeout_s=60, strict=True
+    )
     outcomes = iter(
         [Outcome([reference], None, Path(), [], [], [[]]), Outcome(ranks, None, Path(), list(waits), [], [[], []])]
     )
@@ -1396,6 +1516,51 @@ def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
     assert kinds == ["resumed learning rate", "resumed samples"]
     resumed.steps[1].rates = [0.07]  # a schedule that began anew may have the same rate in its first step
     assert [finding.stage for finding in resuming.compare(whole, resumed, 2)] == ["resumed learning rate"]
+
+
+def test_the_first_gradient_of_a_run_that_resumes_is_compared_unless_random_numbers_are_drawn():
+    (whole,), (resumed,) = made_up(), made_up()
+    resumed.steps = resumed.steps[2:]
+    scale(resumed.steps[0].gradients, 1.01)
+    (finding,) = resuming.compare(whole, resumed, 2)
+    assert finding.stage == "resumed gradient"
+    assert list(resuming.compare(whole, resumed, 2, has_gradients=False)) == []
+    resumed.steps[0].micro_batches[0].draws = True
+    assert list(resuming.compare(whole, resumed, 2)) == []
+
+
+def test_the_epoch_of_a_run_that_resumes_is_compared():
+    (whole,), (resumed,) = made_up(), made_up()
+    resumed.steps = [replace(step) for step in resumed.steps[2:]]
+    for number, record in enumerate((whole, resumed), 1):
+        record.passes[0].epoch = number
+    for step in whole.steps[2:]:
+        step.micro_batches[0].samples[0].number = 1
+    whole.passes.append(replace(whole.passes[0], number=1, epoch=1))
+    assert list(resuming.compare(whole, resumed, 2)) == [], "the same samples"
+    digests_of(resumed, 0).digests = [f"other {number}" for number in range(6)]
+    (finding,) = resuming.compare(whole, resumed, 2)
+    assert finding.what == "the epoch has the order of epoch 2, and not of 1"
+    resumed.passes[0].epoch = None
+    assert [each.kind for each in resuming.compare(whole, resumed, 2)] == [""]
+
+
+@pytest.mark.parametrize("kind", ["before", "state_before"])
+def test_what_only_rank_0_has_loaded_is_told(kind):
+    ranks = made_up(3)
+    for rank in ranks:
+        rank.steps[0].state_before = {"weight/average": sampled(torch.ones(3))}
+    assert list(resuming.differing_ranks(ranks, False)) == []
+    scale(getattr(ranks[2].steps[0], kind), 2.0)
+    (finding,) = resuming.differing_ranks(ranks, False)
+    assert (finding.kind, "ranks 0 and 2 begin with" in finding.what) == ("resume_alone", True)
+    assert len(list(resuming.differing_ranks(ranks, True))) == (kind == "before"), "its state may be divided"
+    ranks = made_up(2)
+    for rank in ranks:
+        rank.evaluations.append(evaluation())
+    ranks[1].evaluations[0].models = {1: 0.7}
+    (finding,) = resuming.differing_ranks(ranks, False)
+    assert "the tested model has other weights on rank 1" in finding.what
 
 
 def test_a_run_without_a_loader_that_resumes_is_compared():
