@@ -1,10 +1,13 @@
 """The command line of prove_training."""
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
+
+from . import formats
 
 APART = "PROVE_IMPORTS_APART"
 WHAT = "Prove that a script trains the same model on any number of processes, or name the first thing that differs."
@@ -13,9 +16,10 @@ CODES = "Exit codes: 0 proven, or nothing wrong found; 1 something is wrong; 2 t
 
 def process_counts(text: str) -> tuple[int, ...]:
     """An argparse type: comma-separated numbers of processes, each at least 2."""
-    counts = tuple(sorted({int(part) for part in text.split(",")}))
-    if counts[0] < 2:
-        raise ValueError(text)
+    parts = text.split(",")
+    counts = tuple(sorted({int(part) for part in parts if part.strip().isdigit()}))
+    if not all(part.strip().isdigit() for part in parts) or counts[0] < 2:
+        raise argparse.ArgumentTypeError(f"{text}: numbers of processes to compare with one, such as 2 or 2,3")
     return counts
 
 
@@ -41,7 +45,8 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add("--resume_flags", metavar="FLAGS", help='flags with which the script resumes, "" if it does so by itself')
     add("--timeout_s", type=float, default=60, metavar="X", help="limit of each run in seconds (default: 60)")
     add("--strict", action="store_true", help="end with 3, and not with 0, where not all could be compared")
-    add("--json", action="store_true", help="print the report as JSON")
+    add("--format", choices=formats.FORMATS, default="text", help="of the report: github has annotations and a summary")
+    add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     add("--keep", type=Path, metavar="FOLDER", help="keep what the runs write, and their records")
     add("-m", dest="is_module", action="store_true", help="the script is a module: -m package.train")
     add("script")
@@ -58,8 +63,20 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def with_other_python() -> int:
+    """Start again with the interpreter of the project, if prove is installed apart from it, and from PyTorch."""
+    folders = [Path(os.environ.get("VIRTUAL_ENV", ".venv")), Path(".venv"), Path("venv")]
+    for python in (folder / "bin" / "python" for folder in folders):
+        if python.is_file() and not python.samefile(sys.executable):
+            os.execv(python, [str(python), str(Path(__file__).parent), *sys.argv[1:]])
+    print("PyTorch is not installed here: activate the environment of the script", file=sys.stderr)
+    return 2
+
+
 def main() -> int:
     args = parse_args()
+    if not importlib.util.find_spec("torch"):
+        return with_other_python()
     from . import imports, proof, runs  # here and not above: torch takes a second, and --help needs none
 
     os.environ.update(runs.SETTINGS)

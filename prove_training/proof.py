@@ -4,14 +4,13 @@ The script runs for two passes over a few samples on one process, the reference,
 on two and three processes. `recording` makes them the same and records, and `stages` compares.
 """
 
-import json
 import linecache
 import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from . import resuming
+from . import formats, resuming
 from .mistakes import advice, correction, id_of
 from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Pass, Plan, Record
@@ -23,6 +22,7 @@ from .text import CannotTell, and_join, plural, show
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
 MANY = 8  # devices of a machine for a script that does not train with one
 LAST_LINES = 12  # of what a process printed
+ACCUMULATION = ["--gradient_accumulation_steps", "2"]  # of a script of this project
 OF_TRAINING = ("initial weights", "gradient", "loss weights", "clipping", "learning rate", "weights")
 OF_GPUS = r"\b(?:lib)?cuda|nvidia|\bgpus?\b|\btriton\b|\baccelerator device\b"
 OF_DEVICES = r"(?i)\bcpu\b|\bdevices?\b|ZeroDivision|Finished|SimpleNamespace"  # it may be the pretended device's
@@ -41,12 +41,12 @@ class Report:
     """Prints what is found, and keeps it for --json."""
 
     def __init__(self, args):
-        self.script, self.as_json, self.framework = args.script, args.json, ""
+        self.script, self.format, self.framework = args.script, args.format, ""
         self.findings, self.notes, self.lines = [], [], []
 
     def say(self, text: str, colour: str = "") -> None:
         self.lines.append(text)
-        if not self.as_json:
+        if self.format in ("text", "github"):
             show(text, colour)
 
     def line(self, name: str, text: str, colour: str = "") -> None:
@@ -56,6 +56,8 @@ class Report:
         """Print findings, each kind once, and keep notes for the end. Returns the new findings."""
         new = []
         for finding in findings:
+            if finding.kind and f"prove: ignore[{id_of(finding.kind)}]" in self.source(finding.line):
+                finding = note(finding.stage, f"{finding.what} [{id_of(finding.kind)}, ignored]", None, finding.line)
             if not finding.kind:
                 if without_numbers(finding) not in map(without_numbers, self.notes):
                     self.notes.append(finding)
@@ -89,11 +91,8 @@ class Report:
             for line in correction(finding.kind) if self.framework in ("", "By hand") else ():
                 self.say(f"  {line}")
         self.say(verdict, {PROVEN: "green", CANNOT_TELL: "yellow"}.get(code, "red"))
-        if self.as_json:
-            found = [each._asdict() | {"advice": advice(each.kind, self.framework)} for each in self.findings]
-            notes = [finding._asdict() for finding in self.notes]
-            entries = {"code": code, "verdict": verdict, "findings": found, "notes": notes, "lines": self.lines}
-            print(json.dumps(entries, indent=2))
+        if self.format != "text":
+            print(getattr(formats, f"as_{self.format}")(self, code, verdict))
         return code
 
 
@@ -180,6 +179,8 @@ class Proof:
                 self._resume(words, [*words, "--resume", *(self.args.resume_flags or "").split()])
             elif self.args.resume_flags is not None:
                 self._resume([], self.args.resume_flags.split())
+            if reference.facts.run and single.changing_buffer(reference) and ACCUMULATION[0] not in self.args.flags:
+                self._accumulate()
         if self.report.findings:
             return self.wrong(self.report.findings)
         reasons = [f"{what}: {why}" for what, why in self.not_compared.items()]
@@ -405,6 +406,12 @@ class Proof:
         self.report.add("", problems)
         if not problems:
             self.report.line("", f"the same after step {done} on {plural(more, 'process')}")
+
+    def _accumulate(self) -> None:
+        """Compare with two micro-batches per step: a forward pass changes a buffer, as spectral_norm does."""
+        outcome = self.runs(1, replace(self.plan, **self.repeat), ACCUMULATION)
+        if has_run(outcome):
+            self.report.add("2 micro-batches", steps.findings(Comparison(self.reference, outcome.records)))
 
     def _interrupted(self, flags: list[str]) -> Outcome:
         return self.runs(1, replace(self.plan, stop_after_save=True, is_resumed=False), flags)

@@ -90,6 +90,9 @@ class MicroBatch:
     syncs: bool | None = None  # DistributedDataParallel averages after it
     draws: bool = False  # the loop has drawn random numbers before it
     line: str = ""
+    scales: bool = False  # the line multiplies or divides
+    targets: list[str] = field(default_factory=list)  # digests of whole numbers that the loss compares with
+    class_weights: str = ""  # their digest
 
 
 @dataclass
@@ -117,6 +120,7 @@ class Step:
     at_step: Values = field(default_factory=dict)  # gradients that the optimizer gets
     weights: Values = field(default_factory=dict)  # after the step
     statistics: Values = field(default_factory=dict)  # of BatchNorm
+    buffers: dict[str, str] = field(default_factory=dict)  # digests of the others
     rates: list[float] = field(default_factory=list)  # by group
     bases: list[float] = field(default_factory=list)  # initial_lr
     options: list[str] = field(default_factory=list)
@@ -199,6 +203,10 @@ class Facts:
     loaders: dict[str, Loader] = field(default_factory=dict)
     lengths: set[int] = field(default_factory=set)
     draws_items: bool = False
+    draws_others: bool = False  # an item has random numbers of NumPy or Python
+    worker_seeds: dict[str, str] = field(
+        default_factory=dict
+    )  # by line of a loader whose workers are seeded alike: which
     draws_by_itself: bool = False  # an item has random numbers of a generator that nobody can seed
     switched_off: set[str] = field(default_factory=set)
     # Of this project's Run:

@@ -56,7 +56,7 @@ class Case(NamedTuple):
 def find_cases(patterns: list[str]) -> list[Case]:
     """The programs whose path below this folder begins with one of the patterns."""
     cases = []
-    for path in sorted([*HERE.glob("bugs/*/*.py"), *HERE.glob("right/*.py")]):
+    for path in sorted([*HERE.glob("bugs/*/*.py"), *HERE.glob("right/*.py"), *HERE.glob("unseen/*/*.py")]):
         if path.relative_to(HERE).as_posix().startswith(tuple(patterns)):
             text = path.read_text()
             lines = [number for number, line in enumerate(text.splitlines(), 1) if "# WRONG" in line]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, optimizer
 
 from ..records import Draw, MicroBatch
-from ..tensors import digest, local, sampled, whole
+from ..tensors import digest, local, rows, sampled, whole
 from .where import before, wrap
 
 MOST_STEPS = 60
@@ -59,6 +59,8 @@ class Models:
                 self.hand_on(0, self.optimizers)
         if not recording.step.statistics:
             recording.step.statistics = {name: sampled(value) for name, value in self._statistics()}
+            buffers = (entry for model in self.models.values() for entry in model.named_buffers())
+            recording.step.buffers = {WRAPPERS.sub("", name): digest(local(value)) for name, value in buffers}
         if id(model) in self.in_ddp:
             recording.facts.around_ddp.append(recording.where.line())
         if isinstance(model, DistributedDataParallel):
@@ -165,6 +167,7 @@ class Models:
         if passes[0] != passes[-1] and step.zeroed and step.zeroed[-1][0] == len(step.micro_batches):
             step.micro_batches, step.zeroed = [], []  # what was left at the end of an epoch is dropped
         micro.draws, micro.line = draws, recording.where.line()
+        micro.scales = bool(re.search(r"[^*/][*/][^*/]", recording.where.source()))
         step.micro_batches.append(micro)
 
     def _holds_gradients(self) -> bool:
@@ -180,9 +183,14 @@ class Models:
             count = target.numel() if isinstance(target, torch.Tensor) else 1
             if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
                 count = int((target != kwargs.get("ignore_index", -100)).sum())
-        step, line = self.recording.step, self.recording.where.line()
+        step, line, weight = self.recording.step, self.recording.where.line(), kwargs.get("weight")
+        targets = rows([target]) if isinstance(target, torch.Tensor) and not target.is_floating_point() else []
 
         def note(gradient: torch.Tensor) -> None:
+            if step.micro_batches:
+                micro = step.micro_batches[-1]
+                micro.targets += targets
+                micro.class_weights = digest(weight) if weight is not None else ""
             weights = gradient[gradient != 0]
             if len(weights) and not torch.allclose(weights, weights[0], rtol=1e-3, atol=0.0):
                 return  # as with a weight for each time step

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, Subset
 from torch.utils.data._utils import fetch
 
-from ..tensors import digest
+from ..tensors import digest, rows
 from . import pretended_gpu
 from .where import wrap
 
@@ -138,11 +138,11 @@ def fetch_with_digests(self, index):
 class Tagged:
     """A collate_fn that also returns the digests of the items."""
 
-    def __init__(self, collate_fn):
-        self.collate_fn = collate_fn
+    def __init__(self, collate_fn, are_batches: bool = False):
+        self.collate_fn, self.are_batches = collate_fn, are_batches
 
-    def __call__(self, items: list):
-        digests = [digest(item) for item in items]
+    def __call__(self, items):
+        digests = rows(items) if self.are_batches else [digest(item) for item in items]
         return TAG, self.collate_fn(items), digests, False
 
 

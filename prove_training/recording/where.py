@@ -41,6 +41,11 @@ class Where:
         """The innermost line of the script's own files, as "train.py:64"."""
         return next(self._frames(), "").partition(" ")[0]
 
+    def source(self) -> str:
+        """The text of that line."""
+        file, _, number = self.line().rpartition(":")
+        return linecache.getline(os.path.join(self.root, file), int(number or 0))
+
     def last_of(self, frames) -> str:
         """The same for a traceback."""
         own = [frame for frame in frames if self.is_own(frame.filename)]

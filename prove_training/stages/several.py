@@ -58,6 +58,12 @@ def _draws(both: Comparison) -> Iterator[Finding]:
             else:
                 yield Finding("same_noise", "random numbers", what, number, line)
             return
+    seeds = [rank.facts.worker_seeds for rank in both.ranks]
+    for line in seeds[0] if both.facts.draws_others else ():
+        if all(each.get(line) == seeds[0][line] for each in seeds):
+            what = "worker_init_fn gives the workers of each process the same numbers, and in each epoch"
+            yield Finding("worker_seeds", "random numbers", what, None, line)
+            return
     if any(record.facts.draws_items for record in (both.reference, *both.ranks)):
         states = zip(*(rank.passes for rank in both.ranks), strict=False)
         if any(len({each.random for each in passes}) == 1 for passes in states if passes[0].in_training):

@@ -11,6 +11,8 @@ from ..tensors import norm_of
 from ..text import and_join, plural
 from . import Finding, close, epochs_of, first_line, is_look, named, note, passes_of, trained_on
 
+OF_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+
 
 def cannot_judge(record: Record) -> str | None:
     """Why prove cannot judge this script; None if it can."""
@@ -51,6 +53,9 @@ def findings(record: Record) -> Iterator[Finding]:
     yield from _saves(record)
     yield from _evaluations(record)
     yield from _modes(record)
+    if usual_micro_batches(record) > 1 and (name := changing_buffer(record)):
+        what = f"each forward pass changes the buffer {name}: with accumulation, it changes in each micro-batch"
+        yield note("gradient", what, None, first_line(record.steps[0]))
     yield from loaded(record)
     facts = record.facts
     if facts.run and facts.is_complete and not facts.is_finished:
@@ -226,6 +231,15 @@ def fills_windows(record: Record) -> bool:
             batches = loader.length // loader.given if loader.drop_last else -(-loader.length // loader.given)
             return batches % usual_micro_batches(record) == 0
     return False
+
+
+def changing_buffer(record: Record) -> str:
+    """A buffer that each forward pass changes in training, other than those of BatchNorm."""
+    for one, other in itertools.pairwise(record.steps[:2]):
+        for name, value in one.buffers.items():
+            if other.buffers.get(name) != value and not name.endswith(OF_BATCH_NORM):
+                return name
+    return ""
 
 
 def window(record: Record, number: int) -> int:

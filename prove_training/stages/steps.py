@@ -23,7 +23,7 @@ from . import (
     rounding,
     samples_of,
 )
-from .single import total_weight, usual_micro_batches, weights
+from .single import OF_BATCH_NORM, total_weight, usual_micro_batches, weights
 
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
@@ -177,11 +177,13 @@ def _gradient(
         both.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
     first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
-    what = f"{named(factors)}: not a multiple of what it is on 1 process"
+    what = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(wanted, steps, factors)}"
     if all(close(factor, first, 1e-2) for factor in factors.values()):
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
         if all(close(total_weight(rank, step) or 0.0, 1.0) for rank, step in zip(both.ranks, steps, strict=True)):
             what += ", and the loss is not: the gradient is changed after the backward pass"
+        elif (micro := steps[0].micro_batches[-1]).losses and not micro.scales:
+            line = micro.losses[-1][2]  # of the loss; the backward pass is that of a line that changes nothing
     what += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
         kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"
@@ -191,6 +193,34 @@ def _gradient(
         # Else _losses reports it.
         what = f"the last step of an epoch: {what}, a mean of means over unequal parts"
         yield note("gradient", what, number, line)
+
+
+def _cause(wanted: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
+    """What the records show of why gradients differ by no one factor; "" if nothing."""
+    if len({micro.class_weights for step in steps for micro in step.micro_batches}) > 1:
+        return ": the weights of the classes in the loss differ between the processes"
+    if targets_of((wanted,)) != targets_of(steps):
+        return ": the targets of the loss differ from those of the same samples on 1 process"
+    for name, value in wanted.buffers.items():
+        if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
+            return f": the buffer {name} differs, which each forward pass changes by its own samples"
+    changes = {name: (steps[0].gradients[name] - wanted.gradients[name])[1:] for name in factors}
+    for what, penalty in (("weights", lambda value: value), ("signs of the weights", torch.sign)):
+        pairs = [
+            (change, penalty(wanted.before[name][1:])) for name, change in changes.items() if name in wanted.before
+        ]
+        if pairs and all(len(one) == len(other) and is_multiple(one, other) for one, other in pairs):
+            return f": the difference is a multiple of the {what}, as of a penalty that grows with the batch"
+    return ""
+
+
+def targets_of(steps: tuple[Step, ...]) -> collections.Counter:
+    return collections.Counter(target for step in steps for micro in step.micro_batches for target in micro.targets)
+
+
+def is_multiple(one: torch.Tensor, other: torch.Tensor) -> bool:
+    rest = one - float(one @ other / (other @ other).clamp_min(1e-30)) * other
+    return float(torch.linalg.vector_norm(rest)) < 1e-2 * float(torch.linalg.vector_norm(one))
 
 
 def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, tolerance: float) -> bool:

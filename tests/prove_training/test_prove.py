@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -31,7 +32,7 @@ from torch.utils.data import (
 )
 
 from prove_training import command, imports, mistakes, proof, prove, resuming, runs
-from prove_training.recording import Recording, files, same_work, starting, where
+from prove_training.recording import Recording, data, files, same_work, starting, where
 from prove_training.recording.models import take_over
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.runs import Outcome
@@ -84,7 +85,7 @@ def prove_it(tmp_path, monkeypatch, capsys):
             "timeout_s": 60,
             "strict": True,
             "module": None,
-            "json": False,
+            "format": "text",
             "keep": None,
         } | options
         threads = torch.get_num_threads()
@@ -412,7 +413,7 @@ def test_a_look_at_a_batch_is_no_epoch_of_a_sampler_that_is_only_there_on_severa
 
 
 def test_a_note_that_differs_in_the_number_of_processes_is_told_once():
-    report = proof.Report(argparse.Namespace(script=Path("train.py"), json=True))
+    report = proof.Report(argparse.Namespace(script=Path("train.py"), format="json"))
     for number in (2, 3):
         report.add("", [Finding("", "learning rate", f"{number} times as high on {number} processes")])
     assert [each.what for each in report.notes] == ["2 times as high on 2 processes"]
@@ -760,6 +761,21 @@ def test_two_processes_do_not_divide_an_epoch():
     assert len(DistributedSampler(Items(same_work.items_of_epoch()), 2, 0)) * 2 > same_work.items_of_epoch()
 
 
+@pytest.mark.parametrize(
+    ("init", "is_alike"),
+    [
+        (lambda worker: np.random.seed(worker), True),
+        (lambda worker: np.random.seed((torch.initial_seed() + worker) % 2**32), False),
+        (lambda worker: 1 / 0, False),
+        (None, False),
+    ],
+)
+def test_workers_that_are_seeded_by_their_number_alone_are_known(init, is_alike):
+    state = np.random.get_state()[1].tolist()
+    assert bool(data.seeds_of_workers(init)) == is_alike
+    assert np.random.get_state()[1].tolist() == state
+
+
 @pytest.mark.parametrize("given", [16, 6])
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("drops", [False, True])
@@ -819,6 +835,10 @@ def test_made_up_records_without_a_change_are_the_same():
 
 def scale(entries: dict, factor: float) -> None:
     entries["weight"] = entries["weight"] * factor
+
+
+def add(entries: dict, values: list[float]) -> None:
+    entries["weight"] = sampled(entries["weight"][1:] + torch.tensor(values))
 
 
 def every_step(records: list[Record], **changes) -> None:
@@ -925,7 +945,7 @@ def made_up_proof():
     """A proof whose runs return what is given."""
 
     def made_up_proof(outcomes: list[Outcome]) -> proof.Proof:
-        args = argparse.Namespace(script=Path("train.py"), json=True, processes=[2, 3])
+        args = argparse.Namespace(script=Path("train.py"), format="json", processes=[2, 3])
         made = proof.Proof(args, lambda *_, **__: outcomes.pop(0), proof.Report(args))
         (made.reference,) = made_up()
         made._begin(made.reference.facts)
@@ -1151,6 +1171,41 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
         ("data_parallel", "nn.DataParallel gives each process all GPUs"),
         lambda one, ranks: [setattr(rank.facts, "data_parallel", "train.py:4") for rank in ranks],
     ),
+    "class weights of each process": (
+        ("gradient", "not a multiple of what it is on 1 process: the weights of the classes in the loss differ"),
+        lambda one, ranks: [
+            setattr(ranks[2].steps[0].micro_batches[0], "class_weights", "others"),
+            *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
+        ],
+    ),
+    "labels of each process": (
+        ("gradient", "the targets of the loss differ from those of the same samples on 1 process"),
+        lambda one, ranks: [
+            setattr(one.steps[0].micro_batches[0], "targets", ["a", "b", "b"]),
+            *(
+                setattr(rank.steps[0].micro_batches[0], "targets", [label])
+                for rank, label in zip(ranks, "aab", strict=True)
+            ),
+            *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
+        ],
+    ),
+    "a buffer of each process": (
+        ("gradient", "the buffer center differs, which each forward pass changes by its own samples"),
+        lambda one, ranks: [
+            *(setattr(rank.steps[0], "buffers", {"center": str(rank.rank // 2)}) for rank in (one, *ranks)),
+            *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
+        ],
+    ),
+    "a penalty times the batch": (
+        ("gradient", "the difference is a multiple of the weights, as of a penalty that grows with the batch"),
+        lambda one, ranks: [add(rank.steps[0].gradients, [0.1, 0.1, 0.1]) for rank in ranks],
+    ),
+    "workers that are seeded alike": (
+        ("worker_seeds", "worker_init_fn gives the workers of each process the same numbers"),
+        lambda one, ranks: [
+            vars(rank.facts).update(draws_others=True, worker_seeds={"train.py:5": "a"}) for rank in ranks
+        ],
+    ),
     "the same augmentation": (
         ("", "the augmentation draws the same"),
         lambda one, ranks: [setattr(rank.facts, "draws_items", True) for rank in ranks],
@@ -1299,7 +1354,7 @@ def verdict(ranks: list[Record], waits=()) -> tuple[int, str]:
     """The verdict on runs with these records, after one with a correct record of one process."""
     (reference,) = made_up()
     args = argparse.Namespace(
-        script=Path("train.py"), json=True, processes=(2,), resume_flags=None, timeout_s=60, strict=True
+        script=Path("train.py"), format="json", processes=(2,), resume_flags=None, timeout_s=60, strict=True
     )
     outcomes = iter(
         [Outcome([reference], None, Path(), [], [], [[]]), Outcome(ranks, None, Path(), list(waits), [], [[], []])]
