@@ -36,6 +36,7 @@ from torch.distributed import TCPStore
 
 HERE = Path(__file__).resolve().parent
 IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim", "accelerate"]
+IMPORTED += ["transformers.trainer"]
 TOLERANCE = 1e-5  # relative: between numbers of a right program on different numbers of processes
 NEAR = 3  # lines between the one that a tool names and the one that is wrong
 TIME_LIMIT_S = 60
@@ -231,7 +232,9 @@ def main() -> int:
         parser.error("--tool needs {script}")
     if not args.tool and not find_spec("torch"):
         parser.error("PyTorch is not installed")
-    context.set_forkserver_preload([name for name in IMPORTED if find_spec(name.partition(".")[0])])
+    texts = "".join(case.path.read_text() for case in cases)
+    tops = {name: name.partition(".")[0] for name in IMPORTED}
+    context.set_forkserver_preload([name for name, top in tops.items() if f"{top} import" in texts or top == "torch"])
     if args.tool:
         return 0 if compare(args.tool, cases, args.jobs) else 1
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

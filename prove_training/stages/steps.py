@@ -180,7 +180,8 @@ def _gradient(
     what = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(wanted, steps, factors)}"
     if all(close(factor, first, 1e-2) for factor in factors.values()):
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
-        if all(close(total_weight(rank, step) or 0.0, 1.0) for rank, step in zip(both.ranks, steps, strict=True)):
+        totals = [total_weight(rank, step) or 0.0 for rank, step in zip(both.ranks, steps, strict=True)]
+        if kind_of == "gradients" and all(close(total, 1.0) for total in totals):
             what += ", and the loss is not: the gradient is changed after the backward pass"
         elif (micro := steps[0].micro_batches[-1]).losses and not micro.scales:
             line = micro.losses[-1][2]  # of the loss; the backward pass is that of a line that changes nothing

@@ -8,6 +8,7 @@ them, in processes that are forked from this one.
 import argparse
 import ast
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -635,7 +636,7 @@ def test_weights_that_are_averaged_after_a_step_are_told_from_other_sums(tmp_pat
     recording.where.line = lambda: "train.py:9"
     with recording.processes.calling("all_reduce", (parameter.data,)):
         pass
-    assert "averages the weights" in single.cannot_judge(Record(0, recording.facts, made_up()[0].steps))
+    assert "averages or exchanges the weights" in single.cannot_judge(Record(0, recording.facts, made_up()[0].steps))
 
 
 def test_random_numbers_of_the_first_step_after_an_evaluation_are_not_of_the_evaluation(tmp_path):
@@ -990,12 +991,46 @@ def test_items_with_numbers_that_differ_by_process_are_not_accused(made_up_proof
     for record, read in zip(again, (["a", "b"], share), strict=True):
         record.passes[0].read = [read]
     made = made_up_proof([Outcome(records, None, Path(), [], [], []) for records in (first, again)])
+    made.plan.seeds_own = True  # without effect: they are not of a generator that the items hold
     if is_accused:
         assert not made._compare(2)
         assert [each.kind for each in made.report.findings] == ["items"]
     else:
         with pytest.raises(CannotTell, match="random numbers that prove cannot repeat"):
             made._compare(2)
+
+
+def test_items_with_generators_of_their_own_are_compared_when_these_are_seeded(made_up_proof):
+    first, again, ranks = made_up(2), made_up(2), made_up(2)
+    for step in (step for record in first for step in record.steps):
+        step.micro_batches[0].samples[0].digests = [f"{step.line} {number}" for number in range(3)]
+    first[0].facts.draws_by_itself = True
+    for rank in again:
+        rank.passes[0].read = [[f"of rank {rank.rank}"]]
+    made = made_up_proof([Outcome(records, None, Path(), [], [], []) for records in (first, again, made_up(), ranks)])
+    assert made._compare(2)
+    assert made.plan.seeds_own
+    assert "gradients" in made.compared
+
+
+@pytest.mark.parametrize(
+    "generator", [np.random.RandomState(), np.random.default_rng(), random.Random(), torch.Generator()]
+)
+def test_a_generator_that_a_transform_holds_is_seeded(generator):
+    items, transform = Items(5), argparse.Namespace(generator=generator)
+    items.transform = argparse.Namespace(transforms=[print, transform])
+    assert list(same_work.generators_in(items)) == [generator]
+
+    def draw() -> float:
+        return (
+            torch.rand(1, generator=generator).item() if isinstance(generator, torch.Generator) else generator.random()
+        )
+
+    drawn = []
+    for seed in (1, 1, 2):
+        same_work.seed_generator(generator, seed)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_run_that_resumes_and_differs_ends_the_proof(made_up_proof):
@@ -1604,7 +1639,7 @@ def test_the_epoch_of_a_run_that_resumes_is_compared():
 def test_what_only_rank_0_has_loaded_is_told(kind):
     ranks = made_up(3)
     for rank in ranks:
-        rank.steps[0].state_before = {"weight/average": sampled(torch.ones(3))}
+        rank.steps[0].state_before = {"weight": sampled(torch.ones(3))}
     assert list(resuming.differing_ranks(ranks, False)) == []
     scale(getattr(ranks[2].steps[0], kind), 2.0)
     (finding,) = resuming.differing_ranks(ranks, False)
