@@ -3,6 +3,7 @@
     python silent_bugs/run.py                                  the numbers of all bugs and right programs
     python silent_bugs/run.py bugs/resume right                some of them
     python silent_bugs/run.py --tool "prove-training {script}" what a tool says, as a table in Markdown
+    python silent_bugs/run.py --index                          name, threads, wrong lines and number of each, as JSON
 
 Without --tool, each program runs on 1, 2 and 3 processes, and the last number that rank 0 prints is compared. A fixed
 program prints the same number on each, and the wrong one a different number on 2 and 3 processes. A program that
@@ -14,10 +15,12 @@ the file with its flags. What is in brackets is for programs that resume: "prove
 """
 
 import argparse
+import ast
 import builtins
 import collections
 import concurrent.futures
 import contextlib
+import json
 import math
 import multiprocessing
 import os
@@ -63,6 +66,15 @@ def find_cases(patterns: list[str]) -> list[Case]:
             lines = [number for number, line in enumerate(text.splitlines(), 1) if "# WRONG" in line]
             cases.append(Case(path, "bugs" in path.parts[-3:], '"--resume"' in text, lines))
     return cases
+
+
+def index_of(case: Case) -> dict:
+    """What a program says of itself."""
+    about = ast.get_docstring(ast.parse(case.path.read_text())).replace("\n", " ")
+    number = re.search(r"Its number: (.*?)\.(?:\s|$)", about)
+    threads = re.findall(r"https://\S+", about)
+    entry = {"name": case.name, "is_bug": case.is_bug, "resumes": case.resumes, "wrong_lines": case.wrong_lines}
+    return entry | {"number": number and number[1], "threads": threads, "about": about.partition(" Its number")[0]}
 
 
 # The numbers
@@ -221,6 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=["bugs", "right"], help='such as "bugs/resume"; default: all')
     parser.add_argument("--tool", help="a command with {script}")
+    parser.add_argument("--index", action="store_true", help="print what the programs say of themselves, as JSON")
     parser.add_argument("--jobs", type=int, default=2, help="programs to run at the same time")
     args = parser.parse_args()
     cases = find_cases(args.paths)
@@ -232,6 +245,9 @@ def main() -> int:
         parser.error("--tool needs {script}")
     if not args.tool and not find_spec("torch"):
         parser.error("PyTorch is not installed")
+    if args.index:
+        print(json.dumps([index_of(case) for case in cases], indent=1))
+        return 0
     texts = "".join(case.path.read_text() for case in cases)
     tops = {name: name.partition(".")[0] for name in IMPORTED}
     context.set_forkserver_preload([name for name, top in tops.items() if f"{top} import" in texts or top == "torch"])

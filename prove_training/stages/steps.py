@@ -198,19 +198,19 @@ def _gradient(
 
 def _cause(wanted: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
     """What the records show of why gradients differ by no one factor; "" if nothing."""
-    if len({micro.class_weights for step in steps for micro in step.micro_batches}) > 1:
+    if len({micro.class_weights for step in steps for micro in step.micro_batches} - {""}) > 1:
         return ": the weights of the classes in the loss differ between the processes"
     if targets_of((wanted,)) != targets_of(steps):
         return ": the targets of the loss differ from those of the same samples on 1 process"
     for name, value in wanted.buffers.items():
         if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
             return f": the buffer {name} differs, which each forward pass changes by its own samples"
-    changes = {name: (steps[0].gradients[name] - wanted.gradients[name])[1:] for name in factors}
-    for what, penalty in (("weights", lambda value: value), ("signs of the weights", torch.sign)):
-        pairs = [
-            (change, penalty(wanted.before[name][1:])) for name, change in changes.items() if name in wanted.before
-        ]
-        if pairs and all(len(one) == len(other) and is_multiple(one, other) for one, other in pairs):
+    known = [(wanted.gradients[name], steps[0].gradients[name], wanted.before.get(name)) for name in factors]
+    for what, penalty in (("weights", torch.clone), ("signs of the weights", torch.sign)):
+        if all(
+            weights is not None and one.shape == other.shape and is_multiple((other - one)[1:], penalty(weights[1:]))
+            for one, other, weights in known
+        ):
             return f": the difference is a multiple of the {what}, as of a penalty that grows with the batch"
     return ""
 

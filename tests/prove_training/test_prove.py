@@ -7,6 +7,8 @@ them, in processes that are forked from this one.
 
 import argparse
 import ast
+import json
+import linecache
 import os
 import random
 import shutil
@@ -33,7 +35,7 @@ from torch.utils.data import (
 )
 
 from prove_training import command, imports, mistakes, proof, prove, resuming, runs
-from prove_training.recording import Recording, data, files, same_work, starting, where
+from prove_training.recording import Recording, data, files, first_of_chain, pretended_gpu, same_work, starting, where
 from prove_training.recording.models import take_over
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.runs import Outcome
@@ -522,11 +524,108 @@ def test_it_imports_nothing_of_this_repository():
             assert not {name.partition(".")[0] for name in names} & {"utils", "tools", "scripts", "tests"}, path
 
 
-@pytest.mark.parametrize("words", [["--processes", "1"], ["--processes", "two"], ["--processes", ""]])
-def test_bad_numbers_of_processes_are_an_error(words):
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--processes", "1", __file__], "--processes: 1: numbers of processes to compare with one, such as 2 or 2,3"),
+        (["--processes", "two", __file__], "--processes: two: numbers of processes"),
+        (["--processes", "", __file__], "numbers of processes to compare with one"),
+        (["--format", "xml", __file__], "invalid choice: 'xml'"),
+        (["train.ipynb"], "train.ipynb is a notebook: jupyter nbconvert --to script makes a script of it"),
+    ],
+)
+def test_bad_flags_are_an_error(words, says, capsys):
     with pytest.raises(SystemExit) as stopped:
-        command.parse_args([*words, __file__])
+        command.parse_args(words)
     assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def reported(tmp_path, monkeypatch, output: str, source: str = "loss.backward()") -> proof.Report:
+    """A report of one finding and one note of train.py:1."""
+    (tmp_path / "train.py").write_text(f"{source}\n")
+    monkeypatch.chdir(tmp_path)
+    linecache.checkcache()
+    report = proof.Report(argparse.Namespace(script=Path("train.py"), format=output))
+    report.add("2 processes", [Finding("factor", "gradient", "0.5 times: 50 %", 1, "train.py:1")])
+    report.add("", [Finding("", "samples", "repeats 1 sample", None, "")])
+    return report
+
+
+def test_a_finding_that_is_meant_is_a_note(tmp_path, monkeypatch):
+    assert [each.kind for each in reported(tmp_path, monkeypatch, "json").findings] == ["factor"]
+    ignored = reported(tmp_path, monkeypatch, "json", "loss.backward()  # prove: ignore[factor] by design")
+    assert ignored.findings == []
+    assert "0.5 times: 50 % [factor, ignored]" in ignored.notes[0].what
+    other = reported(tmp_path, monkeypatch, "json", "loss.backward()  # prove: ignore[gradient]")
+    assert [each.kind for each in other.findings] == ["factor"]
+
+
+def test_github_gets_an_annotation_for_each_finding_and_note_and_a_summary(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    assert reported(tmp_path, monkeypatch, "github").end(1, "wrong: 0.5 times") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "  2 processes   WRONG in step 1, gradient, train.py:1: 0.5 times: 50 % [factor]" in lines
+    error, notice = lines[-2:]
+    assert error.startswith("::error file=train.py,line=1,title=prove factor::0.5 times: 50 %25: Distributed")
+    assert notice == "::notice title=prove note::repeats 1 sample"
+    summary = (tmp_path / "summary.md").read_text()
+    assert summary.startswith("### wrong: 0.5 times\n")
+    assert "[factor]" in summary
+    report = proof.Report(argparse.Namespace(script=Path("train.py"), format="github"))
+    report.end(3, "cannot tell: a\nb")
+    assert capsys.readouterr().out.splitlines()[-1] == "::error title=prove::cannot tell: a%0Ab"
+
+
+def test_sarif_has_the_place_and_the_id_of_each_finding(tmp_path, monkeypatch, capsys):
+    reported(tmp_path, monkeypatch, "sarif").end(1, "wrong: 0.5 times")
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    (finding, noted) = run["results"]
+    assert (finding["ruleId"], finding["level"], noted["level"]) == ("factor", "error", "note")
+    place = finding["locations"][0]["physicalLocation"]
+    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("train.py", 1)
+    assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == {"factor", "note"}
+
+
+def test_a_closed_pipe_ends_the_command_without_a_traceback(monkeypatch):
+    monkeypatch.setattr(command, "parse_args", lambda: argparse.Namespace(module=None, script=Path(__file__)))
+    monkeypatch.setattr(imports, "load", lambda *_: True)
+    monkeypatch.setattr(command.os, "dup2", lambda *_: None)
+
+    def closed(args):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(proof, "prove", closed)
+    assert command.main() == 141
+
+
+def test_the_figures_of_a_pretended_gpu_are_small_and_none_is_zero():
+    assert all(pretended_gpu.ANSWERS[name] == 1 for name in pretended_gpu.NUMBERS)
+    assert pretended_gpu.ANSWERS["current_device"] == 0
+    assert pretended_gpu.ANSWERS["memory_stats"]["allocated_bytes.all.peak"] == 1
+    assert pretended_gpu.Finished().elapsed_time(pretended_gpu.Finished()) > 0
+
+
+def test_the_first_error_of_a_chain_is_found():
+    def error_of(function) -> BaseException:
+        with pytest.raises(ValueError, match="last") as raised:
+            function()
+        return first_of_chain(raised.value)
+
+    def handles():
+        try:
+            {}["first"]
+        except KeyError:
+            raise ValueError("last")  # noqa: B904
+
+    def hides():
+        try:
+            {}["first"]
+        except KeyError:
+            raise ValueError("last") from None
+
+    assert isinstance(error_of(handles), KeyError)
+    assert isinstance(error_of(hides), ValueError)
 
 
 def kinds_in_the_code() -> set[str]:
@@ -1210,6 +1309,7 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
         ("gradient", "not a multiple of what it is on 1 process: the weights of the classes in the loss differ"),
         lambda one, ranks: [
             setattr(ranks[2].steps[0].micro_batches[0], "class_weights", "others"),
+            setattr(ranks[1].steps[0].micro_batches[0], "class_weights", "mine"),
             *(add(rank.steps[0].gradients, [0.0, 0.1, 0.0]) for rank in ranks),
         ],
     ),
@@ -1385,11 +1485,11 @@ def test_an_error_about_gpus_is_known_by_its_words_and_not_by_its_place(error):
     assert not proof.is_about_gpus(None)
 
 
-def verdict(ranks: list[Record], waits=()) -> tuple[int, str]:
+def verdict(ranks: list[Record], waits=(), is_strict: bool = True) -> tuple[int, str]:
     """The verdict on runs with these records, after one with a correct record of one process."""
     (reference,) = made_up()
     args = argparse.Namespace(
-        script=Path("train.py"), format="json", processes=(2,), resume_flags=None, timeout_s=60, strict=True
+        script=Path("train.py"), format="json", processes=(2,), resume_flags=None, timeout_s=60, strict=is_strict
     )
     outcomes = iter(
         [Outcome([reference], None, Path(), [], [], [[]]), Outcome(ranks, None, Path(), list(waits), [], [[], []])]
@@ -1415,6 +1515,35 @@ def test_what_was_not_compared_is_not_proven():
             step.micro_batches[0].draws = True
     code, words = verdict(ranks)
     assert (code, words[:50]) == (3, "nothing wrong found; not compared: gradients; the ")
+
+
+def test_what_was_not_compared_ends_with_3_only_if_asked():
+    ranks = made_up(2)
+    for step in (step for rank in ranks for step in rank.steps):
+        step.micro_batches[0].draws = True
+    for is_strict in (True, False):
+        assert verdict(ranks, is_strict=is_strict)[0] == 3 * is_strict
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda ranks: scale(ranks[1].steps[0].gradients, 2.0), "not_reduced"),
+        (lambda ranks: ranks[1].saves.extend(ranks[0].saves), ""),
+        (lambda ranks: setattr(digests_of(ranks[1], 0), "digests", ["0", "2", "4"]), "local_rank"),
+        (lambda ranks: vars(ranks[0].facts).update(asked=1, cannot_tell="it asks for 1 process"), "local_rank"),
+    ],
+)
+def test_what_differs_only_on_several_machines_is_a_mistake_in_training(made_up_proof, change, kind):
+    apart, on_one = made_up(3), made_up(3)
+    for ranks in (apart, on_one):
+        ranks[0].saves = [Save("torch.save", 2, "last.pt", "train.py:9")]
+    change(apart)
+    made = made_up_proof([Outcome(ranks, None, Path(), [], [], []) for ranks in (apart, on_one)])
+    assert made._compare(3) == (not kind)
+    findings = made.report.findings or made.report.notes
+    assert findings[0].kind == kind
+    assert "if each process has a machine of its own" in findings[0].what
 
 
 def test_a_run_that_waits_is_wrong_only_if_steps_are_missing():
@@ -1551,6 +1680,28 @@ def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
         digests_of(ranks[1], step).digests = digests_of(ranks[0], 3 - step).digests
     (finding,) = found(reference, ranks)
     assert "12 of 24 samples of an epoch count twice" in finding.what
+
+
+def test_samples_that_one_process_does_not_read_do_not_count_twice():
+    """As where each process has a part of its own, of any size, and the reference a part of them."""
+    (reference,), ranks = made_up(), made_up(2)
+    for step in range(4):
+        digests_of(ranks[1], step).digests += [f"more {step} {number}" for number in range(6)]
+    both = Comparison(reference, ranks)
+    assert [finding for finding in several.findings(both) if finding.kind] == []
+    assert "one process does not" in both.not_compared["samples"]
+    digests_of(ranks[1], 0).digests += digests_of(ranks[0], 0).digests
+    assert [finding.kind for finding in several.findings(Comparison(reference, ranks))][:1] == ["samples"]
+
+
+def test_the_usual_window_is_that_of_steps_within_an_epoch():
+    record = accumulated([4, 7, 7])
+    for step in record.steps[1:]:
+        for micro in step.micro_batches[:3]:
+            micro.samples[0].number = -1
+    record.facts.loaders["loader"].length = 6 * 938
+    assert single.usual_micro_batches(record) == 4
+    assert "leftover" in [finding.kind for finding in single.findings(record)]
 
 
 def test_an_epoch_that_the_script_ends_early_may_have_fewer_samples():
