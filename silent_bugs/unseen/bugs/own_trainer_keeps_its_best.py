@@ -1,5 +1,5 @@
 """A trainer class keeps the weights of the epoch with the best loss, and restores them at the end. Each process takes
-the loss of its own part, and process 0 saves what was best for it.
+the loss of its own last batch, and process 0 saves what was best for it.
 
 Its number: the norm of the weights after training.
 """
@@ -57,8 +57,8 @@ class Fit:
             print(f"epoch {self.epoch}: loss {self.total.item():.4f}")
 
 
-fit = Fit(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), lr=0.4, window=1)
-fit.run(data, epochs=7)
+fit = Fit(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), lr=0.2, window=1)
+fit.run(data, epochs=6)
 model = fit.model
 model.load_state_dict(fit.kept)
 
