@@ -4,26 +4,28 @@ The script runs for two passes over a few samples on one process, the reference,
 on two and three processes. `recording` makes them the same and records, and `stages` compares.
 """
 
-import json
 import linecache
 import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from . import resuming
-from .mistakes import advice, correction
+from . import formats, resuming
+from .mistakes import advice, correction, id_of
 from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Pass, Plan, Record
 from .runs import Outcome, Runs
-from .stages import Comparison, Finding, evaluations, note, several, single, steps, trained_on
+from .stages import Comparison, Finding, apart, evaluations, note, several, single, steps, trained_on
 from .stages.unfinished import because
 from .text import CannotTell, and_join, plural, show
 
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
 MANY = 8  # devices of a machine for a script that does not train with one
 LAST_LINES = 12  # of what a process printed
+ACCUMULATION = ["--gradient_accumulation_steps", "2"]  # of a script of this project
+OF_TRAINING = ("initial weights", "gradient", "loss weights", "clipping", "learning rate", "weights")
 OF_GPUS = r"\b(?:lib)?cuda|nvidia|\bgpus?\b|\btriton\b|\baccelerator device\b"
+OF_DEVICES = r"(?i)\bcpu\b|\bdevices?\b|ZeroDivision|Finished|SimpleNamespace"  # it may be the pretended device's
 OF_NETWORKS = ("urlopen", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
 NO_GROUP = "process group has not been initialized"
 OF_LAUNCH = "--local_rank"  # a flag that torchrun does not add
@@ -39,28 +41,30 @@ class Report:
     """Prints what is found, and keeps it for --json."""
 
     def __init__(self, args):
-        self.script, self.as_json, self.framework = args.script, args.json, ""
+        self.script, self.format, self.framework = args.script, args.format, ""
         self.findings, self.notes, self.lines = [], [], []
 
     def say(self, text: str, colour: str = "") -> None:
         self.lines.append(text)
-        if not self.as_json:
+        if self.format in ("text", "github"):
             show(text, colour)
 
     def line(self, name: str, text: str, colour: str = "") -> None:
-        self.say(f"  {name:<14}{text}", colour)
+        self.say(f"  {name:<13} {text}", colour)
 
     def add(self, name: str, findings) -> list[Finding]:
         """Print findings, each kind once, and keep notes for the end. Returns the new findings."""
         new = []
         for finding in findings:
+            if finding.kind and f"prove: ignore[{id_of(finding.kind)}]" in self.source(finding.line):
+                finding = note(finding.stage, f"{finding.what} [{id_of(finding.kind)}, ignored]", None, finding.line)
             if not finding.kind:
                 if without_numbers(finding) not in map(without_numbers, self.notes):
                     self.notes.append(finding)
             elif finding.kind not in [each.kind for each in self.findings]:
                 self.findings.append(finding)
                 new.append(finding)
-                self.line(name, f"WRONG in {finding.place}: {finding.what}", "red")
+                self.line(name, f"WRONG in {finding.place}: {finding.what} [{id_of(finding.kind)}]", "red")
                 if source := self.source(finding.line):
                     self.line("", f"  {finding.line}  {source}")
         return new
@@ -84,14 +88,11 @@ class Report:
             self.say(f"note: {finding.stage}: {finding.what}{place}", "yellow")
         for finding in self.findings:
             self.say(f"what to do: {advice(finding.kind, self.framework)}")
-            for line in correction(finding.kind) if not self.framework else ():
+            for line in correction(finding.kind) if self.framework in ("", "By hand") else ():
                 self.say(f"  {line}")
         self.say(verdict, {PROVEN: "green", CANNOT_TELL: "yellow"}.get(code, "red"))
-        if self.as_json:
-            found = [each._asdict() | {"advice": advice(each.kind, self.framework)} for each in self.findings]
-            notes = [finding._asdict() for finding in self.notes]
-            entries = {"code": code, "verdict": verdict, "findings": found, "notes": notes, "lines": self.lines}
-            print(json.dumps(entries, indent=2))
+        if self.format != "text":
+            print(getattr(formats, f"as_{self.format}")(self, code, verdict))
         return code
 
 
@@ -133,6 +134,7 @@ class Proof:
         self.processes, self.counts = args.processes or (2, 3), [1]  # to compare with, and those that were compared
         self.compared, self.not_compared = set(), {}
         self.pretends = False  # to a script that asks that there is an accelerator
+        self.is_divided = False  # the state of the optimizer, over the processes
         self.starts = False  # whether the script starts its processes itself, one for each GPU of a machine
 
     def verdict(self) -> tuple[int, str]:
@@ -158,6 +160,8 @@ class Proof:
             self.report.log(outcome)
             if is_about_gpus(outcome.error):
                 raise CannotTell(f"it needs a GPU: {outcome.error}")
+            if self.plan.without_gpu and re.search(OF_DEVICES, outcome.error):
+                raise CannotTell(f"on a GPU that prove pretends, {error}")
             if refuses and self.plan.without_gpu:
                 raise CannotTell(f"it refuses one process with a pretended GPU: {error}")
             return FAILS, f"fails: on one process, {error}"
@@ -175,6 +179,8 @@ class Proof:
                 self._resume(words, [*words, "--resume", *(self.args.resume_flags or "").split()])
             elif self.args.resume_flags is not None:
                 self._resume([], self.args.resume_flags.split())
+            if reference.facts.run and single.changing_buffer(reference) and ACCUMULATION[0] not in self.args.flags:
+                self._accumulate()
         if self.report.findings:
             return self.wrong(self.report.findings)
         reasons = [f"{what}: {why}" for what, why in self.not_compared.items()]
@@ -184,7 +190,8 @@ class Proof:
         self.report.add("", [note("not compared", reason) for reason in reasons])
         same = f"the same {in_words(self.compared)} on {and_join(self.counts)} processes"
         if "gradients" not in self.compared or "steps" in self.not_compared:
-            return CANNOT_TELL, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
+            code = CANNOT_TELL if self.args.strict else PROVEN
+            return code, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
         return PROVEN, f"proven: {same}"
 
     def _hints(self, outcome: Outcome) -> str:
@@ -244,12 +251,15 @@ class Proof:
                     return again
         return outcome
 
-    def _begin(self, facts: Facts) -> None:
-        self.report.framework = facts.framework
+    def _repeat(self, facts: Facts) -> None:
         self.repeat = {"orders": self.reference.orders, "weights": self.reference.weights}
         self.repeat |= {"lengths": facts.lengths, "sizes": given_sizes([self.reference]), "places": [*facts.loaders]}
         training = trained_on(self.reference)
         self.repeat["tests"] = {key: each.given for key, each in facts.loaders.items() if key not in training}
+
+    def _begin(self, facts: Facts) -> None:
+        self._repeat(facts)
+        self.report.framework, training = facts.framework, trained_on(self.reference)
         words = f"{self.args.script} on the CPU"
         for loader in [loader for key, loader in facts.loaders.items() if key in training and loader.given][:1]:
             size = loader.given if self.plan.own_batch_size else micro_batch(loader.given)
@@ -279,12 +289,17 @@ class Proof:
             return outcome, both, found, next((each for each in found if each.kind or both is None), None)
 
         outcome, both, found, problem = run(is_apart)
+        if outcome.records and not (outcome.records[0].facts.ddp or self.report.framework):
+            self.report.framework = "By hand"
+        made = zip(*(record.steps for record in outcome.records), strict=False)
+        self.is_divided |= any(apart(of_ranks, "state_before") for of_ranks in made)
         self.starts = self.starts or any(record.facts.starts for record in outcome.records)
         if is_apart and problem:
-            outcome, both, found, on_one_machine = run(False)
+            outcome_apart, (outcome, both, found, on_one_machine) = outcome, run(False)
             if on_one_machine is None:
-                # Other than samples, it may be for one machine alone, or the machines have different disks.
-                kind = "local_rank" if problem.stage == "samples" else ""
+                # Other than training, it may be for one machine alone, or the machines have different disks.
+                is_local = problem.stage == "samples" or outcome_apart.records[0].facts.asked
+                kind = "local_rank" if is_local else problem.kind if problem.stage in OF_TRAINING else ""
                 what = f"{problem.what}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
                 found.append(problem._replace(kind=kind, what=what))
         if both is None and not found[0].kind:
@@ -292,6 +307,11 @@ class Proof:
         if any(each.kind == "items" for each in found) and is_augmented(outcome.records[0]):
             again = self.runs(processes, replace(self.plan, **self.repeat, same_share=True))
             first, *others = ([each.read for each in trained_passes(record)[:1]] for record in again.records)
+            if first not in others and not self.plan.seeds_own:
+                self.plan.seeds_own = True
+                self.reference = self.runs(1, self.plan).records[0]
+                self._repeat(self.reference.facts)
+                return self._compare(processes)
             if first not in others:
                 raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
         if outcome.error and self.plan.own_batch_size and "shape" in outcome.error.lower():
@@ -376,6 +396,8 @@ class Proof:
         # From a checkpoint made anew: the runs above have written into the folder of the first one.
         third = self.runs(more, again, flags, self._interrupted(flags_before).changes)
         name, problems = f"resumed on {plural(more, 'process')}", []
+        if not third.error and self.report.add(name, resuming.differing_ranks(third.records, self.is_divided)):
+            return
         if third.error or len(third.records) < more or third.waits:
             problems = [note(name, third.error or "it did not end")]
         else:  # a note: somebody may always resume on as many processes
@@ -385,6 +407,12 @@ class Proof:
         if not problems:
             self.report.line("", f"the same after step {done} on {plural(more, 'process')}")
 
+    def _accumulate(self) -> None:
+        """Compare with two micro-batches per step: a forward pass changes a buffer, as spectral_norm does."""
+        outcome = self.runs(1, replace(self.plan, **self.repeat), ACCUMULATION)
+        if has_run(outcome):
+            self.report.add("2 micro-batches", steps.findings(Comparison(self.reference, outcome.records)))
+
     def _interrupted(self, flags: list[str]) -> Outcome:
         return self.runs(1, replace(self.plan, stop_after_save=True, is_resumed=False), flags)
 
@@ -393,7 +421,7 @@ class Proof:
         if outcome.error or not outcome.records:
             self.report.add("resumed", [Finding("fails", "the run that resumes", str(outcome.error))])
             return False
-        found = list(resuming.compare(whole, outcome.records[0], done))
+        found = [*single.loaded(outcome.records[0]), *resuming.compare(whole, outcome.records[0], done)]
         if any(each.kind for each in found) and not outcome.records[0].facts.has_loaded:
             raise CannotTell("the run that resumes loads nothing: do its flags name a checkpoint?")
         found = self.report.add("resumed", found)
@@ -444,9 +472,14 @@ def judged(reference: Record, processes: int, outcome: Outcome) -> tuple[Compari
             return None, [note("process group", reason)]
     if any(record.steps for record in outcome.records) and several.are_plain(outcome.records):
         what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
+        changes = CHANGES
         if line := outcome.records[0].facts.data_parallel:
             what = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
-        raise CannotTell(f"{what}. To change first: {CHANGES}")
+            changes = f"take nn.DataParallel out; {CHANGES}"
+        if line := outcome.records[0].facts.several_devices:
+            what = f"the layers of its model are on several devices ({line}), of which one process uses all"
+            changes = "that is no replica: keep one process, or shard the model with fully_shard of PyTorch"
+        raise CannotTell(f"{what}. To change first: {changes}")
     is_stuck = outcome.waits and len(outcome.records[0].steps) < len(reference.steps)
     if outcome.error or len(outcome.records) < processes or is_stuck:
         return None, [unfinished(processes, outcome)]

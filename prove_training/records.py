@@ -27,6 +27,8 @@ class Plan:
     stop_after_save: bool = False
     clock: int = 1  # how many times as fast the clocks are
     whole_batches: bool = False  # each process has as many samples in a step as the reference
+    seeds_own: bool = False  # generators that the items have themselves are seeded, too
+    seeds_own: bool = False  # generators that the items have themselves are seeded, too
     same_share: bool = False  # each process reads the samples of rank 0
     shorter: list[str] = field(default_factory=list)  # loaders of tests that end early
     # Of the reference, which the run repeats:
@@ -88,6 +90,9 @@ class MicroBatch:
     syncs: bool | None = None  # DistributedDataParallel averages after it
     draws: bool = False  # the loop has drawn random numbers before it
     line: str = ""
+    scales: bool = False  # the line multiplies or divides
+    targets: list[str] = field(default_factory=list)  # digests of whole numbers that the loss compares with
+    class_weights: str = ""  # their digest
 
 
 @dataclass
@@ -110,10 +115,12 @@ class Step:
     micro_batches: list[MicroBatch] = field(default_factory=list)
     before: Values = field(default_factory=dict)  # weights
     state_before: Values = field(default_factory=dict)
+    own: Values = field(default_factory=dict)  # gradients before a collective call, without DistributedDataParallel
     gradients: Values = field(default_factory=dict)  # before clipping
     at_step: Values = field(default_factory=dict)  # gradients that the optimizer gets
     weights: Values = field(default_factory=dict)  # after the step
     statistics: Values = field(default_factory=dict)  # of BatchNorm
+    buffers: dict[str, str] = field(default_factory=dict)  # digests of the others
     rates: list[float] = field(default_factory=list)  # by group
     bases: list[float] = field(default_factory=list)  # initial_lr
     options: list[str] = field(default_factory=list)
@@ -177,6 +184,8 @@ class Facts:
     sharded: str = ""
     mesh: int = 0  # processes for a mesh of several dimensions, such as HSDP's
     data_parallel: str = ""
+    several_devices: str = ""  # of one model
+    waiting: int = 0  # backward passes after the last step
     layers: list[str] = field(default_factory=list)  # lines
     ddp: list[str] = field(default_factory=list)
     around_ddp: list[str] = field(default_factory=list)
@@ -185,12 +194,19 @@ class Facts:
     has_state: bool = False
     has_saved: bool = False
     has_loaded: bool = False  # a file that may be a checkpoint
+    loads_nothing: str = ""  # a line where a model takes no entry of what it is given
+    lost: str = ""  # the first of these entries
+    strips_prefix: bool = False  # the script has "module." in a string
     loads: bool = False  # the state of something: it may resume
     taken: set[tuple[str, int]] = field(default_factory=set)  # ("schedule", 4): its state_dict was taken after 4 steps
     untrained: list[str] = field(default_factory=list)  # parameters
     loaders: dict[str, Loader] = field(default_factory=dict)
     lengths: set[int] = field(default_factory=set)
     draws_items: bool = False
+    draws_others: bool = False  # an item has random numbers of NumPy or Python
+    worker_seeds: dict[str, str] = field(
+        default_factory=dict
+    )  # by line of a loader whose workers are seeded alike: which
     draws_by_itself: bool = False  # an item has random numbers of a generator that nobody can seed
     switched_off: set[str] = field(default_factory=set)
     # Of this project's Run:

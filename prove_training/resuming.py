@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .records import Record, Step
-from .stages import Finding, named, note, parts_of, passes_of, samples_of
+from .stages import Finding, apart, named, note, parts_of, passes_of, samples_of
+from .stages.evaluations import differing_models
 from .tensors import differ
 from .text import plural
 
@@ -58,8 +59,11 @@ def compare(whole: Record, resumed: Record, done: int, has_gradients: bool = Tru
             found.append(wrong("learning rate", what, number, step.line))
             break
     if samples_of(expected) and samples_of(first) != samples_of(expected):
+        epochs = [epoch_of(record, pass_of(step) or ("", 0)) for record, step in ((whole, expected), (resumed, first))]
         if what := differing_samples(whole, resumed, done):
             found.append(wrong("samples", what))
+        elif None not in epochs and epochs[0] != epochs[1]:
+            found.append(wrong("samples", f"the epoch has the order of epoch {epochs[1]}, and not of {epochs[0]}"))
         else:
             what = "the next epoch has a different order than without the interruption"
             found.append(note("resume", what, done + 1, first.line))
@@ -70,6 +74,32 @@ def compare(whole: Record, resumed: Record, done: int, has_gradients: bool = Tru
         what = f"{named(names)}: a different gradient from the same weights and samples: something else is not restored"
         found.append(wrong("gradient", what))
     yield from found
+
+
+def differing_ranks(ranks: list[Record], is_divided: bool) -> Iterator[Finding]:
+    """What differs between processes that have resumed together.
+
+    Args:
+        is_divided: whether the state of the optimizer differs between them by design.
+    """
+    firsts = [rank.steps[0] for rank in ranks if rank.steps]
+    kinds = {"before": "weights", "state_before": "a different state of the optimizer"}
+    for kind, what in kinds.items() if len(firsts) == len(ranks) else ():
+        if not (is_divided and kind == "state_before") and (differing := apart(firsts, kind)):
+            what = f"{differing} begin with {'different ' * (kind == 'before')}{what}"
+            yield Finding("resume_alone", "resumed weights", what, 1, firsts[0].line)
+            return
+    for tests in zip(*(rank.evaluations for rank in ranks), strict=False):
+        for rank, test in enumerate(tests):
+            if differing_models(tests[0], test):
+                what = f"the tested model has other weights on rank {rank} than on rank 0"
+                yield Finding("resume_alone", "resumed weights", what, None, test.line)
+                return
+
+
+def epoch_of(record: Record, place: tuple[str, int]) -> int | None:
+    """What set_epoch got for a pass over the training data."""
+    return next((each.epoch for each in record.passes if (each.key, each.number) == place), None)
 
 
 def is_same(value, other) -> bool:

@@ -4,6 +4,7 @@
     python silent_bugs/run.py bugs/resume right                some of them
     python silent_bugs/run.py --processes 2                    on 1 and 2 processes only, in half the time
     python silent_bugs/run.py --tool "prove-training {script}" what a tool says, as a table in Markdown
+    python silent_bugs/run.py --index                          name, threads, wrong lines and number of each, as JSON
 
 Without --tool, each program runs on 1, 2 and 3 processes, and the last number that rank 0 prints is compared. A fixed
 program prints the same number on each, and the wrong one a different number on 2 and 3 processes. A program that
@@ -15,10 +16,12 @@ the file with its flags. What is in brackets is for programs that resume: "prove
 """
 
 import argparse
+import ast
 import builtins
 import collections
 import concurrent.futures
 import contextlib
+import json
 import math
 import multiprocessing
 import os
@@ -29,7 +32,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +39,7 @@ from torch.distributed import TCPStore
 
 HERE = Path(__file__).resolve().parent
 IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim", "accelerate"]
+IMPORTED += ["transformers.trainer"]
 TOLERANCE = 1e-5  # relative: between numbers of a right program on different numbers of processes
 NEAR = 3  # lines between the one that a tool names and the one that is wrong
 TIME_LIMIT_S = 60
@@ -57,12 +60,21 @@ class Case(NamedTuple):
 def find_cases(patterns: list[str]) -> list[Case]:
     """The programs whose path below this folder begins with one of the patterns."""
     cases = []
-    for path in sorted([*HERE.glob("bugs/*/*.py"), *HERE.glob("right/*.py")]):
+    for path in sorted([*HERE.glob("bugs/*/*.py"), *HERE.glob("right/*.py"), *HERE.glob("unseen/*/*.py")]):
         if path.relative_to(HERE).as_posix().startswith(tuple(patterns)):
             text = path.read_text()
             lines = [number for number, line in enumerate(text.splitlines(), 1) if "# WRONG" in line]
             cases.append(Case(path, "bugs" in path.parts[-3:], '"--resume"' in text, lines))
     return cases
+
+
+def index_of(case: Case) -> dict:
+    """What a program says of itself."""
+    about = ast.get_docstring(ast.parse(case.path.read_text())).replace("\n", " ")
+    number = re.search(r"Its number: (.*?)\.(?:\s|$)", about)
+    threads = re.findall(r"https://\S+", about)
+    entry = {"name": case.name, "is_bug": case.is_bug, "resumes": case.resumes, "wrong_lines": case.wrong_lines}
+    return entry | {"number": number and number[1], "threads": threads, "about": about.partition(" Its number")[0]}
 
 
 # The numbers
@@ -224,6 +236,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=["bugs", "right"], help='such as "bugs/resume"; default: all')
     parser.add_argument("--tool", help="a command with {script}")
+    parser.add_argument("--index", action="store_true", help="print what the programs say of themselves, as JSON")
     parser.add_argument("--jobs", type=int, default=2, help="programs to run at the same time")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="to compare with one process")
     args = parser.parse_args()
@@ -236,7 +249,12 @@ def main() -> int:
         parser.error(f"no program begins with {' or '.join(args.paths)}")
     if args.tool and "{script}" not in args.tool:
         parser.error("--tool needs {script}")
-    context.set_forkserver_preload([name for name in IMPORTED if find_spec(name.partition(".")[0])])
+    if args.index:
+        print(json.dumps([index_of(case) for case in cases], indent=1))
+        return 0
+    texts = "".join(case.path.read_text() for case in cases)
+    tops = {name: name.partition(".")[0] for name in IMPORTED}
+    context.set_forkserver_preload([name for name, top in tops.items() if f"{top} import" in texts or top == "torch"])
     if args.tool:
         return 0 if compare(args.tool, cases, args.jobs) else 1
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

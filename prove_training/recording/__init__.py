@@ -86,7 +86,9 @@ class Recording:
                 self.evaluations.end(self.batches.draws())
                 final = self.models.tensors_of() if self.facts.is_exact else {}
                 self.record.error, self.record.waits, self.record.final = error, waits, final
+                self.facts.waiting = len(self.step.micro_batches)
                 self.facts.untrained, self.facts.schedules = self.models.untrained(), len(self.models.schedules)
+                self.facts.strips_prefix = any(map(self.where.has, ("'module.", '"module.')))
                 self.facts.loads = bool(self.saves) and self.where.has("load_state")
                 self.record.printed = getattr(sys.stdout, "last", "")
                 path = Path(self.plan.output, f"record_{self.rank}.pt")
@@ -94,6 +96,12 @@ class Recording:
                 os.replace(path.with_suffix(".part"), path)
             sys.stdout.flush()
             self.exit(1 if error or self.facts.cannot_tell else 0)
+
+
+def first_of_chain(error: BaseException) -> BaseException:
+    """The error that led to this one."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error if before is None else first_of_chain(before)
 
 
 def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str]) -> None:
@@ -136,6 +144,8 @@ def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str
         place = recording.where.last_of(frames)
         words = without_colours(str(raised)).strip().splitlines() or [""]
         error = f"{place}: " * bool(place) + f"{type(raised).__name__}: {words[0][:300]}".removesuffix(": ")
+        if (first := first_of_chain(raised)) is not raised:
+            error += f" (after {type(first).__name__}: {without_colours(str(first)).strip()[:100]})"
         recording.record.doing = recording.where.doing(frames)
         recording.record.unused = recording.models.unused(str(raised))
         if isinstance(raised, CannotTell):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, dataloader
 from ..records import Batch, Loader, Part, Pass
 from ..tensors import digest, places, rows, tensors_in
 from ..text import CannotTell
-from .same_work import TAG, Tagged, cut, generator_states, micro_batch
+from .same_work import TAG, Tagged, cut, generator_states, micro_batch, seeded
 from .where import wrap
 
 PASSES = 2  # over the training data
@@ -135,6 +135,7 @@ class Batches:
         if is_random:
             facts = self.recording.facts
             facts.draws_items |= is_random == "torch"
+            facts.draws_others |= is_random == "other"
             facts.draws_by_itself |= is_random == "own"
             facts.switched_off.add("random augmentation (it is seeded per sample)")
         return content, digests
@@ -271,7 +272,8 @@ def install_loaders(batches: Batches) -> None:
     @wrap(DataLoader, "__init__")
     def init_loader(original, loader, dataset, batch_size=1, *args, **kwargs):
         of_accelerate = sys._getframe(2).f_globals.get("__name__", "").startswith("accelerate.")
-        if of_accelerate or batches.is_reading:
+        is_refused = batch_size is not None and (type(batch_size) is not int or batch_size < 1)
+        if of_accelerate or batches.is_reading or is_refused:
             return original(loader, dataset, batch_size, *args, **kwargs)
         if (again := made_again()) is not None:  # by arguments that may be those of the script
             size = again.batch_size if kwargs.get("batch_sampler") is None else batch_size
@@ -295,10 +297,12 @@ def install_loaders(batches: Batches) -> None:
         if batches.plan.without_gpu:
             kwargs["pin_memory"] = False
         if kwargs.get("num_workers", 0):
+            if seeds := seeds_of_workers(kwargs.get("worker_init_fn")):
+                batches.recording.facts.worker_seeds[batches.recording.where.line()] = seeds
             kwargs |= {"num_workers": 1, "multiprocessing_context": "fork"}  # spawned ones have no wrappers
         original(loader, dataset, batch_size, *args, **kwargs)
-        if isinstance(loader.dataset, torch_data.IterableDataset) and loader.batch_size is not None:
-            loader.collate_fn = Tagged(loader.collate_fn)
+        if isinstance(loader.dataset, torch_data.IterableDataset):
+            loader.collate_fn = Tagged(loader.collate_fn, are_batches=loader.batch_size is None)
         sampler = loader.sampler if own is None else getattr(own, "sampler", own)
         kind = type(sampler).__name__
         batches.new_loader(
@@ -319,6 +323,17 @@ def install_loaders(batches: Batches) -> None:
 
 def drops_last(loader: DataLoader) -> bool:
     return bool(loader.drop_last or getattr(loader.sampler, "drop_last", False))
+
+
+def seeds_of_workers(init) -> str:
+    """What the first worker draws with this worker_init_fn, if it draws the same after any other seed; else ""."""
+    drawn = set()
+    with contextlib.suppress(Exception):  # it may need to be in a worker
+        for seed in (1, 2):
+            with seeded(seed):
+                init(0)
+                drawn.add(digest(np.random.random()))
+    return drawn.pop() if len(drawn) == 1 else ""
 
 
 def made_again() -> DataLoader | None:

@@ -7,6 +7,7 @@ import sys
 from ..records import Evaluation
 from .where import wrap
 
+OF_TRAINING = ("optim", ".step(", ".fit(", "Trainer", ".learn(")  # words of a script that trains
 MOST_OUTPUT = 20_000  # characters of an evaluation
 
 
@@ -19,6 +20,8 @@ class Evaluations:
 
     def begin(self, model) -> None:
         """A model is called without gradients."""
+        if not self.recording.models.optimizers and not any(map(self.recording.where.has, OF_TRAINING)):
+            self.recording.stop("the script has no optimizer: it calls a model, and trains none")
         if self.current is None:
             self.current = Evaluation(len(self.recording.steps), self.recording.where.line())
         if id(model) not in self.current.models:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, optimizer
 
 from ..records import Draw, MicroBatch
-from ..tensors import digest, local, sampled, whole
+from ..tensors import digest, local, rows, sampled, whole
 from .where import before, wrap
 
 MOST_STEPS = 60
@@ -36,6 +36,7 @@ class Models:
         self.models, self.names, self.optimizers, self.schedules, self.in_ddp = {}, {}, [], [], {}
         self.schedule_calls, self.depth, self.in_loss, self.in_backward = 0, 0, 0, False
         self.with_gradient = {}  # ids of parameters
+        self.without_optimizer = 0  # backward passes
         self.stepping, self.stepped = None, []  # optimizers, which may call others in a step
         self.scalers, self.unscaled = [], set()  # ids of optimizers
 
@@ -49,6 +50,8 @@ class Models:
         if id(model) not in self.models:
             self.models[id(model)] = model
             self._note_shards(model)
+            if len({getattr(each, "prove_device", "") for each in model.parameters()}) > 1:
+                recording.facts.several_devices = recording.where.line()
             for name, parameter in model.named_parameters():
                 self.names.setdefault(id(parameter), WRAPPERS.sub("", name))
             if not recording.record.initial and self.optimizers:
@@ -56,6 +59,8 @@ class Models:
                 self.hand_on(0, self.optimizers)
         if not recording.step.statistics:
             recording.step.statistics = {name: sampled(value) for name, value in self._statistics()}
+            buffers = (entry for model in self.models.values() for entry in model.named_buffers())
+            recording.step.buffers = {WRAPPERS.sub("", name): digest(local(value)) for name, value in buffers}
         if id(model) in self.in_ddp:
             recording.facts.around_ddp.append(recording.where.line())
         if isinstance(model, DistributedDataParallel):
@@ -143,6 +148,10 @@ class Models:
         recording, step = self.recording, self.recording.step
         if recording.is_ending:
             recording.end()
+        if not self.optimizers:
+            self.without_optimizer += 1
+            if self.without_optimizer > STEPS_WITHOUT_LOADER:
+                recording.stop(f"{STEPS_WITHOUT_LOADER} backward passes, and no optimizer of torch.optim")
         draws = self.batches.draws() or bool(step.drawn)  # also from a generator of its own
         if not step.micro_batches:
             # Without a loader they may be of the evaluation.
@@ -158,6 +167,7 @@ class Models:
         if passes[0] != passes[-1] and step.zeroed and step.zeroed[-1][0] == len(step.micro_batches):
             step.micro_batches, step.zeroed = [], []  # what was left at the end of an epoch is dropped
         micro.draws, micro.line = draws, recording.where.line()
+        micro.scales = bool(re.search(r"[^*/][*/][^*/]", recording.where.source()))
         step.micro_batches.append(micro)
 
     def _holds_gradients(self) -> bool:
@@ -173,9 +183,14 @@ class Models:
             count = target.numel() if isinstance(target, torch.Tensor) else 1
             if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
                 count = int((target != kwargs.get("ignore_index", -100)).sum())
-        step, line = self.recording.step, self.recording.where.line()
+        step, line, weight = self.recording.step, self.recording.where.line(), kwargs.get("weight")
+        targets = rows([target]) if isinstance(target, torch.Tensor) and not target.is_floating_point() else []
 
         def note(gradient: torch.Tensor) -> None:
+            if step.micro_batches:
+                micro = step.micro_batches[-1]
+                micro.targets += targets
+                micro.class_weights = digest(weight) if weight is not None else ""
             weights = gradient[gradient != 0]
             if len(weights) and not torch.allclose(weights, weights[0], rtol=1e-3, atol=0.0):
                 return  # as with a weight for each time step
@@ -365,6 +380,14 @@ def install(recording) -> None:
         recording.facts.data_parallel = recording.where.line()
 
     before(nn.DataParallel, "__init__", note_replicas)
+
+    @wrap(nn.Module, "load_state_dict")
+    def load_state_dict(original, module, state_dict, *args, **kwargs):
+        result = original(module, state_dict, *args, **kwargs)
+        if state_dict and len(getattr(result, "unexpected_keys", ())) == len(state_dict):
+            recording.facts.loads_nothing, recording.facts.lost = recording.where.line(), next(iter(state_dict))
+        return result
+
     for name in LOSSES:
 
         @wrap(F, name)
@@ -394,6 +417,14 @@ def install_optimizers(models: Models) -> None:
         original(scaler, "cpu", *args, **kwargs)  # that of a GPU is not enabled without one
         scaler._init_scale = 1.0  # so that no step is skipped, and gradients have their size
         models.scalers += [scaler] * scaler.is_enabled()
+
+    @wrap(torch.amp.GradScaler, "scale")
+    def scale(original, scaler, outputs):
+        scaled = original(scaler, outputs)
+        if scaler.is_enabled() and isinstance(scaled, torch.Tensor):
+            models.recording.step.scaler += ["scale twice"] * hasattr(outputs, "prove_is_scaled")
+            scaled.prove_is_scaled = True
+        return scaled
 
     for name in ("unscale_", "step"):
 

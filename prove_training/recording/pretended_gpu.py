@@ -18,12 +18,13 @@ PROPERTIES = SimpleNamespace(name="pretended GPU", major=8, minor=0, total_memor
 NOTHING = ("set_device", "set_device_index", "set_device_idx", "set_stream", "synchronize", "empty_cache", "init")
 NOTHING += ("reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated", "ipc_collect")
 NOTHING += ("set_per_process_memory_fraction", "set_sync_debug_mode", "set_rng_state", "set_rng_state_all")
-NUMBERS = ("current_device", "current_device_index", "current_device_idx", "memory_allocated", "max_memory_allocated")
+INDICES = ("current_device", "current_device_index", "current_device_idx")
+NUMBERS = ("memory_allocated", "max_memory_allocated")  # small, and none is 0: scripts divide by them
 NUMBERS += ("memory_reserved", "max_memory_reserved", "utilization", "memory_usage", "temperature", "power_draw")
-ANSWERS = dict.fromkeys(NOTHING) | dict.fromkeys(NUMBERS, 0)
+ANSWERS = dict.fromkeys(NOTHING) | dict.fromkeys(INDICES, 0) | dict.fromkeys(NUMBERS, 1)
 ANSWERS |= {"get_device_name": PROPERTIES.name, "get_device_capability": (8, 0), "get_device_properties": PROPERTIES}
 ANSWERS |= {"mem_get_info": (MEMORY, MEMORY), "get_memory_info": (MEMORY, MEMORY), "memory_summary": ""}
-ANSWERS |= {"memory_stats": collections.Counter(), "get_arch_list": ["sm_80"], "get_rng_state_all": []}
+ANSWERS |= {"memory_stats": collections.defaultdict(lambda: 1), "get_arch_list": ["sm_80"], "get_rng_state_all": []}
 ANSWERS |= {"is_bf16_supported": True, "is_tf32_supported": True, "can_device_access_peer": True}
 ANSWERS |= {"is_current_stream_capturing": False, "get_sync_debug_mode": 0}
 OF_NVTX = ("mark", "range_push", "range_pop", "range_start", "range_end")
@@ -43,7 +44,7 @@ class Finished:
         return True
 
     def elapsed_time(self, end_event) -> float:
-        return 0.0
+        return 1.0  # ms
 
     def record_event(self, event=None):
         return event or Finished()
@@ -67,6 +68,8 @@ class OnCpu(TorchFunctionMode):
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if function is torch.Tensor.to:
+            if isinstance(args[0], torch.nn.Parameter) and on_cpu(args[1]) != args[1]:
+                args[0].prove_device = str(args[1])
             args = (args[0], *(on_cpu(each) for each in args[1:]))
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from ..tensors import local
 from .where import before, wrap
 
 COLLECTIVES = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "gather_object")
@@ -40,10 +41,8 @@ class Processes:
             (recording.evaluations.current or recording.step).collectives.append((name, line))
             tensors = [value for value in args if isinstance(value, torch.Tensor)]
             shapes = " and ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
-            if name.startswith("all_reduce") and recording.steps and not recording.step.micro_batches:
-                own = {parameter.data_ptr() for parameter in recording.models.parameters()}
-                if own.intersection(tensor.data_ptr() for tensor in tensors):
-                    recording.facts.averages_weights = line
+            self._note_weights(name, line, tensors)
+            self._note_own_gradients()
             self.write(name, line, shapes)
             is_of_loss = torch.is_grad_enabled() and not recording.step.micro_batches  # and not for a log
             has_gradient = any(each.ndim > 1 and each.requires_grad for each in tensors)
@@ -54,6 +53,21 @@ class Processes:
             yield
         finally:
             self.depth -= 1
+
+    def _note_weights(self, name: str, line: str, tensors: list[torch.Tensor]) -> None:
+        """Weights that are averaged or exchanged after a step."""
+        recording = self.recording
+        if name.startswith(("all_reduce", "all_gather", "broadcast")) and not recording.step.micro_batches:
+            own = {local(parameter).data_ptr() for parameter in recording.models.parameters()}
+            if recording.steps and own.intersection(tensor.data_ptr() for tensor in tensors):
+                recording.facts.averages_weights = line
+
+    def _note_own_gradients(self) -> None:
+        """Those of a step that averages by hand."""
+        models, step = self.recording.models, self.recording.step
+        is_by_hand = step.micro_batches and not (step.own or models.in_backward or self.recording.facts.ddp)
+        if is_by_hand and torch.distributed.is_initialized() and models.stepping is None:
+            step.own = models.tensors_of(value=lambda each: each.grad)
 
     def write(self, name: str, line: str, shapes: str = "") -> None:
         self.calls.write(f"{len(self.recording.steps)} {name} {line} {shapes}\n")
@@ -80,6 +94,11 @@ def is_operation(value) -> bool:
 
 def install(recording) -> None:
     recording.processes.watch(dist, COLLECTIVES)
+    before(
+        dist,
+        "broadcast",
+        lambda tensor, *_, **__: recording.processes._note_weights("broadcast", recording.where.line(), [tensor]),
+    )
     for name in filter(vars(dist).__contains__, IN_OPTIMIZERS):
         before(dist, name, recording.processes.note_in_step)
     before(  # also in an evaluation

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -19,13 +20,15 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, Subset
 from torch.utils.data._utils import fetch
 
-from ..tensors import digest
+from ..tensors import digest, rows
 from . import pretended_gpu
 from .where import wrap
 
 TAG = "batch with digests"  # marks a plain tuple: a class could be imported twice
 BATCHES = 6  # whole micro-batches per epoch
-REST = 5  # samples after them: neither 2 nor 3 processes divide an epoch
+REST = 3  # samples after them: 2 processes do not divide an epoch, and it has as many whole batches on 1, 2 and 3
+MOST_TRANSFORMS = 100  # in a list of them
+SECONDS_APART = 3  # the clocks of two ranks: what is seeded by the time differs
 LARGEST = 12  # samples of a micro-batch over all processes
 
 
@@ -82,6 +85,26 @@ def generator_states() -> int:
     return hash((torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers[1].tobytes(), numbers[2]))
 
 
+def generators_in(value, depth: int = 6) -> Iterator:
+    """Random generators that an object holds, as transforms do that draw by themselves."""
+    if isinstance(value, (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)):
+        yield value
+    elif depth and not isinstance(value, (torch.Tensor, np.ndarray, str, type)):
+        is_list = isinstance(value, (list, tuple)) and len(value) < MOST_TRANSFORMS
+        for part in value if is_list else getattr(value, "__dict__", {}).values():
+            yield from generators_in(part, depth - 1)
+
+
+def seed_generator(generator, seed: int) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    else:
+        generator.seed(seed)
+
+
+seeds_own_generators = False  # as the plan says
 plain_fetch = fetch._MapDatasetFetcher.fetch
 
 
@@ -92,7 +115,10 @@ def fetch_with_digests(self, index):
     indices = index if self.auto_collation else [index]
 
     def read(item):
-        with seeded(1000 + hash(item) % 2**31):
+        seed = 1000 + hash(item) % 2**31
+        for generator in generators_in(self.dataset) if seeds_own_generators else ():
+            seed_generator(generator, seed)
+        with seeded(seed):
             return self.dataset[item]
 
     items = [read(item) for item in indices]
@@ -112,17 +138,19 @@ def fetch_with_digests(self, index):
 class Tagged:
     """A collate_fn that also returns the digests of the items."""
 
-    def __init__(self, collate_fn):
-        self.collate_fn = collate_fn
+    def __init__(self, collate_fn, are_batches: bool = False):
+        self.collate_fn, self.are_batches = collate_fn, are_batches
 
-    def __call__(self, items: list):
-        digests = [digest(item) for item in items]
+    def __call__(self, items):
+        digests = rows(items) if self.are_batches else [digest(item) for item in items]
         return TAG, self.collate_fn(items), digests, False
 
 
 def install(recording) -> None:
     """Switch off what differs by design between process counts, and record it in the fact `switched_off`."""
     switched_off, statistics = recording.facts.switched_off, {}  # of BatchNorm, at the beginning
+    global seeds_own_generators
+    seeds_own_generators = recording.plan.seeds_own
     fetch._MapDatasetFetcher.fetch = fetch_with_digests
 
     def note(what: str) -> None:
@@ -209,7 +237,7 @@ def install_machine(recording) -> None:
     if recording.rank and os.environ.get("PYTHONHASHSEED", "random") == "random":
         wrap(builtins, "hash")(own_hash)
     for name in ("time", "perf_counter", "monotonic", "process_time"):
-        run_clock(name, recording.plan.clock)
+        run_clock(name, recording.plan.clock, SECONDS_APART * recording.rank)
     for owner in (torch.cuda, torch.accelerator):
 
         @wrap(owner, "is_available")
@@ -222,7 +250,7 @@ def install_machine(recording) -> None:
         pretended_gpu.install(recording)
 
 
-def run_clock(name: str, factor: int) -> None:
-    """Let a clock run `factor` times as fast."""
+def run_clock(name: str, factor: int, ahead: int) -> None:
+    """Let a clock run `factor` times as fast, and some seconds ahead of that of rank 0."""
     begin = getattr(time, name)()
-    wrap(time, name)(lambda original: begin + factor * (original() - begin))
+    wrap(time, name)(lambda original: begin + ahead + factor * (original() - begin))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
+from ..text import plural
 from .where import pretend, wrap
 
 MOST_FILES = 500  # that are searched
@@ -41,14 +42,12 @@ class Starting:
             self.recording.facts.is_complete = True
             self.recording.end()
 
-    def check(self, number: int) -> None:
+    def check(self, number: int, source: str = "torch.cuda.device_count()") -> None:
         if number != self.processes:
-            line = self.recording.where.line()
-            self.recording.facts.asked = number
-            self.recording.stop(
-                f"it asks for {number} processes, and prove for {self.processes} ({line}): take the number from "
-                "torch.cuda.device_count(), or write {processes} for it among the flags of the script"
-            )
+            self.recording.facts.asked, line = number, self.recording.where.line()
+            asks = f"it asks for {plural(number, 'process')}, and prove for {self.processes} ({line})"
+            advice = f"take the number from {source}, or write {{processes}} for it among the flags of the script"
+            self.recording.stop(asks if self.recording.plan.machines else f"{asks}: {advice}")
 
 
 def install(recording) -> None:
@@ -85,7 +84,7 @@ def install(recording) -> None:
     @wrap(dist, "init_process_group")
     def init(original, backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *others, **options):
         """As torchrun does, whatever address the script has."""
-        starting.check(starting.processes if world_size in (-1, None) else world_size)
+        starting.check(starting.processes if world_size in (-1, None) else world_size, "WORLD_SIZE")
         if rank not in (-1, None, recording.rank):
             recording.stop(f"a process says that it is rank {rank}, and is {recording.rank} ({recording.where.line()})")
         os.environ.update(recording.plan.address)
@@ -146,8 +145,11 @@ def watch_devices(cls: type, recording) -> None:
     @wrap(cls, "__init__")
     def init(original, self, *args, **options):
         own = {"accelerator": "cpu", "devices": recording.plan.processes, "num_nodes": 1}
-        if options.get("strategy", "auto") == "auto":
+        strategy = options.get("strategy", "auto")
+        if strategy == "auto":
             own["strategy"] = "ddp"  # also on one process, so that its loaders have the same order
+        elif not isinstance(strategy, str):  # Lightning refuses an accelerator in two places
+            strategy._accelerator = strategy._parallel_devices = None
         if str(options.get("precision") or 32) not in ("32", "32-true"):
             recording.facts.switched_off.add("mixed precision")
             own["precision"] = "32-true"

@@ -41,6 +41,11 @@ class Where:
         """The innermost line of the script's own files, as "train.py:64"."""
         return next(self._frames(), "").partition(" ")[0]
 
+    def source(self) -> str:
+        """The text of that line."""
+        file, _, number = self.line().rpartition(":")
+        return linecache.getline(os.path.join(self.root, file), int(number or 0))
+
     def last_of(self, frames) -> str:
         """The same for a traceback."""
         own = [frame for frame in frames if self.is_own(frame.filename)]
@@ -67,7 +72,7 @@ class Where:
         return " < ".join(names + list(itertools.islice(self._frames(), 3)))
 
     def framework(self) -> str:
-        """The Trainer that has called this, if any: a key of mistakes.ADVICE_IN."""
+        """The Trainer that has called this, if any: one of mistakes.FRAMEWORKS."""
         frame, names = sys._getframe(1), ""
         while frame is not None:
             names, frame = f"{names} {frame.f_globals.get('__name__', '')}", frame.f_back

@@ -21,7 +21,7 @@ EPSILON = 1.2e-7  # of float32
 class Finding(NamedTuple):
     """A mistake, or a note."""
 
-    kind: str  # of mistakes.ADVICE; "" for a note
+    kind: str  # a heading of MISTAKES.md, with _ for -; "" for a note
     stage: str
     what: str
     step: int | None = None  # counted from 1; None: not of one step
@@ -115,6 +115,11 @@ def rounding(gradients: dict) -> float:
     """The norm up to which a gradient is zero but for rounding, of the largest one or of numbers near 1 that cancel."""
     largest = largest_norm(gradients)
     return max(ZERO * largest, min(EPSILON, 1e-3 * largest))
+
+
+def epochs_of(step: Step) -> set[tuple[str, int]]:
+    """The passes that a step has samples of, by loader and number."""
+    return {(part.key, part.number) for part in parts_of(step) if part.key}
 
 
 def first_line(step: Step) -> str:

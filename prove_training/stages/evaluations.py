@@ -90,8 +90,7 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
     for found in share(both):
         return found._replace(what=f"{found.what}: {suspect.says}")
     for rank, test in enumerate(suspect.ranks):
-        pairs_of_sums = zip(suspect.ranks[0].models.values(), test.models.values(), strict=False)
-        if any(repr(one) != repr(other) for one, other in pairs_of_sums):  # both may be NaN
+        if differing_models(suspect.ranks[0], test):
             what = f"the tested model has other weights on rank {rank} than on rank 0: {suspect.says}"
             return Finding("eval_weights", "evaluation", what, None, test.line)
     calls = [call for rank in suspect.ranks for call in rank.collectives]
@@ -109,6 +108,12 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
         what = f"{factor:.4g} times the result of 1 process: {suspect.says}"
         return Finding("eval_factor", "evaluation", what, None, line)
     return Finding("eval_mean", "evaluation", f"{suspect.says}, from the same weights and samples", None, line)
+
+
+def differing_models(one: Evaluation, other: Evaluation) -> bool:
+    """Whether a model that two processes test has other weights on the second one."""
+    sums = zip(one.models.values(), other.models.values(), strict=False)
+    return any(repr(first) != repr(second) for first, second in sums)  # both may be NaN
 
 
 def _repeated(suspect: Suspect) -> int:

@@ -95,7 +95,8 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts, is_who
         both.not_compared["samples"] = f"{why} ({line})"
         return
     dropped = loader.items - wanted.total() if loader.drop_last and loader.items else 0
-    tested = {each for test in both.reference.evaluations for some in test.samples.values() for each in some}
+    tests = [test.samples for test in both.reference.evaluations]  # a teacher sees the samples that it teaches
+    tested = {each for samples in tests for other, some in samples.items() if other != key for each in some}
     if leaked := tested.intersection(unknown):
         what = f"{plural(len(leaked), 'sample')} of the evaluation on rank 0 are trained on by other processes"
         yield Finding("split", "samples", what, None, line)
@@ -105,6 +106,8 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts, is_who
     elif missing and (missing.total() >= batch or not loader.drop_last or both.is_exact):
         what = f"{missing.total()} of {wanted.total()} samples of an epoch are in no process's part"
         yield Finding("samples", "samples", what, None, line)
+    elif unknown and not missing and not shared:
+        both.not_compared["samples"] = f"the processes read samples that one process does not ({line})"
     elif extra.total() > batch or (extra and both.is_exact):
         what = f"{min(extra.total(), wanted.total())} of {wanted.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator
 
 from ..records import Record
-from . import Comparison, Finding, apart, close, first_line, note, samples, steps
+from . import Comparison, Finding, apart, close, first_line, note, samples, single, steps
 
 
 def are_plain(ranks: list[Record]) -> bool:
@@ -19,9 +19,13 @@ def findings(both: Comparison) -> Iterator[Finding]:
         what = f"{both.processes} processes train alone: nothing averages their gradients"
         yield Finding("alone", "gradient", what, 1, first_line(made[0]) if made else "")
         return
+    if line := both.facts.data_parallel:
+        what = "nn.DataParallel gives each process all GPUs of its machine"
+        yield Finding("data_parallel", "model", what, None, line)
     found = list(samples.findings(both))
     yield from found
     yield from _initial_weights(both)
+    yield from single.loaded(both.ranks[0]) if not both.reference.facts.loads_nothing else ()
     yield from _draws(both)
     yield from _plateaus(both)
     if not any(finding.kind for finding in found):
@@ -53,6 +57,12 @@ def _draws(both: Comparison) -> Iterator[Finding]:
                 yield note("random numbers", f"{what}: seed + rank gives each its own", number, line)
             else:
                 yield Finding("same_noise", "random numbers", what, number, line)
+            return
+    seeds = [rank.facts.worker_seeds for rank in both.ranks]
+    for line in seeds[0] if both.facts.draws_others else ():
+        if all(each.get(line) == seeds[0][line] for each in seeds):
+            what = "worker_init_fn gives the workers of each process the same numbers, and in each epoch"
+            yield Finding("worker_seeds", "random numbers", what, None, line)
             return
     if any(record.facts.draws_items for record in (both.reference, *both.ranks)):
         states = zip(*(rank.passes for rank in both.ranks), strict=False)
@@ -97,7 +107,11 @@ def _saves(both: Comparison) -> Iterator[Finding]:
     for save in both.ranks[0].saves:
         what = f"the names in {save.path} begin with {save.prefix!r}"
         if save.prefix and before.get(save.line) == "":
-            yield Finding("checkpoint_prefix", "checkpoint", f"{what}, and not on 1 process", None, save.line)
+            what += ", and not on 1 process"
+            if both.facts.strips_prefix:
+                yield note("checkpoint", f"{what}: the script takes it off", None, save.line)
+            else:
+                yield Finding("checkpoint_prefix", "checkpoint", what, None, save.line)
             break
         if save.prefix == "_orig_mod.":
             yield note("checkpoint", f"{what}: only a compiled model loads them as they are", None, save.line)

@@ -9,7 +9,9 @@ import torch
 from ..records import Loader, Record, Step
 from ..tensors import norm_of
 from ..text import and_join, plural
-from . import Finding, close, first_line, is_look, named, note, parts_of, passes_of, trained_on
+from . import Finding, close, epochs_of, first_line, is_look, named, note, passes_of, trained_on
+
+OF_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def cannot_judge(record: Record) -> str | None:
@@ -22,11 +24,15 @@ def cannot_judge(record: Record) -> str | None:
     if line := facts.local_sgd:
         return f"LocalSGD lets the processes train alone for some steps, on purpose ({line})"
     if line := facts.averages_weights:
-        return f"it averages the weights after its steps, and not the gradients before ({line})"
+        return f"it averages or exchanges the weights after its steps, and not only the gradients before ({line})"
     if lines := facts.layers:
         return f"its layers are divided over the processes, and not only its samples ({lines[0]})"
     if "LBFGS" in facts.optimizers:
         return "LBFGS computes the loss several times in a step: there is no one gradient to compare"
+    if not steps and facts.waiting > 1:
+        read = max((each.batches for each in record.passes if each.in_training), default=facts.waiting)
+        what = f"no step after {plural(facts.waiting, 'backward pass')}, {plural(read, 'micro-batch')} per epoch"
+        return f"{what}, which is all that prove reads: let the script accumulate fewer"
     if not steps:
         printed = record.printed
         return "it ended before the first optimizer.step()" + f'; it printed last: "{printed}"' * bool(printed)
@@ -47,14 +53,26 @@ def findings(record: Record) -> Iterator[Finding]:
     yield from _saves(record)
     yield from _evaluations(record)
     yield from _modes(record)
+    if usual_micro_batches(record) > 1 and (name := changing_buffer(record)):
+        what = f"each forward pass changes the buffer {name}: with accumulation, it changes in each micro-batch"
+        yield note("gradient", what, None, first_line(record.steps[0]))
+    yield from loaded(record)
     facts = record.facts
     if facts.run and facts.is_complete and not facts.is_finished:
         yield Finding("finish", "files", "run.finish() is not called: no model is saved", None, facts.run)
 
 
+def loaded(record: Record) -> Iterator[Finding]:
+    """A model that has taken nothing of what it was given."""
+    if line := record.facts.loads_nothing:
+        what = f"load_state_dict with strict=False takes nothing: all names differ, as that of {record.facts.lost}"
+        yield Finding("loads_nothing", "checkpoint", what, None, line)
+
+
 def usual_micro_batches(record: Record) -> int:
-    """The number of micro-batches of most steps."""
-    counts = collections.Counter(len(step.micro_batches) for step in record.steps)
+    """The number of micro-batches of most steps within an epoch."""
+    within = [step for step in record.steps if len(epochs_of(step)) < 2]
+    counts = collections.Counter(len(step.micro_batches) for step in within or record.steps)
     return max(counts, key=lambda count: (counts[count], count), default=1)
 
 
@@ -159,7 +177,7 @@ def _accumulation(record: Record, number: int, step: Step) -> Iterator[Finding]:
     if step.holds and len(facts.optimizers) == 1:
         what = "the gradients of the step before are still there when the next one begins"
         yield Finding("zero_grad", "gradient", what, number, first_line(step))
-    epochs = {(part.key, part.number) for part in parts_of(step) if part.key}
+    epochs = epochs_of(step)
     if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
         what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
         if len(micro) > window(record, number):
@@ -167,9 +185,12 @@ def _accumulation(record: Record, number: int, step: Step) -> Iterator[Finding]:
                 yield Finding("leftover", "gradient", what, number, first_line(step))
         else:  # by a counter that goes on
             yield note("gradient", f"a step {what}", None, first_line(step))
-    if step.scaler[:1] == ["clip"] and "step" in step.scaler:
+    if [call for call in step.scaler if call != "scale twice"][:1] == ["clip"] and "step" in step.scaler:
         what = "the gradients are still multiplied by GradScaler when they are clipped"
         yield Finding("clip_scaled", "clipping", what, number, step.clips[0][1])
+    if "scale twice" in step.scaler:
+        what = "a loss that GradScaler has scaled is scaled again, and its gradient unscaled once"
+        yield Finding("scaled_twice", "loss weights", what, number, first_line(step))
     if step.is_pending:
         what = "FSDP still has gradients that are not reduced when the optimizer steps"
         yield Finding("not_reduced", "gradient", what, number, step.line)
@@ -212,11 +233,20 @@ def fills_windows(record: Record) -> bool:
     return False
 
 
+def changing_buffer(record: Record) -> str:
+    """A buffer that each forward pass changes in training, other than those of BatchNorm."""
+    for one, other in itertools.pairwise(record.steps[:2]):
+        for name, value in one.buffers.items():
+            if other.buffers.get(name) != value and not name.endswith(OF_BATCH_NORM):
+                return name
+    return ""
+
+
 def window(record: Record, number: int) -> int:
     """The micro-batches of the next step within one epoch, else of the last one before; a window may grow meanwhile."""
     steps = record.steps
     for step in [*steps[number:], *reversed(steps[: number - 1])]:
-        if len({(part.key, part.number) for part in parts_of(step)}) == 1:
+        if len(epochs_of(step)) == 1:
             return len(step.micro_batches)
     return len(steps[0].micro_batches)
 

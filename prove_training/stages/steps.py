@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..records import Record, Step
+from ..records import Record, Step, Values
 from ..tensors import differ, norm_of
 from . import (
     APART,
@@ -23,7 +23,7 @@ from . import (
     rounding,
     samples_of,
 )
-from .single import total_weight, usual_micro_batches, weights
+from .single import OF_BATCH_NORM, total_weight, usual_micro_batches, weights
 
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
@@ -57,22 +57,26 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
         yield from carried
         return
     if steps[0].in_step:  # the optimizer averages them
-        steps = (averaged(steps), *steps[1:])
+        steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
     elif differing := apart(steps, "gradients"):
         what = f"{differing} have different gradients at the step"
         if steps[0].clips and not apart(steps, "at_step"):
             what = "clipped before the gradients are averaged, by the norm that each process has alone"
             yield Finding("clip_early", "clipping", what, number, steps[0].clips[-1][1])
             return
-        if not any(micro.syncs for micro in steps[0].micro_batches) and facts.ddp:
+        syncs = [micro.syncs for micro in steps[0].micro_batches]
+        if facts.ddp and not any(syncs):
             what += ", and none of its backward passes averages them"
+        elif facts.ddp and not syncs[-1]:
+            what += f": averaged after micro-batch {syncs.index(True) + 1} of {len(syncs)}, and not after the last one"
         if facts.around_ddp:
             yield Finding("around_ddp", "gradient", what, number, facts.around_ddp[0])
         else:
             yield Finding("not_reduced", "gradient", what, number, line)
         return
     totals = [total_weight(rank, step) for rank, step in zip(both.ranks, steps, strict=True)]
-    if all(total is not None and close(total, 1.0) for total in totals):
+    by_hand = factor_by_hand(steps)
+    if all(total is not None and close(total * by_hand, 1.0) for total in totals):
         both.compared.add("averaged gradients")
     samples, of_ranks = samples_of(wanted), sum(map(samples_of, steps), collections.Counter())
     has_same_samples, had_repeated = facts.loaders and samples and samples == of_ranks, both.has_repeated
@@ -80,7 +84,13 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     is_shorter = samples.total() < largest_step(both.reference)
     both.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
     draws = next((each.line for one in (wanted, *steps) for each in one.micro_batches if each.draws), "")
-    found = list(_gradient(both, number, wanted, steps)) if has_same_samples and not draws else []
+    is_compared = has_same_samples and not draws
+    found = list(_gradient(both, number, wanted, steps)) if is_compared else []
+    has_means = all(total is not None and close(total, 1.0) for total in totals)
+    is_wrong = found[0].kind == "factor" if found else has_means and not is_compared
+    if is_wrong and close(by_hand, both.processes):
+        what = f"the processes' gradients are added up, and not divided by {both.processes}"
+        found = [Finding("summed", "gradient", what, number, steps[0].collectives[-1][1])]
     if had_repeated and [each.kind for each in found] == ["gradient"] and not both.is_exact:
         why = "a step had a sample twice, which a state of the script may remember"
         both.not_compared.setdefault("gradients after it", why)
@@ -93,7 +103,7 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     if not found and not steps[0].in_step and (differing := apart(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
-    if not found and has_same_samples and not draws and steps[0].clips and wanted.clips:
+    if not found and is_compared and steps[0].clips and wanted.clips:
         found += _gradient(both, number, wanted, steps, "at_step")
     yield from found
     found_rates = list(_rates(both, number, wanted, steps))
@@ -102,7 +112,7 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
         return
     if differing := apart(steps, "weights"):
         yield Finding("weights", "weights", f"{differing} have different weights after the step", number, line)
-    elif has_same_samples and not draws and not found and not both.has_drifted:
+    elif is_compared and not found and not both.has_drifted:
         yield from _weights(both, number, wanted, steps[0])
 
 
@@ -115,7 +125,9 @@ def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...
         for rank, step in enumerate(steps):
             found = getattr(step, kind)
             names = [
-                name for name, value in getattr(wanted, kind).items() if differ(value, found.get(name, value)) > APART
+                name
+                for name, value in getattr(wanted, kind).items()
+                if (other := found.get(name, value)).shape == value.shape and differ(value, other) > APART
             ]
             if names:
                 what = f"{named(names)}: after the step before, rank {rank} changes the {whose} by another amount"
@@ -123,14 +135,24 @@ def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...
                 return
 
 
-def averaged(steps: tuple[Step, ...]) -> Step:
-    """The first rank's step, with the mean of the gradients of all."""
+def averaged(steps: tuple[Step, ...], kind: str) -> Values:
+    """The mean of the gradients of all ranks."""
     gradients = {}
-    for name, value in steps[0].gradients.items():
-        parts = [step.gradients.get(name, torch.zeros_like(value))[1:] for step in steps]
+    for name, value in getattr(steps[0], kind).items():
+        parts = [getattr(step, kind).get(name, torch.zeros_like(value))[1:] for step in steps]
         mean = sum(parts) / len(steps)
         gradients[name] = torch.cat([torch.linalg.vector_norm(mean).view(1), mean])  # of the recorded entries
-    return dataclasses.replace(steps[0], gradients=gradients)
+    return gradients
+
+
+def factor_by_hand(steps: tuple[Step, ...]) -> float:
+    """By which factor of their mean the script has replaced the processes' gradients; NaN if by no one factor."""
+    if not all(step.own for step in steps):
+        return 1.0
+    means = averaged(steps, "own")
+    pairs = [(mean[1:], steps[0].gradients[name][1:]) for name, mean in means.items() if name in steps[0].gradients]
+    factors = [float(mean @ found / (mean @ mean)) for mean, found in pairs if mean @ mean > 0]
+    return factors[0] if factors and all(close(factor, factors[0]) for factor in factors) else math.nan
 
 
 def _gradient(
@@ -155,9 +177,14 @@ def _gradient(
         both.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
     first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
-    what = f"{named(factors)}: not a multiple of what it is on 1 process"
+    what = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(wanted, steps, factors)}"
     if all(close(factor, first, 1e-2) for factor in factors.values()):
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
+        totals = [total_weight(rank, step) or 0.0 for rank, step in zip(both.ranks, steps, strict=True)]
+        if kind_of == "gradients" and all(close(total, 1.0) for total in totals):
+            what += ", and the loss is not: the gradient is changed after the backward pass"
+        elif (micro := steps[0].micro_batches[-1]).losses and not micro.scales:
+            line = micro.losses[-1][2]  # of the loss; the backward pass is that of a line that changes nothing
     what += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
         kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"
@@ -167,6 +194,34 @@ def _gradient(
         # Else _losses reports it.
         what = f"the last step of an epoch: {what}, a mean of means over unequal parts"
         yield note("gradient", what, number, line)
+
+
+def _cause(wanted: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
+    """What the records show of why gradients differ by no one factor; "" if nothing."""
+    if len({micro.class_weights for step in steps for micro in step.micro_batches} - {""}) > 1:
+        return ": the weights of the classes in the loss differ between the processes"
+    if targets_of((wanted,)) != targets_of(steps):
+        return ": the targets of the loss differ from those of the same samples on 1 process"
+    for name, value in wanted.buffers.items():
+        if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
+            return f": the buffer {name} differs, which each forward pass changes by its own samples"
+    known = [(wanted.gradients[name], steps[0].gradients[name], wanted.before.get(name)) for name in factors]
+    for what, penalty in (("weights", torch.clone), ("signs of the weights", torch.sign)):
+        if all(
+            weights is not None and one.shape == other.shape and is_multiple((other - one)[1:], penalty(weights[1:]))
+            for one, other, weights in known
+        ):
+            return f": the difference is a multiple of the {what}, as of a penalty that grows with the batch"
+    return ""
+
+
+def targets_of(steps: tuple[Step, ...]) -> collections.Counter:
+    return collections.Counter(target for step in steps for micro in step.micro_batches for target in micro.targets)
+
+
+def is_multiple(one: torch.Tensor, other: torch.Tensor) -> bool:
+    rest = one - float(one @ other / (other @ other).clamp_min(1e-30)) * other
+    return float(torch.linalg.vector_norm(rest)) < 1e-2 * float(torch.linalg.vector_norm(one))
 
 
 def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, tolerance: float) -> bool:

@@ -62,7 +62,7 @@ MISTAKES = {
         [
             SET_EPOCH,
             (SAMPLER, "shuffle=False"),
-            ("DataLoader(dataset", "DataLoader(list(dataset.data[: 77 - 9 * int(os.environ['RANK'])])"),
+            ("DataLoader(dataset", "DataLoader(list(dataset.data[: 75 - 9 * int(os.environ['RANK'])])"),
         ],
         *("uneven", "batches on rank 1, and more on rank 0", f"{PYTORCH}/pytorch/issues/38174"),
     ),

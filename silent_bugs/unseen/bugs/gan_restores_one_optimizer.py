@@ -1,0 +1,62 @@
+"""A GAN that saves and restores both models and the optimizer of the generator. That of the discriminator begins anew
+after a resume.
+
+Its number: the norm of the generator's weights, resumed after the first epoch.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+reals = torch.randn(96, 2) @ torch.tensor([[1.0, 0.5], [0.0, 0.3]]) + 1
+noise = torch.randn(96, 3)
+data = TensorDataset(noise, reals)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+
+model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)))
+judge = nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+judge = DistributedDataParallel(judge)
+of_model = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.5, 0.9))
+of_judge = torch.optim.Adam(judge.parameters(), lr=0.02, betas=(0.5, 0.9))
+parts = {"model": model.module, "judge": judge.module, "of_model": of_model}
+if FIXED:
+    parts["of_judge"] = of_judge  # WRONG without it
+start = 0
+if "--resume" in sys.argv:
+    state = torch.load("last.pt")
+    start = state.pop("epoch") + 1
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+for epoch in range(start, 3):
+    sampler.set_epoch(epoch)
+    for z, real in loader:
+        of_judge.zero_grad()
+        scores = judge(torch.cat([real, model(z).detach()]))
+        loss = F.softplus(-scores[: len(z)]).mean() + F.softplus(scores[len(z) :]).mean()
+        loss.backward()
+        of_judge.step()
+        of_model.zero_grad()
+        F.softplus(-judge(model(z))).mean().backward()
+        of_model.step()
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}")
+    dist.barrier()
+    if rank == 0 and epoch == 0:
+        torch.save({"epoch": epoch} | {name: part.state_dict() for name, part in parts.items()}, "last.pt")
+    dist.barrier()
+
+norm = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
+if rank == 0:
+    print(f"norm of the weights: {norm:.8f}")
+dist.destroy_process_group()

@@ -1,0 +1,60 @@
+"""A trainer class in the style of Lightning: gradients are averaged in the last backward pass of a window, and the
+last window of an epoch is divided by the micro-batches that it has.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(96, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+class Fit:
+    """A small Trainer: hooks around a loop."""
+
+    def __init__(self, module, lr, window):
+        self.model = DistributedDataParallel(module)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+        self.window = window
+
+    def run(self, data, epochs):
+        sampler = DistributedSampler(data)
+        loader = DataLoader(data, batch_size=12 // world_size, sampler=sampler)
+        for self.epoch in range(epochs):
+            sampler.set_epoch(self.epoch)
+            for number, batch in enumerate(loader):
+                self.training_step(number, *batch)
+            self.epoch_end()
+
+    def training_step(self, number, x, y):
+        begin = number - number % self.window
+        count = min(self.window, 8 - begin)
+        is_last = number == begin + count - 1
+        self.model.require_backward_grad_sync = is_last
+        self.loss = F.mse_loss(self.model(x), y) / count
+        self.loss.backward()
+        if is_last:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def epoch_end(self):
+        if rank == 0:
+            print(f"epoch {self.epoch}: loss {self.loss.item():.4f}")
+
+
+fit = Fit(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), lr=0.05, window=3)
+fit.run(data, epochs=2)
+model = fit.model
+
+norm = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
+if rank == 0:
+    print(f"norm of the weights: {norm:.8f}")
+dist.destroy_process_group()
