@@ -41,6 +41,15 @@ LIBRARY_ERRORS = {
         "call the module, or raise fsdp_min_num_params of the config file above the module's parameters. For averages, "
         "use shard and update_average of utils/parallel/fsdp.py, or copy the weights after prepare"
     ),
+    "out of bounds for storage of size 0": (
+        "the gathered copy of a sharded weight was used at {line} after FSDP had freed it, as by a second derivative "
+        "(a gradient penalty): compute the inner gradient in the forward pass of the whole model, with "
+        "fsdp_min_num_params of the config file above the model's parameters, or use DDP"
+    ),
+    "in-place operations that require placement changes are not supported": (
+        "an operation at {line} needs whole tensors, and FSDP has shards of rows; of the optimizers, those work that "
+        "compute each number by itself, such as AdamW and SGD: use one of them, or DDP"
+    ),
     "FSDP does not support deepcopy": (
         "a sharded model is copied at {line}: copy it before prepare, and give prepare the copy, too"
     ),

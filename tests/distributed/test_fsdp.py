@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from utils.errors import explain_errors
+from utils.errors import explain, explain_errors
 from utils.launch import TrainingAccelerator
 from utils.parallel.fsdp import units, update_average
 from utils.topology import Layout
@@ -492,6 +492,51 @@ def test_a_parameter_as_an_output_is_refused_before_its_freed_memory_is_read(
             assert outputs["more"][0].tolist() == [1.0] * 16
         said = "Returns returns a parameter or a view of one, whose memory FSDP frees"
         assert (said in capsys.readouterr().err) is is_refused
+
+
+def step_with(optimizer):
+    def fails(accelerator):
+        model = nn.Linear(3, 2)
+        model, prepared = accelerator.prepare(model, optimizer(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+        prepared.step()
+
+    return fails
+
+
+def penalise_gradients(accelerator):
+    model = accelerator.prepare(nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1)))
+    x = torch.ones(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    accelerator.backward(gradient.square().sum())
+
+
+@pytest.mark.parametrize(
+    ("fails", "sentence"),
+    [
+        (penalise_gradients, "as by a second derivative (a gradient penalty): "),
+        (step_with(torch.optim.Rprop), "needs whole tensors, and FSDP has shards of rows"),
+        (step_with(torch.optim.Adafactor), "needs whole tensors, and FSDP has shards of rows"),
+    ],
+    ids=["second derivative", "Rprop", "Adafactor"],
+)
+def test_what_fsdp_cannot_do_is_a_sentence(one_process_shards, fails, sentence):
+    with pytest.raises(RuntimeError) as raised:
+        fails(one_process_shards)
+    assert sentence in explain(raised.value)
+
+
+def test_an_optimizer_that_makes_its_state_at_once_is_created_from_shards(one_process_shards, capsys):
+    model = nn.Linear(3, 2)
+    with pytest.raises(SystemExit):
+        one_process_shards.prepare(model, torch.optim.Adagrad(model.parameters()))
+    assert "Adagrad makes its state when it is created" in capsys.readouterr().err
+    model = one_process_shards.prepare(nn.Linear(3, 2))
+    optimizer = one_process_shards.prepare(torch.optim.Adagrad(model.parameters(), lr=0.1))
+    one_process_shards.backward(model(torch.ones(2, 3)).sum())
+    before = model.weight.full_tensor().clone()
+    optimizer.step()
+    assert (before - model.weight.full_tensor()).tolist() == [[pytest.approx(0.1)] * 3] * 2
 
 
 def test_values_of_gradients_are_clipped_on_shards(one_process_shards):

@@ -67,6 +67,11 @@ def shards_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def train_shards(optimizer: Optimizer) -> None:
     """Replace the parameters of an optimizer by their shards."""
+    if any(not hasattr(parameter, "to_local") for parameter in optimizer.state):
+        stop(
+            f"{type(optimizer).__name__} makes its state when it is created, of whole tensors: with FSDP, prepare the "
+            "model first, and then create the optimizer from its parameters and prepare it"
+        )
     for group in optimizer.param_groups:
         group["params"][:] = shards_of(group["params"])
         if isinstance(optimizer, torch.optim.LBFGS) and any(len(p) % p.device_mesh.shape[-1] for p in group["params"]):

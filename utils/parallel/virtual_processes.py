@@ -40,6 +40,8 @@ from ..topology import data_parallel_gpus
 from .shards import is_sharded, local_rows
 
 BUCKET = 2**22  # gradients that are exchanged at a time
+# Optimizers that compute each number by itself.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
 
 
 def use_virtual_processes(accelerator: Accelerator) -> None:
@@ -420,8 +422,14 @@ def sum_gradients_by_tree(
     accelerator: Accelerator, models: list[nn.Module], optimizers: Iterable[Optimizer] = ()
 ) -> None:
     """Make `accelerator.backward` leave the sum over all virtual processes in `.grad`. Collective."""
-    for optimizer in optimizers if accelerator.device.type == "cpu" else ():
-        unfuse(optimizer)
+    for optimizer in optimizers:
+        if accelerator.layout.shards > 1 and type(optimizer).__name__ not in ELEMENTWISE:
+            stop(
+                f"--virtual_processes with FSDP works with {', '.join(ELEMENTWISE)}: {type(optimizer).__name__} may "
+                "add up over a whole tensor, in an order that depends on its shards; use one of these, or DDP"
+            )
+        if accelerator.device.type == "cpu":
+            unfuse(optimizer)
     sums = []
     for model in models:
         model = model._orig_mod if is_compiled_module(model) else model  # by dynamo_config
