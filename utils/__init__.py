@@ -45,3 +45,5 @@ extras/: for a flag.
     pretrained         --pretrained: start from pretrained weights
     evaluate_metrics   --metrics: metrics of the library evaluate over all samples of a test
 """
+
+VERSION = "6"  # also in run.json: which version a copy has; to update one, replace the folder

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import distributed
 
+from . import VERSION
 from .console import plural, printable
 from .topology import data_parallel_gpus, requested_topology
 
@@ -102,21 +103,21 @@ def announce(
 
 
 def describe_code() -> dict:
-    """The versions of Python and the installed packages, and the commit of the code."""
-    versions = {"python": platform.python_version()}
+    """The versions of Python, the installed packages and utils/, and the commit of the code."""
+    versions = {"python": platform.python_version(), "utils": VERSION}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return {"versions": versions, "git_commit": git_commit()}
 
 
-def code_digest() -> str:
-    """A digest of the script, utils/ and readers/, which must be the same on all machines."""
-    digest, beside = hashlib.sha256(), Path(__file__).parents[1]
-    for path in (Path(sys.argv[0]), *sorted(beside.glob("utils/**/*.py")), *sorted(beside.glob("readers/**/*.py"))):
-        if path.is_file():  # not in a notebook
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
+def code_digests() -> dict[str, str]:
+    """A digest of the script and of each file of utils/ and readers/, which must be the same on all machines."""
+    beside, script = Path(__file__).parents[1], Path(sys.argv[0])
+    paths = [*beside.glob("utils/**/*.py"), *beside.glob("readers/**/*.py")]
+    files = {str(path.relative_to(beside)): path for path in paths}
+    files |= {script.name: script} if script.is_file() else {}  # not in a notebook
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for name, path in sorted(files.items())}
 
 
 def git_commit() -> str | None:

@@ -29,7 +29,7 @@ from accelerate.utils import (
 from torch import distributed
 
 from .agree import same_on_all
-from .banner import code_digest
+from .banner import code_digests
 from .console import stop
 from .errors import explain, explain_errors
 from .flags import with_defaults
@@ -244,7 +244,8 @@ def make_accelerator(
         watchdog.watch(accelerator, settings.timeout_s)
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
-    same_on_all({"script": Path(sys.argv[0]).name, "SHA-256 of script, utils and readers": code_digest(), **vars(args)})
+    code = {f"SHA-256 of {name}": digest for name, digest in code_digests().items()}
+    same_on_all({"script": Path(sys.argv[0]).name, **code, **vars(args)})
     accelerator.whole_gradients = settings.whole_gradients
     share_batch(accelerator, getattr(args, "batch_size", None))
     set_cpu_threads(cpu_threads or (1 if settings.virtual_processes else None))

@@ -18,10 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from .agree import on_main, same_on_all, same_result
-from .banner import announce
+from .banner import announce, code_digests
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
-from .console import plural, stop
+from .console import plural, show, stop
 from .flags import MAY_CHANGE, with_defaults
 from .loader import Batch, GlobalLoader, describe_data
 from .memory import peak_memory_gib
@@ -124,6 +124,7 @@ class Run:
         self.best.load_state(self.extra)
         train_loader.check_sample(self.extra.get("sample"))
         train_loader.check_order(self.extra.get("order"))
+        self._warn_of_changes()
         self.metrics = Metrics(accelerator, self.extra.get("metrics"))
         topology = announce(
             accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
@@ -142,6 +143,20 @@ class Run:
         if accelerator.is_main_process:
             about_run = {"arguments": vars(args), "data": data, "total_steps": total_steps}
             self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about_run, topology)
+
+    def _warn_of_changes(self) -> None:
+        """Warn if a resumed run will not be what the checkpoint's run would have been."""
+        num_slots, self.code = self.train_loader.sampler.num_slots, code_digests()
+        before, code = self.extra.get("num_slots", num_slots), self.extra.get("code", self.code)
+        if before != num_slots and self.accelerator.is_main_process:
+            show(
+                f"warning: a step had {plural(before, 'micro-batch')} and now has {num_slots}: random numbers in the "
+                "model, such as dropout, and BatchNorm go on with other values; not with --virtual_processes",
+                "yellow",
+            )
+        changed = sorted(name for name in code | self.code if code.get(name) != self.code.get(name))
+        if changed and self.accelerator.is_main_process:
+            show(f"warning: changed since the checkpoint was saved: {', '.join(changed)}", "yellow")
 
     def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks and the trackers that this run needs. Collective."""
@@ -268,6 +283,7 @@ class Run:
     def _save(self) -> None:
         seen = {"metrics": self.metrics.state(), "order": self.train_loader.newest_order}  # stops at a loss that is nan
         self._check_weights()
+        seen |= {"num_slots": self.train_loader.sampler.num_slots, "code": self.code}
         seen["sample"] = self.train_loader.last_sample() if self.accelerator.is_main_process else None
         self.checkpoints.save(self.step, {**self.extra, **seen}, self.folder.sync)
 

@@ -518,6 +518,15 @@ def test_shards_have_the_bits_of_one_process(sharded, name, other):
     assert kinds[-1][0] == {"cpu_ddp_3": "MULTI_CPU", "cpu_hsdp_4": "HSDP 2 x 2"}.get(other, "FSDP")
 
 
+def test_an_optimizer_that_adds_up_over_a_whole_tensor_is_refused_on_shards(capsys):
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(SystemExit):
+        vp.sum_gradients_by_tree(OneRank(0, 2, 4, "FSDP"), [], [torch.optim.Adafactor(parameters)])
+    assert "Adafactor may add up over a whole tensor" in capsys.readouterr().err
+    vp.sum_gradients_by_tree(OneRank(0, 2, 4), [], [torch.optim.Adafactor(parameters)])
+    vp.sum_gradients_by_tree(OneRank(0, 2, 4, "FSDP"), [], [torch.optim.AdamW(parameters)])
+
+
 @needs_torch("2.13")
 def test_shards_are_added_in_float32_also_in_mixed_precision():
     accelerator = OneRank(0, 2, 4, "FSDP")

@@ -480,6 +480,23 @@ def test_lbfgs_may_take_single_micro_batches_only_where_these_are_whole_steps(st
     assert "use `run.steps`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [{}, {"gradient_accumulation_steps": 2}])
+def test_what_goes_on_with_other_numbers_when_resuming_is_a_warning(start, monkeypatch, capsys, flags):
+    """Dropout and BatchNorm depend on the micro-batches of a step, and all numbers on the code."""
+    monkeypatch.setattr("utils.run.code_digests", lambda: {"train.py": "a", "utils/loader.py": "b"})
+    assert start(Regression(stop_at=(6, "step"))) == EXIT_REQUEUE
+    assert "warning" not in capsys.readouterr().out
+    if flags:
+        monkeypatch.setattr("utils.run.code_digests", lambda: {"train.py": "c", "utils/loader.py": "b"})
+    assert start(Regression(), resume=True, **flags) is None
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    if not flags:
+        assert warnings == []
+    else:
+        assert warnings[0].startswith("warning: a step had 1 micro-batch and now has 2: random numbers in the model")
+        assert warnings[1:] == ["warning: changed since the checkpoint was saved: train.py"]
+
+
 def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path):
     assert start(Small(leave_at=3)) is None
     assert summary(tmp_path / "run")["step"] == 2
