@@ -29,6 +29,7 @@ SAID = {
     "ok": [],
     "batch_norm": [("the forward pass changes model.norm.num_batches_tracked", MICRO_BATCHES)],
     "batch_norm averaged": [],
+    "codebook averaged": [],
     "frozen batch_norm": [],
     "instance_norm": [("the forward pass changes model.norm.running_mean", MICRO_BATCHES)],
     "spectral_norm": [("the forward pass changes model.norm.parametrizations.weight.0._u", MICRO_BATCHES)],

@@ -19,6 +19,21 @@ from utils.parallel.batch_norm import BatchNorms
 from utils.run import Run
 
 
+class Codebook(nn.Module):
+    """A running mean of its inputs, a new tensor in each step, and a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(8))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, h):
+        if self.training:
+            self.codes = 0.9 * self.codes + 0.1 * h.detach().mean(0)
+            self.steps += 1
+        return h - self.codes
+
+
 class Model(nn.Module):
     """A word's vector, normalised or quantised in some way, and a linear layer."""
 
@@ -32,6 +47,7 @@ class Model(nn.Module):
             "instance_norm": nn.InstanceNorm1d(8, track_running_stats=True),
             "spectral_norm": nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
             "frozen batch_norm": nn.BatchNorm1d(8).eval(),
+            "codebook averaged": Codebook(),
         }.get(case, nn.Identity())
         self.out = nn.Linear(8, 1)
         self.register_buffer("codes", torch.zeros(8))
@@ -77,7 +93,7 @@ def train(args, case: str) -> None:
     optimizer = torch.optim.SGD([*model.parameters(), *more], 0.1)
     bare = model
     model, optimizer = accelerator.prepare(model, optimizer)
-    batch_norms = BatchNorms(model, accelerator) if case == "batch_norm averaged" else None
+    batch_norms = BatchNorms(model, accelerator, Codebook) if case.endswith("averaged") else None
     if case == "frozen on rank 1" and rank == 1:
         next(model.parameters()).requires_grad_(False)
     if case == "thawed":

@@ -127,3 +127,32 @@ def test_layers_are_averaged_together():
             update_average(average, model, decay=0.9)
         counts.append((statistics.count, averaging.count))
     assert counts[0] == counts[1]
+
+
+class Counter(nn.Module):
+    """A running mean that is replaced, of two dimensions, and a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2, 3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        self.count += 1
+
+
+def test_other_running_statistics_are_averaged_too():
+    """The mean over the micro-batches, each from what the step began with; a count goes on once per step."""
+    accelerator = TrainingAccelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(Counter())
+    batch_norms = BatchNorms(model, accelerator, Counter)
+    x = torch.randn(2, 2, 4, 2, 3, dtype=torch.float64)  # steps, micro-batches, samples
+    expected = torch.zeros(2, 3, dtype=torch.float64)
+    for step in x:
+        for micro_batch in step.float():
+            with accelerator.accumulate(model), batch_norms.averaged():
+                model(micro_batch)
+        expected = 0.5 * expected + 0.5 * step.mean((0, 1))
+    torch.testing.assert_close(model.mean.double(), expected, rtol=1e-6, atol=1e-6)
+    assert model.count == 2

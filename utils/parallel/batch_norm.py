@@ -46,15 +46,18 @@ class BatchNorms:
     All micro-batches must have the same size: GlobalLoader(..., drop_last=True), and a batch size divisible by their
     number. DDP no longer replaces the model's buffers by rank 0's. Frozen layers (in evaluation mode) keep their
     statistics.
+
+    Args:
+        kinds: further classes of layers that have running statistics, such as a codebook of your own: their
+            floating-point buffers are averaged, and others, such as counts, go on once per step.
     """
 
-    def __init__(self, model: nn.Module, accelerator: Accelerator):
+    def __init__(self, model: nn.Module, accelerator: Accelerator, *kinds: type[nn.Module]):
         self.accelerator = accelerator
-        self.layers = [
-            layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats
-        ]
+        layers = [layer for layer in model.modules() if isinstance(layer, (_BatchNorm, *kinds))]
+        self.layers = [layer for layer in layers if next(layer.buffers(recurse=False), None) is not None]
         for layer in self.layers:
-            layer.is_averaged = False  # not yet: for the checks of Run and of virtual processes
+            layer.is_averaged = False  # not yet: for FirstStep
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 module.broadcast_buffers = False
@@ -70,17 +73,15 @@ class BatchNorms:
             return
         for layer in layers:
             layer.is_averaged = True
-        counts = [layer.num_batches_tracked for layer in layers]
-        statistics = [layer.running_mean for layer in layers] + [layer.running_var for layer in layers]
-        counts_before, before = torch.stack(counts), torch.cat(statistics)
+        before, counts_before = map(flatten, split_buffers(layers))
         yield
-        self._add(torch.cat(statistics))
+        statistics, counts = split_buffers(layers)  # again: a layer may have replaced them
+        self._add(flatten(statistics))
         if self.accelerator.sync_gradients:
-            result = self._mean()
+            write(statistics, self._mean())
         else:  # the next micro-batch begins with the same statistics
-            result = before
-            torch._foreach_copy_(counts, list(counts_before))
-        torch._foreach_copy_(statistics, result.split([len(tensor) for tensor in statistics]))
+            write(statistics, before)
+            write(counts, counts_before)
 
     def _add(self, flat: torch.Tensor) -> None:
         if self.tree is not None:
@@ -96,3 +97,20 @@ class BatchNorms:
         if self.tree is not None:
             return self.tree.total(sums).div_(self.accelerator.layout.virtual_processes)
         return self.accelerator.reduce(sums[0].value.div_(self.accelerator.gradient_accumulation_steps), "mean")
+
+
+def split_buffers(layers: list[nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The floating-point buffers of the layers themselves, and the others."""
+    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    return [b for b in buffers if b.is_floating_point()], [b for b in buffers if not b.is_floating_point()]
+
+
+def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.zeros(0)
+
+
+def write(tensors: list[torch.Tensor], values: torch.Tensor) -> None:
+    """Write values, as from `flatten`, into tensors."""
+    parts = values.split([tensor.numel() for tensor in tensors])
+    if tensors:
+        torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
