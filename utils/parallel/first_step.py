@@ -18,8 +18,8 @@ from ..console import show, stop
 from .shards import plain_name
 
 AVERAGE_BUFFERS = (
-    "average it with BatchNorms of utils/parallel/batch_norm.py, as resnet50.py does, which also takes other classes of "
-    "layers; or update it outside of forward, from the samples of all processes (gather_samples.py)"
+    "average it with BatchNorms of utils/parallel/batch_norm.py, which also takes the classes of your own layers; or "
+    "update it outside of forward, from the samples of all processes (gather_samples.py)"
 )
 
 
