@@ -63,10 +63,10 @@ PROGRAMS = {
     "compile": Program("schedules", ("--recipe", "compile"), 77),
 }
 QUICK = ["packed_lstm", "vae", "lbfgs"]  # in this process, without a launch
-# Runs are named after their processes and accumulation steps.
-PAIRS = [("one_1", "one_4"), ("one_1", "two_1"), ("one_4", "two_2")]
 # The model samples boxes in each micro-batch, so only runs with as many of these per step have the same numbers.
-OWN_PAIRS = {"faster_rcnn": [("one_2", "two_1"), ("one_4", "two_2")]}
+SAMPLES_IN_MICRO_BATCHES = ["faster_rcnn"]
+# Runs are named after their processes and accumulation steps.
+PAIRS = [("one_1", "one_2"), ("one_1", "two_1"), ("one_2", "two_1"), ("one_4", "two_2")]
 
 
 def param(name, *values):
@@ -75,31 +75,31 @@ def param(name, *values):
     return pytest.param(name, *values, marks=pytest.mark.others(library) if library else ())
 
 
-COMPARED = [param(name, *pair) for name in PROGRAMS for pair in OWN_PAIRS.get(name, PAIRS)]
-
-
-def runs_of(name: str) -> list[str]:
-    """The runs of a program that are compared."""
-    return sorted({run for pair in OWN_PAIRS.get(name, PAIRS) for run in pair})
+COMPARED = [
+    param(name, one, other)
+    for name in PROGRAMS
+    for one, other in PAIRS
+    if one != "one_1" or name not in SAMPLES_IN_MICRO_BATCHES
+]
 
 
 @pytest.fixture(scope="module")
 def runs(request, shared_launcher, small_mnist):
-    """Runs of each program that a chosen test looks at."""
+    """Runs of each program that a chosen test looks at: on one process with 1, 2 and 4 accumulation steps, and on
+    two processes with 1 and 2."""
     top = shared_launcher.folder
     tests = [item for item in request.session.items if item.path == request.path and "runs" in item.fixturenames]
     chosen = {item.callspec.params["name"] for item in tests if not item.get_closest_marker("skip")}
-    for config, processes in (("cpu", "one"), ("cpu_ddp", "two")):
+    for config, name, steps in (("cpu", "one", (1, 2, 4)), ("cpu_ddp", "two", (1, 2))):
         launches = []
         for program in [name for name in PROGRAMS if name in chosen]:
             script, flags, *_ = PROGRAMS[program]
             flags = [small_mnist if flag == "SMALL_MNIST" else flag for flag in flags]
             flags = [*flags, "--checkpoint_every", 3, "--keep_checkpoints", 0]
             script = ["--script", run_many.path_of(script)]
-            for run in runs_of(program):
-                if run.startswith(processes):
-                    accumulation = ["--gradient_accumulation_steps", run[-1]]
-                    launches.append([*script, *flags, *accumulation, "--output_dir", top / program / run])
+            for k in steps:
+                accumulation = ["--gradient_accumulation_steps", k]
+                launches.append([*script, *flags, *accumulation, "--output_dir", top / program / f"{name}_{k}"])
         shared_launcher(config, *run_many.words("mlp", *launches), script=run_many.FILE, timeout=400)
     return top
 
@@ -115,7 +115,7 @@ def test_processes_and_accumulation_change_no_number(runs, name, one, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [param(name) for name, program in PROGRAMS.items() if program.test_samples])
 def test_each_test_sample_counts_once(runs, name):
-    for run in runs_of(name):
+    for run in ("one_1", "one_4", "two_1", "two_2"):
         assert run_reader.summary(runs / name / run)["test_samples"] == PROGRAMS[name].test_samples
 
 
