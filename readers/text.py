@@ -496,14 +496,18 @@ def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
     if done != (len(test_mask), progress["of"]) or corpus.signatures() != signatures:
         saved.unlink()
         stop(f"--dataset {corpus.dataset} has changed while it was tokenized: it must not change during a run")
+    num_bytes = progress["bytes"] if progress["lossless"] else dict.fromkeys(SPLITS)
+    about = describe(corpus, int(test_mask.sum()), len(test_mask), progress["lossless"])
+    write_manifest(folder, {split: path.name for split, path in paths.items()}, num_bytes, str(dtype), about)
+
+
+def describe(corpus: Corpus, num_test: int, num_documents: int, lossless: bool) -> str:
+    """What was tokenized, for `announce`."""
     column = f", column {corpus.column}" if corpus.column else ""
     chosen = ", chosen by a hash" if "" in corpus.splits else ""
-    numbers = f"{np.sum(~test_mask):,} documents for training, {np.sum(test_mask):,} for testing"
-    about = f"{corpus.kind}{column}; {numbers}{chosen}"
-    if not progress["lossless"]:
-        about += "; the tokenizer loses a part of the text, so bits_per_byte is left out"
-        progress["bytes"] = dict.fromkeys(SPLITS)
-    write_manifest(folder, {split: path.name for split, path in paths.items()}, progress["bytes"], str(dtype), about)
+    lost = "" if lossless else "; the tokenizer loses a part of the text, so bits_per_byte is left out"
+    numbers = f"{num_documents - num_test:,} documents for training, {num_test:,} for testing"
+    return f"{corpus.kind}{column}; {numbers}{chosen}{lost}"
 
 
 def save_progress(saved: Path, progress: dict, files: dict) -> None:
