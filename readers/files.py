@@ -32,11 +32,12 @@ def list_files(dataset: str | Path) -> tuple[dict[str, Path], list[str]]:
         for link in (f"{top}/{name}" for name in folders if os.path.islink(f"{top}/{name}")):
             if Path(os.path.realpath(link)) in (here, *here.parents):
                 stop(f"--dataset {dataset} has a link to a folder, {link}, that leads back to itself: remove it")
-        for path in (Path(top, name) for name in names if not name.startswith(".")):
-            if not path.is_file():
-                stop(f"--dataset {dataset}: {path} is not a file, or a link to nothing: remove it")
-            files[path.relative_to(dataset).as_posix()] = path
-    beside = [name for name, path in files.items() if BESIDE_DATA.fullmatch(path.name.lower())]
+        within = os.path.relpath(top, dataset) + "/" if top != str(dataset) else ""
+        for name in (name for name in names if not name.startswith(".")):
+            files[within + name] = Path(top, name)
+            if not os.path.isfile(f"{top}/{name}"):
+                stop(f"--dataset {dataset}: {top}/{name} is not a file, or a link to nothing: remove it")
+    beside = [name for name in files if BESIDE_DATA.fullmatch(name.rpartition("/")[2].lower())]
     if len(beside) < len(files):
         files = {name: files[name] for name in {*files} - {*beside}}
     return {name: files[name] for name in sorted(files)}, sorted(beside)

@@ -438,12 +438,9 @@ def begin_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
     write_atomically(folder / "test_mask.npy", lambda path: np.save(path, test_mask))
     write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
     digests = {name: sample_digest(folder / name) for name in ("test_mask.npy", "tokenizer.json")}
-    dtype, of_splits = (
-        dtype_of(tokenizer.get_vocab_size()),
-        {split: dict.fromkeys(SPLITS, 0) for split in ("tokens", "bytes")},
-    )
-    counts = {"pieces": 0, "documents": 0, "characters": 0, "of": int(lengths.sum()), **of_splits}
-    return {**counts, "lossless": True, "dtype": dtype, "digests": digests, "samples": {}}
+    progress = {"pieces": 0, "documents": 0, "characters": 0, "of": int(lengths.sum()), "lossless": True}
+    progress |= {name: dict.fromkeys(SPLITS, 0) for name in ("tokens", "bytes")}
+    return progress | {"dtype": dtype_of(tokenizer.get_vocab_size()), "digests": digests, "samples": {}}
 
 
 def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> None:
@@ -499,14 +496,18 @@ def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
     if done != (len(test_mask), progress["of"]) or corpus.signatures() != signatures:
         saved.unlink()
         stop(f"--dataset {corpus.dataset} has changed while it was tokenized: it must not change during a run")
-    about = (
-        f"{corpus.kind}{f', column {corpus.column}' if corpus.column else ''}; {np.sum(~test_mask):,} documents for "
-    )
-    about += f"training, {np.sum(test_mask):,} for testing{', chosen by a hash' if '' in corpus.splits else ''}"
-    if not progress["lossless"]:
-        about += "; the tokenizer loses a part of the text, so bits_per_byte is left out"
-        progress["bytes"] = dict.fromkeys(SPLITS)
-    write_manifest(folder, {split: path.name for split, path in paths.items()}, progress["bytes"], str(dtype), about)
+    num_bytes = progress["bytes"] if progress["lossless"] else dict.fromkeys(SPLITS)
+    about = describe(corpus, int(test_mask.sum()), len(test_mask), progress["lossless"])
+    write_manifest(folder, {split: path.name for split, path in paths.items()}, num_bytes, str(dtype), about)
+
+
+def describe(corpus: Corpus, num_test: int, num_documents: int, lossless: bool) -> str:
+    """What was tokenized, for `announce`."""
+    column = f", column {corpus.column}" if corpus.column else ""
+    chosen = ", chosen by a hash" if "" in corpus.splits else ""
+    lost = "" if lossless else "; the tokenizer loses a part of the text, so bits_per_byte is left out"
+    numbers = f"{num_documents - num_test:,} documents for training, {num_test:,} for testing"
+    return f"{corpus.kind}{column}; {numbers}{chosen}{lost}"
 
 
 def save_progress(saved: Path, progress: dict, files: dict) -> None:

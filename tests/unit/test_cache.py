@@ -39,6 +39,7 @@ def test_processes_that_come_at_once_build_once(tmp_path):
             started.acquire(timeout=30)
         may_build.set()
         time.sleep(0.5)
+        fcntl.flock(lock, fcntl.LOCK_UN)  # the processes have this file open, too
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0, 0, 0]
