@@ -28,7 +28,7 @@ def test_the_metrics_of_any_number_of_processes_are_those_of_one(threads, world_
                 stand_in = len(part) == 0
                 part = indices[:1] if stand_in else part
                 batch = SimpleNamespace(indices=part, is_stand_in=stand_in)
-                loaded[rank].add(batch, predicted[part], labels[part])
+                loaded[rank].add(batch, predicted[part].tolist(), labels[part].tolist())
             results.append(loaded[rank].compute())
         return results
 
