@@ -35,8 +35,8 @@ COLOURS = {"forward": "#56b4e9", "backward": "#0072b2"}
 
 
 def parse_args():
-    parser = common.make_parser(__doc__, rounds=5)
-    parser.add_argument("--batch_size", type=common.positive_int, default=64, help="%(default)s")
+    parser = common.make_parser(__doc__, rounds=3)
+    parser.add_argument("--batch_size", type=common.positive_int, default=32, help="%(default)s")
     return parser.parse_args()
 
 

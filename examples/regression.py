@@ -51,7 +51,7 @@ def evaluate(model, loader, run, others):
     for batch in run.test_batches(loader):
         inputs, targets = batch.data
         outputs = model(inputs)
-        others.add(batch, outputs[:, 0], targets[:, 0])
+        others.add(batch, outputs[:, 0].tolist(), targets[:, 0].tolist())
         difference = outputs - targets
         errors = difference.norm(dim=1)
         metrics.add(batch, loss=errors.square(), error_px=errors, bias_x=difference[:, 0])

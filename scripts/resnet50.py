@@ -281,7 +281,7 @@ def evaluate(model, loader, run, others=None) -> dict:
             losses, predicted, num_larger = losses_and_predictions(model, images, labels)
         metrics.add(batch, loss=losses, accuracy=predicted == labels, top5_accuracy=num_larger < 5)
         if others is not None:
-            others.add(batch, predicted, labels)
+            others.add(batch, predicted.tolist(), labels.tolist())
     return metrics.reduce() | (others.compute() if others is not None else {})
 
 

@@ -17,7 +17,7 @@ VERSIONS = r"(?:Python|torch|accelerate|PyTorch) \d+\.\d+"
 
 def cited(text: str) -> list[tuple[str, str]]:
     """The paragraphs that name a benchmark or a section of RESULTS.md, with the table that follows; and its name."""
-    headings = {run.anchor(name): name for name in run.BENCHMARKS}
+    headings = {run.anchor(name): name for name in [*run.BENCHMARKS, "gpus"]}
     blocks, found = re.split(r"\n\s*\n", text), []
     for block, following in zip(blocks, [*blocks[1:], ""], strict=True):
         names = {headings[title] for title in re.findall(r"RESULTS\.md#([\w-]+)", block)}

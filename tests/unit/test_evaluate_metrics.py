@@ -28,7 +28,7 @@ def test_the_metrics_of_any_number_of_processes_are_those_of_one(threads, world_
                 stand_in = len(part) == 0
                 part = indices[:1] if stand_in else part
                 batch = SimpleNamespace(indices=part, is_stand_in=stand_in)
-                loaded[rank].add(batch, predicted[part], labels[part])
+                loaded[rank].add(batch, predicted[part].tolist(), labels[part].tolist())
             results.append(loaded[rank].compute())
         return results
 
@@ -63,5 +63,5 @@ def test_a_metric_that_cannot_be_used_is_a_sentence_before_the_training(name, re
     with pytest.raises(SystemExit):
         EvaluateMetrics([name], example=[0, 1])
     error = capsys.readouterr().err
-    assert error.startswith(f"error: --metrics {name} cannot be loaded, or not with predictions such as 1: ")
+    assert error.startswith(f"error: --metrics {name} does not work with predictions like 1: ")
     assert reason in error
