@@ -602,6 +602,21 @@ def test_a_closed_pipe_ends_the_command_without_a_traceback(monkeypatch):
     assert command.main() == 141
 
 
+def test_the_interpreter_of_the_project_is_used_where_pytorch_is_not_installed(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.setattr(command.os, "execv", lambda python, words: started.append((str(python), words)))
+    assert command.with_other_python() == 2
+    assert started == []
+    assert "PyTorch is not installed here" in capsys.readouterr().err
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").write_text("")
+    command.with_other_python()
+    ((python, words),) = started
+    assert (python, words[1:]) == (".venv/bin/python", [str(ROOT / "prove_training"), *sys.argv[1:]])
+
+
 def test_the_figures_of_a_pretended_gpu_are_small_and_none_is_zero():
     assert all(pretended_gpu.ANSWERS[name] == 1 for name in pretended_gpu.NUMBERS)
     assert pretended_gpu.ANSWERS["current_device"] == 0
