@@ -50,7 +50,7 @@ class Models:
         if id(model) not in self.models:
             self.models[id(model)] = model
             self._note_shards(model)
-            if len({getattr(each, "prove_device", "") for each in model.parameters()}) > 1:
+            if len({each.prove_device for each in model.parameters() if hasattr(each, "prove_device")}) > 1:
                 recording.facts.several_devices = recording.where.line()
             for name, parameter in model.named_parameters():
                 self.names.setdefault(id(parameter), WRAPPERS.sub("", name))
