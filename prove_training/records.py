@@ -91,7 +91,7 @@ class MicroBatch:
     draws: bool = False  # the loop has drawn random numbers before it
     line: str = ""
     scales: bool = False  # the line multiplies or divides
-    targets: list[str] = field(default_factory=list)  # digests of whole numbers that the loss compares with
+    targets: dict[int, int] = field(default_factory=dict)  # how often the loss compares with each whole number
     class_weights: str = ""  # their digest
 
 

@@ -156,5 +156,6 @@ def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str
             recording.facts.cannot_tell = f"prove has a fault of its own: {error}"
         # The script itself raised it, on purpose.
         is_meant = isinstance(raised, (AssertionError, ValueError, RuntimeError))
+        is_meant &= not recording.is_ending  # then it may be for want of data
         recording.facts.refuses = is_meant and bool(frames) and recording.where.is_own(frames[-1].filename)
     recording.end(None if recording.is_ending else error)

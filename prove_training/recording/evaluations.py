@@ -7,7 +7,7 @@ import sys
 from ..records import Evaluation
 from .where import wrap
 
-OF_TRAINING = ("optim", ".step(", ".fit(", "Trainer", ".learn(")  # words of a script that trains
+OF_TRAINING = ("optim", ".step(", ".fit(", "Trainer", ".learn(", ".train(", "backward")  # words of a script that trains
 MOST_OUTPUT = 20_000  # characters of an evaluation
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, optimizer
 
 from ..records import Draw, MicroBatch
-from ..tensors import digest, local, rows, sampled, whole
+from ..tensors import MAX_ENTRIES, digest, local, sampled, whole
 from .where import before, wrap
 
 MOST_STEPS = 60
@@ -50,7 +50,7 @@ class Models:
         if id(model) not in self.models:
             self.models[id(model)] = model
             self._note_shards(model)
-            if len({getattr(each, "prove_device", "") for each in model.parameters()}) > 1:
+            if len({each.prove_device for each in model.parameters() if hasattr(each, "prove_device")}) > 1:
                 recording.facts.several_devices = recording.where.line()
             for name, parameter in model.named_parameters():
                 self.names.setdefault(id(parameter), WRAPPERS.sub("", name))
@@ -60,7 +60,9 @@ class Models:
         if not recording.step.statistics:
             recording.step.statistics = {name: sampled(value) for name, value in self._statistics()}
             buffers = (entry for model in self.models.values() for entry in model.named_buffers())
-            recording.step.buffers = {WRAPPERS.sub("", name): digest(local(value)) for name, value in buffers}
+            recording.step.buffers = {
+                WRAPPERS.sub("", name): digest(local(value)) for name, value in buffers if value.numel() <= MAX_ENTRIES
+            }
         if id(model) in self.in_ddp:
             recording.facts.around_ddp.append(recording.where.line())
         if isinstance(model, DistributedDataParallel):
@@ -184,12 +186,13 @@ class Models:
             if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
                 count = int((target != kwargs.get("ignore_index", -100)).sum())
         step, line, weight = self.recording.step, self.recording.where.line(), kwargs.get("weight")
-        targets = rows([target]) if isinstance(target, torch.Tensor) and not target.is_floating_point() else []
+        is_class = isinstance(target, torch.Tensor) and not target.is_floating_point()
+        targets = [each.tolist() for each in target.unique(return_counts=True)] if is_class else [[], []]
 
         def note(gradient: torch.Tensor) -> None:
             if step.micro_batches:
                 micro = step.micro_batches[-1]
-                micro.targets += targets
+                micro.targets = dict(zip(*targets, strict=True))
                 micro.class_weights = digest(weight) if weight is not None else ""
             weights = gradient[gradient != 0]
             if len(weights) and not torch.allclose(weights, weights[0], rtol=1e-3, atol=0.0):

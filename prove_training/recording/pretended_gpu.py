@@ -65,11 +65,13 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if function in (torch.Tensor.cuda, torch.Tensor.to) and isinstance(args[0], torch.nn.Parameter):
+            device = args[1] if len(args) > 1 else kwargs.get("device", 0 if function is torch.Tensor.cuda else None)
+            if isinstance(device, (int, str, torch.device)) and on_cpu(device) != device:
+                args[0].prove_device = torch.device(device).index or 0
         if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if function is torch.Tensor.to:
-            if isinstance(args[0], torch.nn.Parameter) and on_cpu(args[1]) != args[1]:
-                args[0].prove_device = str(args[1])
             args = (args[0], *(on_cpu(each) for each in args[1:]))
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])

@@ -32,6 +32,10 @@ class Planted(NamedTuple):
 
 MISTAKES = {
     "the mean of the micro-batch": Planted([(BACKWARD, "accelerator.backward(losses.mean())")], kind="mean_of_means"),
+    "spectral_norm, which counts each forward pass": Planted(
+        [("self.body = nn.Linear(4, 16)", "self.body = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 16))")],
+        kind="gradient",
+    ),
     "BatchNorm with the statistics of rank 0": Planted(BATCH_NORM, kind="statistics"),
     "noise drawn in the loop": Planted(
         [

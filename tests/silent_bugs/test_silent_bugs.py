@@ -53,6 +53,20 @@ def test_a_program_is_short_and_says_what_it_is(case):
         assert re.search(r"^https://github\.com/[\w.-]+/[\w.-]+", about, re.M)
 
 
+def test_the_unseen_programs_say_what_they_are_and_have_a_row_each():
+    cases = run.find_cases(["unseen"])
+    page = (CORPUS / "unseen" / "README.md").read_text()
+    rows = re.findall(r"^\| (unseen/[\w/]+) \|", page, re.M)
+    assert sorted(rows) == sorted(case.name for case in cases)
+    assert (sum(case.is_bug for case in cases), sum(not case.is_bug for case in cases)) == (20, 10)
+    for case in cases:
+        entry = run.index_of(case)
+        assert case.is_bug == bool(case.wrong_lines) == bool(entry["number"])
+        assert len(case.path.read_text().splitlines()) <= 70
+    found = re.findall(r"^\| unseen/bugs/\w+ \| \*\*wrong", page, re.M)
+    assert f"{len(found)} of 20 bugs found" in page
+
+
 def test_the_page_has_a_row_for_each_program():
     page = (CORPUS / "README.md").read_text()
     rows = re.findall(r"^\| ([\w/]+) \|", page, re.M)

@@ -110,6 +110,29 @@ NORM = """class Norm(nn.BatchNorm1d):
 
 
 def train"""
+ZERO_GRAD = "            optimizer.zero_grad()\n"
+JITTER = """class Jittered(TensorDataset):
+    transforms = [argparse.Namespace(R=numpy.random.RandomState()), argparse.Namespace(py=random.Random())]
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.transforms = list(self.transforms)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * self.transforms[0].R.randn() + 0.1 * self.transforms[1].py.random(), y
+
+
+def train"""
+BATCHES = """class Batches(IterableDataset):
+    def __init__(self, *tensors):
+        self.tensors = tensors
+
+    def __iter__(self):
+        return zip(*(tensor.split(12) for tensor in self.tensors), strict=True)
+
+
+def train"""
 FUNCTIONAL = """            weights = dict(model.module.named_parameters())
             call = torch.func.functional_call
             torch.func.grad(lambda weights: nn.functional.mse_loss(call(model.module, weights, (x,)), y))(weights)
@@ -375,6 +398,30 @@ WITH_DDP = {
     "asks_for_input": [(GROUP, f'{GROUP}    input("continue? ")\n')],
     "passes_by_name": [("nn.Tanh()", "Norm(8, affine=False)"), ("def train", NORM)],
     "functional_gradients": [(BACKWARD, FUNCTIONAL)],
+    "zero_by_hand": [  # each process steps some of the parameters, and sends them to all
+        ("torch.optim.Adam(model.parameters(), lr=0.01)", "torch.optim.Adam([*model.parameters()][rank::world_size])"),
+        (ZERO_GRAD, "            model.zero_grad()\n"),
+        (
+            "            optimizer.step()\n",
+            "            optimizer.step()\n"
+            "            for number, parameter in enumerate(model.parameters()):\n"
+            "                dist.broadcast(parameter.data, number % world_size)\n",
+        ),
+    ],
+    "generators_of_their_own": [  # as transforms of MONAI and albumentations
+        ("import os\n", "import argparse\nimport os\nimport random\n\nimport numpy\n"),
+        ("def train", JITTER),
+        ("data = TensorDataset", "data = Jittered"),
+        ("batch_size=16, ", "batch_size=6, drop_last=True, "),
+    ],
+    "batches_of_a_stream": [  # as webdataset makes them, without a splitter
+        ("DistributedSampler, TensorDataset", "IterableDataset"),
+        ("def train", BATCHES),
+        ("TensorDataset(inputs", "Batches(inputs"),
+        ("    sampler = DistributedSampler(data)\n", ""),
+        ("DataLoader(data, batch_size=16, sampler=sampler)", "DataLoader(data, batch_size=None)"),
+        ("        sampler.set_epoch(epoch)\n", ""),
+    ],
     "fully_sharded": [
         ("from torch.nn.parallel import DistributedDataParallel", "from torch.distributed.fsdp import fully_shard"),
         ("model = DistributedDataParallel(model)", "fully_shard(model[0])\n    fully_shard(model)"),
