@@ -17,7 +17,8 @@ class EvaluateMetrics:
                 self.metrics[-1].compute(predictions=example, references=example)
             except Exception as error:  # no network, no such metric, one that needs other arguments, ...
                 stop(
-                    f"--metrics {name} does not work with predictions like {example[-1]}: {' '.join(str(error).split())}"
+                    f"--metrics {name} does not work with predictions like {example[-1]}: "
+                    f"{' '.join(str(error).split())}"
                 )
 
     def add(self, batch, predictions: list, references: list) -> None:

@@ -88,10 +88,11 @@ class FirstStep:
         self.before[owner] = self._bits(model), versions(model)
 
     def _has_run(self, owner: str, model: nn.Module, *_) -> None:
-        bits_before, versions_before = self.before.pop(owner)
-        if not model.training:
-            return
         self.called.add(owner)
+        before = self.before.pop(owner, None)
+        if before is None or not model.training:  # a model may call itself
+            return
+        bits_before, versions_before = before
         for (path, name, shape), now in self._bits(model).items():
             if bits_before.get((path, name, shape), now) != now:  # one of a new shape is a cache
                 module, changed = model.get_submodule(path), full_name(owner, f"{path}.{name}".lstrip("."))

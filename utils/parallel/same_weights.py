@@ -46,12 +46,13 @@ def check(accelerator: Accelerator, models: dict[str, nn.Module], first_step: Fi
     _, ranks, differing = compare(dict(zip(tensors, sums.tolist(), strict=True)))
     if differing:
         name = next(iter(differing))
-        advice = cause(name, tensors[name], models[name.partition(".")[0]], first_step)
+        owner = next(owner for owner in models if name.startswith(f"{owner}."))
+        advice = cause(name, tensors[name], models[owner], first_step, owner in first_step.called)
         stop(f"the processes have different weights: {name} differs between rank 0 and {ranks[0]}. {advice}")
 
 
-def cause(name: str, tensor: torch.Tensor, model: nn.Module, first_step: FirstStep) -> str:
-    """Why a tensor differs between processes, and what to do. Collective."""
+def cause(name: str, tensor: torch.Tensor, model: nn.Module, first_step: FirstStep, was_called: bool) -> str:
+    """Why a tensor of a model differs between processes, and what to do. Collective."""
     is_written = any(gather_object([name in first_step.written]))
     ddp = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     if not isinstance(tensor, nn.Parameter):
@@ -63,7 +64,7 @@ def cause(name: str, tensor: torch.Tensor, model: nn.Module, first_step: FirstSt
         )
     if is_sharded(tensor):
         return "HSDP copies no weights between replicas: all processes must make them from the same seed or files"
-    if name.partition(".")[0] not in first_step.called:
+    if not was_called:
         return (
             "The forward pass of the model from prepare() never ran, so DDP averages no gradients: call that model, "
             "and not its .module or accelerator.unwrap_model(...)"
