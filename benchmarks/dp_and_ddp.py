@@ -77,19 +77,19 @@ def time_way(way: str, batches: list[torch.Tensor]) -> float:
     return ms_per_step(step, batches)
 
 
-def worker(args) -> list[float]:
-    """Times of DDP on two processes."""
+def worker(args) -> float:
+    """The time of DDP on two processes."""
     distributed.init_process_group("gloo")
     torch.set_num_threads(1)
-    return [time_way(DDP, make_batches(args.steps + 1)) for _ in range(args.rounds)]
+    return time_way(DDP, make_batches(args.steps + 1))
 
 
 def measure(args) -> dict[str, list[float]]:
     batches = make_batches(args.steps + 1)
+    ways = {way: lambda way=way: time_way(way, batches) for way in (ONE, *WAYS)}
+    ways[DDP] = lambda: common.launch_workers("cpu_ddp", __file__, "--steps", args.steps)
     with common.threads(1):
-        times = common.take_turns({way: lambda way=way: time_way(way, batches) for way in (ONE, *WAYS)}, args.rounds)
-    flags = ["--rounds", args.rounds, "--steps", args.steps]
-    return times | {DDP: common.launch_workers("cpu_ddp", __file__, *flags)}
+        return common.take_turns(ways, args.rounds)
 
 
 def report(measured) -> list[str]:

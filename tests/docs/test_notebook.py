@@ -1,10 +1,10 @@
 """notebooks/two_gpus.ipynb runs from its first to its last cell; without GPUs, on the CPU."""
 
-import os
 import re
 import shutil
 
 import pytest
+import run_reader
 from conftest import ROOT
 
 NOTEBOOK = ROOT / "notebooks" / "two_gpus.ipynb"
@@ -26,12 +26,13 @@ def test_the_notebook_trains_on_one_and_on_all_and_compares(tmp_path, home, monk
     NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path / "notebooks")}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
-    assert printed.count("done: ") == 2
     assert "all-reduce over 2 GPUs, gloo: " in printed
     assert float(re.search(r"differ by (\S+) of", printed)[1]) < 1e-5
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert printed.rstrip().endswith("nothing: no GPU was there")
-    assert os.path.isfile(tmp_path / "runs" / "all" / "model.safetensors")
+    for name, processes in (("one", 1), ("all", 2)):
+        assert run_reader.launches(tmp_path / "runs" / name)[0]["num_processes"] == processes
+        assert run_reader.summary(tmp_path / "runs" / name)["test_samples"] == 10_000
 
 
 def test_the_notebook_in_the_repository_has_no_outputs():

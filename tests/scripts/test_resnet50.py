@@ -204,10 +204,10 @@ def test_presets_equal_torchvisions_and_flags_count_beside_them(monkeypatch):
         (["--batch_size", 1], "makes micro-batches of 1: BatchNorm needs 2 images or more"),
         (["--batch_size", 6, "--gradient_accumulation_steps", 2, "--mixup", 0.2], "cutmix an even number"),
         (["--min_crop", 1.005], "must be at least 0.01 and at most 1.0, got 1.005"),
-        (["--batch_size", 8, "--metrics", "no_such_metric"], "--metrics no_such_metric does not work"),
+        (["--batch_size", 8, "--metrics", "no_such_metric"], "--metrics no_such_metric fails with predictions like 9"),
         (
             ["--batch_size", 8, "--metrics", ROOT / "examples" / "character_error_rate"],
-            "does not work with predictions like 9: ",
+            "fails with predictions like 9: ",
         ),
         (["--flip", 1.005], "must be at least 0.0 and at most 1.0, got 1.005"),
     ],

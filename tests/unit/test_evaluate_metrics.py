@@ -63,5 +63,5 @@ def test_a_metric_that_cannot_be_used_is_a_sentence_before_the_training(name, re
     with pytest.raises(SystemExit):
         EvaluateMetrics([name], example=[0, 1])
     error = capsys.readouterr().err
-    assert error.startswith(f"error: --metrics {name} does not work with predictions like 1: ")
+    assert error.startswith(f"error: --metrics {name} fails with predictions like 1: ")
     assert reason in error

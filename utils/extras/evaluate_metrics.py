@@ -16,10 +16,7 @@ class EvaluateMetrics:
                 self.metrics.append(evaluate.load(name, keep_in_memory=True))  # processes would wait for a file
                 self.metrics[-1].compute(predictions=example, references=example)
             except Exception as error:  # no network, no such metric, one that needs other arguments, ...
-                stop(
-                    f"--metrics {name} does not work with predictions like {example[-1]}: "
-                    f"{' '.join(str(error).split())}"
-                )
+                stop(f"--metrics {name} fails with predictions like {example[-1]}: {' '.join(f'{error}'.split())}")
 
     def add(self, batch, predictions: list, references: list) -> None:
         self.rows += [] if batch.is_stand_in else zip(batch.indices.tolist(), predictions, references, strict=True)
