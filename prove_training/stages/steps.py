@@ -35,8 +35,9 @@ def findings(both: Comparison) -> Iterator[Finding]:
             both.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
             break
         for finding in _step(both, number, one, of_ranks):
-            if finding.kind != "gradient" or "token_weights" not in found:  # which changes gradients too
-                found.setdefault(finding.kind or finding.what, finding)
+            found.setdefault(finding.kind or finding.what, finding)
+    for kind in ("factor", "gradient") if "token_weights" in found else ():
+        found.pop(kind, None)  # a step of which one process has all tokens shows a factor
     yield from found.values()
     if "gradients" not in both.compared and not any("gradients" in what for what in both.not_compared):
         both.not_compared["gradients"] = "no step has the same samples as on 1 process"
