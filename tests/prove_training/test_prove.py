@@ -274,7 +274,8 @@ def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name
 @pytest.mark.parametrize("name", planted.MISTAKES)
 def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, name):
     mistake = planted.MISTAKES[name]
-    said = prove_planted(mistake.edits, processes=(3,), flags=mistake.flags, timeout_s=120)
+    processes = (2,) if mistake.kind == "mean_of_means" else (3,)  # 3 have parts of one size in the last step, too
+    said = prove_planted(mistake.edits, processes=processes, flags=mistake.flags, timeout_s=120)
     assert said.code == 1, said.text
     assert mistakes.advice(mistake.kind) in said.advice[0], said.text
 
