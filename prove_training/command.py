@@ -65,7 +65,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 
 def with_other_python() -> int:
     """Start again with the interpreter of the project, if prove is installed apart from it, and from PyTorch."""
-    folders = [Path(os.environ.get("VIRTUAL_ENV", ".venv")), Path(".venv"), Path("venv")]
+    folders = dict.fromkeys(map(Path, (os.environ.get("VIRTUAL_ENV", ".venv"), ".venv", "venv")))
     for python in (folder / "bin" / "python" for folder in folders):
         if python.is_file() and not python.samefile(sys.executable):
             os.execv(python, [str(python), str(Path(__file__).parent), *sys.argv[1:]])

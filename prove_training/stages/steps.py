@@ -35,8 +35,9 @@ def findings(both: Comparison) -> Iterator[Finding]:
             both.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
             break
         for finding in _step(both, number, one, of_ranks):
-            if finding.kind != "gradient" or "token_weights" not in found:  # which changes gradients too
-                found.setdefault(finding.kind or finding.what, finding)
+            found.setdefault(finding.kind or finding.what, finding)
+    for kind in ("factor", "gradient") if "token_weights" in found else ():
+        found.pop(kind, None)  # a step of which one process has all tokens shows a factor
     yield from found.values()
     if "gradients" not in both.compared and not any("gradients" in what for what in both.not_compared):
         both.not_compared["gradients"] = "no step has the same samples as on 1 process"
@@ -182,10 +183,12 @@ def _gradient(
     if all(close(factor, first, 1e-2) for factor in factors.values()) and not may_remember:
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
         totals = [total_weight(rank, step) or 0.0 for rank, step in zip(both.ranks, steps, strict=True)]
-        if kind_of == "gradients" and all(close(total, 1.0) for total in totals):
+        is_before, micro = kind_of == "gradients", steps[0].micro_batches[-1]
+        if is_before and all(close(total, 1.0) for total in totals):
             what += ", and the loss is not: the gradient is changed after the backward pass"
-        elif (micro := steps[0].micro_batches[-1]).losses and not micro.scales:
-            line = micro.losses[-1][2]  # of the loss; the backward pass is that of a line that changes nothing
+        elif is_before and micro.losses and not micro.scales:
+            what += f", between the loss and its backward pass at {line}"
+            line = micro.losses[-1][2]
     what += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
         kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"

@@ -76,7 +76,7 @@ FOUND = {
     "bugs/resume/epoch_of_zero_after_resuming": "resume",
     "bugs/resume/fresh_optimizer_after_loading": "resume",
     "bugs/resume/loader_is_not_skipped": "resume",
-    "bugs/resume/names_of_the_wrapper": "resume",
+    "bugs/resume/names_of_the_wrapper": "loads_nothing",
     "bugs/resume/off_by_one_at_the_boundary": "resume",
     "bugs/resume/optimizer_is_not_saved": "checkpoint_lacks",
     "bugs/resume/order_drawn_anew": "resume",

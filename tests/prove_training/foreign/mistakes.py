@@ -33,7 +33,7 @@ TWO_HEADS = """class Model(torch.nn.Linear):
         self.other = torch.nn.Linear(20, 1)
 
     def forward(self, x):
-        return super().forward(x) + (self.other(x) if len(x) % 5 else 0)
+        return super().forward(x) + (self.other(x) if len(x) != 2 else 0)
 
 
 def prepare_dataloader"""
