@@ -24,7 +24,7 @@ from utils.run import Run
 def parse_args():
     parser = flags.ArgumentParser(__doc__)
     parser.add_argument("--dataset", default="ylecun/mnist")
-    add = parser.add_argument_group("training", resume_invariant=True).add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--batch_size", type=int, default=256)
     add("--lr", type=float, default=1e-3)
     add = parser.add_argument_group("length and memory").add_argument

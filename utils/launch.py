@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import collections
 import contextlib
 import datetime
 import functools
@@ -57,7 +58,8 @@ class TrainingAccelerator(Accelerator):
         shards = check_sharding()
         with patch_environment(accelerate_use_parallelism_config="false"):  # Accelerate refuses it on CPUs
             super().__init__(*args, **kwargs)
-        self.bad_step = torch.zeros((), dtype=torch.int64, device=self.device)  # the first whose norm was not finite
+        self.norms = collections.deque(maxlen=10_000)  # (step, norm) of clipped gradients since the last log line
+        self.found_inf = torch.zeros((), device=self.device)  # 1 as soon as one of them was not finite
         self.around_backward = contextlib.nullcontext  # returns the context manager of every backward pass
         self.loaders = {}  # by name; None after run.start
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -153,20 +155,23 @@ class TrainingAccelerator(Accelerator):
         Fused optimizers leave weights and moments as they are if `found_inf` is 1, as GradScaler has them do; the run
         stops at its next log line. Others take the step, but on a CPU the run stops before it.
         """
-        self.bad_step = torch.where((self.bad_step == 0) & ~norm.isfinite(), self.steps_done + 1, self.bad_step)
+        self.norms.append((self.steps_done + 1, norm))
+        torch.ne(norm * 0 + self.found_inf, 0, out=self.found_inf)  # nan is not 0; once 1, it stays 1
         for optimizer in [optimizer.optimizer for optimizer in self._optimizers]:
             if any(group.get("fused") for group in optimizer.param_groups):
-                optimizer.found_inf = (self.bad_step > 0).float()  # also in later steps
+                optimizer.found_inf = self.found_inf
             elif norm.device.type == "cpu":
                 self.check_norms()
 
     def check_norms(self) -> None:
         """Stop if the norm of clipped gradients was not finite in a step; waits for the GPU."""
-        if self.bad_step:
+        if self.found_inf:
+            step = next((step for step, norm in self.norms if not norm.isfinite()), self.steps_done)
             stop(
-                f"the norm of the gradients is not finite in step {int(self.bad_step)}: train with a smaller learning "
-                "rate, or in a precision with a larger range; the last checkpoint is from before it"
+                f"the norm of the gradients is not finite in step {step}: train with a smaller learning rate, or in a "
+                "precision with a larger range; the last checkpoint is from before it"
             )
+        self.norms.clear()
 
     def clip_grad_value_(self, parameters, clip_value):
         """As in Accelerate, which refuses sharded models."""

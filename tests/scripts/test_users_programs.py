@@ -141,7 +141,9 @@ def test_the_commands_in_an_example_are_those_that_it_takes(example, monkeypatch
         assert (ROOT / config).exists()
         if example.stem != "own_metrics" or find_spec("torchmetrics"):
             monkeypatch.setattr("sys.argv", [str(example), *flags.split()])
-            run_many.load(example.stem, example).parse_args()
+            module = run_many.load(example.stem, example)
+            if flags.strip() or example.stem != "plain_accelerate":
+                module.parse_args()
 
 
 @pytest.mark.parametrize("name", QUICK)
