@@ -251,15 +251,9 @@ def main():
     run = Run(accelerator, args)
 
     # Tokenized once, into files of the cache, which are read sequence by sequence.
-    train_data, test_data, tokenizer = load_tokens(
-        args.dataset,
-        args.tokenizer,
-        args.vocabulary,
-        args.context,
-        args.cache_dir,
-        args.text_column,
-        args.token_dtype,
-    )
+    sizes = args.vocabulary, args.context
+    data = load_tokens(args.dataset, args.tokenizer, *sizes, args.cache_dir, args.text_column, args.token_dtype)
+    train_data, test_data, tokenizer = data
     # Each sequence is weighted by its number of targets, summed over the whole step before the first backward pass.
     options = {"seed": args.seed, "shuffle_window": args.shuffle_window, "loss_weights": count_targets}
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, **options)

@@ -59,7 +59,7 @@ class TrainingAccelerator(Accelerator):
         with patch_environment(accelerate_use_parallelism_config="false"):  # Accelerate refuses it on CPUs
             super().__init__(*args, **kwargs)
         self.norms = collections.deque(maxlen=10_000)  # (step, norm) of clipped gradients since the last log line
-        self.found_inf = torch.zeros((), device=self.device)  # 1 as soon as one of them was not finite
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=self.device)  # 1 as soon as one is not finite
         self.around_backward = contextlib.nullcontext  # returns the context manager of every backward pass
         self.loaders = {}  # by name; None after run.start
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":

@@ -117,6 +117,8 @@ class GlobalLoader:
         drop_last: see GlobalSampler.
     """
 
+    newest_order: list | None = None  # the last epoch whose `order` was asked for, and a digest of it
+
     def __init__(
         self,
         dataset,
@@ -167,7 +169,6 @@ class GlobalLoader:
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {self.sampler.length} items of an epoch: use fewer")
-        self.newest_order = None  # the last epoch whose `order` was asked for, and a digest of it
         self.tensors, self.reader, device = None, None, accelerator.device
         is_plain = gives_its_tensors(dataset) and collate_fn is None
         free_bytes = torch.cuda.mem_get_info(device)[0] if is_plain and device.type == "cuda" else float("inf")

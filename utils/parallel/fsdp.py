@@ -7,6 +7,7 @@ import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -103,6 +104,22 @@ def units(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     return found
 
 
+def policies(model: nn.Module, plugin, device_type: str) -> dict[nn.Module, Any]:
+    """The modules that are sharded on their own, the model last, and their MixedPrecisionPolicy."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    found = dict.fromkeys([*units(model, plugin.min_num_params or 0), model], policy)
+    if policy.param_dtype:
+        # Autocast, as with DDP: fully_shard would cast arguments only, and copy lists of them, such as caches.
+        model.forward = torch.autocast(device_type, policy.param_dtype)(model.forward)
+        norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        found = dict.fromkeys([*norms, *found], dataclasses.replace(policy, cast_forward_inputs=False))
+        found[model] = dataclasses.replace(found[model], output_dtype=torch.float32)  # for the loss
+        found |= dict.fromkeys(norms, MixedPrecisionPolicy())  # float32, like their statistics
+    return found
+
+
 def shard(accelerator: Accelerator, model: nn.Module) -> None:
     """Shard a model in place with torch's fully_shard. Collective.
 
@@ -119,7 +136,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
     if isinstance(model, FSDPModule):
         return
@@ -137,18 +154,9 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
         "offload_policy": plugin.cpu_offload,
     }
     model.to(memory_format=torch.contiguous_format)  # fully_shard takes no other; images may stay channels_last
-    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    policies = dict.fromkeys([*units(model, plugin.min_num_params or 0), model], policy)
-    if policy.param_dtype:
-        # Autocast, as with DDP: fully_shard would cast arguments only, and copy lists of them, such as caches.
-        model.forward = torch.autocast(accelerator.device.type, policy.param_dtype)(model.forward)
-        norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-        policies = dict.fromkeys([*norms, *policies], dataclasses.replace(policy, cast_forward_inputs=False))
-        policies[model] = dataclasses.replace(policies[model], output_dtype=torch.float32)  # for the loss
-        policies |= dict.fromkeys(norms, MixedPrecisionPolicy())  # float32, like their statistics
-    for module, policy_of_module in policies.items():
+    for module, policy in policies(model, plugin, accelerator.device.type).items():
         whole = list(module.parameters())
-        fully_shard(module, mp_policy=policy_of_module, **options)
+        fully_shard(module, mp_policy=policy, **options)
         for parameter, replacement in zip(whole, module.parameters(), strict=True):
             if parameter is not replacement:
                 replace(parameter, replacement)
