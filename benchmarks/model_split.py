@@ -97,12 +97,11 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
     loader = GlobalLoader(data, len(data), accelerator, seed=0, name=f"{m}", shard=(0, 1), accumulation=m)
     batches = list(loader)
     images = [batch.data[0] for batch in batches]
-    metrics = Metrics(accelerator)
-    loss_fn = model_split.make_loss_fn(metrics.add)
     seconds = {way: [] for way in ways}
     idle = []
     for _ in range(rounds + 1):
         for way, (_, pipe) in ways.items():
+            loss_fn = model_split.make_loss_fn(Metrics(accelerator).add)
             accelerator.wait_for_everyone()
             began = time.perf_counter()
             if way == "split" or accelerator.is_main_process:
@@ -114,7 +113,6 @@ def time_steps(accelerator, ways: dict[str, tuple], data, m: int, rounds: int) -
                 optimizers[way].zero_grad()
             accelerator.wait_for_everyone()
             seconds[way].append(time.perf_counter() - began)
-            metrics.rows.clear()
     return seconds, idle
 
 

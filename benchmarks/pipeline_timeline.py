@@ -67,7 +67,7 @@ def worker(args) -> dict[str, list]:
     images = torch.randint(256, (args.batch_size, 3, 64, 64), dtype=torch.uint8)
     data = TensorDataset(images, torch.arange(args.batch_size))
     batches = list(GlobalLoader(data, len(data), accelerator, seed=0, shard=(0, 1), accumulation=MICRO_BATCHES))
-    inputs, metrics = [batch.data[0] for batch in batches], Metrics(accelerator)
+    inputs = [batch.data[0] for batch in batches]
     resnet = model_split.make_resnet(1000)
     blocks = {name: model_split.Stage(resnet, [name]) for name in model_split.BLOCKS}
     costs = pipeline.measure_blocks(blocks, inputs[0])
@@ -82,9 +82,8 @@ def worker(args) -> dict[str, list]:
         for _ in range(args.rounds + 1):
             accelerator.wait_for_everyone()
             RecordedStage.spans = []
-            pipe.run(inputs, batches, model_split.make_loss_fn(metrics.add))
+            pipe.run(inputs, batches, model_split.make_loss_fn(Metrics(accelerator).add))
             steps.append(gather_object([RecordedStage.spans]))
-            metrics.rows.clear()
             part.zero_grad()
         fastest[schedule] = min(steps[1:], key=length_s)  # the first one is for warm-up
     return fastest

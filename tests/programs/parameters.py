@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils.launch import make_accelerator
 from utils.parallel import same_weights
+from utils.parallel.first_step import FirstStep
 from utils.parallel.fsdp import shard, update_average
 
 SAMPLES, STEPS = 12, 4
@@ -371,7 +372,8 @@ def numbers_or_error(accelerator, use) -> list[float] | str:
     try:
         with contextlib.redirect_stderr(errors):
             use(case)
-            same_weights.check(accelerator, {"model": case.model})  # as each checkpoint does
+            models = {"model": case.model}
+            same_weights.check(accelerator, models, FirstStep(accelerator, models))  # as each checkpoint does
     except SystemExit:
         return errors.getvalue().strip()
     except Exception as error:

@@ -65,15 +65,6 @@ MISTAKES = {
         ],
         kind="gradient",
     ),
-    "one layer that was not prepared": Planted(
-        [
-            ("    model = Net()", "    model = Net()\n    scale = nn.Linear(3, 3)"),
-            ("SGD(model.parameters()", "SGD([*model.parameters(), *scale.parameters()]"),
-            ('{"model": model,', '{"model": model, "scale": scale,'),
-            ("logits = model(points)\n                losses", "logits = scale(model(points))\n                losses"),
-        ],
-        kind="not_reduced",
-    ),
     "rank 0 counts twice": Planted(
         [(BACKWARD, "accelerator.backward(batch.mean_loss(losses) * (2 - min(accelerator.process_index, 1)))")],
         kind="token_weights",
