@@ -251,7 +251,6 @@ def test_any_model_is_sharded_and_has_the_numbers_of_a_whole_one(differences, mo
 
 # By case of parameters.py, what a user can do instead: the same with DDP needs nothing else.
 REFUSED_UNDER_FSDP = {
-    "clip by value": "Use `clip_grad_norm_` instead",
     "tied after": "do so before",
     "hooked before": "use register_post_accumulate_grad_hook after prepare",
     "hooked after": "use register_post_accumulate_grad_hook after prepare",
