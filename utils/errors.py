@@ -46,7 +46,7 @@ LIBRARY_ERRORS = {
         "(a gradient penalty): compute the inner gradient in the forward pass of the whole model, with "
         "fsdp_min_num_params of the config file above the model's parameters, or use DDP"
     ),
-    "in-place operations that require placement changes are not supported": (
+    "in-place operations that require placement changes are not supported|Cannot find device mesh from args": (
         "an operation at {line} needs whole tensors, and FSDP has shards of rows; of the optimizers, those work that "
         "compute each number by itself, such as AdamW and SGD: use one of them, or DDP"
     ),

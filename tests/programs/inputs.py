@@ -252,7 +252,7 @@ TEXT += [
 
 STRINGS = {
     "large_string": pyarrow.large_string(),
-    "string_view": pyarrow.string_view(),
+    **({"string_view": pyarrow.string_view()} if hasattr(pyarrow, "string_view") else {}),
     "binary": pyarrow.binary(),
     "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
 }

@@ -17,6 +17,13 @@ from utils import errors, launch
 from utils.errors import explain, explain_errors, own_line
 
 
+def an_array_that_does_not_fit() -> MemoryError:
+    """NumPy's own class."""
+    with pytest.raises(MemoryError) as raised:
+        np.empty(2**60, np.float32)
+    return raised.value
+
+
 @pytest.mark.parametrize(
     ("error", "is_out_of_memory"),
     [
@@ -25,7 +32,7 @@ from utils.errors import explain, explain_errors, own_line
         # What a CUDA call returns, such as the start of a context, has no full stop after it.
         (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. Non-contiguous input?"), False),
-        (np._core._exceptions._ArrayMemoryError((2**60,), np.dtype("float32")), True),
+        (an_array_that_does_not_fit(), True),
         (ValueError("the list is out of memory"), False),
     ],
 )

@@ -5,6 +5,7 @@ weight that a forward pass overwrites: the processes train on, with different nu
 """
 
 import functools
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -149,7 +150,9 @@ def versions(model: nn.Module) -> dict[str, int]:
     states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     if not states:
         return {name: parameter._version for name, parameter in model.named_parameters()}
-    parameters = [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]
+    # In older versions of torch a module has one group, or None.
+    groups = [getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]) for state in states]
+    parameters = [p for group in itertools.chain(*groups) if group for p in group.fsdp_params]
     # There is none before the first forward pass.
     return {p._param_fqn: p._unsharded_param._version for p in parameters if hasattr(p, "_unsharded_param")}
 
