@@ -15,7 +15,7 @@ from scripts.from_scratch import collectives
 def test_two_processes_print_and_record_a_table(launcher):
     flags = ["--output_dir", "run", "--sizes", "1K", 8, "--explain"]
     done = launcher("cpu_ddp", *flags, script="from_scratch/collectives")
-    assert "2 processes on 1 machine, cpu, gloo: 20 operations give" in done.stdout
+    assert "2 processes on 1 machine, cpu, gloo: 24 operations give" in done.stdout
     assert "one pair: no other" in done.stdout
     record = run_reader.record(launcher.folder / "run")
     assert record["num_processes"] == 2

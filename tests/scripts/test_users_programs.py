@@ -45,7 +45,7 @@ PROGRAMS = {
     "gan": Program("gan", test_samples=61),
     "two_loaders": Program("two_loaders", ("--float64",), 61, 1e-12),
     "hub_images": Program("hub_images", ("--dataset", "SMALL_MNIST"), 203),
-    "loss_inside": Program("loss_inside", ("--dataset", "SMALL_MNIST"), 203),
+    "loss_inside": Program("loss_inside", ("--float64", "--dataset", "SMALL_MNIST"), 203, 1e-12),
     # transformers computes this loss in float32; each step of L-BFGS doubles a difference.
     "gpt2": model_of_others("gpt2", 1e-6, "transformers"),
     "gpt2_lora": model_of_others("gpt2_lora", 1e-6, "peft"),
