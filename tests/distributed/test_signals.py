@@ -305,7 +305,7 @@ def test_on_a_terminal(launcher, small_mnist):
         shown += chunk
     assert process.wait(30) == 1
     lines = shown.decode().split("\r\n")
-    assert lines[0].startswith("topology ")
+    assert lines[1].startswith("topology ")  # after what was read
     message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
     assert f"\r\033[K{message}" in shown.decode()
     assert re.search(r"\r\033\[K\033\[1;33mstopped\033\[0m by a signal; step \d+ is saved", lines[-2])
