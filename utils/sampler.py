@@ -113,7 +113,6 @@ class GlobalSampler:
             if not torch.equal(self.items(0)[0], self.items(0)[0]):
                 stop("order(0) differs when called twice: draw from the global generators of torch, Python or NumPy")
         layout = layout or Layout()
-        self.virtual_processes = layout.virtual_processes
         self.num_slots, self.slots = layout.num_slots, layout.slots()
         self.accumulation = len(self.slots)
 

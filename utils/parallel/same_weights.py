@@ -1,4 +1,4 @@
-"""Checks that all processes have the same weights, before a checkpoint.
+"""Checks that all processes have the same weights, after the first step and before a checkpoint.
 
 DDP averages the gradients of the parameters that required them when it was created. If a layer is unfrozen later, a
 script calls `loss.backward()` directly, or one rank changes a weight, the models drift apart without an error.
