@@ -79,6 +79,16 @@ def test_what_depends_on_the_number_of_processes_is_said_in_the_first_step(launc
         assert last_step == (6 if case in LATER or "error: " not in said else 0), (case, said)
 
 
+@pytest.mark.slow
+def test_a_weight_that_is_trained_later_has_the_same_bits_sharded_or_not(launcher, tmp_path):
+    models = []
+    for config in ("cpu", "cpu_fsdp"):
+        flags = ["--virtual_processes", 4, "--output_dir", tmp_path / config]
+        launcher(config, "--cases", "thawed later", *flags, script=ROOT / "tests" / "programs" / "first_step")
+        models.append((tmp_path / config / "thawed_later" / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
 def test_statistics_of_all_processes_are_no_reason_for_a_warning(capsys):
     first_step = FirstStep(fake_accelerator(2), {})
     for layer in (nn.SyncBatchNorm(3), nn.BatchNorm1d(3)):

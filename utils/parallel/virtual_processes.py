@@ -192,7 +192,8 @@ class GradientSum:
         self.accelerator, self.collected_at = accelerator, None
         self.versions, self.waiting = {}, None  # of gradients before a backward pass; parameters without one in it
         self.tree = tree_over_all(accelerator)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # DDP would not average a parameter that is trained later either.
+        self.parameters = [p for p in model.parameters() if p.requires_grad or self.tree.world_size == 1]
         self.buckets = buckets(self.parameters[::-1])  # the gradients of the last layers come first
         for parameter in self.parameters if self.tree.world_size > 1 else ():
             parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -365,23 +366,22 @@ class ShardedGradientSum:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                self.parameters += [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+                self.parameters += group.fsdp_params  # also the frozen ones: they may be trained later
         self.unhooked = list(self.parameters)
 
     def prepare(self) -> None:
         """Call it before each backward pass."""
-        for parameter in [p for p in self.unhooked if hasattr(p, "_unsharded_param")]:  # made in the first forward pass
-            parameter.unsharded_param.register_post_accumulate_grad_hook(lambda _, p=parameter: self.used.add(p))
-            self.unhooked.remove(parameter)
+        for p in [p for p in self.unhooked if hasattr(p, "_unsharded_param") and p.unsharded_param.requires_grad]:
+            p.unsharded_param.register_post_accumulate_grad_hook(lambda _, p=p: self.used.add(p))
+            self.unhooked.remove(p)
 
     def collect(self) -> None:
         """Call it after each backward pass."""
-        accelerator = self.accelerator
-        if not accelerator.sync_gradients:  # the sum is in `sums`
+        if not self.accelerator.sync_gradients:  # the sum is in `sums`
             for parameter in self.parameters:
                 parameter.sharded_param.grad = None
-        elif self.collected_at != accelerator.step and accelerator.step in [s.called_at for s in self.sums]:
-            self.collected_at = accelerator.step
+        elif self.collected_at != self.accelerator.step and self.accelerator.step in [s.called_at for s in self.sums]:
+            self.collected_at = self.accelerator.step
             self._forget_unused()
             self.used.clear()
 
