@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts.transformer import Transformer
-from tools.doctor.gpus import peak_tflops
+from utils.extras.data_sheets import peak_tflops
 
 FILE = Path(__file__).with_name("gpus.json")
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # of the table, and of Accelerate
@@ -97,11 +97,11 @@ def transformer(args) -> dict:
     if args.stand_ins:
         flags += ["--dataset", common.ROOT / "accelerate_configs"]
     _, lines = common.run_script("transformer", *flags)
-    tokens_per_s = rate(lines) * size.context
     model = Transformer(512, size.dim, size.layers, size.heads)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    per_token = 6 * parameters + 12 * size.layers * size.context * size.dim
-    return {"tokens_per_s": tokens_per_s, "tflops": tokens_per_s * per_token / 1e12}
+    return {
+        "tokens_per_s": rate(lines) * size.context,
+        "tflops": rate(lines) * model.tflop_per_sequence(size.context),
+    }
 
 
 def worker(args):

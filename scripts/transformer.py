@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of ut
 from readers.text import EOS, count_targets, load_tokenizer, load_tokens
 from utils import atomic_files, launch
 from utils.console import printable, stop
+from utils.extras.data_sheets import peak_tflops_of_run
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
@@ -160,6 +161,11 @@ class Transformer(nn.Module):
         is_residual = name.endswith(("out.weight", "down.weight"))  # 2 * layers outputs are added to x
         nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.layers) if is_residual else 0.02)
 
+    def tflop_per_sequence(self, context: int) -> float:
+        """Operations of a training step, forward and backward: PaLM, https://arxiv.org/abs/2204.02311, appendix B."""
+        parameters = sum(parameter.numel() for parameter in self.parameters())
+        return context * (6 * parameters + 12 * self.layers * context * self.embed.embedding_dim) / 1e12
+
     def forward(self, tokens, targets=None, kv_cache=None):
         """Logits (N, T, vocabulary) of tokens (N, T); with targets (N, T), the mean loss of each sequence, (N,).
 
@@ -268,6 +274,9 @@ def main():
         load_pretrained(model, args.pretrained)
     if args.compile:
         model.compile()
+    run.speeds = {"tokens/s": args.context}
+    if peak := peak_tflops_of_run(accelerator):  # of known cards
+        run.speeds["MFU"] = model.tflop_per_sequence(args.context) / peak
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": norms, "weight_decay": 0.0}]

@@ -44,6 +44,7 @@ extras/: for a flag.
     trackers           --log_with: log to tensorboard and other trackers, too
     pretrained         --pretrained: start from pretrained weights
     evaluate_metrics   --metrics: metrics of the library evaluate over all samples of a test
+    data_sheets        the peak speed of GPUs, for MFU
 """
 
 VERSION = "6"  # also in run.json: which version a copy has; to update one, replace the folder

@@ -43,8 +43,7 @@ class Best:
         """Whether --patience has run out; shows: whether this process prints it."""
         stuck = 0 < self.patience <= self.tests_since_best
         if stuck and shows:
-            tests = plural(self.tests_since_best, "test")
-            show(f"stopped early: {tests} in a row without a better {self.monitor}")
+            show(f"stopped early: {plural(self.tests_since_best, 'test')} in a row without a better {self.monitor}")
         return stuck
 
     def state(self) -> dict:

@@ -63,7 +63,7 @@ class Progress:
             "data_wait_pct": round(100 * wait_s / max(train_s, 1e-9), 1),
         }
 
-    def show_line(self, split: str, step: int, epoch: int, metrics: dict) -> None:
+    def show_line(self, split: str, step: int, epoch: int, metrics: dict, speeds: dict) -> None:
         """Print a line of metrics.jsonl in a readable form; without a bar, with the training time left."""
         if not self.shows:
             return
@@ -71,6 +71,8 @@ class Progress:
         columns = [f"{split:<5} epoch {epoch:g}", f"step {step}/{self.total_steps}".ljust(width)]
         hidden = {"samples"} | ({"data_wait_pct"} if metrics.get("data_wait_pct", 10) < 10 else set())
         columns += [metric_text(name, value) for name, value in metrics.items() if name not in hidden]
+        speeds = {unit: metrics["samples_per_s"] * x for unit, x in speeds.items() if "samples_per_s" in metrics}
+        columns += [f"{speed:,.0f} {unit}" if speed >= 10 else f"{speed:.2f} {unit}" for unit, speed in speeds.items()]
         if self.bar is None and split == "train" and step > self.first_step:
             left_s = (self.total_steps - step) * self.train_s / (step - self.first_step)
             columns.append(f"eta {datetime.timedelta(seconds=round(left_s))}")

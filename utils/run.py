@@ -71,6 +71,7 @@ class Run:
     Attributes:
         step: optimizer steps done.
         summary: values of your own for summary.json.
+        speeds: further speeds for the log lines on the screen, as amounts per sample: {"tokens/s": 256}.
     """
 
     def __init__(self, accelerator: Accelerator, args: argparse.Namespace):
@@ -80,7 +81,7 @@ class Run:
         self.devices = device_generators(accelerator)
         self.best = Best(self.args.save_best, self.args.patience)
         self.folder = RunFolder(accelerator, Path(args.output_dir), self.args.resume)
-        self.step, self.summary = 0, {}
+        self.step, self.summary, self.speeds = 0, {}, {}
         self.stopped_early = False
         self.last_test = {}
         self.completed = None
@@ -118,17 +119,15 @@ class Run:
         loaders, accelerator.loaders = accelerator.loaders, None  # a later one would not be compared when resuming
         data = same_on_all(describe_data(loaders) | (data or {}))
         facts = must_match(args, loaders, data) | {"total_steps": total_steps}
-        folder = self.folder.path / "checkpoints"
-        self.checkpoints = Checkpoints(accelerator, folder, checkpoint, facts, args.keep_checkpoints)
+        path = self.folder.path
+        self.checkpoints = Checkpoints(accelerator, path / "checkpoints", checkpoint, facts, args.keep_checkpoints)
         self.step, self.extra = self.checkpoints.load()
         self.best.load_state(self.extra)
         train_loader.check_sample(self.extra.get("sample"))
         train_loader.check_order(self.extra.get("order"))
         self._warn_of_changes()
         self.metrics = Metrics(accelerator, self.extra.get("metrics"))
-        topology = announce(
-            accelerator, self.folder.path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
-        )
+        topology = announce(accelerator, path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts)
         summary = on_main(accelerator, lambda: self.folder.read_summary(self.step))
         if summary and (self.step == total_steps or summary["stopped_early"]):
             self.completed = summary
@@ -310,7 +309,7 @@ class Run:
         self.accelerator.log({f"{split}/{name}": value for name, value in metrics.items()}, self.step)
         if self.accelerator.is_main_process:
             self.folder.write_metrics({"split": split, "step": self.step, "epoch": epoch + 1, **metrics})
-            self.progress.show_line(split, self.step, epoch + 1, metrics)
+            self.progress.show_line(split, self.step, epoch + 1, metrics, self.speeds)
 
     def test_batches(self, loader: GlobalLoader) -> Iterator[Batch]:
         """Yield the batches of a test set; after a signal, stop the run. Collective."""

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 
 import pytest
 import run_many
@@ -37,6 +38,18 @@ def train(texts, tmp_path, home):
         return tmp_path / name
 
     return train
+
+
+def test_a_log_line_has_tokens_per_second_and_mfu_on_a_known_card(train, monkeypatch, capsys):
+    monkeypatch.setattr("scripts.transformer.peak_tflops_of_run", lambda accelerator: 1e-3)
+    train("run", "--max_steps", 1)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train")]
+    samples, tokens, mfu = re.search(r"([\d,]+) samples/s  ([\d,]+) tokens/s  ([\d.,]+) MFU", line).groups()
+    samples, tokens, mfu = (float(number.replace(",", "")) for number in (samples, tokens, mfu))
+    assert tokens == pytest.approx(64 * samples, rel=0.1)
+    # 6 operations per token and weight: 290 x 16 embeddings, 2 blocks of 4 x 16 x 16 + 3 x 16 x 32, 5 norms.
+    weights = 290 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32) + 5 * 16
+    assert mfu == pytest.approx(tokens * (6 * weights + 12 * 2 * 64 * 16) / 1e9, rel=0.1)
 
 
 def small_model(dtype=torch.float64, **options):

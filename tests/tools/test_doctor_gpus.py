@@ -9,6 +9,7 @@ from conftest import free_port
 
 from tools import doctor
 from tools.doctor import gpus
+from utils.extras.data_sheets import peak_tflops
 
 HANGS = """
 import os, sys, json
@@ -69,7 +70,7 @@ def test_a_wrong_sum_and_a_program_that_fails(tmp_path, monkeypatch):
     ("name", "peak"), [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A10G", 70), ("Tesla T4", 65), ("GTX 1080", None)]
 )
 def test_what_a_card_should_do(name, peak, monkeypatch):
-    assert gpus.peak_tflops(name) == peak
+    assert peak_tflops(name) == peak
     monkeypatch.setattr(gpus, "name_of", lambda device: name)
     monkeypatch.setattr(gpus, "product_tflops", lambda device: 10.0)
     ((kind, line),) = gpus.check(stand_ins=1)

@@ -32,10 +32,16 @@ def test_the_time_left_is_for_the_steps_to_go(clock, capsys):
     shown = Progress(5, total_steps=10, shows=True)
     for _ in shown.timed(range(4)):
         clock.now += 1
-    shown.show_line("train", 7, 1, {"loss": 1.0})
+    shown.show_line("train", 7, 1, {"loss": 1.0}, {})
     assert capsys.readouterr().out.endswith("loss 1.0000  eta 0:00:06\n")
-    shown.show_line("test", 7, 1, {"loss": 1.0})
-    assert "eta" not in capsys.readouterr().out
+    shown.show_line("test", 7, 1, {"loss": 1.0}, {"tokens/s": 256})
+    assert capsys.readouterr().out.endswith("loss 1.0000\n")
+
+
+def test_a_script_adds_speeds_in_its_own_units(clock, capsys):
+    shown = Progress(0, total_steps=10, shows=True)
+    shown.show_line("train", 5, 1, {"samples_per_s": 50.0}, {"tokens/s": 256, "MFU": 0.008})
+    assert "50 samples/s  12,800 tokens/s  0.40 MFU" in capsys.readouterr().out
 
 
 def test_a_bar_on_a_terminal_counts_steps_and_is_gone_at_the_end(monkeypatch, tmp_path):
