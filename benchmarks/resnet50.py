@@ -113,7 +113,7 @@ def photo(width: int, height: int) -> bytes:
 
 
 def write_photos(folder: Path, content: bytes, count: int) -> None:
-    """A data set of `count` training images and two test images, all the same, in two classes."""
+    """A dataset of `count` training images and two test images, all the same, in two classes."""
     for split, number in (("train", count), ("test", 2)):
         for i in range(number):
             file = folder / split / "ab"[i % 2] / f"{i}.jpg"

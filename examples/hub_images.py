@@ -1,4 +1,4 @@
-"""A data set of the Hub with a random transform, and an unmodified model of torchvision.
+"""A dataset of the Hub with a random transform, and an unmodified model of torchvision.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml examples/hub_images.py
 

@@ -31,7 +31,7 @@ TRAIN, TEST = 29, 13  # samples: the last step of an epoch and the last batch of
 
 
 class Data(NamedTuple):
-    """Two data sets, and the arguments of GlobalLoader for them."""
+    """Two datasets, and the arguments of GlobalLoader for them."""
 
     train: Dataset | list
     test: Dataset | list

@@ -45,7 +45,7 @@ def make_points(count):
 
 
 class OverAllSamples:
-    """Any torchmetrics Metric, over all samples of a test in the order of the data set; a new one for each test."""
+    """Any torchmetrics Metric, over all samples of a test in the order of the dataset; a new one for each test."""
 
     def __init__(self, metric, accelerator):
         self.metric, self.accelerator, self.parts = metric.to(accelerator.device), accelerator, []

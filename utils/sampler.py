@@ -54,7 +54,7 @@ class WindowShuffle:
         return self.newest[1]
 
     def __getitem__(self, part: slice) -> torch.Tensor:
-        """The items at places start to stop, int64 (stop - start,)."""
+        """The items at positions start to stop, int64 (stop - start,)."""
         found = []
         for number in range(bisect.bisect_right(self.ends, part.start), len(self.ends)):
             end = self.ends[number]

@@ -202,7 +202,7 @@ def test_the_standard_library_is_text_that_every_machine_has():
 def test_rows_have_their_own_test_split_or_one_by_hash_and_those_without_text_are_left_out(tmp_path, home):
     rows = [f"text {number}" for number in range(40)]
     folder = write_parquet(tmp_path / "all", train=[*rows[:30], None, ""], test=rows[30:], validation=["other"])
-    write_files(tmp_path / "all", {"README.md": b"a data set"})
+    write_files(tmp_path / "all", {"README.md": b"a dataset"})
     assert load_text(folder) == (rows[:30], rows[30:])
     train, test = load_text(write_parquet(tmp_path / "one", train=rows))
     assert len(test) == 2

@@ -31,7 +31,7 @@ RANDOM = (
 REFUSED = {"register_hook": HOOKS, "normal_": RANDOM, "uniform_": RANDOM}  # torch.nn.init calls one of the last two
 
 
-class Replaced(nn.Parameter):
+class ShardProxy(nn.Parameter):
     """A parameter from before `prepare`: operations on it act on the `shard` that has replaced it in the model.
 
     So a list of parameters made before `prepare` can be clipped, frozen or given to an optimizer, as with DDP.
@@ -45,12 +45,12 @@ class Replaced(nn.Parameter):
         return func(*args, **kwargs)
 
 
-def replace(parameter: nn.Parameter, shard: nn.Parameter) -> None:
+def redirect_to_shard(parameter: nn.Parameter, shard: nn.Parameter) -> None:
     """Free a parameter's memory, and redirect operations on it to its shard."""
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         stop(HOOKS)
     parameter.data = parameter.data.new_empty(0)
-    parameter.__class__, parameter.shard = Replaced, shard
+    parameter.__class__, parameter.shard = ShardProxy, shard
     for name, sentence in REFUSED.items():
         setattr(shard, name, lambda *_, sentence=sentence, **__: stop(sentence))
 
@@ -159,7 +159,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
         fully_shard(module, mp_policy=policy, **options)
         for parameter, replacement in zip(whole, module.parameters(), strict=True):
             if parameter is not replacement:
-                replace(parameter, replacement)
+                redirect_to_shard(parameter, replacement)
         if dynamo.backend == DynamoBackend.NO:
             module.register_forward_hook(refuse_freed)
     ids = [*map(id, model.parameters())]
