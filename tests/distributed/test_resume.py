@@ -343,12 +343,12 @@ def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(train, whole, tmp_path,
 
 
 @pytest.mark.slow
-def test_fifty_kills_change_nothing(train, tmp_path):
+def test_twenty_kills_change_nothing(train, tmp_path):
     flags = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--num_epochs", 10]
     train("whole", *flags)
-    kills, unfinished, resumed = kill_until_done(train, tmp_path, 50, flags)
+    kills, unfinished, resumed = kill_until_done(train, tmp_path, 20, flags)
     print(f"{kills} kills, {unfinished} of them in the middle of a checkpoint, {resumed} resumes")
-    assert unfinished >= 10
-    assert resumed >= 40
+    assert unfinished >= 4
+    assert resumed >= 16
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
     assert not list((tmp_path / "run" / "checkpoints").glob(".part_*"))
