@@ -226,7 +226,7 @@ def continue_prompt(args) -> None:
         model = Transformer(tokenizer.get_vocab_size(), dim, layers, heads, eos=tokenizer.token_to_id(EOS)).eval()
         model.load_state_dict(load_file(folder / "model.safetensors"))
     except Exception as error:  # no such file, a damaged one, a run of a different script, ...
-        stop(f"--prompt needs a finished run of this script in --output_dir, and {folder} is none: {error!r:.200}")
+        stop(f"--prompt needs --output_dir with a finished run of this script; {folder} cannot be read: {error!r:.200}")
     prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # as documents are read
     tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
     print(printable(tokenizer.decode(generate(model, tokens, args.num_tokens, context, args.temperature, args.seed))))

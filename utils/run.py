@@ -139,9 +139,8 @@ class Run:
             batch_norm.check(models, train_loader.sampler)
         self._attach(models)
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
-        if accelerator.is_main_process:
-            about_run = {"arguments": vars(args), "data": data, "total_steps": total_steps}
-            self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about_run, topology)
+        facts = {"arguments": vars(args), "data": data, "total_steps": total_steps}, topology
+        on_main(accelerator, lambda: self.folder.open(self.step, self.extra.get("metrics_bytes", 0), *facts))
 
     def _warn_of_changes(self) -> None:
         """Warn if a resumed run will not be what the checkpoint's run would have been."""

@@ -343,6 +343,16 @@ def test_a_second_ctrl_c_stops_at_once_and_harms_nothing(train, whole, tmp_path,
 
 
 @pytest.mark.slow
+def test_no_process_waits_for_a_main_process_that_cannot_write_the_log(launcher, small_mnist):
+    (launcher.folder / "run" / "metrics.jsonl").mkdir(parents=True)
+    flags = ["--dataset", small_mnist, "--output_dir", "run", "--timeout_s", 100]
+    done = launcher("cpu_ddp", *flags, check=False)
+    assert done.returncode != 0
+    assert "error: run/metrics.jsonl cannot be written: Is a directory" in done.stderr
+    assert "lost another process" not in done.stderr
+
+
+@pytest.mark.slow
 def test_twenty_kills_change_nothing(train, tmp_path):
     flags = ["--checkpoint_every", 1, "--keep_checkpoints", 0, "--num_epochs", 10]
     train("whole", *flags)
