@@ -99,11 +99,11 @@ def tree_threads(threads, monkeypatch):
         output.copy_(torch.cat(parts))
         return mock.Mock()
 
-    def all_gather_into_tensor(output, mine, group=None):
+    def all_gather_single(output, mine, group=None):
         output.copy_(torch.cat(exchange(mine, group)[0]))
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather_into_tensor)
+    monkeypatch.setattr(vp, "all_gather_single", all_gather_single)
     return threads
 
 

@@ -150,3 +150,10 @@ def test_a_run_imports_nothing_that_it_does_not_need(launcher, small_mnist, monk
     done = launcher.python("-c", code, *flags, cwd=ROOT)
     assert done.stdout.endswith("imported []\nfrozen True\n"), done.stdout + done.stderr
     assert done.stderr == ""  # nor does anything complain when the process ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["cpu_ddp", "cpu_fsdp"])
+def test_virtual_processes_use_nothing_that_torch_warns_of(launcher, small_mnist, config):
+    flags = ["--dataset", small_mnist, "--max_steps", 2, "--virtual_processes", 4, "--output_dir", "run"]
+    assert "Warning: " not in launcher(config, *flags).stderr

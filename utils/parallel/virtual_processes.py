@@ -39,6 +39,7 @@ from ..metrics import add_columns
 from ..topology import data_parallel_gpus
 from .shards import is_sharded, local_rows
 
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
 BUCKET = 2**22  # gradients that are exchanged at a time
 # Optimizers that compute each number by itself.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
@@ -153,14 +154,8 @@ class TreeSum:
                     sent[rank, index, : len(part)] = part
         counts = [len(nodes_of_rank) for nodes_of_rank in self.nodes_of_ranks]
         received = sent.new_empty(sum(counts) * size)
-        work = dist.all_to_all_single(
-            received,
-            sent.flatten(),
-            output_split_sizes=[count * size for count in counts],
-            input_split_sizes=[len(nodes) * size] * self.world_size,
-            group=self.group,
-            async_op=True,
-        )
+        splits = [count * size for count in counts], [len(nodes) * size] * self.world_size  # received, sent
+        work = dist.all_to_all_single(received, sent.flatten(), *splits, group=self.group, async_op=True)
 
         def finish() -> torch.Tensor:
             work.wait()
@@ -170,7 +165,7 @@ class TreeSum:
             for node in sorted(leaves, key=lambda node: node.start):
                 tree_push(sums, node, torch.Tensor.add_)
             result = sent.new_empty(self.world_size * size)
-            dist.all_gather_into_tensor(result, tree_total(sums, torch.Tensor.add_), group=self.group)
+            all_gather_single(result, tree_total(sums, torch.Tensor.add_), group=self.group)
             return result[:length]
 
         return finish
