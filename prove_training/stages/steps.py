@@ -100,7 +100,7 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
         if both.is_exact:
             yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
         both.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
-    found += _losses(both, number, steps)
+    found += _losses(both, number, steps, is_shorter)
     if not found and not steps[0].in_step and (differing := apart(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
@@ -328,7 +328,7 @@ def coefficients(both: Comparison, steps: tuple[Step, ...]) -> list[float]:
             return []
         for micro, (weight, count, _) in zip(step.micro_batches, known, strict=True):
             is_stand_in = any(part.digests == [] for part in micro.samples)
-            found += [weight / count] if count and not is_stand_in else []
+            found += [weight / count] if count > 1 and not is_stand_in else []  # one loss may have its own weight
     return found
 
 
@@ -336,7 +336,7 @@ def are_unequal(found: list[float]) -> bool:
     return bool(found) and not close(min(found), max(found))
 
 
-def _losses(both: Comparison, number: int, steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _losses(both: Comparison, number: int, steps: tuple[Step, ...], is_shorter: bool) -> Iterator[Finding]:
     found, line = coefficients(both, steps), first_line(steps[0])
     if not are_unequal(found):
         return
@@ -347,8 +347,8 @@ def _losses(both: Comparison, number: int, steps: tuple[Step, ...]) -> Iterator[
         what = f"a token of one micro-batch weighs {times} one of another: each has the mean over its own tokens"
         yield Finding("token_weights", "loss weights", what, number, line)
         return
-    what = "in the last step of an epoch, a sample of the smaller micro-batch weighs "
-    what += f"{times} one of the larger: a mean of means"
+    what = "in the last step of an epoch" if is_shorter else "where the micro-batches of a step have different sizes"
+    what += f", a sample of the smaller micro-batch weighs {times} one of the larger: a mean of means"
     if both.is_exact:
         yield Finding("mean_of_means", "loss weights", what, number, line)
     else:
