@@ -103,7 +103,7 @@ def whole_passes(record: Record) -> set[tuple[str, int]]:
 
 
 def is_look(one: list, other: list) -> bool:
-    """Whether the second of two passes only looks at the first batches, as for an accuracy, and is no epoch."""
+    """Whether the second pass reads only the first batches, for example for a quick accuracy, and is not an epoch."""
     return 2 * len(other) < len(one)
 
 
@@ -123,7 +123,7 @@ def epochs_of(step: Step) -> set[tuple[str, int]]:
 
 
 def first_line(step: Step) -> str:
-    """The line of the first backward pass of a step; of the step where another one had its gradients."""
+    """The line of the first backward pass of a step, or of optimizer.step(), if no backward pass was seen."""
     return next((micro.line for micro in step.micro_batches), step.line)
 
 

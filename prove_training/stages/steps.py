@@ -298,8 +298,8 @@ def allowed(known: list[float], number: int, is_longer: bool) -> tuple[float, fl
     if not is_longer:
         slack = 1e-6 * abs(expected)
         return expected - slack, expected + slack
-    # Accelerate steps a schedule once per process, which the script made for as many times more batches; and where an
-    # epoch has another number of steps, parts of a schedule are rounded.
+    # Accelerate steps a schedule once per process, so scripts lengthen it by that factor. If an epoch has a different
+    # number of steps, its milestones are rounded.
     around, slack = 1 + number // 6, 0.02 * max(known)
     slope = known[-1] - known[-2] if len(known) > 1 else 0.0
     longer = known + [known[-1] + slope * more for more in range(1, around + 1)]
