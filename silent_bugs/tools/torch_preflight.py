@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Chosen(ast.NodeTransformer):
-    def visit_If(self, node):  # noqa: N802
+    def visit_If(self, node):
         self.generic_visit(node)
         says = {"FIXED": "--fixed" in sys.argv, "not FIXED": "--fixed" not in sys.argv}.get(ast.unparse(node.test))
         return node if says is None else node.body if says else node.orelse or ast.Pass()
