@@ -50,6 +50,7 @@ class Comparison:
         self.compared, self.not_compared = set(), {}  # what; what and why not
         self.has_drifted = False  # a state that is not handed on comes from steps with other weights of the samples
         self.has_repeated = False  # a step had a sample twice, which a state of the script may remember
+        self.has_rest = False  # a step had fewer samples: a queue that is gathered has an end within a step after it
 
     def steps_of_ranks(self) -> Iterator[tuple[int, tuple[Step, ...]]]:
         """Each step by its number, with its record on each rank."""

@@ -84,6 +84,8 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     both.has_repeated |= bool(facts.loaders and samples < of_ranks)
     is_shorter = samples.total() < largest_step(both.reference)
     both.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
+    may_remember = had_repeated or (both.has_rest and any("gather" in name for name, _ in steps[0].collectives))
+    both.has_rest |= is_shorter
     draws = next((each.line for one in (wanted, *steps) for each in one.micro_batches if each.draws), "")
     is_compared = has_same_samples and not draws
     found = list(_gradient(both, number, wanted, steps)) if is_compared else []
@@ -92,8 +94,8 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     if is_wrong and close(by_hand, both.processes):
         what = f"the processes' gradients are added up, and not divided by {both.processes}"
         found = [Finding("summed", "gradient", what, number, steps[0].collectives[-1][1])]
-    if had_repeated and [each.kind for each in found] == ["gradient"] and not both.is_exact:
-        why = "a step had a sample twice, which a state of the script may remember"
+    if may_remember and [each.kind for each in found] == ["gradient"] and not both.is_exact:
+        why = "a step had a sample twice, or fewer samples, which a state of the script may remember"
         both.not_compared.setdefault("gradients after it", why)
         both.has_drifted, found = True, []
     if draws and facts.loaders:

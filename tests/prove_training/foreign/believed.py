@@ -432,4 +432,41 @@ BELIEVED = {
         "2.weight and 1 other: ranks 0 and 1 have different gradients at the step",
         "not_reduced",
     ),
+    "a reduction that the hooks of the parameters queue": Believed("queued_reduction", [], 0, "proven: "),
+    "a queued reduction that adds up": Believed(
+        "queued_reduction",
+        [("        joined /= dist.get_world_size()\n", "")],
+        1,
+        "the processes' gradients are added up, and not divided by 2",
+        "summed",
+    ),
+    "a queued reduction, in one order": Believed(
+        "queued_reduction",
+        [("        if sampler:\n            sampler.set_epoch(epoch)\n", "")],
+        1,
+        "each epoch has the same order",
+        "set_epoch",
+    ),
+    "means of parts of a batch": Believed(
+        "with_ddp",
+        [
+            (
+                "    dist.destroy",
+                '    if rank == 0:\n        print(f"test loss {mean / world_size:.5f}")\n    dist.destroy',
+            ),
+            (
+                "    for epoch in range(3):",
+                "    tested = torch.utils.data.Subset(data, range(rank, 50, world_size))\n    for epoch in range(3):",
+            ),
+            (
+                "    if rank == 0:",
+                "    with torch.no_grad():\n"
+                "        losses = [nn.functional.mse_loss(model(x), y) for x, y in DataLoader(tested, 4)]\n"
+                "        mean = torch.stack(losses).mean()\n    dist.all_reduce(mean)\n    if rank == 0:",
+            ),
+        ],
+        1,
+        "from the same weights and samples",
+        "eval_mean",
+    ),
 }
