@@ -13,8 +13,11 @@ call, make, backward = torch.nn.Module.__call__, torch.optim.Optimizer.__init__,
 
 def audit(loss, **_):
     torch.Tensor.backward = backward
-    report = guardtower.audit(models[0], lambda: loss, optimizer=optimizers[0] if len(optimizers) == 1 else None)
+    model = models[0] if models else torch.nn.Module()  # a method may be called in place of forward
+    report = guardtower.audit(model, lambda: loss, optimizer=optimizers[0] if len(optimizers) == 1 else None)
     print(report, flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     os._exit(0 if report.ok else 1)
 
 
