@@ -432,7 +432,6 @@ BELIEVED = {
         "2.weight and 1 other: ranks 0 and 1 have different gradients at the step",
         "not_reduced",
     ),
-    "a reduction that the hooks of the parameters queue": Believed("queued_reduction", [], 0, "proven: "),
     "a queued reduction that adds up": Believed(
         "queued_reduction",
         [("        joined /= dist.get_world_size()\n", "")],
