@@ -1,6 +1,8 @@
 """The loss is divided by the size of the group of shards, whose gradients fully_shard averages already.
 
 Its number: the norm of the weights after training.
+
+https://github.com/verl-project/verl-SpeCo/pull/29
 """
 
 import sys

@@ -2,6 +2,8 @@
 the same seed: the noise of one group of rows is that of the next one.
 
 Its number: the norm of the weights after training.
+
+https://github.com/karpathy/llm.c/pull/597
 """
 
 import sys
