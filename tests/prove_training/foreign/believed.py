@@ -436,8 +436,8 @@ BELIEVED = {
         "queued_reduction",
         [("        joined /= dist.get_world_size()\n", "")],
         1,
-        "the processes' gradients are added up, and not divided by 2",
-        "summed",
+        "2 times what it is on 1 process, and the loss is not: the gradient is changed after the backward pass",
+        "factor",
     ),
     "a queued reduction, in one order": Believed(
         "queued_reduction",
@@ -450,18 +450,12 @@ BELIEVED = {
         "with_ddp",
         [
             (
-                "    dist.destroy",
-                '    if rank == 0:\n        print(f"test loss {mean / world_size:.5f}")\n    dist.destroy',
-            ),
-            (
-                "    for epoch in range(3):",
-                "    tested = torch.utils.data.Subset(data, range(rank, 50, world_size))\n    for epoch in range(3):",
-            ),
-            (
-                "    if rank == 0:",
-                "    with torch.no_grad():\n"
-                "        losses = [nn.functional.mse_loss(model(x), y) for x, y in DataLoader(tested, 4)]\n"
-                "        mean = torch.stack(losses).mean()\n    dist.all_reduce(mean)\n    if rank == 0:",
+                STEP,
+                f"{STEP}        with torch.no_grad():\n"
+                "            tested = torch.utils.data.Subset(data, range(rank, 50, world_size))\n"
+                "            losses = [nn.functional.mse_loss(model(x), y) for x, y in DataLoader(tested, 4)]\n"
+                "            mean = torch.stack(losses).mean()\n        dist.all_reduce(mean)\n"
+                '        if rank == 0:\n            print(f"test loss {mean / world_size:.5f}")\n',
             ),
         ],
         1,
