@@ -1,4 +1,4 @@
-"""Imports what a script imports of installed libraries once, before its processes are forked: that takes seconds."""
+"""Imports the script's installed libraries once, before forking: importing them takes seconds."""
 
 import ast
 import contextlib
@@ -60,7 +60,7 @@ def load(script: Path, folder: Path) -> bool:
 
 
 def replace(replacements: dict) -> None:
-    """Have these modules use the replacements of functions, by their ids, as if they were imported after them."""
+    """Replace functions, given by their ids, in the modules that have imported them already."""
     for name in loaded:
         for key, value in list(vars(sys.modules[name]).items()) if name in sys.modules else []:
             while id(value) in replacements:

@@ -271,9 +271,11 @@ class Proof:
         if self.plan.without_gpu:
             self.report.add("", [note("comparison", "what the script puts on a GPU stays on the CPU")])
         if written := self.plan.asked and self.runs.written(self.plan.asked):
-            self.report.add("", [note("comparison", f"{written} is another number of processes")])
+            what = f"the script's {written} is replaced by the number of processes of each run"
+            self.report.add("", [note("comparison", what)])
         if off := facts.switched_off:
-            self.report.add("", [note("comparison", f"{and_join(sorted(off))} switched off: they differ by design")])
+            what = f"{and_join(sorted(off))} switched off: results would differ by design"
+            self.report.add("", [note("comparison", what)])
 
     def _compare(self, processes: int) -> bool:
         """Compare a run on several processes. Returns whether nothing is wrong.

@@ -31,7 +31,7 @@ class Plan:
     seeds_own: bool = False  # generators that the items have themselves are seeded, too
     same_share: bool = False  # each process reads the samples of rank 0
     shorter: list[str] = field(default_factory=list)  # loaders of tests that end early
-    # Of the reference, which the run repeats:
+    # Recorded in the reference run and repeated in this one:
     orders: dict[str, list] | None = None  # by loader: the indices of each pass
     weights: dict[int, str] | None = None  # by the number of steps before: a file
     places: list[str] = field(default_factory=list)  # of its loaders
@@ -46,7 +46,7 @@ class Plan:
 @dataclass
 class Loader:
     line: str
-    given: int | None = None  # the batch size that the script says; None: it makes the batches itself
+    given: int | None = None  # the script's batch size; None: it makes the batches itself
     length: int | None = None  # of the data, before they are cut
     items: int | None = None  # after that
     is_part: bool = False  # the script divides its data by hand
@@ -133,7 +133,7 @@ class Step:
     collectives: list[tuple[str, str]] = field(default_factory=list)  # name, line
     gathers: list[tuple[str, str]] = field(default_factory=list)  # those in the loss
     drawn: list[Draw] = field(default_factory=list)
-    holds: bool = False  # gradients of the step before are still there at its beginning
+    holds: bool = False  # the previous step's gradients have not been zeroed
     in_step: bool = False  # the optimizer itself makes collective calls
     is_pending: bool = False  # FSDP has gradients that are not reduced
     syncs: bool | None = None  # in the next backward pass

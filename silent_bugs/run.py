@@ -13,6 +13,9 @@ resumes is started again in its folder with --resume, and a fixed one prints the
 A tool is a command whose exit code is 0 for "right", 1 for "wrong", and anything else for "cannot tell". {script} is
 the file with its flags. What is in brackets is for programs that resume: "prove-training [--resume_flags=--resume]
 {script}".
+
+With --advised, the tool runs on each bug that has a .diff beside it, after the diff was applied: what the tool has
+advised, and nothing else. Its first line has the names of the advice. The answer is JSON.
 """
 
 import argparse
@@ -28,6 +31,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -232,10 +236,22 @@ def compare(tool: str, cases: list[Case], jobs: int) -> bool:
     return found == len(bugs) and not accused
 
 
+def ask_again(tool: str, case: Case) -> dict:
+    """Run the tool on a bug as its own advice corrects it."""
+    diff = case.path.with_suffix(".diff")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        corrected = Path(shutil.copy(case.path, folder))
+        subprocess.run(["patch", "--silent", corrected, diff], check=True)
+        verdict = ask(tool, case._replace(path=corrected))
+    says = {0: "right", 1: "wrong"}.get(verdict.code, "cannot tell")
+    return {"name": case.name, "advice": diff.read_text().partition("\n")[0].split(), "corrected": says}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=["bugs", "right"], help='such as "bugs/resume"; default: all')
     parser.add_argument("--tool", help="a command with {script}")
+    parser.add_argument("--advised", action="store_true", help="run it on the bugs as its own advice corrects them")
     parser.add_argument("--index", action="store_true", help="print what the programs say of themselves, as JSON")
     parser.add_argument("--jobs", type=int, default=2, help="programs to run at the same time")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="to compare with one process")
@@ -249,12 +265,20 @@ def main() -> int:
         parser.error(f"no program begins with {' or '.join(args.paths)}")
     if args.tool and "{script}" not in args.tool:
         parser.error("--tool needs {script}")
+    if args.advised and not args.tool:
+        parser.error("--advised needs --tool")
     if args.index:
         print(json.dumps([index_of(case) for case in cases], indent=1))
         return 0
     texts = "".join(case.path.read_text() for case in cases)
     tops = {name: name.partition(".")[0] for name in IMPORTED}
     context.set_forkserver_preload([name for name, top in tops.items() if f"{top} import" in texts or top == "torch"])
+    if args.advised:
+        advised = [case for case in cases if case.path.with_suffix(".diff").exists()]
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            answers = list(pool.map(lambda case: ask_again(args.tool, case), advised))
+        print(json.dumps(answers, indent=1))
+        return 0
     if args.tool:
         return 0 if compare(args.tool, cases, args.jobs) else 1
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

@@ -58,7 +58,7 @@ class Batches:
         return total // self.plan.processes
 
     def whole(self, number: int, kind: str) -> int | None:
-        """The number of the reference of which `number` is the share of this process, by hand; None if it is not."""
+        """If the script divided a count by the number of processes itself: the count in the reference; else None."""
         shares = {each: each // self.plan.processes for each in getattr(self.plan, kind)}
         found = [each for each, share in shares.items() if share - 1 <= number <= share + 1]
         return None if number in shares or not found else found[0]

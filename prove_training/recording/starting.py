@@ -100,7 +100,7 @@ def install(recording) -> None:
 
     @wrap(device_mesh, "init_device_mesh")
     def init_mesh(original, device_type, mesh_shape, *others, **options):
-        """On one process, as of one process; the real run is on as many as it asks for."""
+        """On one process, make a mesh of size 1, whatever size the script asks for."""
         if len(mesh_shape) > 1:
             size = math.prod(mesh_shape)  # 0 of (world_size // 2, 2) on one process
             recording.facts.mesh = size if size > 1 else ON_A_MESH

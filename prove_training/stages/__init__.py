@@ -50,6 +50,7 @@ class Comparison:
         self.compared, self.not_compared = set(), {}  # what; what and why not
         self.has_drifted = False  # a state that is not handed on comes from steps with other weights of the samples
         self.has_repeated = False  # a step had a sample twice, which a state of the script may remember
+        self.has_rest = False  # a step had fewer samples: a queue that is gathered has an end within a step after it
 
     def steps_of_ranks(self) -> Iterator[tuple[int, tuple[Step, ...]]]:
         """Each step by its number, with its record on each rank."""
@@ -103,7 +104,7 @@ def whole_passes(record: Record) -> set[tuple[str, int]]:
 
 
 def is_look(one: list, other: list) -> bool:
-    """Whether the second of two passes only looks at the first batches, as for an accuracy, and is no epoch."""
+    """Whether the second pass reads only the first batches, for example for a quick accuracy, and is not an epoch."""
     return 2 * len(other) < len(one)
 
 
@@ -123,7 +124,7 @@ def epochs_of(step: Step) -> set[tuple[str, int]]:
 
 
 def first_line(step: Step) -> str:
-    """The line of the first backward pass of a step; of the step where another one had its gradients."""
+    """The line of the first backward pass of a step, or of optimizer.step(), if no backward pass was seen."""
     return next((micro.line for micro in step.micro_batches), step.line)
 
 

@@ -84,6 +84,8 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     both.has_repeated |= bool(facts.loaders and samples < of_ranks)
     is_shorter = samples.total() < largest_step(both.reference)
     both.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
+    may_remember = had_repeated or (both.has_rest and any("gather" in name for name, _ in steps[0].collectives))
+    both.has_rest |= is_shorter
     draws = next((each.line for one in (wanted, *steps) for each in one.micro_batches if each.draws), "")
     is_compared = has_same_samples and not draws
     found = list(_gradient(both, number, wanted, steps)) if is_compared else []
@@ -92,15 +94,15 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     if is_wrong and close(by_hand, both.processes):
         what = f"the processes' gradients are added up, and not divided by {both.processes}"
         found = [Finding("summed", "gradient", what, number, steps[0].collectives[-1][1])]
-    if had_repeated and [each.kind for each in found] == ["gradient"] and not both.is_exact:
-        why = "a step had a sample twice, which a state of the script may remember"
+    if may_remember and [each.kind for each in found] == ["gradient"] and not both.is_exact:
+        why = "a step had a sample twice, or fewer samples, which a state of the script may remember"
         both.not_compared.setdefault("gradients after it", why)
         both.has_drifted, found = True, []
     if draws and facts.loaders:
         if both.is_exact:
             yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
         both.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
-    found += _losses(both, number, steps)
+    found += _losses(both, number, steps, is_shorter)
     if not found and not steps[0].in_step and (differing := apart(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
@@ -298,8 +300,8 @@ def allowed(known: list[float], number: int, is_longer: bool) -> tuple[float, fl
     if not is_longer:
         slack = 1e-6 * abs(expected)
         return expected - slack, expected + slack
-    # Accelerate steps a schedule once per process, which the script made for as many times more batches; and where an
-    # epoch has another number of steps, parts of a schedule are rounded.
+    # Accelerate steps a schedule once per process, so scripts lengthen it by that factor. If an epoch has a different
+    # number of steps, its milestones are rounded.
     around, slack = 1 + number // 6, 0.02 * max(known)
     slope = known[-1] - known[-2] if len(known) > 1 else 0.0
     longer = known + [known[-1] + slope * more for more in range(1, around + 1)]
@@ -328,7 +330,7 @@ def coefficients(both: Comparison, steps: tuple[Step, ...]) -> list[float]:
             return []
         for micro, (weight, count, _) in zip(step.micro_batches, known, strict=True):
             is_stand_in = any(part.digests == [] for part in micro.samples)
-            found += [weight / count] if count and not is_stand_in else []
+            found += [weight / count] if count > 1 and not is_stand_in else []  # one loss may have its own weight
     return found
 
 
@@ -336,7 +338,7 @@ def are_unequal(found: list[float]) -> bool:
     return bool(found) and not close(min(found), max(found))
 
 
-def _losses(both: Comparison, number: int, steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _losses(both: Comparison, number: int, steps: tuple[Step, ...], is_shorter: bool) -> Iterator[Finding]:
     found, line = coefficients(both, steps), first_line(steps[0])
     if not are_unequal(found):
         return
@@ -347,8 +349,8 @@ def _losses(both: Comparison, number: int, steps: tuple[Step, ...]) -> Iterator[
         what = f"a token of one micro-batch weighs {times} one of another: each has the mean over its own tokens"
         yield Finding("token_weights", "loss weights", what, number, line)
         return
-    what = "in the last step of an epoch, a sample of the smaller micro-batch weighs "
-    what += f"{times} one of the larger: a mean of means"
+    what = "in the last step of an epoch" if is_shorter else "where the micro-batches of a step have different sizes"
+    what += f", a sample of the smaller micro-batch weighs {times} one of the larger: a mean of means"
     if both.is_exact:
         yield Finding("mean_of_means", "loss weights", what, number, line)
     else:

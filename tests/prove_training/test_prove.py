@@ -287,6 +287,7 @@ UNUSUAL = {
     "generated_data": (3, "nothing wrong found; not compared: samples and gradients; the same averaged gradients"),
     "diffusion": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
     "contrastive": (0, "proven: the same samples, gradients"),
+    "queued_reduction": (0, "proven: the same samples, gradients"),
     "reads_ahead": (0, "proven: the same samples, gradients"),
     "like_lightning": (0, "proven: the same samples, gradients"),
     "streams": (0, "proven: the same samples, gradients"),
@@ -1184,6 +1185,21 @@ def test_a_state_of_the_script_may_remember_a_sample_that_was_there_twice(factor
     assert {"gradient", "factor"}.intersection(finding.kind for finding in found(reference, ranks))
 
 
+@pytest.mark.parametrize(("calls", "kinds"), [(["all_gather"], []), (["all_reduce"], ["gradient"]), ([], ["gradient"])])
+def test_a_queue_that_is_gathered_ends_within_a_step_after_a_shorter_one(calls, kinds):
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        samples = record.steps[1].micro_batches[0].samples[0].digests
+        del samples[len(samples) * 2 // 3 :]
+        record.facts.loaders["loader"].drop_last = True
+    for rank in ranks:
+        rank.steps[3].collectives = [(name, "train.py:11") for name in calls]
+        scale(rank.steps[3].gradients, torch.tensor([1.0, 1.0, 1.5, 1.0]))
+    both = Comparison(reference, ranks)
+    assert [finding.kind for finding in several.findings(both) if finding.kind] == kinds
+    assert ("gradients after it" in both.not_compared) == (not kinds)
+
+
 def test_what_comes_after_a_step_whose_weights_are_not_kept_is_not_compared():
     (reference,), ranks = made_up(), made_up(2)
     reference.weights = {}
@@ -1611,6 +1627,33 @@ def test_unequal_weights_of_tokens_are_not_told_again_as_different_weights():
         step.weights["weight"] = sampled(torch.ones(3) - 0.1 * step.at_step["weight"][1:])
     ranks[1].steps[2].micro_batches[0].losses = [(2.0, 3, "train.py:8")]
     assert [finding.kind for finding in found(reference, ranks)] == ["token_weights"]
+
+
+@pytest.mark.parametrize(("count", "kinds"), [(3, ["token_weights"]), (1, [])])
+def test_a_single_loss_may_have_a_weight_of_its_own(count, kinds):
+    """As an advantage, by which the loss of a sample is multiplied."""
+    (reference,), ranks = made_up(), made_up(2)
+    for rank, weight in zip(ranks, (1.0, -0.9), strict=True):
+        rank.steps[2].micro_batches[0].losses = [(weight, count, "train.py:8")]
+    assert [finding.kind for finding in found(reference, ranks)] == kinds
+
+
+@pytest.mark.parametrize(
+    ("number", "where"), [(2, "in the last step of an epoch"), (1, "where the micro-batches of a")]
+)
+def test_a_mean_of_means_is_told_where_it_is(number, where):
+    (reference,), ranks = made_up(), made_up(2)
+    micro_batches = [record.steps[number].micro_batches[0] for record in (reference, *ranks)]
+    whole, larger, smaller = (micro.samples[0].digests for micro in micro_batches)
+    last = smaller.pop()
+    if number == 2:
+        whole.remove(last)
+    else:
+        larger.append(last)
+    for micro in micro_batches:
+        micro.losses = [(1.0, len(micro.samples[0].digests), "train.py:8")]
+    said = [each.what for each in several.findings(Comparison(reference, ranks)) if "a mean of means" in each.what]
+    assert [what.startswith(where) for what in said] == [True]
 
 
 def test_a_group_of_parameters_may_be_added_while_training():

@@ -1,6 +1,7 @@
 """silent_bugs: each program is what its page says, and the runner finds one that is not."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 import pytest
 from conftest import ROOT
 
+from prove_training import mistakes
 from silent_bugs import run
 from tests.prove_training.corpus import FOUND
 
@@ -78,6 +80,27 @@ def test_the_page_has_a_row_for_each_program():
     assert f"{len(FOUND)} of {bugs} bugs" in " ".join(page.split())
     assert f"{len(FOUND)} of the {bugs} bugs" in (ROOT / "prove_training" / "README.md").read_text()
     assert f"{sum(not case.is_bug for case in CASES)} right programs" in page
+
+
+def test_each_correction_names_its_advice_and_has_a_row():
+    rows = json.loads((CORPUS / "self_repair.json").read_text())
+    diffs = {case.name: case.path.with_suffix(".diff") for case in CASES}
+    assert [row["name"] for row in rows] == sorted(name for name, diff in diffs.items() if diff.exists())
+    for row in rows:
+        assert row["advice"] == diffs[row["name"]].read_text().partition("\n")[0].split()
+        assert row["advice"][0] == mistakes.id_of(FOUND[row["name"]])
+        assert {*row["advice"]} <= mistakes.sections().keys()
+    right = sum(row["corrected"] == "right" for row in rows)
+    assert f"**{right} of {len(FOUND)}**" in " ".join((CORPUS / "README.md").read_text().split())
+
+
+def test_a_tool_is_asked_again_after_its_own_advice(tmp_path):
+    tool = tmp_path / "tool.py"
+    tool.write_text("import sys\nsys.exit('loss / world_size' in open(sys.argv[1]).read())\n")
+    (case,) = run.find_cases(["bugs/reduction/divided_by_processes"])
+    command = f"{sys.executable} {tool} {{script}}"
+    assert run.ask(command, case).code == 1
+    assert run.ask_again(command, case) == {"name": case.name, "advice": ["factor"], "corrected": "right"}
 
 
 def test_a_bug_and_a_right_program_are_shown():

@@ -432,4 +432,34 @@ BELIEVED = {
         "2.weight and 1 other: ranks 0 and 1 have different gradients at the step",
         "not_reduced",
     ),
+    "a queued reduction that adds up": Believed(
+        "queued_reduction",
+        [("        joined /= dist.get_world_size()\n", "")],
+        1,
+        "2 times what it is on 1 process, and the loss is not: the gradient is changed after the backward pass",
+        "factor",
+    ),
+    "a queued reduction, in one order": Believed(
+        "queued_reduction",
+        [("        if sampler:\n            sampler.set_epoch(epoch)\n", "")],
+        1,
+        "each epoch has the same order",
+        "set_epoch",
+    ),
+    "means of parts of a batch": Believed(
+        "with_ddp",
+        [
+            (
+                STEP,
+                f"{STEP}        with torch.no_grad():\n"
+                "            tested = torch.utils.data.Subset(data, range(rank, 50, world_size))\n"
+                "            losses = [nn.functional.mse_loss(model(x), y) for x, y in DataLoader(tested, 4)]\n"
+                "            mean = torch.stack(losses).mean()\n        dist.all_reduce(mean)\n"
+                '        if rank == 0:\n            print(f"test loss {mean / world_size:.5f}")\n',
+            ),
+        ],
+        1,
+        "from the same weights and samples",
+        "eval_mean",
+    ),
 }
