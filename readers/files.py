@@ -21,7 +21,7 @@ BESIDE_DATA = re.compile(
 
 
 def list_files(dataset: str | Path) -> tuple[dict[str, str], list[str]]:
-    """The paths of the files of a folder by their names in it, in order, and the names of those that only lie beside data.
+    """The paths of a folder's files by their names in it, in order, and the names of what only lies beside data.
 
     Links are followed, and hidden files are left out. Both are empty for a Hub id.
     """
