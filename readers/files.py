@@ -43,7 +43,7 @@ def list_files(dataset: str | Path) -> tuple[dict[str, str], list[str]]:
 
     if os.path.isdir(dataset):
         with stop_if_unreadable(str(dataset)):
-            add(str(dataset), "", ())
+            add(str(dataset), "", tuple(map(str, Path(os.path.realpath(dataset)).parents)))
     beside = [name for name in files if BESIDE_DATA.fullmatch(name.rpartition("/")[2].lower())]
     if len(beside) == len(files):
         beside = []

@@ -172,9 +172,10 @@ class Corpus(NamedTuple):
 
     def signatures(self) -> list:
         """What differs after the data were changed."""
-        files = [(split, name, file) for split, files in self.splits.items() for name, file in files.items()]
         return [
-            (split, name, getattr(file, "_fingerprint", None) or file_signature(file)) for split, name, file in files
+            (split, name, getattr(file, "_fingerprint", None) or file_signature(file))
+            for split, files in self.splits.items()
+            for name, file in files.items()
         ]
 
 
@@ -435,20 +436,17 @@ def begin_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
         tokenizer = learn_tokenizer(select_texts(read_documents(corpus), ~test_mask, step), vocabulary)
     write_atomically(folder / "test_mask.npy", lambda path: np.save(path, test_mask))
     write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
+    eos = np.array([tokenizer.token_to_id(EOS)], dtype_of(tokenizer.get_vocab_size()))
     for name in FILES.values():
-        write_atomically(
-            folder / name, np.array([tokenizer.token_to_id(EOS)], dtype_of(tokenizer.get_vocab_size())).tofile
-        )
+        write_atomically(folder / name, eos.tofile)
     progress = {"pieces": 0, "documents": 0, "characters": 0, "of": int(lengths.sum()), "lossless": True}
     write_manifest(folder / "progress.json", progress | {"bytes": dict.fromkeys(SPLITS, 0)}, BEGUN)
 
 
 def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> None:
     """Tokenize all documents into the FILES of `folder`, and then write manifest.json."""
-    signatures, read_progress = (
-        corpus.signatures(),
-        functools.partial(read_manifest, folder / "progress.json", FILES.values()),
-    )
+    signatures = corpus.signatures()
+    read_progress = functools.partial(read_manifest, folder / "progress.json", FILES.values())
     if read_intact(read_progress, folder, f"the tokens of --dataset {corpus.dataset}") is None:
         begin_tokens(corpus, folder, tokenizer, vocabulary)
     progress = read_progress()
