@@ -88,6 +88,13 @@ def test_no_document_of_many_is_lost(tmp_path):
     assert BYTES.decode(targets[targets != IGNORE_INDEX].tolist()) == "".join(texts)
 
 
+def test_a_document_in_pieces_has_an_eos_at_its_ends_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 300)
+    document, eos = "low lower lowest " * 100, BYTES.token_to_id(EOS)
+    data = pack(tmp_path, [document], BYTES, 16)
+    assert np.fromfile(data.file.name, np.uint16).tolist() == [eos, *BYTES.encode(document).ids, eos]
+
+
 def test_bits_per_byte_count_every_token_and_divide_by_the_bytes_of_the_text(tmp_path):
     data = pack(tmp_path, ["lower l\xf6w", "newest"], learn_tokenizer(TEXTS, 270), 4)
     _, targets = tensors_of(data)
