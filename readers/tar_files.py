@@ -27,7 +27,7 @@ from .cache import build_cached, cache_folder, file_signature, read_intact
 from .files import announce, list_files, split_files
 from .images_in_memory import MOST_CLASSES, Split, check_labels
 
-FORMAT = 3  # of the files in the cache
+FORMAT = 2  # of the files in the cache
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff", "avif", "jp2", "mpo")
 LABELS = ("cls", "json", "txt")  # the first of these that a sample has
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
@@ -60,8 +60,9 @@ class TarFiles(Dataset):
         self.paths, self.decode, self.extensions = list(map(Path, paths)), decode, extensions and {*extensions}
         self.signatures = list(map(file_signature, self.paths))
         self.members = for_each(self.paths, members_of, cache_dir)
-        # The number of samples up to the end of each file.
-        self.ends = list(itertools.accumulate(int(rows["sample"][-1]) + 1 if len(rows) else 0 for rows in self.members))
+        # Of each file, the row of each sample's first member; of all files, the number of samples up to their end.
+        self.starts = [np.flatnonzero(np.diff(rows["sample"], prepend=-1, append=-1)) for rows in self.members]
+        self.ends = list(itertools.accumulate(len(starts) - 1 if len(starts) else 0 for starts in self.starts))
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -70,7 +71,7 @@ class TarFiles(Dataset):
         index = range(len(self))[index]
         number = bisect.bisect_right(self.ends, index)
         sample = index - (self.ends[number - 1] if number else 0)
-        first, last = np.searchsorted(self.members[number]["sample"], (sample, sample + 1))
+        first, last = self.starts[number][sample : sample + 2]
         rows = self.members[number][first:last].tolist()
         key, _ = split_name(rows[0][0])
         content = {"__url__": str(self.paths[number]), "__key__": key}
@@ -182,8 +183,7 @@ def members_of(path: Path) -> np.ndarray:
         show(f"{path}: {plural(len(passed_over), 'member')} without an extension left out, such as {passed_over[0]}")
     rows.sort(key=lambda row: row[3])
     longest = max((len(name) for name, *_ in rows), default=1)
-    columns = [("name", f"S{longest}"), ("offset", "i8"), ("size", "i8"), ("sample", "i8")]
-    return np.array(rows, np.dtype(columns, align=True))  # searchsorted would copy a column that is not aligned
+    return np.array(rows, [("name", f"S{longest}"), ("offset", "i8"), ("size", "i8"), ("sample", "i8")])
 
 
 # Images with labels
