@@ -1,14 +1,16 @@
 """A cache of files that are built once from the data, such as tokens."""
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from utils.atomic_files import write_json
 from utils.console import is_local_main, show, stop
 from utils.run_folder import lock
 
@@ -20,31 +22,40 @@ def cache_folder(cache_dir: str | None, kind: str) -> Path:
     return Path(cache_dir or os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / kind
 
 
-def file_signature(file: Path) -> list:
+def file_signature(file: Path | str) -> list:
     """Path, size and time in ns, which differ after a file was changed. Raises: SystemExit, if it does not exist."""
     try:
-        about = file.stat()
+        about = os.stat(file)
     except OSError as error:
         stop(f"{file} cannot be read: {error.strerror}")
-    return [str(file.resolve()), about.st_size, about.st_mtime_ns]
+    return [os.path.realpath(file), about.st_size, about.st_mtime_ns]
 
 
 def sample_digest(file: Path, size: int | None = None) -> str:
-    """A digest of the size of a file, or of its first `size` bytes, and of SAMPLES parts: all of it takes too long."""
+    """The size of a file, or of its first `size` bytes, and a digest of SAMPLES parts: all of it takes too long."""
     size = file.stat().st_size if size is None else size
-    sha = hashlib.sha256(b"%d" % size)
+    sha = hashlib.sha256()
     with open(file, "rb") as content:
         for number in range(SAMPLES):
             content.seek(max(size - SAMPLE, 0) * number // (SAMPLES - 1))
             sha.update(content.read(min(SAMPLE, size)))
-    return sha.hexdigest()[:16]
+    return f"{size}-{sha.hexdigest()[:16]}"
 
 
-def read_manifest(file: Path) -> dict:
-    """The JSON in a file, whose `digests` are those of other files. Raises: ValueError, if one of them differs."""
+def size_in(digest: str) -> int:
+    return int(digest.partition("-")[0])
+
+
+def write_manifest(file: Path, content: dict, names: Iterable[str]) -> None:
+    """Write a JSON file with digests of the files in its folder with these names."""
+    write_json(file, content | {"digests": {name: sample_digest(file.parent / name) for name in names}})
+
+
+def read_manifest(file: Path, may_be_longer: Iterable[str] = ()) -> dict:
+    """What `write_manifest` wrote. Raises: ValueError, if one of the files has changed since; some may be longer."""
     manifest = json.loads(file.read_text())
     for name, digest in manifest["digests"].items():
-        if sample_digest(file.parent / name) != digest:
+        if sample_digest(file.parent / name, size_in(digest) if name in may_be_longer else None) != digest:
             raise ValueError(f"{name} was changed")
     return manifest
 
@@ -61,10 +72,8 @@ def read_intact(read: Callable, folder: Path, description: str):
 
 def build_cached(read: Callable, build: Callable[[], None], folder: Path, description: str):
     """What `read()` returns, after one process has called `build` where it raises an error; the others wait for it."""
-    try:
+    with contextlib.suppress(Exception):
         return read()
-    except Exception:
-        pass
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not is_local_main():

@@ -20,33 +20,40 @@ BESIDE_DATA = re.compile(
 )
 
 
-def list_files(dataset: str | Path) -> tuple[dict[str, Path], list[str]]:
-    """The files of a folder by their names in it, in order, and the names of those that only lie beside data.
+def list_files(dataset: str | Path) -> tuple[dict[str, str], list[str]]:
+    """The paths of a folder's files by their names in it, in order, and the names of what only lies beside data.
 
     Links are followed, and hidden files are left out. Both are empty for a Hub id.
     """
     files = {}
-    for top, folders, names in os.walk(dataset, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__MACOSX"]
-        here = Path(os.path.realpath(top))
-        for link in (f"{top}/{name}" for name in folders if os.path.islink(f"{top}/{name}")):
-            if Path(os.path.realpath(link)) in (here, *here.parents):
-                stop(f"--dataset {dataset} has a link to a folder, {link}, that leads back to itself: remove it")
-        within = os.path.relpath(top, dataset) + "/" if top != str(dataset) else ""
-        for name in (name for name in names if not name.startswith(".")):
-            files[within + name] = Path(top, name)
-            if not os.path.isfile(f"{top}/{name}"):
-                stop(f"--dataset {dataset}: {top}/{name} is not a file, or a link to nothing: remove it")
+
+    def add(folder: str, within: str, above: tuple[str, ...]) -> None:
+        above = *above, os.path.realpath(folder)
+        for entry in os.scandir(folder):
+            if entry.name.startswith(".") or entry.name == "__MACOSX":
+                continue
+            if not entry.is_dir():
+                files[within + entry.name] = entry.path
+                if not entry.is_file():
+                    stop(f"--dataset {dataset}: {entry.path} is not a file, or a link to nothing: remove it")
+            elif entry.is_symlink() and os.path.realpath(entry.path) in above:
+                stop(f"--dataset {dataset} has a link to a folder, {entry.path}, that leads back to itself: remove it")
+            else:
+                add(entry.path, f"{within}{entry.name}/", above)
+
+    if os.path.isdir(dataset):
+        with stop_if_unreadable(str(dataset)):
+            add(str(dataset), "", tuple(map(str, Path(os.path.realpath(dataset)).parents)))
     beside = [name for name in files if BESIDE_DATA.fullmatch(name.rpartition("/")[2].lower())]
-    if len(beside) < len(files):
-        files = {name: files[name] for name in {*files} - {*beside}}
-    return {name: files[name] for name in sorted(files)}, sorted(beside)
+    if len(beside) == len(files):
+        beside = []
+    return {name: files[name] for name in sorted(files.keys() - beside)}, sorted(beside)
 
 
 def find_split(dataset: str, name: str) -> tuple[str, int]:
     """The split of a file and the part of its path that says so, the first with one of SPLIT_WORDS; "" and -1: none."""
     for number, part in enumerate(name.split("/")):
-        words = {word for word in re.split(r"[-._ 0-9]+", part.lower()) if word in SPLIT_WORDS}
+        words = SPLIT_WORDS.keys() & re.split(r"[-._ 0-9]+", part.lower())
         splits = {SPLIT_WORDS[word] for word in words}
         if len(splits) > 1:
             stop(f"--dataset {dataset}: {name} has words of two splits, {' and '.join(sorted(words))}: rename it")
@@ -55,7 +62,7 @@ def find_split(dataset: str, name: str) -> tuple[str, int]:
     return "", -1
 
 
-def split_files(dataset: str, files: dict[str, Path]) -> tuple[dict[str, dict[str, Path]], list[str]]:
+def split_files(dataset: str, files: dict[str, str]) -> tuple[dict[str, dict[str, str]], list[str]]:
     """{"train": files, "test": files}, or {"": files} if no name has one of SPLIT_WORDS; and what is left out.
 
     Without files for testing, they are all in "train".
@@ -78,13 +85,21 @@ def split_files(dataset: str, files: dict[str, Path]) -> tuple[dict[str, dict[st
 
 
 @contextlib.contextmanager
-def stop_if_unreadable(file: Path) -> Iterator[None]:
+def stop_if_unreadable(file: str) -> Iterator[None]:
     """End the process, with the name of the file, where the code below cannot read it."""
     try:
         yield
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        stop(f"--dataset: {file} cannot be read: {reason}")
+        stop(f"--dataset: {getattr(error, 'filename', None) or file} cannot be read: {reason}")
+
+
+def read_schema(file: str):
+    """The pyarrow.Schema of a parquet file."""
+    import pyarrow.parquet
+
+    with stop_if_unreadable(file):
+        return pyarrow.parquet.read_schema(file)
 
 
 def announce(dataset: str, used: str, left_out: list[str]) -> None:

@@ -8,7 +8,7 @@ from utils.console import is_local_main, stop
 from .files import TEST_SPLITS
 
 
-def load_dataset(dataset: str, example: str, files: dict[str, dict[str, Path]] | None = None) -> tuple[dict, list[str]]:
+def load_dataset(dataset: str, example: str, files: dict[str, dict[str, str]] | None = None) -> tuple[dict, list[str]]:
     """The splits train and test of a dataset, each a `datasets.Dataset`, and the names of those that are left out.
 
     Args:
@@ -29,7 +29,7 @@ def load_dataset(dataset: str, example: str, files: dict[str, dict[str, Path]] |
         stop(f"--dataset {dataset} is neither a folder nor a Hub id such as {example}")
     try:
         if files:
-            paths = {split: [*map(str, of_split.values())] for split, of_split in files.items()}
+            paths = {split: [*of_split.values()] for split, of_split in files.items()}
             return datasets.load_dataset("parquet", data_files=paths), []
         splits = datasets.load_dataset(dataset)
     except Exception as error:  # some twenty types; all of them mean that there is no data

@@ -139,16 +139,12 @@ class ImageFiles(Dataset):
         import pyarrow.compute
 
         column = self.split.rows.data.column(self.split.image_column)
-        contents = pyarrow.compute.struct_field(column, "bytes")
-        paths = pyarrow.compute.struct_field(column, "path").to_pylist()
-        # From the offsets in the table, without reading an image.
-        sizes = pyarrow.compute.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
-        for row in np.flatnonzero(sizes == -1):  # a file outside the table
-            if os.path.isfile(paths[row] or ""):  # else reading the image will report it
-                sizes[row] = os.path.getsize(paths[row])
-        digest.update(sizes)
-        for path in paths:
-            digest.update("/".join(Path(path or "").parts[-2:]).encode() + b"\n")
+        contents, paths = (pyarrow.compute.struct_field(column, name) for name in ("bytes", "path"))
+        sizes = pyarrow.compute.binary_length(contents)  # from the offsets in the table, without reading an image
+        for path, size in zip(paths.to_pylist(), sizes.to_pylist(), strict=True):
+            if size is None and os.path.isfile(path or ""):  # else reading the image will report it
+                size = os.path.getsize(path)
+            digest.update(f"{(path or '').split('/')[-2:]} {size}\n".encode())
         return digest.hexdigest()[:16]
 
 

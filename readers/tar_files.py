@@ -3,7 +3,6 @@
 import bisect
 import functools
 import hashlib
-import io
 import itertools
 import json
 import multiprocessing
@@ -142,9 +141,7 @@ def read(file: Path) -> np.ndarray:
 
 def save(make: Callable[..., np.ndarray], args: tuple, file: Path, path: Path) -> None:
     rows = make(path, *args)
-    with io.BytesIO() as content:
-        np.savez(content, rows=rows)
-        write_atomically(file, lambda part: part.write_bytes(content.getbuffer()))
+    write_atomically(file, lambda part: np.savez(part, rows=rows))
 
 
 def members_of(path: Path) -> np.ndarray:
@@ -210,7 +207,7 @@ def load_tar_splits(
         label_column: an extension, or an entry of the `.json`.
     """
     files, left_out = list_files(dataset)
-    names = next((file.read_text().split("\n") for name, file in files.items() if name in CLASSES), [])
+    names = next((Path(file).read_text().split("\n") for name, file in files.items() if name in CLASSES), [])
     classes = [name.strip() for name in names if name.strip()]
     files = {name: file for name, file in files.items() if name not in CLASSES}
     for name in files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
@@ -20,12 +21,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from utils.atomic_files import write_atomically, write_json
+from utils.atomic_files import write_atomically
 from utils.console import show, stop
 from utils.fingerprint import digest
 
-from .cache import build_cached, cache_folder, file_signature, read_intact, read_manifest, sample_digest
-from .files import announce, list_files, split_files, stop_if_unreadable
+from .cache import build_cached, cache_folder, file_signature, read_intact, read_manifest, size_in, write_manifest
+from .files import announce, list_files, read_schema, split_files, stop_if_unreadable
 from .hub import load_dataset
 
 if TYPE_CHECKING:
@@ -44,13 +45,16 @@ REACH = 16  # characters before and after a cut that must not change the tokens 
 AT_ONCE = 64, 2**22  # pieces and characters that are tokenized together
 SAVED_EVERY = 2**25  # characters; after a kill, at most as many are tokenized again
 COUNTED_AT_ONCE = 2**24  # tokens
-FORMAT = 3  # of the files in the cache
+FORMAT = 4  # of the files in the cache
 SPLITS = ("train", "test")
+FILES = {"train": "train.bin", "test": "test.bin"}
+BEGUN = (*FILES.values(), "test_mask.npy", "tokenizer.json")
 PREPARED = {"train": "train.bin", "test": "val.bin"}  # nanoGPT's names
 LLM_C = (20240520, 20240801)  # the first number of its files of tokens
 EXAMPLE = "roneneldan/TinyStories"
 TEXT_TYPES = r"(large_)?string(_view)?|null|dictionary<values=(large_)?string,.*"  # of pyarrow
-LINES = tuple(f"{lines}{packed}" for lines in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst", ".bz2"))
+PACKING = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+LINES = tuple(f"{lines}{packed}" for lines in (".jsonl", ".ndjson") for packed in ("", *PACKING))
 NOT_READ = (
     *(".csv", ".tsv", ".json", ".arrow", ".feather", ".xls", ".xlsx", ".ods", ".db", ".sqlite", ".pkl", ".npy", ".npz"),
     *(".gz", ".zst", ".bz2", ".xz", ".lz4", ".7z", ".rar", ".zip", ".tar", ".tgz", ".pdf", ".doc", ".docx", ".epub"),
@@ -161,15 +165,18 @@ class Corpus(NamedTuple):
     """Where the documents of a dataset are."""
 
     dataset: str  # as given on the command line, for messages
-    kind: str  # "text", "JSON lines", "parquet" or "Hub"
+    kind: str  # "text", "JSON lines", "parquet", "Hub", or "tokens": see PREPARED
     splits: dict[str, dict]  # files by name, or a datasets.Dataset, by split: "train", "test", or "": all
     column: str | None  # with the text, of rows and lines
     left_out: list[str]
 
     def signatures(self) -> list:
         """What differs after the data were changed."""
-        about = (lambda rows: [rows._fingerprint]) if self.kind == "Hub" else file_signature
-        return [(split, name, *about(file)) for split, files in self.splits.items() for name, file in files.items()]
+        return [
+            (split, name, getattr(file, "_fingerprint", None) or file_signature(file))
+            for split, files in self.splits.items()
+            for name, file in files.items()
+        ]
 
 
 class Document(NamedTuple):
@@ -183,15 +190,19 @@ def find_corpus(dataset: str, text_column: str | None = None) -> Corpus:
 
     Args:
         dataset: STDLIB, the sources of Python's standard library; a folder of text files, of JSON lines, which may be
-            compressed, or of parquet files; or a Hub id. Names of files or folders with the words train and test (see
-            `split_files`) are the splits.
+            compressed, of parquet files, or with the files PREPARED; or a Hub id. Names of files or folders with the
+            words train and test (see `split_files`) are the splits.
         text_column: of rows and lines; None: `text`, or else the only one with strings.
     """
     if dataset == STDLIB:
         files, _ = list_files(sysconfig.get_path("stdlib"))
-        kept = {name: file for name, file in files.items() if NOT_IN_STDLIB.isdisjoint(Path(name).parts)}
-        return Corpus(dataset, "text", {"": {n: file for n, file in kept.items() if n.endswith(".py")}}, None, [])
+        sources = {n: file for n, file in files.items() if n.endswith(".py") and NOT_IN_STDLIB.isdisjoint(n.split("/"))}
+        return Corpus(dataset, "text", {"": sources}, None, [])
     files, left_out = list_files(dataset)
+    if PREPARED["train"] in files:
+        splits = {split: {name: f"{dataset}/{name}"} for split, name in PREPARED.items()}
+        others = sorted({*files} - {*PREPARED.values(), "tokenizer.json"})
+        return Corpus(dataset, "tokens", splits, None, [*left_out, *others])
     if files or Path(dataset).is_dir():
         kinds = {kind_of(dataset, name): name for name in files}
         if len(kinds) > 1:
@@ -211,23 +222,19 @@ def find_corpus(dataset: str, text_column: str | None = None) -> Corpus:
 
 
 def kind_of(dataset: str, name: str) -> str:
-    if name.lower().endswith(NOT_READ) and not name.lower().endswith(LINES):
+    if name.lower().endswith(LINES):
+        return "JSON lines"
+    if name.lower().endswith(NOT_READ):
         stop(f"--dataset {dataset}: {name} is not read: make it JSON lines (.jsonl, an object on each) or parquet")
-    return "parquet" if name.lower().endswith(".parquet") else "JSON lines" if name.lower().endswith(LINES) else "text"
+    return "parquet" if name.lower().endswith(".parquet") else "text"
 
 
 def columns_of(source) -> dict[str, bool]:
     """The columns of a file of rows or lines, or of a datasets.Dataset, and whether they may be text."""
-    import pyarrow.parquet
-
-    if not isinstance(source, Path):
-        schema = source.features.arrow_schema
-    elif source.suffix.lower() == ".parquet":
-        with stop_if_unreadable(source):
-            schema = pyarrow.parquet.read_schema(source)
-    else:
+    if isinstance(source, str) and not source.lower().endswith(".parquet"):
         entry = next((entry for _, entry in read_lines(source)), {})
         return {name: isinstance(value, str | None) for name, value in entry.items()}
+    schema = read_schema(source) if isinstance(source, str) else source.features.arrow_schema
     return {field.name: re.fullmatch(TEXT_TYPES, str(field.type)) is not None for field in schema}
 
 
@@ -239,15 +246,14 @@ def read_documents(corpus: Corpus) -> Iterator[Document]:
                 if file_signature(file)[1]:
                     yield Document(split, name, read_parts(file))
                 continue
-            for number, text in (
-                read_lines(file, corpus.column) if corpus.kind == "JSON lines" else read_rows(file, corpus.column)
-            ):
+            is_lines = corpus.kind == "JSON lines"
+            for number, text in read_lines(file, corpus.column) if is_lines else read_rows(file, corpus.column):
                 if text not in (None, "", b""):
                     where = f"{name}:{number}"
-                    yield Document(split, where if corpus.kind == "JSON lines" else "", parts_of(text, where))
+                    yield Document(split, where if is_lines else "", parts_of(text, where))
 
 
-def read_parts(file: Path) -> Iterator[str]:
+def read_parts(file: str) -> Iterator[str]:
     with stop_if_unreadable(file), open(file, encoding="utf-8", errors="replace", newline="") as content:
         while part := content.read(PIECE):
             if "\0" in part:
@@ -263,13 +269,13 @@ def parts_of(text: str | bytes, where: str) -> Iterator[str]:
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
-def read_lines(file: Path, column: str | None = None) -> Iterator[tuple[int, object]]:
+def read_lines(file: str, column: str | None = None) -> Iterator[tuple[int, object]]:
     """The entries of a file of JSON lines, or what they have in a column, with the number of their line."""
     import pyarrow
 
-    number, packing = 0, {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}.get(file.suffix.lower())
+    number, packing = 0, PACKING.get(os.path.splitext(file)[1].lower())
     try:
-        with pyarrow.input_stream(str(file), compression=packing) as stream:
+        with pyarrow.input_stream(file, compression=packing) as stream:
             for number, line in enumerate(io.BufferedReader(stream), 1):
                 if not line.strip():
                     continue
@@ -287,13 +293,14 @@ def read_rows(source, column: str) -> Iterator[tuple[int, object]]:
     """What the rows of a parquet file or a datasets.Dataset have in a column, with their number."""
     import pyarrow.parquet
 
-    if not isinstance(source, Path):
-        yield from enumerate(row for rows in source.select_columns([column]).iter(256) for row in rows[column])
-        return
-    with stop_if_unreadable(source), pyarrow.parquet.ParquetFile(source) as rows:
-        if column not in rows.schema_arrow.names:
-            stop(f"--dataset: {source} has no column {column!r}, but {', '.join(rows.schema_arrow.names)}")
-        batches = rows.iter_batches(256, columns=[column])
+    with stop_if_unreadable(source):
+        if isinstance(source, str):
+            rows = pyarrow.parquet.ParquetFile(source)
+            if column not in rows.schema_arrow.names:
+                stop(f"--dataset: {source} has no column {column!r}, but {', '.join(rows.schema_arrow.names)}")
+            batches = rows.iter_batches(256, columns=[column])
+        else:
+            batches = source.select_columns([column]).with_format("arrow").iter(256)
         yield from enumerate(row for batch in batches for row in batch.column(0).to_pylist())
 
 
@@ -311,14 +318,13 @@ def assign_splits(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray
         splits.append(split == "test")
         lengths.append(length)
         if not split:
-            text_hash = hash64(sha)
-            hashes.extend((hash64(hashlib.sha256(os.fsencode(name))) if name else text_hash, text_hash))
+            hashes.extend((hash64(hashlib.sha256(os.fsencode(name))) if name else hash64(sha), hash64(sha)))
     test_mask = np.array(splits, bool)
     if hashes:
         name_hashes, text_hashes = np.array(hashes).reshape(-1, 2).T
         unique, first, which = np.unique(text_hashes, return_index=True, return_inverse=True)
         test_rows = np.argsort(name_hashes[first], kind="stable")[: math.ceil(len(unique) * TEST_FRACTION)]
-        test_mask = np.isin(np.arange(len(unique)), test_rows)[which]
+        test_mask = np.isin(which, test_rows)
     return test_mask, np.array(lengths)
 
 
@@ -352,35 +358,29 @@ def load_tokens(
         text_column: see `find_corpus`.
         token_dtype: of the files PREPARED; None: uint16, or uint32 where the tokenizer has more than 65,536 tokens.
     """
-    is_prepared = Path(dataset, PREPARED["train"]).is_file()
-    if token_dtype and not is_prepared:
-        stop(f"--token_dtype {token_dtype} is for a folder with {PREPARED['train']}, which {dataset} is not: omit it")
-    if is_prepared:
+    corpus = find_corpus(dataset, text_column)
+    if corpus.kind == "tokens":
         tokenizer_file = tokenizer_file or f"{dataset}/tokenizer.json"
-        files, left_out = list_files(dataset)
-        left_out += sorted({*files} - {*PREPARED.values(), "tokenizer.json"})
-        signatures = [file_signature(Path(dataset, name)) for name in PREPARED.values()]
-    else:
-        corpus = find_corpus(dataset, text_column)
-        signatures, left_out = [corpus.column, corpus.signatures()], corpus.left_out
+    elif token_dtype:
+        stop(f"--token_dtype {token_dtype} is for a folder with {PREPARED['train']}, which {dataset} is not: omit it")
     tokenizer = load_tokenizer(Path(tokenizer_file)) if tokenizer_file else None
-    key = digest([FORMAT, signatures, tokenizer.to_str() if tokenizer else vocabulary, token_dtype])
-    folder = cache_folder(cache_dir, "tokens") / key
+    about = [corpus.column, corpus.signatures(), tokenizer.to_str() if tokenizer else vocabulary, token_dtype]
+    folder = cache_folder(cache_dir, "tokens") / digest([FORMAT, *about])
 
     def build() -> None:
-        if is_prepared:
-            dtype = token_dtype or dtype_of(import_tokenizers().Tokenizer.from_file(tokenizer_file).get_vocab_size())
-            count_tokens(dataset, folder, tokenizer, np.dtype(dtype))
+        if corpus.kind == "tokens":
+            without_eos = import_tokenizers().Tokenizer.from_file(tokenizer_file)
+            count_tokens(corpus, folder, tokenizer, np.dtype(token_dtype or dtype_of(without_eos.get_vocab_size())))
         else:
             write_tokens(corpus, folder, tokenizer, vocabulary)
 
     manifest = build_cached(
         lambda: read_manifest(folder / "manifest.json"), build, folder, f"the tokens of --dataset {dataset}"
     )
-    announce(dataset, manifest["about"], left_out)
+    announce(dataset, manifest["about"], corpus.left_out)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    files = [(folder / manifest["files"][split], manifest["bytes"][split]) for split in SPLITS]
     eos, dtype = tokenizer.token_to_id(EOS), manifest["dtype"]
+    files = [(folder / manifest["files"][split], manifest["bytes"][split]) for split in SPLITS]
     train, test = (PackedText(file, dtype, context, eos, num_bytes) for file, num_bytes in files)
     return train, test, tokenizer
 
@@ -390,45 +390,44 @@ def dtype_of(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def count_tokens(dataset: str, folder: Path, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+def finish_tokens(folder: Path, files: dict, num_bytes: dict, dtype: str, about: str) -> None:
+    """Write manifest.json, with which the tokens are complete."""
+    content = {"files": files, "bytes": num_bytes, "dtype": dtype, "about": about}
+    write_manifest(folder / "manifest.json", content, ["tokenizer.json", *files.values()])
+
+
+def count_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer, dtype: np.dtype) -> None:
     """Check the tokens in the files PREPARED of a dataset, and write manifest.json, which refers to them."""
     if not isinstance(tokenizer.decoder, import_tokenizers().decoders.ByteLevel):
-        stop(f"--dataset {dataset} has tokens, but its tokenizer is not byte-level: use the text instead")
-    tokens, size, num_bytes, counts = tokenizer.get_vocab(), tokenizer.get_vocab_size(), {}, {}
+        stop(f"--dataset {corpus.dataset} has tokens, but its tokenizer is not byte-level: use the text instead")
+    tokens, size, files, num_bytes, counts = tokenizer.get_vocab(), tokenizer.get_vocab_size(), {}, {}, []
     token_bytes = np.array([len(token) if token != EOS else 0 for token in sorted(tokens, key=tokens.get)])
     for split, name in PREPARED.items():
-        path, length, _ = file_signature(Path(dataset, name))
+        path, length, _ = file_signature(Path(corpus.dataset, name))
         if length % dtype.itemsize or length < 2 * dtype.itemsize:
             stop(f"{path} has {length} bytes, which are not two or more tokens of {dtype.itemsize} bytes")
-        if int(np.fromfile(path, np.uint8, 4) @ (1 << np.arange(0, 32, 8))) in LLM_C:
+        if not {*np.fromfile(path, "<i4", 1).tolist()}.isdisjoint(LLM_C):
             stop(f"{path} begins with a header of llm.c: remove its 1024 bytes, by tail -c +1025")
         counted = np.zeros(size, np.int64)
         for start in range(0, length // dtype.itemsize, COUNTED_AT_ONCE):
             part = np.fromfile(path, dtype, COUNTED_AT_ONCE, offset=start * dtype.itemsize)
-            if ((part < 0) | (part >= size)).any():
-                place = int(((part < 0) | (part >= size)).argmax())
+            if len(wrong := np.flatnonzero((part < 0) | (part >= size))):
                 stop(
-                    f"{path} has the token {part[place]} at place {start + place}, but the tokenizer has only {size}; "
-                    f"it was read as {dtype}: see --token_dtype"
+                    f"{path} has the token {part[wrong[0]]} at place {start + wrong[0]}, but the tokenizer has only "
+                    f"{size}; it was read as {dtype}: see --token_dtype"
                 )
             if len(part) >= 4 and not part[1::2].any():
                 stop(f"every second token of {path} is 0, read as {dtype}: set a wider --token_dtype")
             counted += np.bincount(part, minlength=size)
-        num_bytes[split], counts[split] = max(int(counted @ token_bytes), 1), length // dtype.itemsize
+        files[split], num_bytes[split] = path, max(int(counted @ token_bytes), 1)
+        counts.append(f"{length // dtype.itemsize:,} tokens")
     write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-    files = {split: str(Path(dataset, name).resolve()) for split, name in PREPARED.items()}
-    about = f"{counts['train']:,} tokens for training, {counts['test']:,} for testing, of {dtype}"
-    write_manifest(folder, files, num_bytes, str(dtype), about)
+    about = f"{counts[0]} for training, {counts[1]} for testing, of {dtype}"
+    finish_tokens(folder, files, num_bytes, str(dtype), about)
 
 
-def write_manifest(folder: Path, files: dict, num_bytes: dict, dtype: str, about: str) -> None:
-    digests = {name: sample_digest(folder / name) for name in ("tokenizer.json", *files.values())}
-    content = {"files": files, "bytes": num_bytes, "dtype": dtype, "about": about, "digests": digests}
-    write_json(folder / "manifest.json", content)
-
-
-def begin_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> dict:
-    """Choose the documents for testing, learn the tokenizer unless there is one, and return a progress of nothing."""
+def begin_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> None:
+    """Choose the documents for testing, learn the tokenizer unless there is one, and begin both files with EOS."""
     test_mask, lengths = assign_splits(read_documents(corpus))
     if test_mask.all() or not test_mask.any():
         stop(f"--dataset {corpus.dataset} needs a non-empty document for training and one for testing")
@@ -437,98 +436,75 @@ def begin_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
         tokenizer = learn_tokenizer(select_texts(read_documents(corpus), ~test_mask, step), vocabulary)
     write_atomically(folder / "test_mask.npy", lambda path: np.save(path, test_mask))
     write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-    digests = {name: sample_digest(folder / name) for name in ("test_mask.npy", "tokenizer.json")}
+    eos = np.array([tokenizer.token_to_id(EOS)], dtype_of(tokenizer.get_vocab_size()))
+    for name in FILES.values():
+        write_atomically(folder / name, eos.tofile)
     progress = {"pieces": 0, "documents": 0, "characters": 0, "of": int(lengths.sum()), "lossless": True}
-    progress |= {name: dict.fromkeys(SPLITS, 0) for name in ("tokens", "bytes")}
-    return progress | {"dtype": dtype_of(tokenizer.get_vocab_size()), "digests": digests, "samples": {}}
+    write_manifest(folder / "progress.json", progress | {"bytes": dict.fromkeys(SPLITS, 0)}, BEGUN)
 
 
 def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocabulary: int) -> None:
-    """Tokenize all documents into train.bin and test.bin of `folder`, and then write manifest.json."""
-    paths, saved = {split: folder / f"{split}.bin" for split in SPLITS}, folder / "progress.json"
+    """Tokenize all documents into the FILES of `folder`, and then write manifest.json."""
     signatures = corpus.signatures()
-
-    def read_progress() -> dict:
-        progress = read_manifest(saved)
-        for split, path in paths.items():
-            size = progress["tokens"][split] * np.dtype(progress["dtype"]).itemsize
-            if sample_digest(path, size) != progress["samples"][split]:
-                raise ValueError(f"{path} was changed")
-        return progress
-
-    progress = read_intact(read_progress, folder, f"the tokens of --dataset {corpus.dataset}")
-    progress = progress or begin_tokens(corpus, folder, tokenizer, vocabulary)
+    read_progress = functools.partial(read_manifest, folder / "progress.json", FILES.values())
+    if read_intact(read_progress, folder, f"the tokens of --dataset {corpus.dataset}") is None:
+        begin_tokens(corpus, folder, tokenizer, vocabulary)
+    progress = read_progress()
     tokenizer, test_mask = load_tokenizer(folder / "tokenizer.json"), np.load(folder / "test_mask.npy")
-    eos, dtype = tokenizer.token_to_id(EOS), np.dtype(progress["dtype"])
-    files = {split: open(path, "ab") for split, path in paths.items()}  # noqa: SIM115
+    eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer.get_vocab_size())
+    files = {split: open(folder / name, "ab") for split, name in FILES.items()}  # noqa: SIM115
     for split, file in files.items():
-        file.truncate(progress["tokens"][split] * dtype.itemsize)
-        if not progress["tokens"][split]:
-            file.write(np.array([eos], dtype).tobytes())
-            progress["tokens"][split] = 1
+        file.truncate(size_in(progress["digests"][FILES[split]]))
+
+    def save() -> None:
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        write_manifest(folder / "progress.json", progress, BEGUN)
 
     start, first, last = time.monotonic(), progress["characters"], progress["characters"]
-    pieces = itertools.islice(pieces_of(read_documents(corpus), tokenizer), progress["pieces"], None)
-    for batch in batches_of(pieces):
-        texts = [text for text, _, _ in batch]
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for (text, is_first, is_last), encoding in zip(batch, encodings, strict=True):
-            if progress["documents"] == len(test_mask):
-                break  # the data have changed
-            split = "test" if test_mask[progress["documents"]] else "train"
+    documents = zip(read_documents(corpus), test_mask.tolist(), strict=False)
+    documents = (document._replace(split=SPLITS[is_test]) for document, is_test in documents)
+    for batch in batches_of(itertools.islice(pieces_of(documents, tokenizer), progress["pieces"], None)):
+        encodings = tokenizer.encode_batch_fast([text for _, text, _, _ in batch], add_special_tokens=False)
+        for (split, text, is_first, is_last), encoding in zip(batch, encodings, strict=True):
             tokens = [*encoding.ids, eos] if is_last else encoding.ids
             files[split].write(np.array(tokens, dtype).tobytes())
-            progress["tokens"][split] += len(tokens)
             progress["bytes"][split] += len(text.encode())
+            progress["pieces"] += 1
             progress["documents"] += is_last
+            progress["characters"] += len(text)
             if is_first and encoding in (encodings[0], encodings[-1]):  # a sample
                 progress["lossless"] &= tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
-        progress["pieces"] += len(batch)
-        progress["characters"] += sum(map(len, texts))
         if progress["characters"] - last >= SAVED_EVERY:
-            save_progress(saved, progress, files)
+            save()
             last = progress["characters"]
             if (seconds := time.monotonic() - start) > 5:
                 minutes = seconds / (last - first) * (progress["of"] - last) / 60
                 show(f"tokenizing --dataset {corpus.dataset}: {last / progress['of']:.0%}, {minutes:.0f} min left")
-    save_progress(saved, progress, files)
+    save()
     done = progress["documents"], progress["characters"]
     if done != (len(test_mask), progress["of"]) or corpus.signatures() != signatures:
-        saved.unlink()
+        (folder / "progress.json").unlink()
         stop(f"--dataset {corpus.dataset} has changed while it was tokenized: it must not change during a run")
-    num_bytes = progress["bytes"] if progress["lossless"] else dict.fromkeys(SPLITS)
-    about = describe(corpus, int(test_mask.sum()), len(test_mask), progress["lossless"])
-    write_manifest(folder, {split: path.name for split, path in paths.items()}, num_bytes, str(dtype), about)
+    num_test, column = int(test_mask.sum()), f", column {corpus.column}" if corpus.column else ""
+    about = f"{corpus.kind}{column}; {len(test_mask) - num_test:,} documents for training, {num_test:,} for testing"
+    about += ", chosen by a hash" if "" in corpus.splits else ""
+    if not progress["lossless"]:
+        about += "; the tokenizer loses a part of the text, so bits_per_byte is left out"
+    finish_tokens(folder, FILES, progress["bytes"] if progress["lossless"] else dict.fromkeys(SPLITS), dtype, about)
 
 
-def describe(corpus: Corpus, num_test: int, num_documents: int, lossless: bool) -> str:
-    """What was tokenized, for `announce`."""
-    column = f", column {corpus.column}" if corpus.column else ""
-    chosen = ", chosen by a hash" if "" in corpus.splits else ""
-    lost = "" if lossless else "; the tokenizer loses a part of the text, so bits_per_byte is left out"
-    numbers = f"{num_documents - num_test:,} documents for training, {num_test:,} for testing"
-    return f"{corpus.kind}{column}; {numbers}{chosen}{lost}"
-
-
-def save_progress(saved: Path, progress: dict, files: dict) -> None:
-    """Write progress.json after the tokens that it counts are on the disk."""
-    for split, file in files.items():
-        file.flush()
-        os.fsync(file.fileno())
-        progress["samples"][split] = sample_digest(Path(file.name))
-    write_json(saved, progress)
-
-
-def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[str, bool, bool]]:
+def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[str, str, bool, bool]]:
     """The documents, in pieces whose tokens, one after the other, are the tokens of the whole document.
 
-    Each comes with whether it is the first, and the last, of its document.
+    Each comes after its split, and before whether it is the first, and the last, of its document.
     """
-    for _, name, parts in documents:
+    for split, name, parts in documents:
         text, is_first = "", True
         for part in parts:
             if len(text) >= PIECE and (place := find_cut(text, tokenizer)):
-                yield text[:place], is_first, False
+                yield split, text[:place], is_first, False
                 text, is_first = text[place:], False
             text += part
             if len(text) > LARGEST_PIECE:
@@ -536,7 +512,7 @@ def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[t
                     f"--dataset: {name or 'a row'} has {LARGEST_PIECE / 1e6:.0f} million characters without a place at "
                     "which the tokenizer separates tokens for certain: split it into documents"
                 )
-        yield text, is_first, True
+        yield split, text, is_first, True
 
 
 def find_cut(text: str, tokenizer: Tokenizer) -> int:

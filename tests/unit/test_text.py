@@ -88,6 +88,13 @@ def test_no_document_of_many_is_lost(tmp_path):
     assert BYTES.decode(targets[targets != IGNORE_INDEX].tolist()) == "".join(texts)
 
 
+def test_a_document_in_pieces_has_an_eos_at_its_ends_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 300)
+    document, eos = "low lower lowest " * 100, BYTES.token_to_id(EOS)
+    data = pack(tmp_path, [document], BYTES, 16)
+    assert np.fromfile(data.file.name, np.uint16).tolist() == [eos, *BYTES.encode(document).ids, eos]
+
+
 def test_bits_per_byte_count_every_token_and_divide_by_the_bytes_of_the_text(tmp_path):
     data = pack(tmp_path, ["lower l\xf6w", "newest"], learn_tokenizer(TEXTS, 270), 4)
     _, targets = tensors_of(data)
@@ -279,14 +286,14 @@ TOKENIZE = """
 import sys
 from readers import text
 text.SAVED_EVERY, text.AT_ONCE, text.PIECE = 2000, (8, 2000), 300
-write_json = text.write_json
-def slow(path, content):
-    write_json(path, content)
-    if path.name == "progress.json":
+write_manifest = text.write_manifest
+def slow(path, content, names):
+    write_manifest(path, content, names)
+    if path.name == "progress.json" and content["pieces"]:
         print(content["pieces"], flush=True)
-    if len(sys.argv) > 3:
-        __import__("time").sleep(float(sys.argv[3]))
-text.write_json = slow
+        if len(sys.argv) > 3:
+            __import__("time").sleep(float(sys.argv[3]))
+text.write_manifest = slow
 train, test, _ = text.load_tokens(sys.argv[1], None, 300, 16, sys.argv[2])
 print("done:", len(train), len(test), flush=True)
 """
@@ -367,16 +374,16 @@ def test_damaged_tokens_of_a_run_that_was_killed_are_made_anew(tmp_path, capsys,
     folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
     load_tokens(folder, None, 300, 4, str(tmp_path / "whole"))
 
-    def killed(file, content):
-        write_json(file, content)
+    def killed(file, content, names):
+        write_manifest(file, content, names)
         if content["pieces"] == 16:
             raise KeyboardInterrupt
 
-    write_json = text.write_json
+    write_manifest = text.write_manifest
     with monkeypatch.context() as patch:
         patch.setattr(text, "SAVED_EVERY", 1)
         patch.setattr(text, "AT_ONCE", (8, 1000))
-        patch.setattr(text, "write_json", killed)
+        patch.setattr(text, "write_manifest", killed)
         with pytest.raises(KeyboardInterrupt):
             load_tokens(folder, None, 300, 4, str(tmp_path / "killed"))
     (cache,) = (tmp_path / "killed" / "tokens").iterdir()
@@ -389,23 +396,21 @@ def test_damaged_tokens_of_a_run_that_was_killed_are_made_anew(tmp_path, capsys,
 def test_tokens_are_on_the_disk_before_the_progress_that_counts_them(tmp_path, monkeypatch):
     folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %d" % number for number in range(40)})
     synced, size = [], []
-    fsync, write_json = os.fsync, text.write_json
+    fsync, write_manifest = os.fsync, text.write_manifest
 
     def watched(descriptor):
         fsync(descriptor)
         synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
 
-    def checked(file, content):
-        if file.name == "progress.json":
-            for split, count in content["tokens"].items():
-                about = (file.parent / f"{split}.bin").stat()
-                assert (about.st_ino, about.st_size) in synced
-                assert about.st_size == 2 * count
-                size.append(count)
-        write_json(file, content)
+    def checked(file, content, names):
+        for name in text.FILES.values():
+            about = (file.parent / name).stat()
+            assert (about.st_ino, about.st_size) in synced
+            size.append(about.st_size)
+        write_manifest(file, content, names)
 
     monkeypatch.setattr(text.os, "fsync", watched)
-    monkeypatch.setattr(text, "write_json", checked)
+    monkeypatch.setattr(text, "write_manifest", checked)
     load_tokens(folder, None, 300, 4, str(tmp_path / "cache"))
     assert len(size) >= 2
 
@@ -647,7 +652,7 @@ def test_a_long_document_has_the_tokens_of_the_whole_text(name, monkeypatch):
         parts = [document[start : start + 500] for start in range(0, len(document), 500)]
         pieces = list(text.pieces_of([text.Document("", "name", parts)], tokenizer))
         assert len(pieces) > 10
-        contents, are_first, are_last = zip(*pieces, strict=True)
+        _, contents, are_first, are_last = zip(*pieces, strict=True)
         assert "".join(contents) == document
         assert list(are_first) == [True, *[False] * (len(pieces) - 1)]
         assert list(are_last) == [*[False] * (len(pieces) - 1), True]
@@ -666,7 +671,7 @@ def test_a_long_document_without_a_certain_place_to_cut_is_whole_or_one_sentence
         for repeated, whole in ((2000, True), (3000, False)):
             pieces = text.pieces_of([text.Document("", "name", [word * 100] * (repeated // 100))], tokenizer)
             if whole:
-                assert [len(content) for content, _, _ in pieces] == [4 * repeated]
+                assert [len(content) for _, content, _, _ in pieces] == [4 * repeated]
             else:
                 assert "name has 0 million characters without a place" in stops(capsys, list, pieces)
 
