@@ -91,6 +91,7 @@ def right_lines(block: str) -> str:
     return textwrap.dedent(block)
 
 
+@pytest.mark.filterwarnings("ignore:Unknown pytest.mark.prove")  # known where prove_training is installed
 @pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
 def test_the_calls_on_a_page_have_arguments_that_their_functions_take(page):
     bound = [call for block in PAGES[page] for call in bound_calls(right_lines(block))]

@@ -6,8 +6,8 @@ import pytest
 import run_many
 import run_reader
 import torch
-from conftest import ROOT
-from pages import blocks, guide, section
+from conftest import ROOT, free_port
+from pages import blocks, commands, guide, section
 from plain_loop import batches_of
 from torch import nn
 
@@ -144,3 +144,21 @@ def test_a_checkpoint_goes_on_in_plain_pytorch(tmp_path):
         torch.set_default_dtype(torch.float32)
     for name, tensor in run_reader.weights(tmp_path / "run").items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+def test_fsdp_under_torchrun_has_the_bits_of_the_config_file(launcher, monkeypatch):
+    flags = ["--recipe", "normalizers", "--float64"]
+    runs = {name: launcher.folder / name for name in ("config", "torchrun")}
+    words = {name: run_many.words("recipes", [*flags, "--output_dir", run]) for name, run in runs.items()}
+    minimum = ["--fsdp_min_num_params", 10]
+    launcher("cpu_fsdp", *words["config"], script=run_many.FILE, launch_flags=minimum)
+    (command,) = [c for c in commands(guide("reference/several_machines")) if c.startswith("ACCELERATE_USE_FSDP")]
+    for variable in command.partition(" torchrun ")[0].replace("100000", "10").split():
+        monkeypatch.setenv(*variable.split("="))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
+    torchrun = ["-m", "torch.distributed.run", "--master_port", free_port(), "--nproc_per_node", 2]
+    launcher.python(*torchrun, f"{run_many.FILE}.py", *words["torchrun"])
+    assert run_reader.final_models(runs["torchrun"]) == run_reader.final_models(runs["config"])
+    kinds = [(launch["distributed_type"], launch["num_processes"]) for launch in run_reader.launches(runs["torchrun"])]
+    assert kinds == [("FSDP", 2)]
