@@ -41,11 +41,20 @@ SAID = {
     ],
     "cache": [],
     "max_norm": [
+        ("the forward pass changes model.words.weight by one micro-batch, of 2", {"accumulation"}),
         ("writes into model.words.weight: FSDP gathers a copy", SHARDED),
         ("model.words.weight differs between rank 0 and rank 1 on", DDP),
         ("The forward pass writes into it", DDP),
     ],
-    "clipped": [("writes into model.out.weight: FSDP gathers a copy", SHARDED)],
+    "clipped": [
+        ("the forward pass changes model.out.weight by one micro-batch, of 2", {"accumulation"}),
+        ("writes into model.out.weight: FSDP gathers a copy", SHARDED),
+    ],
+    "act_norm": [
+        ("the forward pass changes model.norm.scale by one micro-batch, of 2", {"accumulation"}),
+        ("writes into model.norm.scale: FSDP gathers a copy", SHARDED),
+        ("The forward pass writes into it", DDP),
+    ],
     "outside": [
         ("optimizer trains optimizer.3 of shape (1,), which no model from", ONE | DDP),
         ("a parameter to train or to clip is not sharded", SHARDED),
@@ -87,6 +96,23 @@ def test_a_weight_that_is_trained_later_has_the_same_bits_sharded_or_not(launche
         launcher(config, "--cases", "thawed later", *flags, script=ROOT / "tests" / "programs" / "first_step")
         models.append((tmp_path / config / "thawed_later" / "model.safetensors").read_bytes())
     assert models[0] == models[1]
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "said"),
+    [
+        (1, {}, ""),
+        (1, {"accumulation": 2}, "warning: the forward pass changes model.scale by one micro-batch, of 2"),
+        (1, {"virtual_processes": 4}, "warning: the forward pass changes model.scale by one micro-batch, of 4"),
+        (2, {}, ""),  # same_weights compares them
+    ],
+)
+def test_a_weight_that_one_micro_batch_sets_is_named_where_there_is_no_other_process(capsys, processes, options, said):
+    first_step = FirstStep(fake_accelerator(processes, **options), {})
+    first_step.written = {"model.scale"}
+    first_step.end()
+    printed = capsys.readouterr().out
+    assert printed.startswith(said) if said else printed == ""
 
 
 def test_statistics_of_all_processes_are_no_reason_for_a_warning(capsys):
