@@ -129,7 +129,7 @@ class FirstStep:
                 f"the forward pass writes into {join(written)}: FSDP gathers a copy of a weight for it, so what is "
                 "written there is lost; write after optimizer.step(), under torch.no_grad()"
             )
-        found = changed + written * (layout.num_processes == 1)  # several processes stop if theirs differ
+        found = changed + written * (layout.processes == 1)  # several processes stop if theirs differ
         if not found or layout.num_slots == 1:
             return
         reason = f"the forward pass changes {join(found)} by one micro-batch, of {layout.num_slots} in a step"
