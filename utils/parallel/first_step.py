@@ -25,11 +25,7 @@ AVERAGE_BUFFERS = (
 
 
 def check_parameters(accelerator: Accelerator, optimizers: dict[str, Optimizer], names: dict[int, str]) -> None:
-    """Stop if gradients of a parameter to train would not be averaged over the processes. Collective.
-
-    Args:
-        names: of parameters by id, as from `name_parameters`.
-    """
+    """Stop if gradients of a parameter to train would not be averaged over the processes; names: by id. Collective."""
     known, is_trained = {id(parameter) for model in accelerator._models for parameter in model.parameters()}, {}
     for name, optimizer in optimizers.items():
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
