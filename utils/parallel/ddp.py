@@ -14,7 +14,7 @@ class SumOfParameters(nn.Module):
         self.model = model
 
     def forward(self, total: float) -> torch.Tensor:
-        sparse = {part.weight for part in self.model.modules() if getattr(part, "sparse", False)}  # of embeddings
+        sparse = {m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
         used = [p for p in self.model.parameters() if p.requires_grad]
         used = [F.embedding(p.new_zeros(1, dtype=torch.int64), p, sparse=True) if p in sparse else p for p in used]
         return sum((p * 0).abs().sum() for p in used) + total
