@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils import agree
 from utils.parallel import same_weights
+from utils.parallel.ddp import fix_buckets
 from utils.parallel.first_step import FirstStep
 
 PROGRAM = ROOT / "tests" / "programs" / "drifting"
@@ -117,3 +118,17 @@ def test_numbers_of_a_test_are_the_same_up_to_rounding(monkeypatch, capsys, thei
     with pytest.raises(SystemExit) if said else contextlib.nullcontext():
         assert agree.same_result(theirs) is ours  # also on rank 1
     assert said in capsys.readouterr().err
+
+
+def test_embeddings_with_sparse_gradients_are_averaged_by_ddp():
+    model = nn.Sequential(nn.EmbeddingBag(5, 2, mode="sum", sparse=True), nn.Linear(2, 1))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        fix_buckets(replica)
+        replica(torch.tensor([[1, 3]])).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    gradient = model[0].weight.grad.to_dense()
+    assert gradient[1].equal(model[1].weight[0])
+    assert gradient.abs().sum(1).nonzero().flatten().tolist() == [1, 3]

@@ -34,6 +34,21 @@ class Codebook(nn.Module):
         return h - self.codes
 
 
+class ActNorm(nn.Module):
+    """A scale that the first batch sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.is_set = nn.Parameter(torch.ones(8)), False
+
+    def forward(self, h):
+        if not self.is_set:
+            with torch.no_grad():
+                self.scale.copy_(1 / (h.std(0) + 0.1))
+            self.is_set = True
+        return h * self.scale
+
+
 class Model(nn.Module):
     """A word's vector, normalised or quantised in some way, and a linear layer."""
 
@@ -48,6 +63,7 @@ class Model(nn.Module):
             "spectral_norm": nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
             "frozen batch_norm": nn.BatchNorm1d(8).eval(),
             "codebook averaged": Codebook(),
+            "act_norm": ActNorm(),
         }.get(case, nn.Identity())
         self.out = nn.Linear(8, 1)
         self.register_buffer("codes", torch.zeros(8))

@@ -480,21 +480,23 @@ def test_lbfgs_may_take_single_micro_batches_only_where_these_are_whole_steps(st
     assert "use `run.steps`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [{}, {"gradient_accumulation_steps": 2}])
-def test_what_goes_on_with_other_numbers_when_resuming_is_a_warning(start, monkeypatch, capsys, flags):
+@pytest.mark.parametrize(("before", "now"), [(1, 1), (1, 2), (2, 1)])
+def test_what_goes_on_with_other_numbers_when_resuming_is_a_warning(start, monkeypatch, capsys, before, now):
     """Dropout and BatchNorm depend on the micro-batches of a step, and all numbers on the code."""
-    monkeypatch.setattr("utils.run.code_digests", lambda: {"train.py": "a", "utils/loader.py": "b"})
-    assert start(Regression(stop_at=(6, "step"))) == EXIT_REQUEUE
+    code = {"train.py": "a", "utils/loader.py": "b", "utils/old.py": "c"}
+    monkeypatch.setattr("utils.run.code_digests", lambda: code)
+    assert start(Regression(stop_at=(6, "step")), gradient_accumulation_steps=before) == EXIT_REQUEUE
     assert "warning" not in capsys.readouterr().out
-    if flags:
-        monkeypatch.setattr("utils.run.code_digests", lambda: {"train.py": "c", "utils/loader.py": "b"})
-    assert start(Regression(), resume=True, **flags) is None
+    if now != before:
+        code = {"train.py": "d", "utils/loader.py": "b", "utils/new.py": "e"}
+    assert start(Regression(), resume=True, gradient_accumulation_steps=now) is None
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    if not flags:
+    if now == before:
         assert warnings == []
     else:
-        assert warnings[0].startswith("warning: a step had 1 micro-batch and now has 2: random numbers in the model")
-        assert warnings[1:] == ["warning: changed since the checkpoint was saved: train.py"]
+        had = f"{before} micro-batch{'es' * (before > 1)}"
+        assert warnings[0].startswith(f"warning: a step had {had} and now has {now}: random numbers in the model")
+        assert warnings[1:] == ["warning: changed since the checkpoint was saved: train.py, utils/new.py, utils/old.py"]
 
 
 def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path):

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -13,7 +14,10 @@ class SumOfParameters(nn.Module):
         self.model = model
 
     def forward(self, total: float) -> torch.Tensor:
-        return sum((p * 0).abs().sum() for p in self.model.parameters() if p.requires_grad) + total
+        sparse = {m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+        used = [p for p in self.model.parameters() if p.requires_grad]
+        used = [F.embedding(p.new_zeros(1, dtype=torch.int64), p, sparse=True) if p in sparse else p for p in used]
+        return sum((p * 0).abs().sum() for p in used) + total
 
 
 def fix_buckets(ddp: DistributedDataParallel) -> None:

@@ -25,11 +25,7 @@ AVERAGE_BUFFERS = (
 
 
 def check_parameters(accelerator: Accelerator, optimizers: dict[str, Optimizer], names: dict[int, str]) -> None:
-    """Stop if gradients of a parameter to train would not be averaged over the processes. Collective.
-
-    Args:
-        names: of parameters by id, as from `name_parameters`.
-    """
+    """Stop if gradients of a parameter to train would not be averaged over the processes; names: by id. Collective."""
     known, is_trained = {id(parameter) for model in accelerator._models for parameter in model.parameters()}, {}
     for name, optimizer in optimizers.items():
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
@@ -100,9 +96,8 @@ class FirstStep:
                 self.changed[changed] = module
                 if name in module._non_persistent_buffers_set:
                     self.unsaved.add(changed)
-        for name, version in versions(model).items():
-            if version > versions_before.get(name, 0):
-                self.written.add(full_name(owner, name))
+        now = versions(model)
+        self.written |= {full_name(owner, name) for name in now if now[name] > versions_before.get(name, 0)}
 
     def _bits(self, model: nn.Module) -> dict[tuple, int]:
         """`sum_of_bits` of each buffer, by the path of its module, its name and its shape."""
@@ -130,10 +125,11 @@ class FirstStep:
                 f"the forward pass writes into {join(written)}: FSDP gathers a copy of a weight for it, so what is "
                 "written there is lost; write after optimizer.step(), under torch.no_grad()"
             )
-        if not changed or layout.num_slots == 1:
+        found = changed + written * (layout.processes == 1)  # several processes stop if theirs differ
+        if not found or layout.num_slots == 1:
             return
-        reason = f"the forward pass changes {join(changed)} by one micro-batch, of {layout.num_slots} in a step"
-        if layout.virtual_processes:
+        reason = f"the forward pass changes {join(found)} by one micro-batch, of {layout.num_slots} in a step"
+        if changed and layout.virtual_processes:
             stop(f"{reason}, which --virtual_processes cannot add up: {AVERAGE_BUFFERS}")
         if self.accelerator.is_main_process:
             show(f"warning: {reason}, so numbers depend on the number of processes: {AVERAGE_BUFFERS}", "yellow")
