@@ -158,7 +158,7 @@ def forbid_writes(except_in: list[Path]) -> None:
 
 
 def caches() -> list[Path]:
-    """Caches of data sets and models. A script may add to them, as in any run."""
+    """Caches of datasets and models. A script may add to them, as in any run."""
     names = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME")
     return [Path(os.environ[name]) for name in names if os.environ.get(name)] + [Path.home() / ".cache"]
 

@@ -109,7 +109,7 @@ plain_fetch = fetch._MapDatasetFetcher.fetch
 
 
 def fetch_with_digests(self, index):
-    """Replaces the fetch of a map-style data set: seeds each item by its index, and adds digests to the batch."""
+    """Replaces the fetch of a map-style dataset: seeds each item by its index, and adds digests to the batch."""
     if getattr(self.dataset, "prove_reads_itself", False):
         return plain_fetch(self, index)
     indices = index if self.auto_collation else [index]

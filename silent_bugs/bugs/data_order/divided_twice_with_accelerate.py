@@ -1,4 +1,4 @@
-"""The data set is divided by hand over the processes, and the prepared loader divides it once more: a part of
+"""The dataset is divided by hand over the processes, and the prepared loader divides it once more: a part of
 the samples is never trained on.
 
 Its number: different samples of an epoch.

@@ -1,4 +1,4 @@
-"""A data set shuffles by its own epoch, which the loop sets. Persistent workers have copies of the data set,
+"""A dataset shuffles by its own epoch, which the loop sets. Persistent workers have copies of the dataset,
 made in the first epoch, and never see another number.
 
 Its number: the norm of the weights after training.
