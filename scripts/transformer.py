@@ -249,6 +249,12 @@ def lr_factor(step: int, total_steps: int) -> float:
     return min((step + 1) / (WARMUP * total_steps + 1), 0.5 + 0.5 * math.cos(math.pi * step / total_steps))
 
 
+def speeds_per_sequence(accelerator, model: Transformer, context: int) -> dict:
+    """For the log lines: tokens, and on known cards the share of their peak that the model's operations reach (MFU)."""
+    peak = peak_tflops_of_run(accelerator)
+    return {"tokens/s": context} | ({"MFU": model.tflop_per_sequence(context) / peak} if peak else {})
+
+
 def main():
     args = parse_args()
     if args.prompt is not None:
@@ -274,9 +280,7 @@ def main():
         load_pretrained(model, args.pretrained)
     if args.compile:
         model.compile()
-    run.speeds = {"tokens/s": args.context}
-    if peak := peak_tflops_of_run(accelerator):  # of known cards
-        run.speeds["MFU"] = model.tflop_per_sequence(args.context) / peak
+    run.speeds = speeds_per_sequence(accelerator, model, args.context)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": norms, "weight_decay": 0.0}]
