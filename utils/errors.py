@@ -50,9 +50,8 @@ LIBRARY_ERRORS = {
         "an operation at {line} needs whole tensors, and FSDP has shards of rows; of the optimizers, those work that "
         "compute each number by itself, such as AdamW and SGD: use one of them, or DDP"
     ),
-    "FSDP does not support deepcopy": (
-        "a sharded model is copied at {line}: copy it before prepare, and give prepare the copy, too"
-    ),
+    "FSDP does not support deepcopy": "a sharded model is copied at {line}: copy it before prepare, and prepare both",
+    "fsdp::chunk_cat.*Sparse": "FSDP cannot add up sparse gradients: create embeddings with sparse=False, or use DDP",
 }
 
 

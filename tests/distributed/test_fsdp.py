@@ -329,6 +329,13 @@ def test_a_weight_that_is_used_outside_of_its_module_is_explained(one_process_sh
     assert re.match(r"error: .* at tests/distributed/test_fsdp.py:\d+: ", error)
 
 
+def test_sparse_gradients_are_explained(one_process_shards):
+    model = one_process_shards.prepare(nn.Embedding(5, 4, sparse=True))
+    with pytest.raises(NotImplementedError) as raised:
+        model(torch.tensor([1, 3])).sum().backward()
+    assert "create embeddings with sparse=False, or use DDP" in explain(raised.value)
+
+
 def test_each_of_two_models_and_optimizers_in_one_prepare_trains_shards(one_process_shards):
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     before = [[*model.parameters()] for model in models]
