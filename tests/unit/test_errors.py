@@ -40,6 +40,11 @@ def test_a_failed_allocation_of_a_library_is_out_of_memory(error, is_out_of_memo
     assert ("ran out of memory at train.py:1" in (explain(error, "train.py:1") or "")) == is_out_of_memory
 
 
+def test_a_full_dev_shm_is_a_sentence():
+    error = RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device (28)")
+    assert "/dev/shm is full: " in explain(error, "train.py:1")
+
+
 @pytest.mark.parametrize(
     ("error", "asked"),
     [

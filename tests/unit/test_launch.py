@@ -388,6 +388,7 @@ def test_gradients_that_are_not_finite_stay_out_of_weights_and_moments(capsys, k
 
     step(1, 1.0)
     accelerator.check_norms()
+    assert not accelerator.norms
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
     if kind == "unfused":
         with pytest.raises(SystemExit):

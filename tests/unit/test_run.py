@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from utils import launch, memory
 from utils.best import Best, metric_direction
 from utils.loader import GlobalLoader
+from utils.parallel.first_step import FirstStep
 from utils.run import Run
 from utils.signals import EXIT_REQUEUE
 
@@ -325,6 +326,58 @@ def test_a_logged_loss_that_is_not_finite_gets_into_no_checkpoint(start, tmp_pat
     assert start(Small(counted=True), log_every=4, checkpoint_every=1) == 2
     assert "the x_loss is not finite at step 0" in capsys.readouterr().err
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def scripted(gradient_scale=1.0, stops=False, order=None):
+    """A script of four steps of a fused AdamW on a list of items, with clipping."""
+
+    def script(args):
+        accelerator = launch.make_accelerator(args, cpu_threads=1)
+        run = Run(accelerator, args)
+        items = [(torch.full((3,), number / 40), torch.ones(1)) for number in range(40)]
+        loader = GlobalLoader(items, 10, accelerator, seed=args.seed, order=order)
+        model = nn.Linear(3, 1)
+        model.weight.register_hook(lambda gradient: gradient * gradient_scale)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1, fused=True))
+        run.start(loader, None, 4, checkpoint={"model": model, "optimizer": optimizer})
+        for epoch in run.epochs():
+            for batch in run.batches(loader, epoch):
+                inputs, targets = batch.data
+                losses = (model(inputs) - targets).square().squeeze(1)
+                accelerator.backward(batch.mean_loss(losses))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log_train(batch, loss=losses)
+                run.stop_signal.received = 15 if stops else None
+        run.finish()
+
+    return script
+
+
+def test_gradients_that_are_not_finite_end_the_run_at_its_next_log_line(start, tmp_path, capsys):
+    """The losses are finite: a fused step leaves the weights as they are."""
+    assert start(scripted(gradient_scale=math.inf)) == 2
+    assert "the norm of the gradients is not finite in step 1: " in capsys.readouterr().err
+    assert lines(tmp_path / "run", "train") == []
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def test_the_first_step_is_looked_at_once(start, monkeypatch):
+    ends, end = [], FirstStep.end
+    monkeypatch.setattr(FirstStep, "end", lambda first_step: ends.append(first_step) or end(first_step))
+    assert start(scripted()) is None
+    assert len(ends) == 1
+
+
+def test_the_last_sample_and_the_order_of_a_checkpoint_are_compared_when_resuming(start, monkeypatch):
+    compared = {}
+    for name in ("check_sample", "check_order"):
+        monkeypatch.setattr(GlobalLoader, name, lambda _, saved, name=name: compared.setdefault(name, []).append(saved))
+    assert start(scripted(stops=True, order=lambda _: torch.arange(40))) == EXIT_REQUEUE
+    assert start(scripted(order=lambda _: torch.arange(40)), resume=True) is None
+    assert [first for first, _ in compared.values()] == [None, None]
+    assert [len(saved) for _, saved in compared.values()] == [2, 2]
 
 
 def test_a_learning_rate_for_each_optimizer(start, tmp_path):
