@@ -323,15 +323,17 @@ def are_faster(found: list[float], known: list[float], number: int, factor: int)
 
 def coefficients(both: Comparison, steps: tuple[Step, ...]) -> list[float]:
     """The coefficient of one loss, for each micro-batch of each process; [] where it is not known."""
-    found = []
+    pairs = []
     for rank, step in zip(both.ranks, steps, strict=True):
         known = weights(rank, step)
         if known is None:
             return []
         for micro, (weight, count, _) in zip(step.micro_batches, known, strict=True):
             is_stand_in = any(part.digests == [] for part in micro.samples)
-            found += [weight / count] if count > 1 and not is_stand_in else []  # one loss may have its own weight
-    return found
+            pairs += [(weight, count)] if count and not is_stand_in else []
+    # A single loss may have a weight of its own, such as an advantage: it counts if it is a mean like the others.
+    means = [weight for weight, count in pairs if count > 1]
+    return [weight / count for weight, count in pairs if count > 1 or any(close(weight, mean) for mean in means)]
 
 
 def are_unequal(found: list[float]) -> bool:
