@@ -23,9 +23,11 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts" / "from_scratch"))  # has what it imports
+
+import data_parallel
 
 from benchmarks import common
-from scripts.from_scratch import data_parallel
 
 ONE, DDP = "one device", "DDP, two processes"
 WAYS = {"DataParallel, logits gathered": False, "DataParallel, loss inside": True}

@@ -67,6 +67,13 @@ def test_help_and_the_smallest_flags(name, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_the_page_is_made_in_an_interpreter_of_its_own(launcher):
+    """pytest has folders in sys.path that a user has not."""
+    code = "import json; from benchmarks import run; print(run.render(json.load(open('benchmarks/results.json'))))"
+    assert launcher.python("-c", code, cwd=ROOT).stdout.strip() == (FOLDER / "RESULTS.md").read_text().strip()
+
+
+@pytest.mark.slow
 def test_gpus_on_stand_ins_measures_everything_and_writes_no_file(launcher):
     before = gpus.FILE.exists() and gpus.FILE.read_text()
     printed = launcher.python(FOLDER / "gpus.py", "--stand_ins", timeout=500).stdout
