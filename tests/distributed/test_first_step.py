@@ -44,17 +44,17 @@ SAID = {
     ],
     "cache": [],
     "max_norm": [
-        ("the forward pass changes model.words.weight by one micro-batch, of 2", {"accumulation"}),
+        ("the forward pass writes into model.words.weight; if it depends on the samples", {"accumulation"}),
         ("writes into model.words.weight: FSDP gathers a copy", SHARDED),
         ("model.words.weight differs between rank 0 and rank 1 on", DDP),
         ("The forward pass writes into it", DDP),
     ],
     "clipped": [
-        ("the forward pass changes model.out.weight by one micro-batch, of 2", {"accumulation"}),
+        ("the forward pass writes into model.out.weight; if it depends on the samples", {"accumulation"}),
         ("writes into model.out.weight: FSDP gathers a copy", SHARDED),
     ],
     "act_norm": [
-        ("the forward pass changes model.norm.scale by one micro-batch, of 2", {"accumulation"}),
+        ("the forward pass writes into model.norm.scale; if it depends on the samples", {"accumulation"}),
         ("writes into model.norm.scale: FSDP gathers a copy", SHARDED),
         ("The forward pass writes into it", DDP),
     ],
@@ -136,7 +136,7 @@ STATED = {
     "virtual": "by one micro-batch, of 4 in a step, which --virtual_processes cannot add up",
     "buffer": "warning: the forward pass changes model.calls by one micro-batch, of 2 in a step, so numbers depend",
     # On several processes, same_weights compares it.
-    "both": "warning: the forward pass changes model.calls, model.scale by one micro-batch, of 2 in a step, so numbers",
+    "weight": "warning: the forward pass writes into model.scale; if it depends on the samples",
 }
 
 
@@ -145,9 +145,9 @@ STATED = {
     [
         (1, {}, True, []),
         (1, {}, False, ["unsaved"]),
-        (1, {"accumulation": 2}, True, ["both"]),
-        (1, {"accumulation": 2}, False, ["unsaved", "both"]),
-        (1, {"virtual_processes": 4}, True, ["virtual"]),
+        (1, {"accumulation": 2}, True, ["weight", "buffer"]),
+        (1, {"accumulation": 2}, False, ["unsaved", "weight", "buffer"]),
+        (1, {"virtual_processes": 4}, True, ["weight", "virtual"]),
         (2, {}, True, ["buffer"]),
         (2, {"rank": 1}, False, []),  # rank 0 says it
         (2, {"rank": 1, "virtual_processes": 4}, True, ["virtual"]),

@@ -6,7 +6,6 @@ weight that a forward pass overwrites: the processes train on, with different nu
 
 import functools
 import itertools
-from collections.abc import Iterable
 
 import torch
 from accelerate import Accelerator
@@ -112,7 +111,7 @@ class FirstStep:
         for handle in self.handles:
             handle.remove()
         layout, self.before, self.handles = self.accelerator.layout, {}, []
-        gathered = gather_object([(self.written, {*self.not_averaged()}, self.unsaved)])
+        gathered = gather_object([(self.written, self.not_averaged(), self.unsaved)])
         written, changed, unsaved = (sorted(set().union(*of_ranks)) for of_ranks in zip(*gathered, strict=True))
         if unsaved and self.accelerator.is_main_process:
             show(
@@ -125,20 +124,21 @@ class FirstStep:
                 f"the forward pass writes into {join(written)}: FSDP gathers a copy of a weight for it, so what is "
                 "written there is lost; write after optimizer.step(), under torch.no_grad()"
             )
-        found = changed + written * (layout.processes == 1)  # several processes stop if theirs differ
-        if not found or layout.num_slots == 1:
+        if written and layout.processes == 1 < layout.num_slots:  # several processes stop if theirs differ
+            advice = "if it depends on the samples, numbers depend on the micro-batches: write after optimizer.step()"
+            show(f"warning: the forward pass writes into {join(written)}; {advice}", "yellow")
+        if not changed or layout.num_slots == 1:
             return
-        reason = f"the forward pass changes {join(found)} by one micro-batch, of {layout.num_slots} in a step"
-        if changed and layout.virtual_processes:
+        reason = f"the forward pass changes {join(changed)} by one micro-batch, of {layout.num_slots} in a step"
+        if layout.virtual_processes:
             stop(f"{reason}, which --virtual_processes cannot add up: {AVERAGE_BUFFERS}")
         if self.accelerator.is_main_process:
             show(f"warning: {reason}, so numbers depend on the number of processes: {AVERAGE_BUFFERS}", "yellow")
 
-    def not_averaged(self) -> Iterable[str]:
+    def not_averaged(self) -> set[str]:
         """The changed buffers that nothing makes the same on all processes."""
-        for name, module in self.changed.items():
-            if not getattr(module, "is_averaged", False) and not isinstance(module, nn.SyncBatchNorm):
-                yield name
+        averaged = [m for m in self.changed.values() if isinstance(m, nn.SyncBatchNorm) or getattr(m, "is_averaged", 0)]
+        return {name for name, module in self.changed.items() if module not in averaged}
 
 
 def versions(model: nn.Module) -> dict[str, int]:
