@@ -23,7 +23,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts" / "from_scratch"))  # has what it imports
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts" / "from_scratch"))  # for its imports
 
 import data_parallel
 

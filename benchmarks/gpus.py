@@ -97,11 +97,9 @@ def transformer(args) -> dict:
     if args.stand_ins:
         flags += ["--dataset", common.ROOT / "accelerate_configs"]
     _, lines = common.run_script("transformer", *flags)
-    model = Transformer(512, size.dim, size.layers, size.heads)
-    return {
-        "tokens_per_s": rate(lines) * size.context,
-        "tflops": rate(lines) * model.tflop_per_sequence(size.context),
-    }
+    sequences_per_s, model = rate(lines), Transformer(512, size.dim, size.layers, size.heads)
+    tflops = sequences_per_s * model.tflop_per_sequence(size.context)
+    return {"tokens_per_s": sequences_per_s * size.context, "tflops": tflops}
 
 
 def worker(args):

@@ -31,19 +31,15 @@ def file_signature(file: Path | str) -> list:
     return [os.path.realpath(file), about.st_size, about.st_mtime_ns]
 
 
-def sample_digest(file: Path, size: int | None = None) -> str:
-    """The size of a file, or of its first `size` bytes, and a digest of SAMPLES parts: all of it takes too long."""
+def sample_digest(file: Path, size: int | None = None) -> list:
+    """The size of a file, or `size`, and a digest of SAMPLES parts of so many bytes: of all of it takes too long."""
     size = file.stat().st_size if size is None else size
     sha = hashlib.sha256()
     with open(file, "rb") as content:
         for number in range(SAMPLES):
             content.seek(max(size - SAMPLE, 0) * number // (SAMPLES - 1))
             sha.update(content.read(min(SAMPLE, size)))
-    return f"{size}-{sha.hexdigest()[:16]}"
-
-
-def size_in(digest: str) -> int:
-    return int(digest.partition("-")[0])
+    return [size, sha.hexdigest()[:16]]
 
 
 def write_manifest(file: Path, content: dict, names: Iterable[str]) -> None:
@@ -55,7 +51,7 @@ def read_manifest(file: Path, may_be_longer: Iterable[str] = ()) -> dict:
     """What `write_manifest` wrote. Raises: ValueError, if one of the files has changed since; some may be longer."""
     manifest = json.loads(file.read_text())
     for name, digest in manifest["digests"].items():
-        if sample_digest(file.parent / name, size_in(digest) if name in may_be_longer else None) != digest:
+        if sample_digest(file.parent / name, digest[0] if name in may_be_longer else None) != digest:
             raise ValueError(f"{name} was changed")
     return manifest
 

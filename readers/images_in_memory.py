@@ -89,9 +89,9 @@ def compare_labels(files: dict[str, str]) -> None:
     for path in files.values():
         features = datasets.Features.from_arrow_schema(read_schema(path))
         names = {name: kind.names for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)}
-        first = found.setdefault(repr(names), path)
+        found.setdefault(repr(names), path)
         if len(found) > 1:
-            stop(f"--dataset: {first} has other classes than {next(iter(found.values()))}: {' and '.join(found)}")
+            stop(f"--dataset: {path} has other classes than {next(iter(found.values()))}: {' and '.join(found)}")
 
 
 def list_images(dataset: str, splits: dict[str, dict[str, str]]) -> dict:

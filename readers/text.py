@@ -25,7 +25,7 @@ from utils.atomic_files import write_atomically
 from utils.console import show, stop
 from utils.fingerprint import digest
 
-from .cache import build_cached, cache_folder, file_signature, read_intact, read_manifest, size_in, write_manifest
+from .cache import build_cached, cache_folder, file_signature, read_intact, read_manifest, write_manifest
 from .files import announce, list_files, read_schema, split_files, stop_if_unreadable
 from .hub import load_dataset
 
@@ -406,7 +406,7 @@ def count_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer, dtype: np.d
         path, length, _ = file_signature(Path(corpus.dataset, name))
         if length % dtype.itemsize or length < 2 * dtype.itemsize:
             stop(f"{path} has {length} bytes, which are not two or more tokens of {dtype.itemsize} bytes")
-        if not {*np.fromfile(path, "<i4", 1).tolist()}.isdisjoint(LLM_C):
+        if np.isin(np.fromfile(path, "<i4", 1), LLM_C).any():
             stop(f"{path} begins with a header of llm.c: remove its 1024 bytes, by tail -c +1025")
         counted = np.zeros(size, np.int64)
         for start in range(0, length // dtype.itemsize, COUNTED_AT_ONCE):
@@ -447,14 +447,16 @@ def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
     """Tokenize all documents into the FILES of `folder`, and then write manifest.json."""
     signatures = corpus.signatures()
     read_progress = functools.partial(read_manifest, folder / "progress.json", FILES.values())
-    if read_intact(read_progress, folder, f"the tokens of --dataset {corpus.dataset}") is None:
+    progress = read_intact(read_progress, folder, f"the tokens of --dataset {corpus.dataset}")
+    if progress is None:
         begin_tokens(corpus, folder, tokenizer, vocabulary)
-    progress = read_progress()
+        progress = read_progress()
     tokenizer, test_mask = load_tokenizer(folder / "tokenizer.json"), np.load(folder / "test_mask.npy")
     eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer.get_vocab_size())
     files = {split: open(folder / name, "ab") for split, name in FILES.items()}  # noqa: SIM115
     for split, file in files.items():
-        file.truncate(size_in(progress["digests"][FILES[split]]))
+        size, _ = progress["digests"][FILES[split]]
+        file.truncate(size)
 
     def save() -> None:
         for file in files.values():

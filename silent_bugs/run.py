@@ -187,6 +187,10 @@ class Verdict(NamedTuple):
     line: str  # whether the output names the wrong line, or another one of the file
     seconds: float
 
+    @property
+    def says(self) -> str:
+        return {0: "right", 1: "wrong"}.get(self.code, "cannot tell")
+
 
 def ask(tool: str, case: Case, flags: str = "") -> Verdict:
     """Run the tool on a program."""
@@ -213,7 +217,6 @@ def plain(case: Case) -> str:
 
 def compare(tool: str, cases: list[Case], jobs: int) -> bool:
     """Print a table of what a tool says. Returns whether it finds every bug and accuses no right program."""
-    words = {0: "right", 1: "**wrong**"}
     found = seconds = 0
     named, accused, bugs = collections.Counter(), [], [case for case in cases if case.is_bug]
     print("| bug | without a tool | with it | the line | fixed | s |\n| --- | --- | --- | --- | --- | --- |")
@@ -223,13 +226,14 @@ def compare(tool: str, cases: list[Case], jobs: int) -> bool:
             found, seconds = found + (wrong.code == 1), seconds + wrong.seconds
             named[wrong.line] += 1
             accused += [f"{case.name} --fixed"] if fixed.code == 1 else []
-            says = [words.get(verdict.code, "cannot tell") for verdict in (wrong, fixed)]
+            says = [verdict.says.replace("wrong", "**wrong**") for verdict in (wrong, fixed)]
             print(f"| {case.name} | {seen} | {says[0]} | {wrong.line} | {says[1]} | {wrong.seconds:.0f} |", flush=True)
         right = [case for case in cases if not case.is_bug]
         print("\n| right program | with the tool | s |\n| --- | --- | --- |")
         for case, verdict in zip(right, pool.map(lambda case: ask(tool, case), right), strict=True):
             accused += [case.name] if verdict.code == 1 else []
-            print(f"| {case.name} | {words.get(verdict.code, 'cannot tell')} | {verdict.seconds:.0f} |", flush=True)
+            says = verdict.says.replace("wrong", "**wrong**")
+            print(f"| {case.name} | {says} | {verdict.seconds:.0f} |", flush=True)
     lines = f"{named['the wrong one']} with the wrong line and {named['another']} with another"
     print(f"\n{found} of {len(bugs)} bugs found, {lines}, {seconds:.0f} s")
     print(f"{len(accused)} of {len(bugs) + len(right)} right programs accused: {', '.join(accused) or 'none'}")
@@ -242,8 +246,7 @@ def ask_again(tool: str, case: Case) -> dict:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         corrected = Path(shutil.copy(case.path, folder))
         subprocess.run(["patch", "--silent", corrected, diff], check=True)
-        verdict = ask(tool, case._replace(path=corrected))
-    says = {0: "right", 1: "wrong"}.get(verdict.code, "cannot tell")
+        says = ask(tool, case._replace(path=corrected)).says
     return {"name": case.name, "advice": diff.read_text().partition("\n")[0].split(), "corrected": says}
 
 

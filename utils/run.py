@@ -139,8 +139,8 @@ class Run:
             batch_norm.check(models, train_loader.sampler)
         self._attach(models)
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
-        facts = {"arguments": vars(args), "data": data, "total_steps": total_steps}, topology
-        on_main(accelerator, lambda: self.folder.open(self.step, self.extra.get("metrics_bytes", 0), *facts))
+        about = {"arguments": vars(args), "data": data, "total_steps": total_steps}
+        on_main(accelerator, lambda: self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about, topology))
 
     def _warn_of_changes(self) -> None:
         """Warn if a resumed run will not be what the checkpoint's run would have been."""

@@ -13,6 +13,7 @@ import textwrap
 import pytest
 import torch
 from conftest import ROOT
+from pages import TEXTS
 from torch import nn
 
 import readers
@@ -23,8 +24,8 @@ from utils.metrics import Metrics
 from utils.run import Run
 
 FENCE = re.compile(r"^ *```(?:py|python|diff)\n(.*?)^ *```$", re.S | re.M)
-FILES = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.md")) if ".venv" not in path.parts]
-PAGES = {str(path): FENCE.findall((ROOT / path).read_text()) for path in FILES}
+PROVE = {f"prove_training/{path.name}": path.read_text() for path in sorted((ROOT / "prove_training").glob("*.md"))}
+PAGES = {page: FENCE.findall(text) for page, text in {**TEXTS, **PROVE}.items()}
 OBJECTS = {  # what a name on a page is an object of, if the block does not say it
     **{"run": Run, "accelerator": TrainingAccelerator, "metrics": Metrics, "batch": Batch, "others": Batch},
     **dict.fromkeys(["train_loader", "test_loader", "labelled_loader", "unlabelled_loader"], GlobalLoader),

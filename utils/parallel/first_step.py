@@ -137,8 +137,8 @@ class FirstStep:
 
     def not_averaged(self) -> set[str]:
         """The changed buffers that nothing makes the same on all processes."""
-        averaged = [m for m in self.changed.values() if isinstance(m, nn.SyncBatchNorm) or getattr(m, "is_averaged", 0)]
-        return {name for name, module in self.changed.items() if module not in averaged}
+        own = {name: module for name, module in self.changed.items() if not isinstance(module, nn.SyncBatchNorm)}
+        return {name for name, module in own.items() if not getattr(module, "is_averaged", False)}
 
 
 def versions(model: nn.Module) -> dict[str, int]:
