@@ -51,7 +51,9 @@ LIBRARY_ERRORS = {
         "compute each number by itself, such as AdamW and SGD: use one of them, or DDP"
     ),
     "FSDP does not support deepcopy": "a sharded model is copied at {line}: copy it before prepare, and prepare both",
-    "fsdp::chunk_cat.*Sparse": "FSDP cannot add up sparse gradients: create embeddings with sparse=False, or use DDP",
+    r"fsdp::chunk_cat.*Sparse|copy_\(\) between dense and sparse": (
+        "FSDP and --virtual_processes cannot add up sparse gradients: create embeddings with sparse=False, or use DDP alone"
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from utils.errors import explain
 from utils.parallel import virtual_processes as vp
 from utils.parallel.virtual_processes import Node, partial_sums, tree_push, tree_total
 from utils.topology import Layout
@@ -309,6 +310,14 @@ def test_a_gradient_in_two_parts_is_refused_and_not_half_exchanged(monkeypatch):
         x = checkpoint(layer, x, use_reentrant=True)
     with pytest.raises(RuntimeError, match="in two parts"):
         x.sum().backward()
+
+
+def test_sparse_gradients_are_explained():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises(RuntimeError) as raised:
+        vp.flat({embedding.weight: embedding.weight.grad}, [embedding.weight], world_size=2)
+    assert "create embeddings with sparse=False, or use DDP alone" in explain(raised.value)
 
 
 def test_one_process_of_torchrun_has_the_bits_of_a_model_without_ddp():
