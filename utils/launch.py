@@ -158,7 +158,7 @@ class TrainingAccelerator(Accelerator):
         self.norms.append((self.steps_done + 1, norm))
         torch.ne(norm * 0 + self.found_inf, 0, out=self.found_inf)  # nan is not 0; once 1, it stays 1
         for optimizer in [optimizer.optimizer for optimizer in self._optimizers]:
-            if any(group.get("fused") for group in optimizer.param_groups):
+            if all(group.get("fused") for group in optimizer.param_groups):
                 optimizer.found_inf = self.found_inf
             elif norm.device.type == "cpu":
                 self.check_norms()

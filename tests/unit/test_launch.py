@@ -371,12 +371,15 @@ def test_restarts_need_a_folder_and_a_store_of_their_own(monkeypatch, capsys):
     assert "--max_restarts needs --rdzv_backend c10d" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "unfused"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "unfused", "partly fused"])
 def test_gradients_that_are_not_finite_stay_out_of_weights_and_moments(capsys, kind):
     accelerator = TrainingAccelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
-    options = {"fused": kind != "unfused", **({"momentum": 0.9} if kind == "SGD" else {})}
-    optimizer = getattr(torch.optim, "AdamW" if kind == "unfused" else kind)(model.parameters(), 0.1, **options)
+    groups = [
+        {"params": [model.weight], "fused": kind != "unfused"},
+        {"params": [model.bias], "fused": "fused" not in kind},
+    ]
+    optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9) if kind == "SGD" else torch.optim.AdamW(groups, 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def step(number, factor):
@@ -390,7 +393,7 @@ def test_gradients_that_are_not_finite_stay_out_of_weights_and_moments(capsys, k
     accelerator.check_norms()
     assert not accelerator.norms
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
-    if kind == "unfused":
+    if "fused" in kind:
         with pytest.raises(SystemExit):
             step(2, math.inf)
     else:
