@@ -51,9 +51,7 @@ LIBRARY_ERRORS = {
         "compute each number by itself, such as AdamW and SGD: use one of them, or DDP"
     ),
     "FSDP does not support deepcopy": "a sharded model is copied at {line}: copy it before prepare, and prepare both",
-    r"fsdp::chunk_cat.*Sparse|copy_\(\) between dense and sparse": (
-        "FSDP and --virtual_processes cannot add up sparse gradients: create embeddings with sparse=False, or use DDP alone"
-    ),
+    "chunk_cat.*Sparse|and sparse": "FSDP and --virtual_processes need dense gradients: sparse=False, or DDP alone",
 }
 
 

@@ -333,7 +333,7 @@ def test_sparse_gradients_are_explained(one_process_shards):
     model = one_process_shards.prepare(nn.Embedding(5, 4, sparse=True))
     with pytest.raises(NotImplementedError) as raised:
         model(torch.tensor([1, 3])).sum().backward()
-    assert "create embeddings with sparse=False, or use DDP alone" in explain(raised.value)
+    assert "need dense gradients: sparse=False, or DDP alone" in explain(raised.value)
 
 
 def test_each_of_two_models_and_optimizers_in_one_prepare_trains_shards(one_process_shards):

@@ -317,7 +317,7 @@ def test_sparse_gradients_are_explained():
     embedding(torch.tensor([1, 3])).sum().backward()
     with pytest.raises(RuntimeError) as raised:
         vp.flat({embedding.weight: embedding.weight.grad}, [embedding.weight], world_size=2)
-    assert "create embeddings with sparse=False, or use DDP alone" in explain(raised.value)
+    assert "need dense gradients: sparse=False, or DDP alone" in explain(raised.value)
 
 
 def test_one_process_of_torchrun_has_the_bits_of_a_model_without_ddp():
