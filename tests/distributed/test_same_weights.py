@@ -103,8 +103,8 @@ def test_buffers_that_no_forward_pass_makes_equal_again_are_named(compared, caps
 
 def test_a_weight_that_only_one_forward_pass_writes_has_the_cure_for_it(monkeypatch):
     model, first_step = nn.Linear(3, 2), FirstStep(fake_accelerator(2), {})
-    for written, sentence in (([True], "The forward pass writes into it"), ([False], "nothing else may change a weight")):
-        monkeypatch.setattr(same_weights, "gather_object", lambda mine, written=written: mine + written)
+    for written, sentence in ((True, "The forward pass writes into it"), (False, "nothing else may change a weight")):
+        monkeypatch.setattr(same_weights, "gather_object", lambda mine, written=written: [*mine, written])
         assert sentence in same_weights.cause("model.weight", model.weight, model, first_step, was_called=True)
 
 
