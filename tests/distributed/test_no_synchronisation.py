@@ -69,7 +69,9 @@ def short(tiny_mnist):
     return words
 
 
-@pytest.mark.parametrize("run", BUDGETS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.slow] * run.startswith(("resn", "model"))) for run in BUDGETS]
+)
 def test_no_step_waits_on_one_process(gpus, short, tmp_path, monkeypatch, run):
     small_resnets.use_quick(monkeypatch.setattr)
     lying = functools.partial(lying_gpu.lying_gpus, 2 if "model_split" in run else 1)

@@ -33,7 +33,8 @@ PROGRAMS = {
     "schedules": f"{POINTS} --recipe two_optimizers",
     "own_metrics": POINTS,
 }
-MARKS = dict.fromkeys(("gradient_accumulation", "model_split", "hub_images", "mlp", "wgan"), pytest.mark.slow)
+SLOW = ("gradient_accumulation", "transformer", "model_split", "hub_images", "mlp", "regression", "text", "wgan")
+MARKS = dict.fromkeys(SLOW, pytest.mark.slow)
 MARKS["own_metrics"] = pytest.mark.others("torchmetrics")
 CASES = [pytest.param(program, marks=MARKS.get(program, ())) for program in PROGRAMS]
 

@@ -32,7 +32,7 @@ def test_each_pair_and_the_sum_of_all_are_measured():
     ("backend", "sentence"),
     [
         ("sometimes", "With NCCL_P2P_DISABLE=1 it works: 2.5 GB/s: set NCCL_P2P_DISABLE=1 in the environment"),
-        ("always", "also with NCCL_P2P_DISABLE=1. NCCL_DEBUG=INFO prints why"),
+        pytest.param("always", "also with NCCL_P2P_DISABLE=1. NCCL_DEBUG=INFO prints why", marks=pytest.mark.slow),
     ],
 )
 def test_an_all_reduce_that_hangs_is_tried_without_direct_copies(backend, sentence, tmp_path, monkeypatch):

@@ -112,6 +112,7 @@ def test_plurals():
     assert plural(0, "thread") == "0 threads"
 
 
+@pytest.mark.slow
 def test_importing_any_module_of_utils_changes_nothing():
     program = ROOT / "tests" / "programs" / "import_all.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)

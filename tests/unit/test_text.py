@@ -313,7 +313,9 @@ MANY = {f"{number:03}.txt": f"text {number} of a few words ".encode() * 9 for nu
 ONE = {"train.txt": b"".join(MANY.values()), "test.txt": b"other words"}
 
 
-@pytest.mark.parametrize("files", [MANY, ONE], ids=["many documents", "one document"])
+@pytest.mark.parametrize(
+    "files", [pytest.param(MANY, id="many documents", marks=pytest.mark.slow), pytest.param(ONE, id="one document")]
+)
 def test_tokenizing_goes_on_after_a_kill_and_two_processes_do_it_once(tmp_path, files):
     folder = write_files(tmp_path / "rows", files)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
