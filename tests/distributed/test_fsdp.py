@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.errors import explain, explain_errors
 from utils.launch import TrainingAccelerator
+from utils.parallel.first_step import FirstStep
 from utils.parallel.fsdp import units, update_average
 from utils.topology import Layout
 
@@ -316,6 +317,21 @@ def test_blocks_and_embeddings_are_gathered_on_their_own():
     model = Plain()
     assert units(model, 10) == [*reversed(model.blocks), model.places]
     assert units(model, 20) == []
+
+
+class Clipped(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_one_write_into_a_gathered_weight_is_seen(one_process_shards):
+    """Of a unit of its own, which has no gathered copy before its first forward pass."""
+    model = one_process_shards.prepare(nn.Sequential(nn.Linear(4, 4), Clipped(4, 4)))
+    first_step = FirstStep(one_process_shards, {"model": model})
+    model(torch.ones(1, 4))
+    assert first_step.written == {"model.1.weight"}
 
 
 def test_a_weight_that_is_used_outside_of_its_module_is_explained(one_process_shards, monkeypatch, capsys):
