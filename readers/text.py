@@ -42,7 +42,7 @@ LEARN_FROM = 2**21  # characters; more take longer, for nearly the same tokens
 PIECE = 2**17  # characters; a longer document is tokenized in pieces of one to two times as many
 LARGEST_PIECE = 2**25  # characters; its tokens are in memory, about 100 bytes for each of them
 REACH = 16  # characters before and after a cut that must not change the tokens on its other side
-AT_ONCE = 64, 2**22  # pieces and characters that are tokenized together
+AT_ONCE = 64, 2**21  # pieces and characters that are tokenized together
 SAVED_EVERY = 2**25  # characters; after a kill, at most as many are tokenized again
 COUNTED_AT_ONCE = 2**24  # tokens
 FORMAT = 4  # of the files in the cache
@@ -551,7 +551,7 @@ def batches_of(pieces: Iterable[tuple]) -> Iterator[list[tuple]]:
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
-        size += len(piece[0])
+        size += len(piece[1])
         if len(batch) == AT_ONCE[0] or size >= AT_ONCE[1]:
             yield batch
             batch, size = [], 0

@@ -309,6 +309,12 @@ def bytes_of(cache) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("train.bin", "test.bin", "tokenizer.json", "manifest.json")]
 
 
+@pytest.mark.parametrize(("length", "sizes"), [(2, [3, 3, 2]), (5, [2, 2, 2, 2]), (20, [1] * 8)])
+def test_only_so_many_characters_are_tokenized_together(monkeypatch, length, sizes):
+    monkeypatch.setattr(text, "AT_ONCE", (3, 10))
+    assert [len(batch) for batch in text.batches_of([("train", "a" * length, True, True)] * 8)] == sizes
+
+
 MANY = {f"{number:03}.txt": f"text {number} of a few words ".encode() * 9 for number in range(100)}
 ONE = {"train.txt": b"".join(MANY.values()), "test.txt": b"other words"}
 
