@@ -192,6 +192,7 @@ def test_a_checkpoint_goes_on_with_and_without_shards(runs, one, run, kinds):
     assert_same(runs / one, runs / run)
 
 
+@pytest.mark.slow
 def test_sgd_takes_the_same_steps_on_shards(launcher, small_mnist, tmp_path):
     """AdamW would not notice gradients that are summed over processes, as gloo's before torch 2.10 were."""
     flags = ["--dataset", small_mnist, *MLP, "--optimizer", "sgd", "--max_steps", 2]

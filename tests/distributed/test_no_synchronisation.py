@@ -69,9 +69,10 @@ def short(tiny_mnist):
     return words
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=[pytest.mark.slow] * run.startswith(("resn", "model"))) for run in BUDGETS]
-)
+SLOW = ("resnet50", "model_split", "transformer --bf16")
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.slow] * run.startswith(SLOW)) for run in BUDGETS])
 def test_no_step_waits_on_one_process(gpus, short, tmp_path, monkeypatch, run):
     small_resnets.use_quick(monkeypatch.setattr)
     lying = functools.partial(lying_gpu.lying_gpus, 2 if "model_split" in run else 1)

@@ -161,6 +161,7 @@ def test_a_process_that_is_stuck_ends_after_its_launcher(launcher):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+@pytest.mark.slow
 def test_a_worker_that_is_stuck_ends_with_its_process(launcher):
     """As a read of a network disk is that does not answer. A second Ctrl-C ends by os._exit."""
     words = [sys.executable, ROOT / "tests" / "programs" / "stuck_worker.py"]

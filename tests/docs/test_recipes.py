@@ -83,6 +83,7 @@ def test_a_recipe_equals_the_plain_loop_on_two_processes(shared_launcher, plain,
             check(top / recipe / name, recipe, plain)
 
 
+@pytest.mark.slow
 def test_a_test_between_steps_changes_no_number_and_its_line_names_the_steps_that_are_done(tmp_path, monkeypatch):
     """With dropout. Cut at step 3, the run is tested there at the end of an epoch of its own."""
     runs = {}

@@ -246,6 +246,7 @@ def test_pretrained_weights_run_no_code(tmp_path, monkeypatch):
     assert (tmp_path / "trapped").exists()  # the trap works
 
 
+@pytest.mark.slow
 def test_pretrained_weights_but_not_the_last_layer(tmp_path):
     source = torchvision.models.resnet50(num_classes=7)
     model = torchvision.models.resnet50(num_classes=3)

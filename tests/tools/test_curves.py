@@ -208,6 +208,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, command, monkeypat
     assert command("a") == (2, "error: drawing needs matplotlib: pip install -r scripts/requirements.txt\n")
 
 
+@pytest.mark.slow
 def test_the_command_at_the_end_of_a_run_draws_it(train, tmp_path, capfd, monkeypatch):
     """From any folder, also where the name of the run's folder has a space."""
     monkeypatch.chdir(tmp_path)

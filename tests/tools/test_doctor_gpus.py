@@ -28,11 +28,12 @@ def test_each_pair_and_the_sum_of_all_are_measured():
     assert all(line.startswith(start) for (_, line), start in zip(lines, starts, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "sentence"),
     [
         ("sometimes", "With NCCL_P2P_DISABLE=1 it works: 2.5 GB/s: set NCCL_P2P_DISABLE=1 in the environment"),
-        pytest.param("always", "also with NCCL_P2P_DISABLE=1. NCCL_DEBUG=INFO prints why", marks=pytest.mark.slow),
+        ("always", "also with NCCL_P2P_DISABLE=1. NCCL_DEBUG=INFO prints why"),
     ],
 )
 def test_an_all_reduce_that_hangs_is_tried_without_direct_copies(backend, sentence, tmp_path, monkeypatch):

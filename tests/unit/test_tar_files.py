@@ -157,6 +157,7 @@ print([data[index] for index in range(len(data))] == list(range(len(data))), len
 """
 
 
+@pytest.mark.slow
 def test_there_may_be_more_tar_files_than_a_process_may_open(tmp_path):
     for n in range(300):
         write_tar(tmp_path / f"{n:03}.tar", [(f"{n}.txt", b"%d" % n)])
@@ -214,6 +215,7 @@ print(len(TarFiles(sorted(Path(sys.argv[1]).glob("*.tar")), cache_dir=sys.argv[2
 """
 
 
+@pytest.mark.slow
 def test_processes_that_need_the_same_tables_make_them_once(tmp_path):
     for n in range(4):
         write_tar(tmp_path / f"{n}.tar", numbered(0, 200))
