@@ -48,7 +48,7 @@ class Comparison:
         self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
         self.facts, self.is_exact = ranks[0].facts, reference.facts.is_exact
         self.compared, self.not_compared = set(), {}  # what; what and why not
-        self.has_drifted = False  # a state that is not handed on comes from steps with other weights of the samples
+        self.has_drifted = False  # a state that is not shared comes from steps with other weights of the samples
         self.has_repeated = False  # a step had a sample twice, which a state of the script may remember
         self.has_rest = False  # a step had fewer samples: a queue that is gathered has an end within a step after it
 

@@ -120,7 +120,7 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
 
 
 def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
-    """Weights and optimizer state at the beginning of a step must be those that were handed on."""
+    """Weights and optimizer state at the beginning of a step must be the shared ones."""
     if not both.reference.weights:
         return
     whole = {"before": "weights"} if steps[0].in_step else {"before": "weights", "state_before": "optimizer state"}

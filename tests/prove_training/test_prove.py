@@ -36,7 +36,7 @@ from torch.utils.data import (
 
 from prove_training import command, imports, mistakes, proof, prove, resuming, runs
 from prove_training.recording import Recording, data, files, first_of_chain, pretended_gpu, same_work, starting, where
-from prove_training.recording.models import take_over
+from prove_training.recording.models import load_shared
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, several, single, unfinished
@@ -1891,7 +1891,7 @@ def test_a_run_without_a_loader_that_resumes_is_compared():
 
 def test_weights_and_the_state_of_the_optimizer_are_taken_over():
     parameters, state = [torch.zeros(2)], {"exp_avg": torch.zeros(2), "step": torch.tensor(1.0)}
-    take_over(parameters, [state], [torch.ones(2)], [{"exp_avg": torch.full((2,), 3.0), "step": torch.tensor(7.0)}])
+    load_shared(parameters, [state], [torch.ones(2)], [{"exp_avg": torch.full((2,), 3.0), "step": torch.tensor(7.0)}])
     assert parameters[0].tolist() == [1, 1]
     assert (state["exp_avg"].tolist(), state["step"].item()) == ([3, 3], 7)
 
