@@ -133,9 +133,9 @@ class Proof:
         self.plan, self.repeat = Plan(items_of_epoch()), {}
         self.processes, self.counts = args.processes or (2, 3), [1]  # to compare with, and those that were compared
         self.compared, self.not_compared = set(), {}
-        self.pretends = False  # to a script that asks that there is an accelerator
+        self.pretends_gpu = False  # to a script that asks that there is an accelerator
         self.is_divided = False  # the state of the optimizer, over the processes
-        self.starts = False  # whether the script starts its processes itself, one for each GPU of a machine
+        self.script_spawns = False  # whether the script starts its processes itself, one for each GPU of a machine
 
     def verdict(self) -> tuple[int, str]:
         """The exit code and the verdict.
@@ -234,7 +234,7 @@ class Proof:
             again = self.runs(1, replace(self.plan, without_gpu=True))
             refuses = any(record.facts.refuses for record in again.records) and not outcome.records[0].steps
             if has_run(again) or refuses:
-                self.plan.without_gpu, self.pretends, outcome = True, True, again
+                self.plan.without_gpu, self.pretends_gpu, outcome = True, True, again
         if has_run(outcome) and not outcome.records[0].steps:
             again = self.runs(1, replace(self.plan, devices=MANY))  # as PyTorch's own examples ask for two
             if has_run(again) and again.records[0].steps:
@@ -284,7 +284,7 @@ class Proof:
         makes a difference, it is a finding of the comparison on one machine.
         """
         name, is_first = plural(processes, "process"), processes == self.processes[0]
-        is_apart = not (is_first or self.starts)
+        is_apart = not (is_first or self.script_spawns)
 
         def run(is_apart: bool):
             outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=is_apart))
@@ -296,7 +296,7 @@ class Proof:
             self.report.framework = "By hand"
         made = zip(*(record.steps for record in outcome.records), strict=False)
         self.is_divided |= any(apart(of_ranks, "state_before") for of_ranks in made)
-        self.starts = self.starts or any(record.facts.starts for record in outcome.records)
+        self.script_spawns = self.script_spawns or any(record.facts.starts for record in outcome.records)
         if is_apart and problem:
             outcome_apart, (outcome, both, found, on_one_machine) = outcome, run(False)
             if on_one_machine is None:
@@ -324,7 +324,7 @@ class Proof:
                 raise CannotTell(f"it refuses {name}: {outcome.error}")
             self.report.line(name, f"not compared, it refuses them: {outcome.error}")
             return True
-        if outcome.error and self.pretends:
+        if outcome.error and self.pretends_gpu:
             raise CannotTell(f"it asks for an accelerator, and with a pretended one {name} fail: {outcome.error}")
         if both is None:
             self.report.add(name, found)
