@@ -16,7 +16,7 @@ from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Pass, Plan, Record
 from .runs import Outcome, Runs
 from .stages import Comparison, Finding, apart, evaluations, note, several, single, steps, trained_on
-from .stages.unfinished import because
+from .stages.unfinished import explain_unfinished
 from .text import CannotTell, and_join, plural, show
 
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
@@ -186,10 +186,10 @@ class Proof:
             return self.wrong(self.report.findings)
         reasons = [f"{what}: {why}" for what, why in self.not_compared.items()]
         if not self.compared & {"gradients", "averaged gradients"}:
-            same = f" (the same: {in_words(self.compared)})" if self.compared else ""
+            same = f" (the same: {join_compared(self.compared)})" if self.compared else ""
             raise CannotTell(f"{'; '.join(reasons) or 'no gradient could be compared'}{same}")
         self.report.add("", [note("not compared", reason) for reason in reasons])
-        same = f"the same {in_words(self.compared)} on {and_join(self.counts)} processes"
+        same = f"the same {join_compared(self.compared)} on {and_join(self.counts)} processes"
         if "gradients" not in self.compared or "steps" in self.not_compared:
             code = CANNOT_TELL if self.args.strict else PROVEN
             return code, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
@@ -213,7 +213,7 @@ class Proof:
     def wrong(self, findings: list[Finding]) -> tuple[int, str]:
         verdict = f"wrong: {findings[0].what} ({findings[0].place})"
         if self.compared and all(finding.stage == "evaluation" for finding in findings):
-            verdict += f"; in training, the same {in_words(self.compared)}"
+            verdict += f"; in training, the same {join_compared(self.compared)}"
         return WRONG, verdict
 
     def _first_run(self) -> Outcome:
@@ -284,20 +284,20 @@ class Proof:
         makes a difference, it is a finding of the comparison on one machine.
         """
         name, is_first = plural(processes, "process"), processes == self.processes[0]
-        is_apart = not (is_first or self.script_spawns)
+        one_per_machine = not (is_first or self.script_spawns)
 
-        def run(is_apart: bool):
-            outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=is_apart))
-            both, found = judged(self.reference, processes, outcome)
+        def run(one_per_machine: bool):
+            outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=one_per_machine))
+            both, found = compare_records(self.reference, processes, outcome)
             return outcome, both, found, next((each for each in found if each.kind or both is None), None)
 
-        outcome, both, found, problem = run(is_apart)
+        outcome, both, found, problem = run(one_per_machine)
         if outcome.records and not (outcome.records[0].facts.ddp or self.report.framework):
             self.report.framework = "By hand"
         made = zip(*(record.steps for record in outcome.records), strict=False)
         self.is_divided |= any(apart(of_ranks, "state_before") for of_ranks in made)
         self.script_spawns = self.script_spawns or any(record.facts.starts for record in outcome.records)
-        if is_apart and problem:
+        if one_per_machine and problem:
             outcome_apart, (outcome, both, found, on_one_machine) = outcome, run(False)
             if on_one_machine is None:
                 # Other than training, it may be for one machine alone, or the machines have different disks.
@@ -341,7 +341,7 @@ class Proof:
             return False
         if not found and evaluations.are_compared(both):
             both.compared.add("evaluations")
-        self.report.line("" if found else name, f"the same {in_words(both.compared) or 'course'}")
+        self.report.line("" if found else name, f"the same {join_compared(both.compared) or 'course'}")
         self.counts.append(processes)
         self.compared |= both.compared
         self.not_compared |= both.not_compared
@@ -466,7 +466,7 @@ def given_sizes(records: list[Record]) -> set[int]:
     return {loader.given for loader in loaders if loader.given}
 
 
-def judged(reference: Record, processes: int, outcome: Outcome) -> tuple[Comparison | None, list[Finding]]:
+def compare_records(reference: Record, processes: int, outcome: Outcome) -> tuple[Comparison | None, list[Finding]]:
     """What a run on several processes shows; without a comparison where it has not come to its end.
 
     Raises:
@@ -499,10 +499,10 @@ def judged(reference: Record, processes: int, outcome: Outcome) -> tuple[Compari
 
 def unfinished(processes: int, outcome: Outcome) -> Finding:
     stage = f"the run on {plural(processes, 'process')}"
-    return because(stage, outcome.records, outcome.error, outcome.waits, outcome.calls)
+    return explain_unfinished(stage, outcome.records, outcome.error, outcome.waits, outcome.calls)
 
 
-def in_words(compared: set) -> str:
+def join_compared(compared: set) -> str:
     left_out = {"averaged gradients"} if "gradients" in compared else set()
     order = ("samples", "gradients", "averaged gradients", "learning rates", "weights", "evaluations")
     return and_join([name for name in order if name in compared - left_out])
