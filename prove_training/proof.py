@@ -15,8 +15,8 @@ from .mistakes import advice, correction, id_of
 from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Pass, Plan, Record
 from .runs import Outcome, Runs
-from .stages import Comparison, Finding, apart, evaluations, note, several, single, steps, trained_on
-from .stages.unfinished import explain_unfinished
+from .stages import Comparison, Finding, evaluations, note, ranks_differ, several, single, steps, trained_on
+from .stages.unfinished import explain_failure
 from .text import CannotTell, and_join, plural, show
 
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
@@ -295,7 +295,7 @@ class Proof:
         if outcome.records and not (outcome.records[0].facts.ddp or self.report.framework):
             self.report.framework = "By hand"
         made = zip(*(record.steps for record in outcome.records), strict=False)
-        self.is_divided |= any(apart(of_ranks, "state_before") for of_ranks in made)
+        self.is_divided |= any(ranks_differ(of_ranks, "state_before") for of_ranks in made)
         self.script_spawns = self.script_spawns or any(record.facts.starts for record in outcome.records)
         if one_per_machine and problem:
             outcome_apart, (outcome, both, found, on_one_machine) = outcome, run(False)
@@ -499,7 +499,7 @@ def compare_records(reference: Record, processes: int, outcome: Outcome) -> tupl
 
 def unfinished(processes: int, outcome: Outcome) -> Finding:
     stage = f"the run on {plural(processes, 'process')}"
-    return explain_unfinished(stage, outcome.records, outcome.error, outcome.waits, outcome.calls)
+    return explain_failure(stage, outcome.records, outcome.error, outcome.waits, outcome.calls)
 
 
 def join_compared(compared: set) -> str:

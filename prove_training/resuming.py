@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .records import Record, Step
-from .stages import Finding, apart, named, note, parts_of, passes_of, samples_of
+from .stages import Finding, named, note, parts_of, passes_of, ranks_differ, samples_of
 from .stages.evaluations import differing_models
 from .tensors import differ
 from .text import plural
@@ -85,7 +85,7 @@ def differing_ranks(ranks: list[Record], is_divided: bool) -> Iterator[Finding]:
     firsts = [rank.steps[0] for rank in ranks if rank.steps]
     kinds = {"before": "weights", "state_before": "a different state of the optimizer"}
     for kind, what in kinds.items() if len(firsts) == len(ranks) else ():
-        if not (is_divided and kind == "state_before") and (differing := apart(firsts, kind)):
+        if not (is_divided and kind == "state_before") and (differing := ranks_differ(firsts, kind)):
             what = f"{differing} begin with {'different ' * (kind == 'before')}{what}"
             yield Finding("resume_alone", "resumed weights", what, 1, firsts[0].line)
             return

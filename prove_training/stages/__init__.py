@@ -13,7 +13,7 @@ from ..records import Part, Record, Step
 from ..tensors import differ, norm_of
 from ..text import plural
 
-APART = 1e-6  # between ranks
+RANK_TOLERANCE = 1e-6  # between ranks
 ZERO = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding
 EPSILON = 1.2e-7  # of float32
 
@@ -131,7 +131,7 @@ def first_line(step: Step) -> str:
 # Of several
 
 
-def apart(entries: tuple, kind: str) -> str:
+def ranks_differ(entries: tuple, kind: str) -> str:
     """What differs between two ranks, as "weight and 2 others: ranks 0 and 1"; "" if nothing does."""
     first = getattr(entries[0], kind)
     limit = rounding(first)
@@ -139,7 +139,7 @@ def apart(entries: tuple, kind: str) -> str:
         names = []
         for name, value in first.items():
             other = getattr(entry, kind).get(name)
-            if other is None or (max(norm_of(value), norm_of(other)) > limit and differ(value, other) > APART):
+            if other is None or (max(norm_of(value), norm_of(other)) > limit and differ(value, other) > RANK_TOLERANCE):
                 names.append(name)
         if names:
             return f"{named(names)}: ranks 0 and {rank}"

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator
 
 from ..records import Record
-from . import Comparison, Finding, apart, close, first_line, note, samples, single, steps
+from . import Comparison, Finding, close, first_line, note, ranks_differ, samples, single, steps
 
 
 def are_plain(ranks: list[Record]) -> bool:
@@ -36,7 +36,7 @@ def findings(both: Comparison) -> Iterator[Finding]:
 
 
 def _initial_weights(both: Comparison) -> Iterator[Finding]:
-    if differing := apart(both.ranks, "initial"):
+    if differing := ranks_differ(both.ranks, "initial"):
         what = f"{differing} begin with different weights"
         yield Finding("initial_weights", "initial weights", what, None, both.ranks[0].steps[0].line)
 

@@ -10,16 +10,16 @@ import torch
 from ..records import Record, Step, Values
 from ..tensors import differ, norm_of
 from . import (
-    APART,
     EPSILON,
+    RANK_TOLERANCE,
     Comparison,
     Finding,
-    apart,
     close,
     first_line,
     largest_step,
     named,
     note,
+    ranks_differ,
     rounding,
     samples_of,
 )
@@ -59,9 +59,9 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
         return
     if steps[0].in_step:  # the optimizer averages them
         steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
-    elif differing := apart(steps, "gradients"):
+    elif differing := ranks_differ(steps, "gradients"):
         what = f"{differing} have different gradients at the step"
-        if steps[0].clips and not apart(steps, "at_step"):
+        if steps[0].clips and not ranks_differ(steps, "at_step"):
             what = "clipped before the gradients are averaged, by the norm that each process has alone"
             yield Finding("clip_early", "clipping", what, number, steps[0].clips[-1][1])
             return
@@ -103,7 +103,7 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
             yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
         both.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
     found += _losses(both, number, steps, is_shorter)
-    if not found and not steps[0].in_step and (differing := apart(steps, "at_step")):
+    if not found and not steps[0].in_step and (differing := ranks_differ(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
     if not found and is_compared and steps[0].clips and wanted.clips:
@@ -113,7 +113,7 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     yield from found_rates
     if found_rates:
         return
-    if differing := apart(steps, "weights"):
+    if differing := ranks_differ(steps, "weights"):
         yield Finding("weights", "weights", f"{differing} have different weights after the step", number, line)
     elif is_compared and not found and not both.has_drifted:
         yield from _weights(both, number, wanted, steps[0])
@@ -130,7 +130,7 @@ def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...
             names = [
                 name
                 for name, value in getattr(wanted, kind).items()
-                if (other := found.get(name, value)).shape == value.shape and differ(value, other) > APART
+                if (other := found.get(name, value)).shape == value.shape and differ(value, other) > RANK_TOLERANCE
             ]
             if names:
                 what = f"{named(names)}: after the step before, rank {rank} changes the {whose} by another amount"
@@ -234,8 +234,8 @@ def is_multiple(one: torch.Tensor, other: torch.Tensor) -> bool:
 def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, tolerance: float) -> bool:
     """Whether a gradient differs by more than rounding."""
     smaller, larger = sorted((value, found), key=norm_of)
-    apart = differ(larger, smaller)
-    return apart > tolerance and not apart * norm_of(larger) <= rounding  # it may be NaN
+    distance = differ(larger, smaller)
+    return distance > tolerance and not distance * norm_of(larger) <= rounding  # it may be NaN
 
 
 def _weights(both: Comparison, number: int, wanted: Step, step: Step) -> Iterator[Finding]:
@@ -362,13 +362,13 @@ def _losses(both: Comparison, number: int, steps: tuple[Step, ...], is_shorter: 
 def statistics(both: Comparison) -> Iterator[Finding]:
     """BatchNorm has the statistics of this process alone, and those of rank 0 are saved."""
     for number, steps in both.steps_of_ranks():
-        if differing := apart(steps, "statistics"):
+        if differing := ranks_differ(steps, "statistics"):
             what = f"{differing} have different running statistics, each its own"
             if both.is_exact:
                 yield Finding("statistics", "BatchNorm", what, number, steps[0].line)
             else:
                 yield note("BatchNorm", f"{what}: those of rank 0 are saved", number, steps[0].line)
             return
-    if both.is_exact and (differing := apart(both.ranks, "final")):
+    if both.is_exact and (differing := ranks_differ(both.ranks, "final")):
         what = f"{differing} have different weights after the last step"
         yield Finding("weights", "weights", what, None, both.facts.run)
