@@ -16,7 +16,7 @@ from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Pass, Plan, Record
 from .runs import Outcome, Runs
 from .stages import Comparison, Finding, evaluations, note, ranks_differ, several, single, steps, trained_on
-from .stages.unfinished import explain_failure
+from .stages.unfinished import explain
 from .text import CannotTell, and_join, plural, show
 
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
@@ -499,7 +499,7 @@ def compare_records(reference: Record, processes: int, outcome: Outcome) -> tupl
 
 def unfinished(processes: int, outcome: Outcome) -> Finding:
     stage = f"the run on {plural(processes, 'process')}"
-    return explain_failure(stage, outcome.records, outcome.error, outcome.waits, outcome.calls)
+    return explain(stage, outcome.records, outcome.error, outcome.waits, outcome.calls)
 
 
 def join_compared(compared: set) -> str:

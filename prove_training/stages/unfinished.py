@@ -7,9 +7,7 @@ from ..text import plural
 from . import Finding, named, whole_passes
 
 
-def explain_failure(
-    stage: str, ranks: list[Record], error: str | None, waits: list[str], calls: list[list[str]]
-) -> Finding:
+def explain(stage: str, ranks: list[Record], error: str | None, waits: list[str], calls: list[list[str]]) -> Finding:
     """The finding for a run that has failed, or waits forever.
 
     Args:

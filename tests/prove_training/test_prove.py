@@ -1462,7 +1462,7 @@ def interrupted(**of_ranks) -> list[Record]:
 
 
 def why(ranks: list[Record], calls=((), ())) -> tuple[str, str]:
-    finding = unfinished.explain_failure("the run", ranks, ranks[1].error, [], [list(each) for each in calls])
+    finding = unfinished.explain("the run", ranks, ranks[1].error, [], [list(each) for each in calls])
     return finding.kind, finding.what
 
 
