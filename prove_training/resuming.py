@@ -107,10 +107,10 @@ def is_same(value, other) -> bool:
 
 
 def differing_rate(rates: list[float], expected: list[float], whole: Record) -> str:
-    for rate, wanted in zip(rates, expected, strict=False):
-        if abs(rate - wanted) > SAME * abs(wanted):
+    for rate, right in zip(rates, expected, strict=False):
+        if abs(rate - right) > SAME * abs(right):
             begins = rate in [rate for first in whole.steps[:2] for rate in first.rates]
-            return f"{rate:.4g} instead of {wanted:.4g}" + ": the schedule begins anew" * begins
+            return f"{rate:.4g} instead of {right:.4g}" + ": the schedule begins anew" * begins
     return ""
 
 
@@ -135,8 +135,8 @@ def later_samples(whole: Record, resumed: Record, done: int) -> int:
     key, number = pass_of(whole.steps[done]) or (None, None)
     if key is None:
         return 0
-    wanted, found = passes_of(whole).get((key, number + 1), []), passes_of(resumed).get((key, 1), [])
-    return max(0, len(wanted) - len(found)) if found else 0
+    expected, found = passes_of(whole).get((key, number + 1), []), passes_of(resumed).get((key, 1), [])
+    return max(0, len(expected) - len(found)) if found else 0
 
 
 def pass_of(step: Step) -> tuple[str, int] | None:

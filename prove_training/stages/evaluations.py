@@ -20,29 +20,29 @@ NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])")
 class Suspect(NamedTuple):
     """A printed number that differs."""
 
-    wanted: Evaluation  # the evaluation of the reference
+    expected: Evaluation  # the evaluation of the reference
     ranks: list[Evaluation]  # the same on each rank
     words: str  # before the number, in the line
     value: float  # in the reference
     other: float  # on rank 0
-    expected: str  # the line of the reference
+    right_line: str  # of the reference
     line: str  # of rank 0
 
     @property
     def key(self) -> tuple[int, str]:
-        return self.wanted.after, self.words
+        return self.expected.after, self.words
 
     @property
     def says(self) -> str:
-        return f'it says "{self.line.strip()[:200]}", and on 1 process "{self.expected.strip()[:200]}"'
+        return f'it says "{self.line.strip()[:200]}", and on 1 process "{self.right_line.strip()[:200]}"'
 
 
 def pairs(both: Comparison) -> Iterator[tuple[Evaluation, list[Evaluation]]]:
     """The evaluations of the reference, and those of each rank after the same number of steps."""
-    for wanted in both.reference.evaluations:
-        found = [[each for each in rank.evaluations if each.after == wanted.after] for rank in both.ranks]
+    for expected in both.reference.evaluations:
+        found = [[each for each in rank.evaluations if each.after == expected.after] for rank in both.ranks]
         if found[0]:
-            yield wanted, [each[0] for each in found if each]
+            yield expected, [each[0] for each in found if each]
 
 
 def are_compared(both: Comparison) -> bool:
@@ -52,17 +52,17 @@ def are_compared(both: Comparison) -> bool:
 def suspects(both: Comparison) -> list[Suspect]:
     """All printed numbers that differ."""
     return [
-        Suspect(wanted, ranks, *found)
-        for wanted, ranks in pairs(both)
-        if not wanted.draws
-        for found in differing(wanted.said, ranks[0].said)
+        Suspect(expected, ranks, *found)
+        for expected, ranks in pairs(both)
+        if not expected.draws
+        for found in differing(expected.said, ranks[0].said)
     ]
 
 
 def differing_results(both: Comparison) -> Iterator[Finding]:
     """Results passed to Run.log_test that differ."""
-    for wanted, ranks in pairs(both):
-        for name, value in wanted.result.items():
+    for expected, ranks in pairs(both):
+        for name, value in expected.result.items():
             for number, rank in enumerate(ranks):
                 other = rank.result.get(name, math.nan)
                 if abs(value - other) > RESULTS * max(abs(value), abs(other), RESULTS):
@@ -74,10 +74,10 @@ def differing_results(both: Comparison) -> Iterator[Finding]:
 def share(both: Comparison) -> Iterator[Finding]:
     """An evaluation of a part of the samples, without a collective call."""
     trained = trained_on(both.reference)
-    for wanted, ranks in pairs(both):
+    for expected, ranks in pairs(both):
         total, own = (
             sum(len(samples) for key, samples in test.samples.items() if key not in trained)
-            for test in (wanted, ranks[0])
+            for test in (expected, ranks[0])
         )
         if total and own < 0.9 * total and not any(rank.collectives for rank in ranks):
             what = f"rank 0 sees {own} of {total} samples, and nothing adds up the parts of the processes"
@@ -118,23 +118,23 @@ def differing_models(one: Evaluation, other: Evaluation) -> bool:
 
 def _repeated(suspect: Suspect) -> int:
     extra = 0
-    for key, samples in suspect.wanted.samples.items():
+    for key, samples in suspect.expected.samples.items():
         parts = [rank.samples.get(key, []) for rank in suspect.ranks]
         if any(part != parts[0] for part in parts):
             extra += (collections.Counter(itertools.chain(*parts)) - collections.Counter(samples)).total()
     return extra
 
 
-def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, float, float, str, str]]:
+def differing(expected: list[str], found: list[str]) -> Iterator[tuple[str, float, float, str, str]]:
     """Numbers but of clocks that differ by more than their last digit, in lines with the same words.
 
-    Yields: the words before the number, its values, and its lines in `wanted` and in `found`.
+    Yields: the words before the number, its values, and its lines in `expected` and in `found`.
     """
     left = collections.defaultdict(list)
-    wanted, found = ([" ".join(CLOCK.sub("", line).split()) for line in lines] for lines in (wanted, found))
+    expected, found = ([" ".join(CLOCK.sub("", line).split()) for line in lines] for lines in (expected, found))
     for line in found:
         left[template_of(line)].append(line)
-    for line in wanted:
+    for line in expected:
         template = template_of(line)
         if not left[template]:
             continue

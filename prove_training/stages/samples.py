@@ -32,12 +32,12 @@ def findings(both: Comparison) -> Iterator[Finding]:
     whole = set.intersection(*map(whole_passes, (both.reference, *both.ranks)))
     if not passes:
         both.not_compared["samples"] = UNKNOWN
-    for (key, number), wanted in passes.items():
+    for (key, number), expected in passes.items():
         if number > 0 and not both.facts.is_complete:
             continue
         parts = [collections.Counter(rank.get((key, number), [])) for rank in found]
         read = {digest for rank in both.ranks for digest in _read(rank, key, number)}
-        for finding in _pass(both, key, collections.Counter(wanted), parts, (key, number) in whole, read):
+        for finding in _pass(both, key, collections.Counter(expected), parts, (key, number) in whole, read):
             if finding.what not in said:
                 said.add(finding.what)
                 yield finding
@@ -63,22 +63,22 @@ def _read(rank: Record, key: str, number: int) -> Iterator[str]:
     return itertools.chain.from_iterable(batch or () for batch in batches)
 
 
-def _pass(both: Comparison, key: str, wanted: collections.Counter, parts, is_whole: bool, read: set[str]):
+def _pass(both: Comparison, key: str, expected: collections.Counter, parts, is_whole: bool, read: set[str]):
     loader = both.facts.loaders.get(key) or both.reference.facts.loaders.get(key, Loader(""))
     line, union = loader.line, sum(parts, collections.Counter())
-    if not union or not wanted:
+    if not union or not expected:
         both.not_compared["samples"] = UNKNOWN
         return
-    extra, missing = union - wanted, wanted - union
+    extra, missing = union - expected, expected - union
     is_whole = is_whole and read.isdisjoint(missing)  # the script may count its steps by its own size of batches
     is_stream = loader.is_iterable and len(parts[0]) > 2
-    if all(part == parts[0] for part in parts) and (is_stream or parts[0].total() >= 0.9 * wanted.total()):
+    if all(part == parts[0] for part in parts) and (is_stream or parts[0].total() >= 0.9 * expected.total()):
         what = f"each of the {both.processes} processes trains on the same samples: each counts {both.processes} times"
         yield Finding("stream" if is_stream else "all_the_data", "samples", what, 1, line)
         return
     shared, batch = (union - functools.reduce(operator.or_, parts)).total(), largest_step(both.reference)
     is_batched = loader.line and loader.given is None  # by the script
-    is_once = max(wanted.values()) == 1  # and not by a sampler that goes on without an end
+    is_once = max(expected.values()) == 1  # and not by a sampler that goes on without an end
     if shared > batch and is_once and not loader.is_iterable and (is_batched or loader.is_part or not is_whole):
         what = f"{shared} of {union.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)
@@ -87,14 +87,14 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts, is_who
         why = "it is an IterableDataset" if loader.given else "the batches are not made by DataLoader"
         both.not_compared["samples"] = f"{why} ({line})"
         return
-    unknown = [digest for digest in extra if digest not in wanted]
+    unknown = [digest for digest in extra if digest not in expected]
     is_small = not unknown and extra.total() <= batch  # what is repeated to fill the last batch
-    is_divided_twice = is_whole and is_small and missing.total() >= max(batch, wanted.total() // 3)
+    is_divided_twice = is_whole and is_small and missing.total() >= max(batch, expected.total() // 3)
     if (extra or missing) and (loader.is_part or not is_whole) and not is_divided_twice:
         why = "each process makes its own part of the data" if is_whole else "an epoch trains on a part of its data"
         both.not_compared["samples"] = f"{why} ({line})"
         return
-    dropped = loader.items - wanted.total() if loader.drop_last and loader.items else 0
+    dropped = loader.items - expected.total() if loader.drop_last and loader.items else 0
     tests = [test.samples for test in both.reference.evaluations]  # a teacher sees the samples that it teaches
     tested = {each for samples in tests for other, some in samples.items() if other != key for each in some}
     if leaked := tested.intersection(unknown):
@@ -104,12 +104,12 @@ def _pass(both: Comparison, key: str, wanted: collections.Counter, parts, is_who
         what = f"{plural(len(unknown), 'item')} of {union.total()} are not among those of 1 process"
         yield Finding("items", "samples", what, None, line)
     elif missing and (missing.total() >= batch or not loader.drop_last or both.is_exact):
-        what = f"{missing.total()} of {wanted.total()} samples of an epoch are in no process's part"
+        what = f"{missing.total()} of {expected.total()} samples of an epoch are in no process's part"
         yield Finding("samples", "samples", what, None, line)
     elif unknown and not missing and not shared:
         both.not_compared["samples"] = f"the processes read samples that one process does not ({line})"
     elif extra.total() > batch or (extra and both.is_exact):
-        what = f"{min(extra.total(), wanted.total())} of {wanted.total()} samples of an epoch count twice"
+        what = f"{min(extra.total(), expected.total())} of {expected.total()} samples of an epoch count twice"
         yield Finding("samples", "samples", what, None, line)
     elif extra and not unknown:
         who = loader.sampler if loader.sampler == "DistributedSampler" or not both.facts.accelerate else "Accelerate"

@@ -29,8 +29,8 @@ TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
 
 def findings(both: Comparison) -> Iterator[Finding]:
-    found, wanted, steps = {}, both.reference.steps, both.ranks[0].steps
-    for (number, of_ranks), one in zip(both.steps_of_ranks(), wanted, strict=False):
+    found, expected, steps = {}, both.reference.steps, both.ranks[0].steps
+    for (number, of_ranks), one in zip(both.steps_of_ranks(), expected, strict=False):
         if number > 1 and number - 1 not in both.reference.weights:
             both.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
             break
@@ -41,8 +41,8 @@ def findings(both: Comparison) -> Iterator[Finding]:
     yield from found.values()
     if "gradients" not in both.compared and not any("gradients" in what for what in both.not_compared):
         both.not_compared["gradients"] = "no step has the same samples as on 1 process"
-    if len(wanted) != len(steps) and not found:
-        both.not_compared["steps"] = what = f"{len(steps)} steps instead of {len(wanted)}"
+    if len(expected) != len(steps) and not found:
+        both.not_compared["steps"] = what = f"{len(steps)} steps instead of {len(expected)}"
         if both.is_exact:
             yield Finding("steps", "steps", what, None, steps[0].line)
 
@@ -52,9 +52,9 @@ def learning_rates(both: Comparison) -> Iterator[Finding]:
         yield from _rates(both, number, one, of_ranks)
 
 
-def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _step(both: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
     line, facts = steps[0].line, both.facts
-    if carried := list(_carried(both, number, wanted, steps)):
+    if carried := list(_carried(both, number, expected, steps)):
         yield from carried
         return
     if steps[0].in_step:  # the optimizer averages them
@@ -79,16 +79,16 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     by_hand = factor_by_hand(steps)
     if all(total is not None and close(total * by_hand, 1.0) for total in totals):
         both.compared.add("averaged gradients")
-    samples, of_ranks = samples_of(wanted), sum(map(samples_of, steps), collections.Counter())
+    samples, of_ranks = samples_of(expected), sum(map(samples_of, steps), collections.Counter())
     has_same_samples, had_repeated = facts.loaders and samples and samples == of_ranks, both.has_repeated
     both.has_repeated |= bool(facts.loaders and samples < of_ranks)
     is_shorter = samples.total() < largest_step(both.reference)
     both.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
     may_remember = had_repeated or (both.has_rest and any("gather" in name for name, _ in steps[0].collectives))
     both.has_rest |= is_shorter
-    draws = next((each.line for one in (wanted, *steps) for each in one.micro_batches if each.draws), "")
+    draws = next((each.line for one in (expected, *steps) for each in one.micro_batches if each.draws), "")
     is_compared = has_same_samples and not draws
-    found = list(_gradient(both, number, wanted, steps)) if is_compared else []
+    found = list(_gradient(both, number, expected, steps)) if is_compared else []
     has_means = all(total is not None and close(total, 1.0) for total in totals)
     is_wrong = found[0].kind == "factor" if found else has_means and not is_compared
     if is_wrong and close(by_hand, both.processes):
@@ -106,20 +106,20 @@ def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) 
     if not found and not steps[0].in_step and (differing := ranks_differ(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
-    if not found and is_compared and steps[0].clips and wanted.clips:
-        found += _gradient(both, number, wanted, steps, "at_step")
+    if not found and is_compared and steps[0].clips and expected.clips:
+        found += _gradient(both, number, expected, steps, "at_step")
     yield from found
-    found_rates = list(_rates(both, number, wanted, steps))
+    found_rates = list(_rates(both, number, expected, steps))
     yield from found_rates
     if found_rates:
         return
     if differing := ranks_differ(steps, "weights"):
         yield Finding("weights", "weights", f"{differing} have different weights after the step", number, line)
     elif is_compared and not found and not both.has_drifted:
-        yield from _weights(both, number, wanted, steps[0])
+        yield from _weights(both, number, expected, steps[0])
 
 
-def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _carried(both: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
     """Weights and optimizer state at the beginning of a step must be the shared ones."""
     if not both.reference.weights:
         return
@@ -129,7 +129,7 @@ def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...
             found = getattr(step, kind)
             names = [
                 name
-                for name, value in getattr(wanted, kind).items()
+                for name, value in getattr(expected, kind).items()
                 if (other := found.get(name, value)).shape == value.shape and differ(value, other) > RANK_TOLERANCE
             ]
             if names:
@@ -159,14 +159,14 @@ def factor_by_hand(steps: tuple[Step, ...]) -> float:
 
 
 def _gradient(
-    both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
+    both: Comparison, number: int, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
 ) -> Iterator[Finding]:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
-    expected, found, factors = getattr(wanted, kind_of), getattr(steps[0], kind_of), {}
-    limit, tolerance = rounding(expected), TOLERANCE
+    values, found, factors = getattr(expected, kind_of), getattr(steps[0], kind_of), {}
+    limit, tolerance = rounding(values), TOLERANCE
     if both.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
         limit, tolerance = 0.0, 0.0
-    for name, value in expected.items():
+    for name, value in values.items():
         if name not in found:
             what = f"{name} has a gradient on 1 process only"
             yield Finding("unused", "gradient", what, number, steps[0].line)
@@ -180,7 +180,7 @@ def _gradient(
         both.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
     first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
-    what = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(wanted, steps, factors)}"
+    what = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
     may_remember = both.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
     if all(close(factor, first, 1e-2) for factor in factors.values()) and not may_remember:
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
@@ -196,22 +196,22 @@ def _gradient(
         kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"
     if not are_unequal(coefficients(both, steps)):
         yield Finding(kind, "gradient", what, number, line)
-    elif samples_of(wanted).total() < largest_step(both.reference) and not both.is_exact:
+    elif samples_of(expected).total() < largest_step(both.reference) and not both.is_exact:
         # Else _losses reports it.
         what = f"the last step of an epoch: {what}, a mean of means over unequal parts"
         yield note("gradient", what, number, line)
 
 
-def _cause(wanted: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
+def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
     """What the records show of why gradients differ by no one factor; "" if nothing."""
     if len({micro.class_weights for step in steps for micro in step.micro_batches} - {""}) > 1:
         return ": the weights of the classes in the loss differ between the processes"
-    if targets_of((wanted,)) != targets_of(steps):
+    if targets_of((expected,)) != targets_of(steps):
         return ": the targets of the loss differ from those of the same samples on 1 process"
-    for name, value in wanted.buffers.items():
+    for name, value in expected.buffers.items():
         if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
             return f": the buffer {name} differs, which each forward pass changes by its own samples"
-    known = [(wanted.gradients[name], steps[0].gradients[name], wanted.before.get(name)) for name in factors]
+    known = [(expected.gradients[name], steps[0].gradients[name], expected.before.get(name)) for name in factors]
     for what, penalty in (("weights", torch.clone), ("signs of the weights", torch.sign)):
         if all(
             weights is not None and one.shape == other.shape and is_multiple((other - one)[1:], penalty(weights[1:]))
@@ -238,16 +238,16 @@ def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, toleranc
     return distance > tolerance and not distance * norm_of(larger) <= rounding  # it may be NaN
 
 
-def _weights(both: Comparison, number: int, wanted: Step, step: Step) -> Iterator[Finding]:
-    if not both.reference.weights or step.options != wanted.options:
+def _weights(both: Comparison, number: int, expected: Step, step: Step) -> Iterator[Finding]:
+    if not both.reference.weights or step.options != expected.options:
         return
-    limit = rounding(wanted.at_step)
-    for name, value in wanted.weights.items():
-        gradient = wanted.at_step.get(name)
+    limit = rounding(expected.at_step)
+    for name, value in expected.weights.items():
+        gradient = expected.at_step.get(name)
         if gradient is None or norm_of(gradient) <= limit or name not in step.weights:
             continue  # Adam makes a step of +-lr of a gradient that is all rounding
         counts = gradient.abs() > max(1e-3 * gradient[1:].abs().max(), 10 * EPSILON)
-        change, other = value - wanted.before[name], step.weights[name] - step.before[name]
+        change, other = value - expected.before[name], step.weights[name] - step.before[name]
         counts &= change.abs() > 50 * EPSILON * value.abs()  # else most of it is rounding of the weight
         counts[0] = False
         if counts.any() and differ(change[counts], other[counts]) > 0.02:
@@ -257,17 +257,17 @@ def _weights(both: Comparison, number: int, wanted: Step, step: Step) -> Iterato
     both.compared.add("weights")
 
 
-def _rates(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _rates(both: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
     for rank, step in enumerate(steps):
-        for group, (rate, expected) in enumerate(zip(step.rates, wanted.rates, strict=False)):
+        for group, (rate, right) in enumerate(zip(step.rates, expected.rates, strict=False)):
             found, known = rates_of(both.ranks[rank], group), rates_of(both.reference, group)
             has_more = len(both.ranks[rank].steps) != len(both.reference.steps)  # of which it may be a fraction
-            is_longer = (step.schedule_calls > wanted.schedule_calls or has_more) and not both.is_exact
+            is_longer = (step.schedule_calls > expected.schedule_calls or has_more) and not both.is_exact
             low, high = allowed(known, number, is_longer)
             margin = 0.05 * both.has_repeated * (not both.is_exact)  # by the number of samples
             if low * (1 - margin) <= rate <= high * (1 + margin):
                 continue
-            bases = [each.bases[group] for each in (wanted, step)]
+            bases = [each.bases[group] for each in (expected, step)]
             if (factor := scale(found, known, bases, both.processes)) and not both.is_exact:
                 what = f"{factor:.3g} times as high on {both.processes} processes: right only where the batch "
                 yield note("learning rate", what + "of a step grows with them", None, step.line)
@@ -277,10 +277,10 @@ def _rates(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...])
                 what += f"a rate of {first:.4g} on rank 0 and of {rate:.4g} on rank {rank}"
                 yield Finding("schedule_alone", "learning rate", what, number, step.line)
                 return
-            what += f"{rate:.4g} on rank {rank} instead of {expected:.4g}"
+            what += f"{rate:.4g} on rank {rank} instead of {right:.4g}"
             for factor in (both.processes, usual_micro_batches(both.reference), 2, 3, 4):
                 if are_faster(found, known, number, factor):
-                    part = "warm-up" if known[0] < expected < known[min(number, len(known) - 1)] else "schedule"
+                    part = "warm-up" if known[0] < right < known[min(number, len(known) - 1)] else "schedule"
                     what += f": the {part} is {factor} times too fast"
                     break
             yield Finding("schedule", "learning rate", what, number, step.line)
