@@ -288,24 +288,24 @@ class Proof:
 
         def run(one_per_machine: bool):
             outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=one_per_machine))
-            both, found = compare_records(self.reference, processes, outcome)
-            return outcome, both, found, next((each for each in found if each.kind or both is None), None)
+            comparison, found = compare_records(self.reference, processes, outcome)
+            return outcome, comparison, found, next((each for each in found if each.kind or comparison is None), None)
 
-        outcome, both, found, problem = run(one_per_machine)
+        outcome, comparison, found, problem = run(one_per_machine)
         if outcome.records and not (outcome.records[0].facts.ddp or self.report.framework):
             self.report.framework = "By hand"
         made = zip(*(record.steps for record in outcome.records), strict=False)
         self.is_divided |= any(ranks_differ(of_ranks, "state_before") for of_ranks in made)
         self.script_spawns = self.script_spawns or any(record.facts.starts for record in outcome.records)
         if one_per_machine and problem:
-            outcome_apart, (outcome, both, found, on_one_machine) = outcome, run(False)
+            outcome_apart, (outcome, comparison, found, on_one_machine) = outcome, run(False)
             if on_one_machine is None:
                 # Other than training, it may be for one machine alone, or the machines have different disks.
                 is_local = problem.stage == "samples" or outcome_apart.records[0].facts.asked
                 kind = "local_rank" if is_local else problem.kind if problem.stage in OF_TRAINING else ""
                 what = f"{problem.what}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
                 found.append(problem._replace(kind=kind, what=what))
-        if both is None and not found[0].kind:
+        if comparison is None and not found[0].kind:
             raise CannotTell(found[0].what)
         if any(each.kind == "items" for each in found) and is_augmented(outcome.records[0]):
             again = self.runs(processes, replace(self.plan, **self.repeat, same_share=True))
@@ -326,25 +326,26 @@ class Proof:
             return True
         if outcome.error and self.pretends_gpu:
             raise CannotTell(f"it asks for an accelerator, and with a pretended one {name} fail: {outcome.error}")
-        if both is None:
+        if comparison is None:
             self.report.add(name, found)
             self.report.log(outcome)
             return False
         if any(each.kind == "schedule" for each in found) and self._counts_its_batches(processes):
             found = [each for each in found if each.kind != "schedule"]
-            both.compared.discard("learning rates")
-            both.not_compared["learning rates"] = "the script counts its steps by its batch size, which prove divides"
+            comparison.compared.discard("learning rates")
+            why = "the script counts its steps by its batch size, which prove divides"
+            comparison.not_compared["learning rates"] = why
         found = self.report.add(name, found)
         if not any(finding.stage == "samples" for finding in found):
-            found += self.report.add(name, self._evaluations(both))
+            found += self.report.add(name, self._evaluations(comparison))
         if found and any(finding.stage != "evaluation" for finding in found):
             return False
-        if not found and evaluations.are_compared(both):
-            both.compared.add("evaluations")
-        self.report.line("" if found else name, f"the same {join_compared(both.compared) or 'course'}")
+        if not found and evaluations.are_compared(comparison):
+            comparison.compared.add("evaluations")
+        self.report.line("" if found else name, f"the same {join_compared(comparison.compared) or 'course'}")
         self.counts.append(processes)
-        self.compared |= both.compared
-        self.not_compared |= both.not_compared
+        self.compared |= comparison.compared
+        self.not_compared |= comparison.not_compared
         return not found
 
     def _counts_its_batches(self, processes: int) -> bool:
@@ -353,27 +354,27 @@ class Proof:
         found = steps.learning_rates(Comparison(self.reference, again.records)) if again.records else ()
         return not any(finding.kind for finding in found)
 
-    def _evaluations(self, both: Comparison) -> list[Finding]:
-        if both.reference.facts.run:  # its results are known
-            return list(evaluations.differing_results(both))
-        suspects = evaluations.suspects(both)
+    def _evaluations(self, comparison: Comparison) -> list[Finding]:
+        if comparison.reference.facts.run:  # its results are known
+            return list(evaluations.differing_results(comparison))
+        suspects = evaluations.suspects(comparison)
         if not suspects:
-            return list(evaluations.share(both))
+            return list(evaluations.share(comparison))
 
         def differing(**changes) -> set | None:
             """The keys of what differs in another run on one process; None if the run failed."""
             records = self.runs(1, replace(self.plan, **changes)).records
-            return {each.key for each in evaluations.suspects(Comparison(both.reference, records))} if records else None
+            return {each.key for each in evaluations.suspects(Comparison(self.reference, records))} if records else None
 
         # The result of an evaluation repeats in a second run, whose clock is fast, and changes with fewer test samples.
-        noise, trained = differing(clock=1000), trained_on(both.reference)
+        noise, trained = differing(clock=1000), trained_on(comparison.reference)
         if noise is None:
             return []
-        tested = [key for test in both.reference.evaluations for key in test.samples if key not in trained]
+        tested = [key for test in comparison.reference.evaluations for key in test.samples if key not in trained]
         results, notes = differing(shorter=tested) or set(), []
         for suspect in suspects:
             if suspect.key in results - noise:
-                return [evaluations.explained(both, suspect)]
+                return [evaluations.explained(comparison, suspect)]
             if suspect.key not in noise:
                 notes.append(note("output", f"{suspect.says}: of rank 0 alone, or of samples without a DataLoader"))
         return notes[:1]
@@ -493,8 +494,8 @@ def compare_records(reference: Record, processes: int, outcome: Outcome) -> tupl
         raise CannotTell(f"with Join, its processes make different numbers of steps ({joined})")
     if len({frozenset(record.steps[0].before) for record in outcome.records if record.steps}) > 1:
         raise CannotTell("each process steps parameters of its own")
-    both = Comparison(reference, outcome.records)
-    return both, list(several.findings(both))
+    comparison = Comparison(reference, outcome.records)
+    return comparison, list(several.findings(comparison))
 
 
 def unfinished(processes: int, outcome: Outcome) -> Finding:

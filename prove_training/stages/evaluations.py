@@ -37,31 +37,31 @@ class Suspect(NamedTuple):
         return f'it says "{self.line.strip()[:200]}", and on 1 process "{self.right_line.strip()[:200]}"'
 
 
-def pairs(both: Comparison) -> Iterator[tuple[Evaluation, list[Evaluation]]]:
+def pairs(comparison: Comparison) -> Iterator[tuple[Evaluation, list[Evaluation]]]:
     """The evaluations of the reference, and those of each rank after the same number of steps."""
-    for expected in both.reference.evaluations:
-        found = [[each for each in rank.evaluations if each.after == expected.after] for rank in both.ranks]
+    for expected in comparison.reference.evaluations:
+        found = [[each for each in rank.evaluations if each.after == expected.after] for rank in comparison.ranks]
         if found[0]:
             yield expected, [each[0] for each in found if each]
 
 
-def are_compared(both: Comparison) -> bool:
-    return any(test.result or (not test.draws and NUMBER.search(" ".join(test.said))) for test, _ in pairs(both))
+def are_compared(comparison: Comparison) -> bool:
+    return any(test.result or (not test.draws and NUMBER.search(" ".join(test.said))) for test, _ in pairs(comparison))
 
 
-def suspects(both: Comparison) -> list[Suspect]:
+def suspects(comparison: Comparison) -> list[Suspect]:
     """All printed numbers that differ."""
     return [
         Suspect(expected, ranks, *found)
-        for expected, ranks in pairs(both)
+        for expected, ranks in pairs(comparison)
         if not expected.draws
         for found in differing(expected.said, ranks[0].said)
     ]
 
 
-def differing_results(both: Comparison) -> Iterator[Finding]:
+def differing_results(comparison: Comparison) -> Iterator[Finding]:
     """Results passed to Run.log_test that differ."""
-    for expected, ranks in pairs(both):
+    for expected, ranks in pairs(comparison):
         for name, value in expected.result.items():
             for number, rank in enumerate(ranks):
                 other = rank.result.get(name, math.nan)
@@ -71,10 +71,10 @@ def differing_results(both: Comparison) -> Iterator[Finding]:
                     return
 
 
-def share(both: Comparison) -> Iterator[Finding]:
+def share(comparison: Comparison) -> Iterator[Finding]:
     """An evaluation of a part of the samples, without a collective call."""
-    trained = trained_on(both.reference)
-    for expected, ranks in pairs(both):
+    trained = trained_on(comparison.reference)
+    for expected, ranks in pairs(comparison):
         total, own = (
             sum(len(samples) for key, samples in test.samples.items() if key not in trained)
             for test in (expected, ranks[0])
@@ -85,9 +85,9 @@ def share(both: Comparison) -> Iterator[Finding]:
             return
 
 
-def explained(both: Comparison, suspect: Suspect) -> Finding:
+def explained(comparison: Comparison, suspect: Suspect) -> Finding:
     """The finding for a result that differs."""
-    for found in share(both):
+    for found in share(comparison):
         return found._replace(what=f"{found.what}: {suspect.says}")
     for rank, test in enumerate(suspect.ranks):
         if differing_models(suspect.ranks[0], test):
@@ -104,7 +104,7 @@ def explained(both: Comparison, suspect: Suspect) -> Finding:
         what = f"the extreme of the processes is taken, and not their sum: {suspect.says}"
         return Finding("eval_extreme", "evaluation", what, None, line)
     factor = suspect.other / suspect.value if suspect.value else 0.0
-    if close(factor, both.processes, 1e-2) or close(factor, 1 / both.processes, 1e-2):
+    if close(factor, comparison.processes, 1e-2) or close(factor, 1 / comparison.processes, 1e-2):
         what = f"{factor:.4g} times the result of 1 process: {suspect.says}"
         return Finding("eval_factor", "evaluation", what, None, line)
     return Finding("eval_mean", "evaluation", f"{suspect.says}, from the same weights and samples", None, line)

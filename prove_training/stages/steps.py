@@ -28,33 +28,33 @@ from .single import OF_BATCH_NORM, total_weight, usual_micro_batches, weights
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
 
-def findings(both: Comparison) -> Iterator[Finding]:
-    found, expected, steps = {}, both.reference.steps, both.ranks[0].steps
-    for (number, of_ranks), one in zip(both.steps_of_ranks(), expected, strict=False):
-        if number > 1 and number - 1 not in both.reference.weights:
-            both.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
+def findings(comparison: Comparison) -> Iterator[Finding]:
+    found, expected, steps = {}, comparison.reference.steps, comparison.ranks[0].steps
+    for (number, of_ranks), one in zip(comparison.steps_of_ranks(), expected, strict=False):
+        if number > 1 and number - 1 not in comparison.reference.weights:
+            comparison.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
             break
-        for finding in _step(both, number, one, of_ranks):
+        for finding in _step(comparison, number, one, of_ranks):
             found.setdefault(finding.kind or finding.what, finding)
     for kind in ("factor", "gradient") if "token_weights" in found else ():
         found.pop(kind, None)  # a step of which one process has all tokens shows a factor
     yield from found.values()
-    if "gradients" not in both.compared and not any("gradients" in what for what in both.not_compared):
-        both.not_compared["gradients"] = "no step has the same samples as on 1 process"
+    if "gradients" not in comparison.compared and not any("gradients" in what for what in comparison.not_compared):
+        comparison.not_compared["gradients"] = "no step has the same samples as on 1 process"
     if len(expected) != len(steps) and not found:
-        both.not_compared["steps"] = what = f"{len(steps)} steps instead of {len(expected)}"
-        if both.is_exact:
+        comparison.not_compared["steps"] = what = f"{len(steps)} steps instead of {len(expected)}"
+        if comparison.is_exact:
             yield Finding("steps", "steps", what, None, steps[0].line)
 
 
-def learning_rates(both: Comparison) -> Iterator[Finding]:
-    for (number, of_ranks), one in zip(both.steps_of_ranks(), both.reference.steps, strict=False):
-        yield from _rates(both, number, one, of_ranks)
+def learning_rates(comparison: Comparison) -> Iterator[Finding]:
+    for (number, of_ranks), one in zip(comparison.steps_of_ranks(), comparison.reference.steps, strict=False):
+        yield from _rates(comparison, number, one, of_ranks)
 
 
-def _step(both: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
-    line, facts = steps[0].line, both.facts
-    if carried := list(_carried(both, number, expected, steps)):
+def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+    line, facts = steps[0].line, comparison.facts
+    if carried := list(_carried(comparison, number, expected, steps)):
         yield from carried
         return
     if steps[0].in_step:  # the optimizer averages them
@@ -75,53 +75,53 @@ def _step(both: Comparison, number: int, expected: Step, steps: tuple[Step, ...]
         else:
             yield Finding("not_reduced", "gradient", what, number, line)
         return
-    totals = [total_weight(rank, step) for rank, step in zip(both.ranks, steps, strict=True)]
+    totals = [total_weight(rank, step) for rank, step in zip(comparison.ranks, steps, strict=True)]
     by_hand = factor_by_hand(steps)
     if all(total is not None and close(total * by_hand, 1.0) for total in totals):
-        both.compared.add("averaged gradients")
+        comparison.compared.add("averaged gradients")
     samples, of_ranks = samples_of(expected), sum(map(samples_of, steps), collections.Counter())
-    has_same_samples, had_repeated = facts.loaders and samples and samples == of_ranks, both.has_repeated
-    both.has_repeated |= bool(facts.loaders and samples < of_ranks)
-    is_shorter = samples.total() < largest_step(both.reference)
-    both.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
-    may_remember = had_repeated or (both.has_rest and any("gather" in name for name, _ in steps[0].collectives))
-    both.has_rest |= is_shorter
+    has_same_samples, had_repeated = facts.loaders and samples and samples == of_ranks, comparison.has_repeated
+    comparison.has_repeated |= bool(facts.loaders and samples < of_ranks)
+    is_shorter = samples.total() < largest_step(comparison.reference)
+    comparison.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
+    may_remember = had_repeated or (comparison.has_rest and any("gather" in name for name, _ in steps[0].collectives))
+    comparison.has_rest |= is_shorter
     draws = next((each.line for one in (expected, *steps) for each in one.micro_batches if each.draws), "")
     is_compared = has_same_samples and not draws
-    found = list(_gradient(both, number, expected, steps)) if is_compared else []
+    found = list(_gradient(comparison, number, expected, steps)) if is_compared else []
     has_means = all(total is not None and close(total, 1.0) for total in totals)
     is_wrong = found[0].kind == "factor" if found else has_means and not is_compared
-    if is_wrong and close(by_hand, both.processes):
-        what = f"the processes' gradients are added up, and not divided by {both.processes}"
+    if is_wrong and close(by_hand, comparison.processes):
+        what = f"the processes' gradients are added up, and not divided by {comparison.processes}"
         found = [Finding("summed", "gradient", what, number, steps[0].collectives[-1][1])]
-    if may_remember and [each.kind for each in found] == ["gradient"] and not both.is_exact:
+    if may_remember and [each.kind for each in found] == ["gradient"] and not comparison.is_exact:
         why = "a step had a sample twice, or fewer samples, which a state of the script may remember"
-        both.not_compared.setdefault("gradients after it", why)
-        both.has_drifted, found = True, []
+        comparison.not_compared.setdefault("gradients after it", why)
+        comparison.has_drifted, found = True, []
     if draws and facts.loaders:
-        if both.is_exact:
+        if comparison.is_exact:
             yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
-        both.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
-    found += _losses(both, number, steps, is_shorter)
+        comparison.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
+    found += _losses(comparison, number, steps, is_shorter)
     if not found and not steps[0].in_step and (differing := ranks_differ(steps, "at_step")):
         yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
         return
     if not found and is_compared and steps[0].clips and expected.clips:
-        found += _gradient(both, number, expected, steps, "at_step")
+        found += _gradient(comparison, number, expected, steps, "at_step")
     yield from found
-    found_rates = list(_rates(both, number, expected, steps))
+    found_rates = list(_rates(comparison, number, expected, steps))
     yield from found_rates
     if found_rates:
         return
     if differing := ranks_differ(steps, "weights"):
         yield Finding("weights", "weights", f"{differing} have different weights after the step", number, line)
-    elif is_compared and not found and not both.has_drifted:
-        yield from _weights(both, number, expected, steps[0])
+    elif is_compared and not found and not comparison.has_drifted:
+        yield from _weights(comparison, number, expected, steps[0])
 
 
-def _carried(both: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _carried(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
     """Weights and optimizer state at the beginning of a step must be the shared ones."""
-    if not both.reference.weights:
+    if not comparison.reference.weights:
         return
     whole = {"before": "weights"} if steps[0].in_step else {"before": "weights", "state_before": "optimizer state"}
     for kind, whose in whole.items():
@@ -159,12 +159,12 @@ def factor_by_hand(steps: tuple[Step, ...]) -> float:
 
 
 def _gradient(
-    both: Comparison, number: int, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
+    comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
 ) -> Iterator[Finding]:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
     values, found, factors = getattr(expected, kind_of), getattr(steps[0], kind_of), {}
     limit, tolerance = rounding(values), TOLERANCE
-    if both.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
+    if comparison.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
         limit, tolerance = 0.0, 0.0
     for name, value in values.items():
         if name not in found:
@@ -174,17 +174,17 @@ def _gradient(
             factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
             factors[name] = math.nan if is_other(factor * value, found[name], limit, TOLERANCE) else factor
     if not factors:
-        both.compared.add("gradients")
+        comparison.compared.add("gradients")
         return
     if steps[0].in_step:
-        both.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
+        comparison.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
     first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
     what = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
-    may_remember = both.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
+    may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
     if all(close(factor, first, 1e-2) for factor in factors.values()) and not may_remember:
         what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
-        totals = [total_weight(rank, step) or 0.0 for rank, step in zip(both.ranks, steps, strict=True)]
+        totals = [total_weight(rank, step) or 0.0 for rank, step in zip(comparison.ranks, steps, strict=True)]
         is_before, micro = kind_of == "gradients", steps[0].micro_batches[-1]
         if is_before and all(close(total, 1.0) for total in totals):
             what += ", and the loss is not: the gradient is changed after the backward pass"
@@ -194,9 +194,9 @@ def _gradient(
     what += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
         kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"
-    if not are_unequal(coefficients(both, steps)):
+    if not are_unequal(coefficients(comparison, steps)):
         yield Finding(kind, "gradient", what, number, line)
-    elif samples_of(expected).total() < largest_step(both.reference) and not both.is_exact:
+    elif samples_of(expected).total() < largest_step(comparison.reference) and not comparison.is_exact:
         # Else _losses reports it.
         what = f"the last step of an epoch: {what}, a mean of means over unequal parts"
         yield note("gradient", what, number, line)
@@ -238,8 +238,8 @@ def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, toleranc
     return distance > tolerance and not distance * norm_of(larger) <= rounding  # it may be NaN
 
 
-def _weights(both: Comparison, number: int, expected: Step, step: Step) -> Iterator[Finding]:
-    if not both.reference.weights or step.options != expected.options:
+def _weights(comparison: Comparison, number: int, expected: Step, step: Step) -> Iterator[Finding]:
+    if not comparison.reference.weights or step.options != expected.options:
         return
     limit = rounding(expected.at_step)
     for name, value in expected.weights.items():
@@ -254,22 +254,23 @@ def _weights(both: Comparison, number: int, expected: Step, step: Step) -> Itera
             what = f"{name} changes by another amount than on 1 process, from the same gradient"
             yield Finding("weights", "weights", what, number, step.line)
             return
-    both.compared.add("weights")
+    comparison.compared.add("weights")
 
 
-def _rates(both: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
-    for rank, step in enumerate(steps):
+def _rates(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+    reference = comparison.reference
+    for rank, (record, step) in enumerate(zip(comparison.ranks, steps, strict=True)):
+        has_more = len(record.steps) != len(reference.steps)  # of which it may be a fraction
+        is_longer = (step.schedule_calls > expected.schedule_calls or has_more) and not comparison.is_exact
         for group, (rate, right) in enumerate(zip(step.rates, expected.rates, strict=False)):
-            found, known = rates_of(both.ranks[rank], group), rates_of(both.reference, group)
-            has_more = len(both.ranks[rank].steps) != len(both.reference.steps)  # of which it may be a fraction
-            is_longer = (step.schedule_calls > expected.schedule_calls or has_more) and not both.is_exact
+            found, known = rates_of(record, group), rates_of(reference, group)
             low, high = allowed(known, number, is_longer)
-            margin = 0.05 * both.has_repeated * (not both.is_exact)  # by the number of samples
+            margin = 0.05 * comparison.has_repeated * (not comparison.is_exact)  # by the number of samples
             if low * (1 - margin) <= rate <= high * (1 + margin):
                 continue
             bases = [each.bases[group] for each in (expected, step)]
-            if (factor := scale(found, known, bases, both.processes)) and not both.is_exact:
-                what = f"{factor:.3g} times as high on {both.processes} processes: right only where the batch "
+            if (factor := scale(found, known, bases, comparison.processes)) and not comparison.is_exact:
+                what = f"{factor:.3g} times as high on {comparison.processes} processes: right only where the batch "
                 yield note("learning rate", what + "of a step grows with them", None, step.line)
                 continue
             what = f"group {group}: " * bool(group)
@@ -278,7 +279,7 @@ def _rates(both: Comparison, number: int, expected: Step, steps: tuple[Step, ...
                 yield Finding("schedule_alone", "learning rate", what, number, step.line)
                 return
             what += f"{rate:.4g} on rank {rank} instead of {right:.4g}"
-            for factor in (both.processes, usual_micro_batches(both.reference), 2, 3, 4):
+            for factor in (comparison.processes, usual_micro_batches(reference), 2, 3, 4):
                 if are_faster(found, known, number, factor):
                     part = "warm-up" if known[0] < right < known[min(number, len(known) - 1)] else "schedule"
                     what += f": the {part} is {factor} times too fast"
@@ -286,7 +287,7 @@ def _rates(both: Comparison, number: int, expected: Step, steps: tuple[Step, ...
             yield Finding("schedule", "learning rate", what, number, step.line)
             return
     if number > 1:
-        both.compared.add("learning rates")
+        comparison.compared.add("learning rates")
 
 
 def rates_of(record: Record, group: int) -> list[float]:
@@ -321,10 +322,10 @@ def are_faster(found: list[float], known: list[float], number: int, factor: int)
     return factor > 1 and len(places) == 2 and all(close(found[at], known[at * factor], 0.02) for at in places)
 
 
-def coefficients(both: Comparison, steps: tuple[Step, ...]) -> list[float]:
+def coefficients(comparison: Comparison, steps: tuple[Step, ...]) -> list[float]:
     """The coefficient of one loss, for each micro-batch of each process; [] where it is not known."""
     pairs = []
-    for rank, step in zip(both.ranks, steps, strict=True):
+    for rank, step in zip(comparison.ranks, steps, strict=True):
         known = weights(rank, step)
         if known is None:
             return []
@@ -340,8 +341,8 @@ def are_unequal(found: list[float]) -> bool:
     return bool(found) and not close(min(found), max(found))
 
 
-def _losses(both: Comparison, number: int, steps: tuple[Step, ...], is_shorter: bool) -> Iterator[Finding]:
-    found, line = coefficients(both, steps), first_line(steps[0])
+def _losses(comparison: Comparison, number: int, steps: tuple[Step, ...], is_shorter: bool) -> Iterator[Finding]:
+    found, line = coefficients(comparison, steps), first_line(steps[0])
     if not are_unequal(found):
         return
     times = f"{max(found) / min(found):.3g} times"
@@ -353,22 +354,22 @@ def _losses(both: Comparison, number: int, steps: tuple[Step, ...], is_shorter: 
         return
     what = "in the last step of an epoch" if is_shorter else "where the micro-batches of a step have different sizes"
     what += f", a sample of the smaller micro-batch weighs {times} one of the larger: a mean of means"
-    if both.is_exact:
+    if comparison.is_exact:
         yield Finding("mean_of_means", "loss weights", what, number, line)
     else:
         yield note("loss weights", what, None, line)
 
 
-def statistics(both: Comparison) -> Iterator[Finding]:
+def statistics(comparison: Comparison) -> Iterator[Finding]:
     """BatchNorm has the statistics of this process alone, and those of rank 0 are saved."""
-    for number, steps in both.steps_of_ranks():
+    for number, steps in comparison.steps_of_ranks():
         if differing := ranks_differ(steps, "statistics"):
             what = f"{differing} have different running statistics, each its own"
-            if both.is_exact:
+            if comparison.is_exact:
                 yield Finding("statistics", "BatchNorm", what, number, steps[0].line)
             else:
                 yield note("BatchNorm", f"{what}: those of rank 0 are saved", number, steps[0].line)
             return
-    if both.is_exact and (differing := ranks_differ(both.ranks, "final")):
+    if comparison.is_exact and (differing := ranks_differ(comparison.ranks, "final")):
         what = f"{differing} have different weights after the last step"
-        yield Finding("weights", "weights", what, None, both.facts.run)
+        yield Finding("weights", "weights", what, None, comparison.facts.run)
