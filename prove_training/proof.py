@@ -7,6 +7,7 @@ on two and three processes. `recording` makes them the same and records, and `st
 import linecache
 import re
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from .mistakes import advice, correction, id_of
 from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Pass, Plan, Record
 from .runs import Outcome, Runs
-from .stages import Comparison, Finding, evaluations, note, ranks_differ, several, single, steps, trained_on
+from .stages import Comparison, Finding, Note, evaluations, ranks_differ, several, single, steps, trained_on
 from .stages.unfinished import explain
 from .text import CannotTell, and_join, plural, show
 
@@ -52,19 +53,19 @@ class Report:
     def line(self, name: str, text: str, colour: str = "") -> None:
         self.say(f"  {name:<13} {text}", colour)
 
-    def add(self, name: str, findings) -> list[Finding]:
+    def add(self, name: str, findings: Iterable[Finding | Note]) -> list[Finding]:
         """Print findings, each kind once, and keep notes for the end. Returns the new findings."""
         new = []
         for finding in findings:
             if finding.kind and f"prove: ignore[{id_of(finding.kind)}]" in self.source(finding.line):
-                finding = note(finding.stage, f"{finding.what} [{id_of(finding.kind)}, ignored]", None, finding.line)
-            if not finding.kind:
+                finding = Note(finding.stage, f"{finding.message} [{id_of(finding.kind)}, ignored]", None, finding.line)
+            if isinstance(finding, Note):
                 if without_numbers(finding) not in map(without_numbers, self.notes):
                     self.notes.append(finding)
             elif finding.kind not in [each.kind for each in self.findings]:
                 self.findings.append(finding)
                 new.append(finding)
-                self.line(name, f"WRONG in {finding.place}: {finding.what} [{id_of(finding.kind)}]", "red")
+                self.line(name, f"WRONG in {finding.place}: {finding.message} [{id_of(finding.kind)}]", "red")
                 if source := self.source(finding.line):
                     self.line("", f"  {finding.line}  {source}")
         return new
@@ -83,9 +84,9 @@ class Report:
         return ""
 
     def end(self, code: int, verdict: str) -> int:
-        for finding in self.notes:
-            place = f" ({finding.line})" if finding.line else ""
-            self.say(f"note: {finding.stage}: {finding.what}{place}", "yellow")
+        for note in self.notes:
+            place = f" ({note.line})" if note.line else ""
+            self.say(f"note: {note.stage}: {note.message}{place}", "yellow")
         for finding in self.findings:
             self.say(f"what to do: {advice(finding.kind, self.framework)}")
             for line in correction(finding.kind) if self.framework in ("", "By hand") else ():
@@ -115,7 +116,7 @@ def prove(args) -> int:
             return report.end(*proof.verdict())
         except CannotTell as reason:
             if report.findings:  # on one process, which is enough
-                report.add("", [note("not compared", str(reason))])
+                report.add("", [Note("not compared", str(reason))])
                 return report.end(*proof.wrong(report.findings))
             return report.end(CANNOT_TELL, f"cannot tell: {reason}")
 
@@ -184,11 +185,11 @@ class Proof:
                 self._accumulate(buffer)
         if self.report.findings:
             return self.wrong(self.report.findings)
-        reasons = [f"{what}: {why}" for what, why in self.not_compared.items()]
+        reasons = [f"{subject}: {why}" for subject, why in self.not_compared.items()]
         if not self.compared & {"gradients", "averaged gradients"}:
             same = f" (the same: {join_compared(self.compared)})" if self.compared else ""
             raise CannotTell(f"{'; '.join(reasons) or 'no gradient could be compared'}{same}")
-        self.report.add("", [note("not compared", reason) for reason in reasons])
+        self.report.add("", [Note("not compared", reason) for reason in reasons])
         same = f"the same {join_compared(self.compared)} on {and_join(self.counts)} processes"
         if "gradients" not in self.compared or "steps" in self.not_compared:
             code = CANNOT_TELL if self.args.strict else PROVEN
@@ -211,7 +212,7 @@ class Proof:
         return "".join(f"; {hint}" for hint in hints)
 
     def wrong(self, findings: list[Finding]) -> tuple[int, str]:
-        verdict = f"wrong: {findings[0].what} ({findings[0].place})"
+        verdict = f"wrong: {findings[0].message} ({findings[0].place})"
         if self.compared and all(finding.stage == "evaluation" for finding in findings):
             verdict += f"; in training, the same {join_compared(self.compared)}"
         return WRONG, verdict
@@ -269,13 +270,13 @@ class Proof:
             words += f", {min(length, self.plan.limit)} of {length} training samples" if length else ""
         self.report.say(words)
         if self.plan.without_gpu:
-            self.report.add("", [note("comparison", "what the script puts on a GPU stays on the CPU")])
+            self.report.add("", [Note("comparison", "what the script puts on a GPU stays on the CPU")])
         if written := self.plan.asked and self.runs.written(self.plan.asked):
-            what = f"the script's {written} is replaced by the number of processes of each run"
-            self.report.add("", [note("comparison", what)])
+            message = f"the script's {written} is replaced by the number of processes of each run"
+            self.report.add("", [Note("comparison", message)])
         if off := facts.switched_off:
-            what = f"{and_join(sorted(off))} switched off: results would differ by design"
-            self.report.add("", [note("comparison", what)])
+            message = f"{and_join(sorted(off))} switched off: results would differ by design"
+            self.report.add("", [Note("comparison", message)])
 
     def _compare(self, processes: int) -> bool:
         """Compare a run on several processes. Returns whether nothing is wrong.
@@ -289,7 +290,8 @@ class Proof:
         def run(one_per_machine: bool):
             outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=one_per_machine))
             comparison, found = compare_records(self.reference, processes, outcome)
-            return outcome, comparison, found, next((each for each in found if each.kind or comparison is None), None)
+            problem = next((each for each in found if each.kind or comparison is None), None)
+            return outcome, comparison, found, problem
 
         outcome, comparison, found, problem = run(one_per_machine)
         if outcome.records and not (outcome.records[0].facts.ddp or self.report.framework):
@@ -303,10 +305,11 @@ class Proof:
                 # Other than training, it may be for one machine alone, or the machines have different disks.
                 is_local = problem.stage == "samples" or outcome_apart.records[0].facts.asked
                 kind = "local_rank" if is_local else problem.kind if problem.stage in OF_TRAINING else ""
-                what = f"{problem.what}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
-                found.append(problem._replace(kind=kind, what=what))
-        if comparison is None and not found[0].kind:
-            raise CannotTell(found[0].what)
+                message = f"{problem.message}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
+                others = problem.stage, message, problem.step, problem.line
+                found.append(Finding(kind, *others) if kind else Note(*others))
+        if comparison is None and isinstance(found[0], Note):
+            raise CannotTell(found[0].message)
         if any(each.kind == "items" for each in found) and is_augmented(outcome.records[0]):
             again = self.runs(processes, replace(self.plan, **self.repeat, same_share=True))
             first, *others = ([each.read for each in trained_passes(record)[:1]] for record in again.records)
@@ -376,7 +379,7 @@ class Proof:
             if suspect.key in results - noise:
                 return [evaluations.explained(comparison, suspect)]
             if suspect.key not in noise:
-                notes.append(note("output", f"{suspect.says}: of rank 0 alone, or of samples without a DataLoader"))
+                notes.append(Note("output", f"{suspect.says}: of rank 0 alone, or of samples without a DataLoader"))
         return notes[:1]
 
     def _resume(self, flags_before: list[str], flags: list[str]) -> None:
@@ -384,7 +387,7 @@ class Proof:
         first = self._interrupted(flags_before)
         if not first.records or not first.records[0].facts.has_saved:
             why = first.error or "it saved nothing after its first step"
-            self.report.add("", [note("resume", f"not compared: {why}")])
+            self.report.add("", [Note("resume", f"not compared: {why}")])
             return
         whole, done = self.runs(1, replace(self.plan, is_resumed=False)).records[0], len(first.records[0].steps)
         again = replace(self.plan, is_resumed=True)
@@ -403,10 +406,10 @@ class Proof:
         if not third.error and self.report.add(name, resuming.differing_ranks(third.records, self.is_divided)):
             return
         if third.error or len(third.records) < more or third.waits:
-            problems = [note(name, third.error or "it did not end")]
+            problems = [Note(name, third.error or "it did not end")]
         else:  # a note: somebody may always resume on as many processes
             found = resuming.compare(whole, resuming.merged(third.records), done, has_gradients=False)
-            problems = [each._replace(kind="", stage=name) for each in found if each.kind]
+            problems = [Note(name, *each[2:]) for each in found if each.kind]
         self.report.add("", problems)
         if not problems:
             self.report.line("", f"the same after step {done} on {plural(more, 'process')}")
@@ -416,8 +419,9 @@ class Proof:
         outcome = self.runs(1, replace(self.plan, **self.repeat), ACCUMULATION)
         step = outcome.records[0].steps[1] if has_run(outcome) and len(outcome.records[0].steps) > 1 else None
         if step and step.buffers.get(buffer) != self.reference.steps[1].buffers[buffer]:
-            what = f"each forward pass changes the buffer {buffer}: with 2 micro-batches per step it has other values"
-            self.report.add("2 micro-batches", [Finding("gradient", "gradient", what, 2, step.line)])
+            message = f"each forward pass changes the buffer {buffer}: with 2 micro-batches per step "
+            finding = Finding("gradient", "gradient", f"{message}it has other values", 2, step.line)
+            self.report.add("2 micro-batches", [finding])
 
     def _interrupted(self, flags: list[str]) -> Outcome:
         return self.runs(1, replace(self.plan, stop_after_save=True, is_resumed=False), flags)
@@ -441,9 +445,9 @@ def has_run(outcome: Outcome) -> bool:
     return not (outcome.error or outcome.waits or outcome.records[0].facts.cannot_tell)
 
 
-def without_numbers(finding: Finding) -> tuple[str, str]:
+def without_numbers(note: Note) -> tuple[str, str]:
     """What two notes have in common that differ in the number of processes."""
-    return finding.stage, re.sub(r"\d+", "", finding.what)
+    return note.stage, re.sub(r"\d+", "", note.message)
 
 
 def is_about_gpus(error: str | None) -> bool:
@@ -467,7 +471,7 @@ def given_sizes(records: list[Record]) -> set[int]:
     return {loader.given for loader in loaders if loader.given}
 
 
-def compare_records(reference: Record, processes: int, outcome: Outcome) -> tuple[Comparison | None, list[Finding]]:
+def compare_records(reference: Record, processes: int, outcome: Outcome) -> tuple[Comparison | None, list]:
     """What a run on several processes shows; without a comparison where it has not come to its end.
 
     Raises:
@@ -475,17 +479,17 @@ def compare_records(reference: Record, processes: int, outcome: Outcome) -> tupl
     """
     for record in outcome.records:
         if reason := record.facts.cannot_tell:
-            return None, [note("process group", reason)]
+            return None, [Note("process group", reason)]
     if any(record.steps for record in outcome.records) and several.are_plain(outcome.records):
-        what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
+        message = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
         changes = CHANGES
         if line := outcome.records[0].facts.data_parallel:
-            what = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
+            message = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
             changes = f"take nn.DataParallel out; {CHANGES}"
         if line := outcome.records[0].facts.several_devices:
-            what = f"the layers of its model are on several devices ({line}), of which one process uses all"
+            message = f"the layers of its model are on several devices ({line}), of which one process uses all"
             changes = "that is no replica: keep one process, or shard the model with fully_shard of PyTorch"
-        raise CannotTell(f"{what}. To change first: {changes}")
+        raise CannotTell(f"{message}. To change first: {changes}")
     is_stuck = outcome.waits and len(outcome.records[0].steps) < len(reference.steps)
     if outcome.error or len(outcome.records) < processes or is_stuck:
         return None, [unfinished(processes, outcome)]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..records import Evaluation
 from ..text import plural
-from . import Comparison, Finding, close, trained_on
+from . import Comparison, Finding, Findings, close, trained_on
 
 RESULTS = 1e-4  # tolerance of a result that Run has logged
 CUTS = 3  # calls of gather_for_metrics; fewer are not in each batch, and cut no repeated samples
@@ -59,19 +59,19 @@ def suspects(comparison: Comparison) -> list[Suspect]:
     ]
 
 
-def differing_results(comparison: Comparison) -> Iterator[Finding]:
+def differing_results(comparison: Comparison) -> Findings:
     """Results passed to Run.log_test that differ."""
     for expected, ranks in pairs(comparison):
         for name, value in expected.result.items():
             for number, rank in enumerate(ranks):
                 other = rank.result.get(name, math.nan)
                 if abs(value - other) > RESULTS * max(abs(value), abs(other), RESULTS):
-                    what = f"{name} is {other:.6g} on rank {number} instead of {value:.6g}, from the same weights"
-                    yield Finding("eval_mean", "evaluation", what, None, rank.line)
+                    message = f"{name} is {other:.6g} on rank {number} instead of {value:.6g}, from the same weights"
+                    yield Finding("eval_mean", "evaluation", message, None, rank.line)
                     return
 
 
-def share(comparison: Comparison) -> Iterator[Finding]:
+def share(comparison: Comparison) -> Findings:
     """An evaluation of a part of the samples, without a collective call."""
     trained = trained_on(comparison.reference)
     for expected, ranks in pairs(comparison):
@@ -80,33 +80,33 @@ def share(comparison: Comparison) -> Iterator[Finding]:
             for test in (expected, ranks[0])
         )
         if total and own < 0.9 * total and not any(rank.collectives for rank in ranks):
-            what = f"rank 0 sees {own} of {total} samples, and nothing adds up the parts of the processes"
-            yield Finding("eval_share", "evaluation", what, None, ranks[0].line)
+            message = f"rank 0 sees {own} of {total} samples, and nothing adds up the parts of the processes"
+            yield Finding("eval_share", "evaluation", message, None, ranks[0].line)
             return
 
 
 def explained(comparison: Comparison, suspect: Suspect) -> Finding:
     """The finding for a result that differs."""
     for found in share(comparison):
-        return found._replace(what=f"{found.what}: {suspect.says}")
+        return found._replace(message=f"{found.message}: {suspect.says}")
     for rank, test in enumerate(suspect.ranks):
         if differing_models(suspect.ranks[0], test):
-            what = f"the tested model has other weights on rank {rank} than on rank 0: {suspect.says}"
-            return Finding("eval_weights", "evaluation", what, None, test.line)
+            message = f"the tested model has other weights on rank {rank} than on rank 0: {suspect.says}"
+            return Finding("eval_weights", "evaluation", message, None, test.line)
     calls = [call for rank in suspect.ranks for call in rank.collectives]
     line = next((line for name, line in calls if name != "reduce"), suspect.ranks[0].line)
     repeated = _repeated(suspect)
     cuts = [name for name, _ in suspect.ranks[0].collectives].count("gather_for_metrics")
     if repeated and cuts < CUTS:
-        what = f"{plural(repeated, 'sample')} counted twice: {suspect.says}"
-        return Finding("eval_repeated", "evaluation", what, None, line)
+        message = f"{plural(repeated, 'sample')} counted twice: {suspect.says}"
+        return Finding("eval_repeated", "evaluation", message, None, line)
     if calls and all(name.endswith(("(MAX)", "(MIN)")) for name, _ in calls):
-        what = f"the extreme of the processes is taken, and not their sum: {suspect.says}"
-        return Finding("eval_extreme", "evaluation", what, None, line)
+        message = f"the extreme of the processes is taken, and not their sum: {suspect.says}"
+        return Finding("eval_extreme", "evaluation", message, None, line)
     factor = suspect.other / suspect.value if suspect.value else 0.0
     if close(factor, comparison.processes, 1e-2) or close(factor, 1 / comparison.processes, 1e-2):
-        what = f"{factor:.4g} times the result of 1 process: {suspect.says}"
-        return Finding("eval_factor", "evaluation", what, None, line)
+        message = f"{factor:.4g} times the result of 1 process: {suspect.says}"
+        return Finding("eval_factor", "evaluation", message, None, line)
     return Finding("eval_mean", "evaluation", f"{suspect.says}, from the same weights and samples", None, line)
 
 

@@ -11,10 +11,11 @@ from ..text import plural
 from . import (
     Comparison,
     Finding,
+    Findings,
+    Note,
     first_line,
     is_look,
     largest_step,
-    note,
     parts_of,
     passes_of,
     samples_of,
@@ -24,7 +25,7 @@ from . import (
 UNKNOWN = "they were not read by a DataLoader that prove can follow"
 
 
-def findings(comparison: Comparison) -> Iterator[Finding]:
+def findings(comparison: Comparison) -> Findings:
     if not comparison.facts.loaders:
         yield from _own_batches(comparison)
         return
@@ -38,15 +39,15 @@ def findings(comparison: Comparison) -> Iterator[Finding]:
         parts = [collections.Counter(rank.get((key, number), [])) for rank in found]
         read = {digest for rank in comparison.ranks for digest in _read(rank, key, number)}
         for finding in _pass(comparison, key, collections.Counter(expected), parts, (key, number) in whole, read):
-            if finding.what not in said:
-                said.add(finding.what)
+            if finding.message not in said:
+                said.add(finding.message)
                 yield finding
     yield from _same_epoch(comparison)
     if "samples" not in comparison.not_compared:
         comparison.compared.add("samples")
 
 
-def _same_epoch(comparison: Comparison) -> Iterator[Finding]:
+def _same_epoch(comparison: Comparison) -> Findings:
     """A DistributedSampler that is only there on several processes, and has the same order in each epoch."""
     passes = [each for each in comparison.ranks[0].passes if each.in_training and each.epoch is not None]
     for one, other in itertools.pairwise(passes):
@@ -75,15 +76,15 @@ def _pass(comparison: Comparison, key: str, expected: collections.Counter, parts
     is_stream = loader.is_iterable and len(parts[0]) > 2
     if all(part == parts[0] for part in parts) and (is_stream or parts[0].total() >= 0.9 * expected.total()):
         count = comparison.processes
-        what = f"each of the {count} processes trains on the same samples: each counts {count} times"
-        yield Finding("stream" if is_stream else "all_the_data", "samples", what, 1, line)
+        message = f"each of the {count} processes trains on the same samples: each counts {count} times"
+        yield Finding("stream" if is_stream else "all_the_data", "samples", message, 1, line)
         return
     shared, batch = (union - functools.reduce(operator.or_, parts)).total(), largest_step(comparison.reference)
     is_batched = loader.line and loader.given is None  # by the script
     is_once = max(expected.values()) == 1  # and not by a sampler that goes on without an end
     if shared > batch and is_once and not loader.is_iterable and (is_batched or loader.is_part or not is_whole):
-        what = f"{shared} of {union.total()} samples of an epoch count twice"
-        yield Finding("samples", "samples", what, None, line)
+        message = f"{shared} of {union.total()} samples of an epoch count twice"
+        yield Finding("samples", "samples", message, None, line)
         return
     if loader.line and (loader.is_iterable or loader.given is None) and (extra or missing):
         why = "it is an IterableDataset" if loader.given else "the batches are not made by DataLoader"
@@ -100,37 +101,37 @@ def _pass(comparison: Comparison, key: str, expected: collections.Counter, parts
     tests = [test.samples for test in comparison.reference.evaluations]  # a teacher sees the samples that it teaches
     tested = {each for samples in tests for other, some in samples.items() if other != key for each in some}
     if leaked := tested.intersection(unknown):
-        what = f"{plural(len(leaked), 'sample')} of the evaluation on rank 0 are trained on by other processes"
-        yield Finding("split", "samples", what, None, line)
+        message = f"{plural(len(leaked), 'sample')} of the evaluation on rank 0 are trained on by other processes"
+        yield Finding("split", "samples", message, None, line)
     elif len(unknown) > dropped and missing:
-        what = f"{plural(len(unknown), 'item')} of {union.total()} are not among those of 1 process"
-        yield Finding("items", "samples", what, None, line)
+        message = f"{plural(len(unknown), 'item')} of {union.total()} are not among those of 1 process"
+        yield Finding("items", "samples", message, None, line)
     elif missing and (missing.total() >= batch or not loader.drop_last or comparison.is_exact):
-        what = f"{missing.total()} of {expected.total()} samples of an epoch are in no process's part"
-        yield Finding("samples", "samples", what, None, line)
+        message = f"{missing.total()} of {expected.total()} samples of an epoch are in no process's part"
+        yield Finding("samples", "samples", message, None, line)
     elif unknown and not missing and not shared:
         comparison.not_compared["samples"] = f"the processes read samples that one process does not ({line})"
     elif extra.total() > batch or (extra and comparison.is_exact):
-        what = f"{min(extra.total(), expected.total())} of {expected.total()} samples of an epoch count twice"
-        yield Finding("samples", "samples", what, None, line)
+        message = f"{min(extra.total(), expected.total())} of {expected.total()} samples of an epoch count twice"
+        yield Finding("samples", "samples", message, None, line)
     elif extra and not unknown:
         is_own = loader.sampler == "DistributedSampler" or not comparison.facts.accelerate
         who = loader.sampler if is_own else "Accelerate"
-        what = f"in the last step of an epoch {who} repeats {plural(extra.total(), 'sample')}, so that all "
-        yield note("samples", what + "processes have as many: drop_last=True leaves it out", None, line)
+        message = f"in the last step of an epoch {who} repeats {plural(extra.total(), 'sample')}, so that all "
+        yield Note("samples", message + "processes have as many: drop_last=True leaves it out", None, line)
 
 
-def _own_batches(comparison: Comparison) -> Iterator[Finding]:
+def _own_batches(comparison: Comparison) -> Findings:
     comparison.not_compared["samples and gradients with 1 process"] = "the script draws its own batches"
     on_one = samples_of(comparison.reference.steps[0]).total()
     total = sum(samples_of(rank.steps[0]).total() for rank in comparison.ranks)
     if total == on_one * comparison.processes:
-        what = f"a step has {total} samples on {comparison.processes} processes and {on_one} on 1: "
-        yield note("samples", f"{what}right only if that is meant", 1, first_line(comparison.ranks[0].steps[0]))
+        message = f"a step has {total} samples on {comparison.processes} processes and {on_one} on 1: "
+        yield Note("samples", f"{message}right only if that is meant", 1, first_line(comparison.ranks[0].steps[0]))
     for number, steps in comparison.steps_of_ranks():
         drawn = [[part.digests for part in parts_of(step)] for step in steps]
         for rank, batches in enumerate(drawn[1:], 1):
             if any(batch and batch in drawn[0] for batch in batches):
-                what = f"ranks 0 and {rank} draw the same batch: each of its samples counts twice"
-                yield Finding("same_batches", "samples", what, number, first_line(steps[0]))
+                message = f"ranks 0 and {rank} draw the same batch: each of its samples counts twice"
+                yield Finding("same_batches", "samples", message, number, first_line(steps[0]))
                 return

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import torch
 
@@ -14,11 +13,12 @@ from . import (
     RANK_TOLERANCE,
     Comparison,
     Finding,
+    Findings,
+    Note,
     close,
     first_line,
     largest_step,
     named,
-    note,
     ranks_differ,
     rounding,
     samples_of,
@@ -28,31 +28,31 @@ from .single import OF_BATCH_NORM, total_weight, usual_micro_batches, weights
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
 
-def findings(comparison: Comparison) -> Iterator[Finding]:
+def findings(comparison: Comparison) -> Findings:
     found, expected, steps = {}, comparison.reference.steps, comparison.ranks[0].steps
     for (number, of_ranks), one in zip(comparison.steps_of_ranks(), expected, strict=False):
         if number > 1 and number - 1 not in comparison.reference.weights:
             comparison.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
             break
         for finding in _step(comparison, number, one, of_ranks):
-            found.setdefault(finding.kind or finding.what, finding)
+            found.setdefault(finding.kind or finding.message, finding)
     for kind in ("factor", "gradient") if "token_weights" in found else ():
         found.pop(kind, None)  # a step of which one process has all tokens shows a factor
     yield from found.values()
-    if "gradients" not in comparison.compared and not any("gradients" in what for what in comparison.not_compared):
+    if "gradients" not in comparison.compared and not any("gradients" in name for name in comparison.not_compared):
         comparison.not_compared["gradients"] = "no step has the same samples as on 1 process"
     if len(expected) != len(steps) and not found:
-        comparison.not_compared["steps"] = what = f"{len(steps)} steps instead of {len(expected)}"
+        comparison.not_compared["steps"] = message = f"{len(steps)} steps instead of {len(expected)}"
         if comparison.is_exact:
-            yield Finding("steps", "steps", what, None, steps[0].line)
+            yield Finding("steps", "steps", message, None, steps[0].line)
 
 
-def learning_rates(comparison: Comparison) -> Iterator[Finding]:
+def learning_rates(comparison: Comparison) -> Findings:
     for (number, of_ranks), one in zip(comparison.steps_of_ranks(), comparison.reference.steps, strict=False):
         yield from _rates(comparison, number, one, of_ranks)
 
 
-def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
     line, facts = steps[0].line, comparison.facts
     if carried := list(_carried(comparison, number, expected, steps)):
         yield from carried
@@ -60,20 +60,21 @@ def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step
     if steps[0].in_step:  # the optimizer averages them
         steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
     elif differing := ranks_differ(steps, "gradients"):
-        what = f"{differing} have different gradients at the step"
+        message = f"{differing} have different gradients at the step"
         if steps[0].clips and not ranks_differ(steps, "at_step"):
-            what = "clipped before the gradients are averaged, by the norm that each process has alone"
-            yield Finding("clip_early", "clipping", what, number, steps[0].clips[-1][1])
+            message = "clipped before the gradients are averaged, by the norm that each process has alone"
+            yield Finding("clip_early", "clipping", message, number, steps[0].clips[-1][1])
             return
         syncs = [micro.syncs for micro in steps[0].micro_batches]
         if facts.ddp and not any(syncs):
-            what += ", and none of its backward passes averages them"
+            message += ", and none of its backward passes averages them"
         elif facts.ddp and not syncs[-1]:
-            what += f": averaged after micro-batch {syncs.index(True) + 1} of {len(syncs)}, and not after the last one"
+            first = syncs.index(True) + 1
+            message += f": averaged after micro-batch {first} of {len(syncs)}, and not after the last one"
         if facts.around_ddp:
-            yield Finding("around_ddp", "gradient", what, number, facts.around_ddp[0])
+            yield Finding("around_ddp", "gradient", message, number, facts.around_ddp[0])
         else:
-            yield Finding("not_reduced", "gradient", what, number, line)
+            yield Finding("not_reduced", "gradient", message, number, line)
         return
     totals = [total_weight(rank, step) for rank, step in zip(comparison.ranks, steps, strict=True)]
     by_hand = factor_by_hand(steps)
@@ -92,8 +93,8 @@ def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step
     has_means = all(total is not None and close(total, 1.0) for total in totals)
     is_wrong = found[0].kind == "factor" if found else has_means and not is_compared
     if is_wrong and close(by_hand, comparison.processes):
-        what = f"the processes' gradients are added up, and not divided by {comparison.processes}"
-        found = [Finding("summed", "gradient", what, number, steps[0].collectives[-1][1])]
+        message = f"the processes' gradients are added up, and not divided by {comparison.processes}"
+        found = [Finding("summed", "gradient", message, number, steps[0].collectives[-1][1])]
     if may_remember and [each.kind for each in found] == ["gradient"] and not comparison.is_exact:
         why = "a step had a sample twice, or fewer samples, which a state of the script may remember"
         comparison.not_compared.setdefault("gradients after it", why)
@@ -119,7 +120,7 @@ def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step
         yield from _weights(comparison, number, expected, steps[0])
 
 
-def _carried(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _carried(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
     """Weights and optimizer state at the beginning of a step must be the shared ones."""
     if not comparison.reference.weights:
         return
@@ -133,8 +134,8 @@ def _carried(comparison: Comparison, number: int, expected: Step, steps: tuple[S
                 if (other := found.get(name, value)).shape == value.shape and differ(value, other) > RANK_TOLERANCE
             ]
             if names:
-                what = f"{named(names)}: after the step before, rank {rank} changes the {whose} by another amount"
-                yield Finding("weights", "weights", f"{what} than 1 process does", number, step.line)
+                message = f"{named(names)}: after the step before, rank {rank} changes the {whose} by another amount"
+                yield Finding("weights", "weights", f"{message} than 1 process does", number, step.line)
                 return
 
 
@@ -160,7 +161,7 @@ def factor_by_hand(steps: tuple[Step, ...]) -> float:
 
 def _gradient(
     comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
-) -> Iterator[Finding]:
+) -> Findings:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
     values, found, factors = getattr(expected, kind_of), getattr(steps[0], kind_of), {}
     limit, tolerance = rounding(values), TOLERANCE
@@ -168,8 +169,8 @@ def _gradient(
         limit, tolerance = 0.0, 0.0
     for name, value in values.items():
         if name not in found:
-            what = f"{name} has a gradient on 1 process only"
-            yield Finding("unused", "gradient", what, number, steps[0].line)
+            message = f"{name} has a gradient on 1 process only"
+            yield Finding("unused", "gradient", message, number, steps[0].line)
         elif is_other(value, found[name], limit, tolerance):
             factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
             factors[name] = math.nan if is_other(factor * value, found[name], limit, TOLERANCE) else factor
@@ -180,26 +181,26 @@ def _gradient(
         comparison.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
     first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
-    what = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
+    message = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
     may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
     if all(close(factor, first, 1e-2) for factor in factors.values()) and not may_remember:
-        what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
+        message, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
         totals = [total_weight(rank, step) or 0.0 for rank, step in zip(comparison.ranks, steps, strict=True)]
         is_before, micro = kind_of == "gradients", steps[0].micro_batches[-1]
         if is_before and all(close(total, 1.0) for total in totals):
-            what += ", and the loss is not: the gradient is changed after the backward pass"
+            message += ", and the loss is not: the gradient is changed after the backward pass"
         elif is_before and micro.losses and not micro.scales:
-            what += f", between the loss and its backward pass at {line}"
+            message += f", between the loss and its backward pass at {line}"
             line = micro.losses[-1][2]
-    what += ", after clipping" * (kind_of == "at_step")
+    message += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
-        kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"
+        kind, line, message = "gather", line_of_call, f"{message}, and no gradient goes through {name}"
     if not are_unequal(coefficients(comparison, steps)):
-        yield Finding(kind, "gradient", what, number, line)
+        yield Finding(kind, "gradient", message, number, line)
     elif samples_of(expected).total() < largest_step(comparison.reference) and not comparison.is_exact:
         # Else _losses reports it.
-        what = f"the last step of an epoch: {what}, a mean of means over unequal parts"
-        yield note("gradient", what, number, line)
+        message = f"the last step of an epoch: {message}, a mean of means over unequal parts"
+        yield Note("gradient", message, number, line)
 
 
 def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
@@ -212,12 +213,12 @@ def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -
         if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
             return f": the buffer {name} differs, which each forward pass changes by its own samples"
     known = [(expected.gradients[name], steps[0].gradients[name], expected.before.get(name)) for name in factors]
-    for what, penalty in (("weights", torch.clone), ("signs of the weights", torch.sign)):
+    for name, penalty in (("weights", torch.clone), ("signs of the weights", torch.sign)):
         if all(
             weights is not None and one.shape == other.shape and is_multiple((other - one)[1:], penalty(weights[1:]))
             for one, other, weights in known
         ):
-            return f": the difference is a multiple of the {what}, as of a penalty that grows with the batch"
+            return f": the difference is a multiple of the {name}, as of a penalty that grows with the batch"
     return ""
 
 
@@ -238,7 +239,7 @@ def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, toleranc
     return distance > tolerance and not distance * norm_of(larger) <= rounding  # it may be NaN
 
 
-def _weights(comparison: Comparison, number: int, expected: Step, step: Step) -> Iterator[Finding]:
+def _weights(comparison: Comparison, number: int, expected: Step, step: Step) -> Findings:
     if not comparison.reference.weights or step.options != expected.options:
         return
     limit = rounding(expected.at_step)
@@ -251,13 +252,13 @@ def _weights(comparison: Comparison, number: int, expected: Step, step: Step) ->
         counts &= change.abs() > 50 * EPSILON * value.abs()  # else most of it is rounding of the weight
         counts[0] = False
         if counts.any() and differ(change[counts], other[counts]) > 0.02:
-            what = f"{name} changes by another amount than on 1 process, from the same gradient"
-            yield Finding("weights", "weights", what, number, step.line)
+            message = f"{name} changes by another amount than on 1 process, from the same gradient"
+            yield Finding("weights", "weights", message, number, step.line)
             return
     comparison.compared.add("weights")
 
 
-def _rates(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _rates(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
     reference = comparison.reference
     for rank, (record, step) in enumerate(zip(comparison.ranks, steps, strict=True)):
         has_more = len(record.steps) != len(reference.steps)  # of which it may be a fraction
@@ -270,21 +271,21 @@ def _rates(comparison: Comparison, number: int, expected: Step, steps: tuple[Ste
                 continue
             bases = [each.bases[group] for each in (expected, step)]
             if (factor := scale(found, known, bases, comparison.processes)) and not comparison.is_exact:
-                what = f"{factor:.3g} times as high on {comparison.processes} processes: right only where the batch "
-                yield note("learning rate", what + "of a step grows with them", None, step.line)
+                message = f"{factor:.3g} times as high on {comparison.processes} processes: right only where the batch "
+                yield Note("learning rate", message + "of a step grows with them", None, step.line)
                 continue
-            what = f"group {group}: " * bool(group)
+            message = f"group {group}: " * bool(group)
             if rate != (first := steps[0].rates[group]):
-                what += f"a rate of {first:.4g} on rank 0 and of {rate:.4g} on rank {rank}"
-                yield Finding("schedule_alone", "learning rate", what, number, step.line)
+                message += f"a rate of {first:.4g} on rank 0 and of {rate:.4g} on rank {rank}"
+                yield Finding("schedule_alone", "learning rate", message, number, step.line)
                 return
-            what += f"{rate:.4g} on rank {rank} instead of {right:.4g}"
+            message += f"{rate:.4g} on rank {rank} instead of {right:.4g}"
             for factor in (comparison.processes, usual_micro_batches(reference), 2, 3, 4):
                 if are_faster(found, known, number, factor):
                     part = "warm-up" if known[0] < right < known[min(number, len(known) - 1)] else "schedule"
-                    what += f": the {part} is {factor} times too fast"
+                    message += f": the {part} is {factor} times too fast"
                     break
-            yield Finding("schedule", "learning rate", what, number, step.line)
+            yield Finding("schedule", "learning rate", message, number, step.line)
             return
     if number > 1:
         comparison.compared.add("learning rates")
@@ -341,7 +342,7 @@ def are_unequal(found: list[float]) -> bool:
     return bool(found) and not close(min(found), max(found))
 
 
-def _losses(comparison: Comparison, number: int, steps: tuple[Step, ...], is_shorter: bool) -> Iterator[Finding]:
+def _losses(comparison: Comparison, number: int, steps: tuple[Step, ...], is_shorter: bool) -> Findings:
     found, line = coefficients(comparison, steps), first_line(steps[0])
     if not are_unequal(found):
         return
@@ -349,27 +350,27 @@ def _losses(comparison: Comparison, number: int, steps: tuple[Step, ...], is_sho
     micro_batches = [micro for step in steps for micro in step.micro_batches]
     sizes = {sum(len(part.digests or []) for part in micro.samples) for micro in micro_batches}
     if len(sizes - {0}) == 1:
-        what = f"a token of one micro-batch weighs {times} one of another: each has the mean over its own tokens"
-        yield Finding("token_weights", "loss weights", what, number, line)
+        message = f"a token of one micro-batch weighs {times} one of another: each has the mean over its own tokens"
+        yield Finding("token_weights", "loss weights", message, number, line)
         return
-    what = "in the last step of an epoch" if is_shorter else "where the micro-batches of a step have different sizes"
-    what += f", a sample of the smaller micro-batch weighs {times} one of the larger: a mean of means"
+    message = "in the last step of an epoch" if is_shorter else "where the micro-batches of a step have different sizes"
+    message += f", a sample of the smaller micro-batch weighs {times} one of the larger: a mean of means"
     if comparison.is_exact:
-        yield Finding("mean_of_means", "loss weights", what, number, line)
+        yield Finding("mean_of_means", "loss weights", message, number, line)
     else:
-        yield note("loss weights", what, None, line)
+        yield Note("loss weights", message, None, line)
 
 
-def statistics(comparison: Comparison) -> Iterator[Finding]:
+def statistics(comparison: Comparison) -> Findings:
     """BatchNorm has the statistics of this process alone, and those of rank 0 are saved."""
     for number, steps in comparison.steps_of_ranks():
         if differing := ranks_differ(steps, "statistics"):
-            what = f"{differing} have different running statistics, each its own"
+            message = f"{differing} have different running statistics, each its own"
             if comparison.is_exact:
-                yield Finding("statistics", "BatchNorm", what, number, steps[0].line)
+                yield Finding("statistics", "BatchNorm", message, number, steps[0].line)
             else:
-                yield note("BatchNorm", f"{what}: those of rank 0 are saved", number, steps[0].line)
+                yield Note("BatchNorm", f"{message}: those of rank 0 are saved", number, steps[0].line)
             return
     if comparison.is_exact and (differing := ranks_differ(comparison.ranks, "final")):
-        what = f"{differing} have different weights after the last step"
-        yield Finding("weights", "weights", what, None, comparison.facts.run)
+        message = f"{differing} have different weights after the last step"
+        yield Finding("weights", "weights", message, None, comparison.facts.run)

@@ -39,7 +39,7 @@ from prove_training.recording import Recording, data, files, first_of_chain, pre
 from prove_training.recording.models import load_shared
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.runs import Outcome
-from prove_training.stages import Comparison, Finding, several, single, unfinished
+from prove_training.stages import Comparison, Finding, Note, several, single, unfinished
 from prove_training.stages.evaluations import differing, explained, share, suspects
 from prove_training.tensors import sampled
 from prove_training.text import CannotTell
@@ -423,8 +423,8 @@ def test_a_look_at_a_batch_is_no_epoch_of_a_sampler_that_is_only_there_on_severa
 def test_a_note_that_differs_in_the_number_of_processes_is_told_once():
     report = proof.Report(argparse.Namespace(script=Path("train.py"), format="json"))
     for number in (2, 3):
-        report.add("", [Finding("", "learning rate", f"{number} times as high on {number} processes")])
-    assert [each.what for each in report.notes] == ["2 times as high on 2 processes"]
+        report.add("", [Note("learning rate", f"{number} times as high on {number} processes")])
+    assert [each.message for each in report.notes] == ["2 times as high on 2 processes"]
 
 
 def test_a_flag_that_torchrun_does_not_add_is_named_and_may_be_given(prove_unusual, tmp_path):
@@ -553,7 +553,7 @@ def reported(tmp_path, monkeypatch, output: str, source: str = "loss.backward()"
     linecache.checkcache()
     report = proof.Report(argparse.Namespace(script=Path("train.py"), format=output))
     report.add("2 processes", [Finding("factor", "gradient", "0.5 times: 50 %", 1, "train.py:1")])
-    report.add("", [Finding("", "samples", "repeats 1 sample", None, "")])
+    report.add("", [Note("samples", "repeats 1 sample", None, "")])
     return report
 
 
@@ -561,7 +561,7 @@ def test_a_finding_that_is_meant_is_a_note(tmp_path, monkeypatch):
     assert [each.kind for each in reported(tmp_path, monkeypatch, "json").findings] == ["factor"]
     ignored = reported(tmp_path, monkeypatch, "json", "loss.backward()  # prove: ignore[factor] by design")
     assert ignored.findings == []
-    assert "0.5 times: 50 % [factor, ignored]" in ignored.notes[0].what
+    assert "0.5 times: 50 % [factor, ignored]" in ignored.notes[0].message
     other = reported(tmp_path, monkeypatch, "json", "loss.backward()  # prove: ignore[gradient]")
     assert [each.kind for each in other.findings] == ["factor"]
 
@@ -1014,7 +1014,7 @@ def test_what_a_framework_does_in_the_last_step_is_a_note():
     record = accumulated([2, 2, 2, 1])
     record.facts.framework = "Lightning"
     (finding,) = single.findings(record)
-    assert (finding.kind, finding.what[-13:]) == ("", " by Lightning")
+    assert (finding.kind, finding.message[-13:]) == ("", " by Lightning")
 
 
 def test_samples_that_nothing_is_known_of_are_not_called_the_same():
@@ -1218,7 +1218,7 @@ def test_running_statistics_of_one_process_are_a_mistake_only_where_exactness_is
         record.steps[1].statistics = {"norm.running_mean": sampled(torch.ones(3) + rank)}
     (finding,) = several.findings(Comparison(reference, ranks))
     assert (finding.kind, finding.step) == ("statistics", 2) if is_exact else ("", None)
-    assert "norm.running_mean: ranks 0 and 1" in finding.what
+    assert "norm.running_mean: ranks 0 and 1" in finding.message
 
 
 def test_a_checkpoint_that_nothing_loads_may_lack_the_optimizer():
@@ -1227,7 +1227,7 @@ def test_a_checkpoint_that_nothing_loads_may_lack_the_optimizer():
     reference.saves = [Save("torch.save", 2, "last.pt", "train.py:9", has={"model"}, counters=["epoch"])]
     (noted,) = single.findings(reference)
     assert noted.kind == ""
-    assert noted.what == "last.pt has epoch, and not the optimizer and the schedule: the script cannot resume"
+    assert noted.message == "last.pt has epoch, and not the optimizer and the schedule: the script cannot resume"
     reference.facts.loads = True
     assert [finding.kind for finding in single.findings(reference)] == ["checkpoint_lacks"]
 
@@ -1392,7 +1392,7 @@ def test_a_number_that_differs_in_one_place_is_found(change):
     (reference,), ranks = made_up(), made_up(3)
     apply(reference, ranks)
     finding = found(reference, ranks)[0]
-    assert (finding.kind, words in finding.what) == (kind, True), finding
+    assert (finding.kind, words in finding.message) == (kind, True), finding
 
 
 @pytest.mark.parametrize(("same", "kinds"), [(3, ["same_noise"]), (2, [])])
@@ -1463,7 +1463,7 @@ def interrupted(**of_ranks) -> list[Record]:
 
 def why(ranks: list[Record], calls=((), ())) -> tuple[str, str]:
     finding = unfinished.explain("the run", ranks, ranks[1].error, [], [list(each) for each in calls])
-    return finding.kind, finding.what
+    return finding.kind, finding.message
 
 
 def test_it_is_said_why_a_run_does_not_end():
@@ -1581,7 +1581,7 @@ def test_what_differs_only_on_several_machines_is_a_mistake_in_training(made_up_
     assert made._compare(3) == (not kind)
     findings = made.report.findings or made.report.notes
     assert findings[0].kind == kind
-    assert "if each process has a machine of its own" in findings[0].what
+    assert "if each process has a machine of its own" in findings[0].message
 
 
 def test_a_run_that_waits_is_wrong_only_if_steps_are_missing():
@@ -1652,8 +1652,8 @@ def test_a_mean_of_means_is_told_where_it_is(number, where):
         larger.append(last)
     for micro in micro_batches:
         micro.losses = [(1.0, len(micro.samples[0].digests), "train.py:8")]
-    said = [each.what for each in several.findings(Comparison(reference, ranks)) if "a mean of means" in each.what]
-    assert [what.startswith(where) for what in said] == [True]
+    said = [each.message for each in several.findings(Comparison(reference, ranks))]
+    assert [message.startswith(where) for message in said if "a mean of means" in message] == [True]
 
 
 def test_a_group_of_parameters_may_be_added_while_training():
@@ -1663,7 +1663,7 @@ def test_a_group_of_parameters_may_be_added_while_training():
             step.rates, step.bases = [*step.rates, 0.01], [0.1, 0.01]
     assert found(reference, ranks) == []
     ranks[1].steps[3].rates[1] = 0.02
-    assert found(reference, ranks)[0].what == "group 1: a rate of 0.01 on rank 0 and of 0.02 on rank 1"
+    assert found(reference, ranks)[0].message == "group 1: a rate of 0.01 on rank 0 and of 0.02 on rank 1"
 
 
 def test_two_loaders_that_a_library_makes_in_one_line_have_different_names():
@@ -1692,7 +1692,7 @@ def test_a_warm_up_to_a_rate_that_grows_with_the_processes_may_be_meant(bases):
     for factor, record in ((1, reference), (2, ranks[0]), (2, ranks[1])):
         for number, step in enumerate(record.steps):
             step.rates, step.bases = [0.1 * factor * number], [bases[factor - 1]]
-    (said,) = {each.what for each in found(reference, ranks)}
+    (said,) = {each.message for each in found(reference, ranks)}
     assert said.startswith("2 times as high on 2 processes")
 
 
@@ -1701,7 +1701,7 @@ def test_a_rate_may_grow_with_the_processes_and_fall_to_a_constant():
     for highest, record in ((1.0, reference), (2**0.5, ranks[0]), (2**0.5, ranks[1])):
         for number, step in enumerate(record.steps):
             step.rates, step.bases = [highest + (0.1 - highest) * number / 5], [0.0]
-    (said,) = {each.what for each in found(reference, ranks)}
+    (said,) = {each.message for each in found(reference, ranks)}
     assert said.startswith("1.41 times as high on 2 processes")
 
 
@@ -1744,7 +1744,7 @@ def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
     for step in range(4):
         digests_of(ranks[1], step).digests = digests_of(ranks[0], 3 - step).digests
     (finding,) = found(reference, ranks)
-    assert "12 of 24 samples of an epoch count twice" in finding.what
+    assert "12 of 24 samples of an epoch count twice" in finding.message
 
 
 def test_samples_that_one_process_does_not_read_do_not_count_twice():
@@ -1773,7 +1773,7 @@ def test_an_epoch_that_the_script_ends_early_may_have_fewer_samples():
     (reference,), ranks = made_up(), made_up(2)
     for rank in ranks:
         del rank.steps[2:]
-    assert "12 of 24 samples" in found(reference, ranks)[0].what
+    assert "12 of 24 samples" in found(reference, ranks)[0].message
     for rank in ranks:
         rank.passes[0].is_whole = False
     assert found(reference, ranks) == []
@@ -1857,7 +1857,7 @@ def test_the_epoch_of_a_run_that_resumes_is_compared():
     assert list(resuming.compare(whole, resumed, 2)) == [], "the same samples"
     digests_of(resumed, 0).digests = [f"other {number}" for number in range(6)]
     (finding,) = resuming.compare(whole, resumed, 2)
-    assert finding.what == "the epoch has the order of epoch 2, and not of 1"
+    assert finding.message == "the epoch has the order of epoch 2, and not of 1"
     resumed.passes[0].epoch = None
     assert [each.kind for each in resuming.compare(whole, resumed, 2)] == [""]
 
@@ -1870,14 +1870,14 @@ def test_what_only_rank_0_has_loaded_is_told(kind):
     assert list(resuming.differing_ranks(ranks, False)) == []
     scale(getattr(ranks[2].steps[0], kind), 2.0)
     (finding,) = resuming.differing_ranks(ranks, False)
-    assert (finding.kind, "ranks 0 and 2 begin with" in finding.what) == ("resume_alone", True)
+    assert (finding.kind, "ranks 0 and 2 begin with" in finding.message) == ("resume_alone", True)
     assert len(list(resuming.differing_ranks(ranks, True))) == (kind == "before"), "its state may be divided"
     ranks = made_up(2)
     for rank in ranks:
         rank.evaluations.append(evaluation())
     ranks[1].evaluations[0].models = {1: 0.7}
     (finding,) = resuming.differing_ranks(ranks, False)
-    assert "the tested model has other weights on rank 1" in finding.what
+    assert "the tested model has other weights on rank 1" in finding.message
 
 
 def test_a_run_without_a_loader_that_resumes_is_compared():
