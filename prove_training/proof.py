@@ -7,7 +7,7 @@ on two and three processes. `recording` makes them the same and records, and `st
 import linecache
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,15 +155,14 @@ class Proof:
             if (found := unfinished(1, outcome)).kind != "fails":
                 return self.wrong(self.report.add("1 process", [found]))
             error = outcome.error + self._hints(outcome)
-            refuses = any(record.facts.refuses for record in outcome.records)
-            if refuses and not self.plan.without_gpu and has_run(self.runs(self.processes[0], self.plan)):
+            if refuses(outcome) and not self.plan.without_gpu and has_run(self.runs(self.processes[0], self.plan)):
                 raise CannotTell(f"it refuses one process, with which prove begins: {error}")
             self.report.log(outcome)
             if is_about_gpus(outcome.error):
                 raise CannotTell(f"it needs a GPU: {outcome.error}")
             if self.plan.without_gpu and re.search(OF_DEVICES, outcome.error):
                 raise CannotTell(f"on a GPU that prove pretends, {error}")
-            if refuses and self.plan.without_gpu:
+            if refuses(outcome) and self.plan.without_gpu:
                 raise CannotTell(f"it refuses one process with a pretended GPU: {error}")
             return FAILS, f"fails: on one process, {error}"
         self.reference = reference = outcome.records[0]
@@ -218,40 +217,40 @@ class Proof:
         return WRONG, verdict
 
     def _first_run(self) -> Outcome:
-        outcome = self.runs(1, self.plan)
-        while True:  # each may show only after another
-            facts = outcome.records[0].facts if outcome.records else Facts()
-            if is_about_gpus(outcome.error) and not self.plan.without_gpu:
-                self.plan.without_gpu = True
-            elif NO_GROUP in (outcome.error or "") and not self.plan.makes_group:
-                self.plan.makes_group = True  # it makes one on several processes only
-            elif facts.asked > 1 and not self.plan.asked and self.runs.written(facts.asked):
-                self.plan.asked = facts.asked
-            else:
-                break
-            outcome = self.runs(1, self.plan)
-        if facts.asks and not (self.plan.without_gpu or facts.ddp or facts.accelerate):
+        """Run on one process, and again with each change of the plan that the last run asks for, once."""
+        outcome, tried = self.runs(1, self.plan), []
+        while retry := next((each for each in self._retries(outcome) if each[0] not in tried), None):
+            changes, is_better = retry
+            tried.append(changes)
+            again = self.runs(1, replace(self.plan, **changes))
+            if is_better(again):
+                self.pretends_gpu |= "without_gpu" in changes and not is_about_gpus(outcome.error)
+                self.plan, outcome = replace(self.plan, **changes), again
+        if self.plan.own_batch_size and not self.args.processes:
+            sizes = given_sizes(outcome.records)
+            fitting = [each for each in self.processes if not any(size % each for size in sizes)]
+            self.processes = tuple(fitting) or self.processes
+        return outcome
+
+    def _retries(self, outcome: Outcome) -> Iterator[tuple[dict, Callable[[Outcome], bool]]]:
+        """Changes of the plan that a first run asks for, and whether a run with them is better."""
+        facts = outcome.records[0].facts if outcome.records else Facts()
+        steps, sizes = outcome.records and outcome.records[0].steps, given_sizes(outcome.records)
+        if is_about_gpus(outcome.error):
+            yield {"without_gpu": True}, lambda again: True
+        if NO_GROUP in (outcome.error or ""):  # it makes one on several processes only
+            yield {"makes_group": True}, lambda again: True
+        if facts.asked > 1 and not self.plan.asked and self.runs.written(facts.asked):
+            yield {"asked": facts.asked}, lambda again: True
+        if facts.asks and not (facts.ddp or facts.accelerate):
             # It may train only where there is an accelerator, or with others only there.
-            again = self.runs(1, replace(self.plan, without_gpu=True))
-            refuses = any(record.facts.refuses for record in again.records) and not outcome.records[0].steps
-            if has_run(again) or refuses:
-                self.plan.without_gpu, self.pretends_gpu, outcome = True, True, again
-        if has_run(outcome) and not outcome.records[0].steps:
-            again = self.runs(1, replace(self.plan, devices=MANY))  # as PyTorch's own examples ask for two
-            if has_run(again) and again.records[0].steps:
-                self.plan.devices, outcome = MANY, again
-        sizes = given_sizes(outcome.records)
+            yield {"without_gpu": True}, lambda again: has_run(again) or (refuses(again) and not steps)
+        if has_run(outcome) and not steps:  # as PyTorch's own examples ask for two devices
+            yield {"devices": MANY}, lambda again: has_run(again) and bool(again.records[0].steps)
         if outcome.error and sizes and unfinished(1, outcome).kind == "fails":
             # A model may be made for one batch size, and a script may count its data.
-            for own in ({"own_batch_size": True, "limit": items_of_epoch(max(sizes))}, {"limit": MOST_ITEMS}):
-                again = self.runs(1, replace(self.plan, **own))
-                if not again.error:
-                    self.plan = replace(self.plan, **own)
-                    if self.plan.own_batch_size and not self.args.processes:
-                        fitting = [each for each in self.processes if not any(size % each for size in sizes)]
-                        self.processes = tuple(fitting) or self.processes
-                    return again
-        return outcome
+            yield {"own_batch_size": True, "limit": items_of_epoch(max(sizes))}, lambda again: not again.error
+            yield {"limit": MOST_ITEMS}, lambda again: not again.error
 
     def _repeat(self, facts: Facts) -> None:
         self.repeat = {"orders": self.reference.orders, "weights": self.reference.weights}
@@ -322,7 +321,7 @@ class Proof:
                 raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
         if outcome.error and self.plan.own_batch_size and "shape" in outcome.error.lower():
             raise CannotTell(f"the model is made for one batch size, and prove divides it: {outcome.error}")
-        if any(record.facts.refuses for record in outcome.records):
+        if refuses(outcome):
             if is_first:
                 raise CannotTell(f"it refuses {name}: {outcome.error}")
             self.report.line(name, f"not compared, it refuses them: {outcome.error}")
@@ -443,6 +442,11 @@ class Proof:
 def has_run(outcome: Outcome) -> bool:
     """Whether the script has come to its end."""
     return not (outcome.error or outcome.waits or outcome.records[0].facts.cannot_tell)
+
+
+def refuses(outcome: Outcome) -> bool:
+    """Whether the script itself ends, with this number of processes."""
+    return any(record.facts.refuses for record in outcome.records)
 
 
 def without_numbers(note: Note) -> tuple[str, str]:
