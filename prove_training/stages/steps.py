@@ -53,71 +53,94 @@ def learning_rates(comparison: Comparison) -> Findings:
 
 
 def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
-    line, facts = steps[0].line, comparison.facts
-    if carried := list(_carried(comparison, number, expected, steps)):
-        yield from carried
+    """A step by its phases: weights, reduction, gradients, losses, clipping, learning rates, and weights after it."""
+    if findings := [*_carried(comparison, number, expected, steps)] or [*_not_reduced(comparison, number, steps)]:
+        yield from findings
         return
     if steps[0].in_step:  # the optimizer averages them
         steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
-    elif differing := ranks_differ(steps, "gradients"):
-        message = f"{differing} have different gradients at the step"
-        if steps[0].clips and not ranks_differ(steps, "at_step"):
-            message = "clipped before the gradients are averaged, by the norm that each process has alone"
-            yield Finding("clip_early", "clipping", message, number, steps[0].clips[-1][1])
-            return
-        syncs = [micro.syncs for micro in steps[0].micro_batches]
-        if facts.ddp and not any(syncs):
-            message += ", and none of its backward passes averages them"
-        elif facts.ddp and not syncs[-1]:
-            first = syncs.index(True) + 1
-            message += f": averaged after micro-batch {first} of {len(syncs)}, and not after the last one"
-        if facts.around_ddp:
-            yield Finding("around_ddp", "gradient", message, number, facts.around_ddp[0])
-        else:
-            yield Finding("not_reduced", "gradient", message, number, line)
-        return
-    totals = [total_weight(rank, step) for rank, step in zip(comparison.ranks, steps, strict=True)]
-    by_hand = factor_by_hand(steps)
-    if all(total is not None and close(total * by_hand, 1.0) for total in totals):
-        comparison.compared.add("averaged gradients")
-    samples, of_ranks = samples_of(expected), sum(map(samples_of, steps), collections.Counter())
-    has_same_samples, had_repeated = facts.loaders and samples and samples == of_ranks, comparison.has_repeated
-    comparison.has_repeated |= bool(facts.loaders and samples < of_ranks)
-    is_shorter = samples.total() < largest_step(comparison.reference)
-    comparison.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
-    may_remember = had_repeated or (comparison.has_rest and any("gather" in name for name, _ in steps[0].collectives))
-    comparison.has_rest |= is_shorter
+    facts, of_ranks = comparison.facts, sum(map(samples_of, steps), collections.Counter())
     draws = next((each.line for one in (expected, *steps) for each in one.micro_batches if each.draws), "")
-    is_compared = has_same_samples and not draws
-    found = list(_gradient(comparison, number, expected, steps)) if is_compared else []
-    has_means = all(total is not None and close(total, 1.0) for total in totals)
-    is_wrong = found[0].kind == "factor" if found else has_means and not is_compared
-    if is_wrong and close(by_hand, comparison.processes):
-        message = f"the processes' gradients are added up, and not divided by {comparison.processes}"
-        found = [Finding("summed", "gradient", message, number, steps[0].collectives[-1][1])]
-    if may_remember and [each.kind for each in found] == ["gradient"] and not comparison.is_exact:
-        why = "a step had a sample twice, or fewer samples, which a state of the script may remember"
-        comparison.not_compared.setdefault("gradients after it", why)
-        comparison.has_drifted, found = True, []
+    is_compared = bool(facts.loaders and of_ranks and samples_of(expected) == of_ranks and not draws)
+    findings = _gradients(comparison, number, expected, steps, is_compared)
     if draws and facts.loaders:
         if comparison.is_exact:
             yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
         comparison.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
-    found += _losses(comparison, number, steps, is_shorter)
-    if not found and not steps[0].in_step and (differing := ranks_differ(steps, "at_step")):
-        yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
+    findings += _losses(comparison, number, expected, steps)
+    if not findings and not steps[0].in_step and (differing := ranks_differ(steps, "at_step")):
+        message = f"{differing} have different gradients after clipping"
+        yield Finding("clipped", "clipping", message, number, steps[0].line)
         return
-    if not found and is_compared and steps[0].clips and expected.clips:
-        found += _gradient(comparison, number, expected, steps, "at_step")
-    yield from found
-    found_rates = list(_rates(comparison, number, expected, steps))
-    yield from found_rates
-    if found_rates:
-        return
-    if differing := ranks_differ(steps, "weights"):
-        yield Finding("weights", "weights", f"{differing} have different weights after the step", number, line)
-    elif is_compared and not found and not comparison.has_drifted:
+    if not findings and is_compared and steps[0].clips and expected.clips:
+        findings += _gradient(comparison, number, expected, steps, "at_step")
+    yield from findings
+    if rates := list(_rates(comparison, number, expected, steps)):
+        yield from rates
+    elif differing := ranks_differ(steps, "weights"):
+        message = f"{differing} have different weights after the step"
+        yield Finding("weights", "weights", message, number, steps[0].line)
+    elif is_compared and not findings and not comparison.has_drifted:
         yield from _weights(comparison, number, expected, steps[0])
+
+
+def _not_reduced(comparison: Comparison, number: int, steps: tuple[Step, ...]) -> Findings:
+    """The processes must step with the same gradients, unless the optimizer averages them."""
+    if steps[0].in_step or not (differing := ranks_differ(steps, "gradients")):
+        return
+    facts, message = comparison.facts, f"{differing} have different gradients at the step"
+    if steps[0].clips and not ranks_differ(steps, "at_step"):
+        message = "clipped before the gradients are averaged, by the norm that each process has alone"
+        yield Finding("clip_early", "clipping", message, number, steps[0].clips[-1][1])
+        return
+    syncs = [micro.syncs for micro in steps[0].micro_batches]
+    if facts.ddp and not any(syncs):
+        message += ", and none of its backward passes averages them"
+    elif facts.ddp and not syncs[-1]:
+        first = syncs.index(True) + 1
+        message += f": averaged after micro-batch {first} of {len(syncs)}, and not after the last one"
+    kind, line = ("around_ddp", facts.around_ddp[0]) if facts.around_ddp else ("not_reduced", steps[0].line)
+    yield Finding(kind, "gradient", message, number, line)
+
+
+def _gradients(
+    comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], is_compared: bool
+) -> list[Finding | Note]:
+    """Findings of the gradients before clipping, if no state of the script may remember other samples."""
+    totals = [total_weight(rank, step) for rank, step in zip(comparison.ranks, steps, strict=True)]
+    by_hand = factor_by_hand(steps)
+    if all(total is not None and close(total * by_hand, 1.0) for total in totals):
+        comparison.compared.add("averaged gradients")
+    may_remember = remembers(comparison, expected, steps)
+    findings = list(_gradient(comparison, number, expected, steps)) if is_compared else []
+    has_means = all(total is not None and close(total, 1.0) for total in totals)
+    is_wrong = findings[0].kind == "factor" if findings else has_means and not is_compared
+    if is_wrong and close(by_hand, comparison.processes):
+        message = f"the processes' gradients are added up, and not divided by {comparison.processes}"
+        return [Finding("summed", "gradient", message, number, steps[0].collectives[-1][1])]
+    if may_remember and [each.kind for each in findings] == ["gradient"] and not comparison.is_exact:
+        why = "a step had a sample twice, or fewer samples, which a state of the script may remember"
+        comparison.not_compared.setdefault("gradients after it", why)
+        comparison.has_drifted = True
+        return []
+    return findings
+
+
+def remembers(comparison: Comparison, expected: Step, steps: tuple[Step, ...]) -> bool:
+    """Whether a state of the script may come from other samples than on 1 process, in the steps before this one."""
+    samples, of_ranks = samples_of(expected), sum(map(samples_of, steps), collections.Counter())
+    gathers = any("gather" in name for name, _ in steps[0].collectives)
+    result = comparison.has_repeated or (comparison.has_rest and gathers)
+    is_shorter, has_loaders = is_rest(comparison, expected), bool(comparison.facts.loaders)
+    comparison.has_repeated |= has_loaders and samples < of_ranks
+    comparison.has_drifted |= steps[0].in_step and (is_shorter or not (has_loaders and samples and samples == of_ranks))
+    comparison.has_rest |= is_shorter
+    return result
+
+
+def is_rest(comparison: Comparison, expected: Step) -> bool:
+    """Whether a step has fewer samples than others, as at the end of an epoch."""
+    return samples_of(expected).total() < largest_step(comparison.reference)
 
 
 def _carried(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
@@ -197,7 +220,7 @@ def _gradient(
         kind, line, message = "gather", line_of_call, f"{message}, and no gradient goes through {name}"
     if not are_unequal(coefficients(comparison, steps)):
         yield Finding(kind, "gradient", message, number, line)
-    elif samples_of(expected).total() < largest_step(comparison.reference) and not comparison.is_exact:
+    elif is_rest(comparison, expected) and not comparison.is_exact:
         # Else _losses reports it.
         message = f"the last step of an epoch: {message}, a mean of means over unequal parts"
         yield Note("gradient", message, number, line)
@@ -342,7 +365,7 @@ def are_unequal(found: list[float]) -> bool:
     return bool(found) and not close(min(found), max(found))
 
 
-def _losses(comparison: Comparison, number: int, steps: tuple[Step, ...], is_shorter: bool) -> Findings:
+def _losses(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
     found, line = coefficients(comparison, steps), first_line(steps[0])
     if not are_unequal(found):
         return
@@ -353,7 +376,8 @@ def _losses(comparison: Comparison, number: int, steps: tuple[Step, ...], is_sho
         message = f"a token of one micro-batch weighs {times} one of another: each has the mean over its own tokens"
         yield Finding("token_weights", "loss weights", message, number, line)
         return
-    message = "in the last step of an epoch" if is_shorter else "where the micro-batches of a step have different sizes"
+    is_last = is_rest(comparison, expected)
+    message = "in the last step of an epoch" if is_last else "where the micro-batches of a step have different sizes"
     message += f", a sample of the smaller micro-batch weighs {times} one of the larger: a mean of means"
     if comparison.is_exact:
         yield Finding("mean_of_means", "loss weights", message, number, line)
