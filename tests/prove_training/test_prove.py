@@ -39,7 +39,7 @@ from prove_training.recording import Recording, data, files, first_of_chain, pre
 from prove_training.recording.models import load_shared
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.runs import Outcome
-from prove_training.stages import Comparison, Finding, Note, several, single, unfinished
+from prove_training.stages import Comparison, Finding, Note, several, single, steps, unfinished
 from prove_training.stages.evaluations import differing, explained, share, suspects
 from prove_training.tensors import sampled
 from prove_training.text import CannotTell
@@ -1379,6 +1379,19 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
             vars(rank.facts).update(draws_others=True, worker_seeds={"train.py:5": "a"}) for rank in ranks
         ],
     ),
+    "weights after a step": (
+        ("weights", "weight changes by another amount than on 1 process, from the same gradient"),
+        lambda one, ranks: [
+            rank.steps[1].weights.update(weight=sampled(torch.ones(3) - 0.105 * torch.tensor([2.0, 3.0, 4.0])))
+            for rank in ranks
+        ],
+    ),
+    "a loss that ReduceLROnPlateau gets": (
+        ("plateau", "ReduceLROnPlateau gets 0.7 on rank 0 and 0.707 on rank 2"),
+        lambda one, ranks: [
+            rank.plateaus.append((loss, "train.py:9")) for rank, loss in zip(ranks, (0.7, 0.7, 0.707), strict=True)
+        ],
+    ),
     "the same augmentation": (
         ("", "the augmentation draws the same"),
         lambda one, ranks: [setattr(rank.facts, "draws_items", True) for rank in ranks],
@@ -1416,6 +1429,12 @@ def test_a_test_of_a_part_of_the_samples_is_told_unless_the_parts_are_added_up(o
     assert [finding.kind for finding in share(Comparison(reference, ranks))] == kinds * (not calls)
 
 
+def test_numbers_for_a_single_sample_may_be_the_same():
+    (reference,), ranks = made_up(), made_up(3)
+    every_step(ranks, drawn=[Draw("train.py:8", "randn", "a", 1, is_per_sample=True)])
+    assert found(reference, ranks) == []
+
+
 @pytest.mark.parametrize("digests", ["aab", "abb", "abc"])
 def test_noise_that_one_of_three_processes_shares_is_not_the_same_on_all(digests):
     (reference,), ranks = made_up(), made_up(3)
@@ -1429,7 +1448,7 @@ def test_calls_that_agree_are_not_a_mistake():
     (reference,), ranks = made_up(), made_up(3)
     for rank in ranks:
         rank.plateaus += [(value, "train.py:9") for value in (0.7 + 1e-6 * rank.rank, float("nan"))]
-        rank.saves.append(save_state())
+        rank.saves += [save_state(), Save("torch.save", 2, "?", "train.py:9")]  # a file that is open already
         rank.facts.draws_items = True
         rank.passes[0].random = rank.rank
         rank.passes.append(replace(rank.passes[0], in_training=False, random="a"))
@@ -1604,7 +1623,7 @@ def test_advice_is_given_in_the_terms_of_the_framework():
         assert any(mistakes.advice(heading, framework) != mistakes.advice(heading) for heading in mistakes.sections())
 
 
-@pytest.mark.parametrize(("others", "bias"), [(1.0, 1e-9), (1e-4, 2e-8)])
+@pytest.mark.parametrize(("others", "bias"), [(1.0, 1e-9), (1e-4, 2e-8), (1e3, 1e-3)])
 def test_a_parameter_whose_gradient_is_rounding_is_not_compared(others, bias):
     """As the key bias of attention with Adam, or a bias that adds the same to all choices of a tiny model."""
     (reference,), ranks = made_up(), made_up(2)
@@ -1629,6 +1648,19 @@ def test_unequal_weights_of_tokens_are_not_told_again_as_different_weights():
     assert [finding.kind for finding in found(reference, ranks)] == ["token_weights"]
 
 
+def test_a_process_without_samples_does_not_hide_unequal_weights_of_tokens():
+    (reference,), ranks = made_up(), made_up(3)
+    for rank, (samples, weight) in zip(ranks, ((3, 1.0), (3, 2.0), (0, 0.5)), strict=True):
+        micro = rank.steps[2].micro_batches[0]
+        micro.losses, micro.samples[0].digests = (
+            [(weight, 3, "train.py:8")],
+            [f"{rank.rank} {n}" for n in range(samples)],
+        )
+    ranks[2].steps[2].micro_batches[0].samples = []
+    (finding,) = steps.findings(Comparison(reference, ranks))
+    assert finding.kind == "token_weights"
+
+
 @pytest.mark.parametrize(("count", "kinds"), [(3, ["token_weights"]), (1, [])])
 def test_a_single_loss_may_have_a_weight_of_its_own(count, kinds):
     """As an advantage, by which the loss of a sample is multiplied."""
@@ -1636,6 +1668,30 @@ def test_a_single_loss_may_have_a_weight_of_its_own(count, kinds):
     for rank, weight in zip(ranks, (1.0, -0.9), strict=True):
         rank.steps[2].micro_batches[0].losses = [(weight, count, "train.py:8")]
     assert [finding.kind for finding in found(reference, ranks)] == kinds
+
+
+def test_a_single_loss_that_is_a_mean_like_the_others_is_one_in_a_mean_of_means():
+    (reference,), ranks = made_up(), made_up(2)
+    for record, samples in ((reference, 3), (ranks[0], 2), (ranks[1], 1)):
+        micro = record.steps[3].micro_batches[0]
+        del micro.samples[0].digests[samples:]
+        micro.losses = [(1.0, samples, "train.py:8")]
+    said = [each.message for each in several.findings(Comparison(reference, ranks))]
+    assert any("a sample of the smaller micro-batch weighs 2 times" in message for message in said), said
+
+
+def test_a_schedule_that_is_twice_as_fast_is_found_though_milestones_may_be_rounded():
+    (reference,), ranks = made_up(steps=8), made_up(2, steps=8)
+    for number, step in (entry for rank in ranks for entry in enumerate(rank.steps)):
+        step.rates, step.schedule_calls = [0.1 * 0.8 ** (2 * number)], 2 * number
+    finding = found(reference, ranks)[0]
+    assert (finding.kind, finding.step, finding.message[-34:]) == ("schedule", 3, ": the schedule is 2 times too fast")
+
+
+def test_a_schedule_is_called_too_fast_only_where_two_steps_show_it():
+    known = [1.0, 0.9, 0.5, 0.2, 0.1]
+    assert steps.are_faster([1.0, 0.5, 0.1], known, 2, 2)
+    assert not steps.are_faster([1.0, 0.5], known, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -1731,6 +1787,26 @@ def test_a_part_made_by_hand_that_is_divided_once_more_is_found(kept, repeated, 
     assert [finding.kind for finding in several.findings(Comparison(reference, ranks)) if finding.kind] == kinds
 
 
+def test_a_part_made_by_hand_with_samples_of_its_own_is_not_called_divided_twice():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in ranks:
+        record.facts.loaders["loader"].is_part = True
+        for number in range(4):
+            digests_of(record, number).digests = [f"{record.rank} {number}"] * (record.rank == 0 == number)
+    comparison = Comparison(reference, ranks)
+    assert list(several.findings(comparison)) == []
+    assert "own part" in comparison.not_compared["samples"]
+
+
+@pytest.mark.parametrize(("batch", "kinds"), [(None, []), (["a", "b", "c"], ["same_batches"])])
+def test_batches_of_the_script_are_the_same_only_where_their_samples_are_known(batch, kinds):
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record.facts.loaders.clear()
+        digests_of(record, 1).digests = batch
+    assert [each.kind for each in several.findings(Comparison(reference, ranks)) if each.kind] == kinds
+
+
 def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
     (reference,), ranks = made_up(), made_up(2)
     for rank in ranks:
@@ -1759,6 +1835,26 @@ def test_samples_that_one_process_does_not_read_do_not_count_twice():
     assert [finding.kind for finding in several.findings(Comparison(reference, ranks))][:1] == ["samples"]
 
 
+def test_the_step_from_which_on_a_model_trains_in_evaluation_mode_is_named():
+    (record,) = made_up()
+    for step in record.steps[2:]:
+        step.modes = {0: False}
+    (finding,) = single.findings(record)
+    assert (finding.kind, finding.step) == ("train_mode", 3)
+
+
+def test_of_two_windows_as_frequent_the_larger_is_the_usual_one():
+    assert single.usual_micro_batches(accumulated([1, 3, 3, 1])) == 3
+
+
+@pytest.mark.parametrize(("items", "kinds"), [(2, []), (1, ["eval_repeated"])])
+def test_a_result_of_more_samples_than_the_data_have_is_told(items, kinds):
+    (record,) = made_up()
+    record.facts.loaders["test"] = Loader("train.py:6", items=items)
+    record.evaluations.append(evaluation(result={"samples": 2.0}))
+    assert [each.kind for each in single.findings(record)] == kinds
+
+
 def test_the_usual_window_is_that_of_steps_within_an_epoch():
     record = accumulated([4, 7, 7])
     for step in record.steps[1:]:
@@ -1776,6 +1872,15 @@ def test_an_epoch_that_the_script_ends_early_may_have_fewer_samples():
     assert "12 of 24 samples" in found(reference, ranks)[0].message
     for rank in ranks:
         rank.passes[0].is_whole = False
+    assert found(reference, ranks) == []
+
+
+def test_an_epoch_that_is_read_to_its_end_may_train_on_a_part():
+    """As where a script counts its steps by its own size of batches."""
+    (reference,), ranks = made_up(), made_up(2)
+    for rank in ranks:
+        del rank.steps[2:]
+        rank.passes[0].read = [[*map(str, range(24))]]
     assert found(reference, ranks) == []
 
 
