@@ -200,11 +200,10 @@ def _accumulation(record: Record, number: int, step: Step) -> Findings:
     if step.clips_nothing:
         message = "no parameter is clipped: what is passed has none, as a generator that was read before"
         yield Finding("clip_nothing", "clipping", message, number, step.clips_nothing)
-    for done, line in step.clips:
-        if done < len(micro):
-            message = f"clipped after {done} of {len(micro)} micro-batches"
-            yield Finding("clip_early", "clipping", message, number, line)
-            break
+    done, line = step.clips[0] if step.clips else (len(micro), "")
+    if done < len(micro):
+        message = f"clipped after {done} of {len(micro)} micro-batches"
+        yield Finding("clip_early", "clipping", message, number, line)
     total = total_weight(record, step)
     if total is None:
         return

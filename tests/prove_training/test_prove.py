@@ -265,7 +265,7 @@ def test_a_program_that_trains_through_run_is_proven_and_resumed(prove_planted):
 @pytest.mark.parametrize("name", planted.CORRECT)
 @pytest.mark.parametrize("flags", [("--gradient_accumulation_steps", "2"), ("--virtual_processes", "6")])
 def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name, flags):
-    said = prove_planted(planted.CORRECT[name], processes=(3,), flags=flags, timeout_s=120)
+    said = prove_planted(planted.CORRECT[name], flags=flags, timeout_s=120)
     assert said.code == 0, said.text
     assert "gradients" in said.verdict
 
@@ -274,8 +274,7 @@ def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name
 @pytest.mark.parametrize("name", planted.MISTAKES)
 def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, name):
     mistake = planted.MISTAKES[name]
-    processes = (2,) if mistake.kind == "mean_of_means" else (3,)  # 3 have parts of one size in the last step, too
-    said = prove_planted(mistake.edits, processes=processes, flags=mistake.flags, timeout_s=120)
+    said = prove_planted(mistake.edits, flags=mistake.flags, timeout_s=120)
     assert said.code == 1, said.text
     assert mistakes.advice(mistake.kind) in said.advice[0], said.text
 
@@ -1063,6 +1062,38 @@ def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
     assert proven.plan.limit >= 100
 
 
+def first_run(answer, **facts) -> proof.Proof:
+    """A proof after its first run; `answer` says what a run with a plan leaves: the error, and whether it has steps."""
+
+    def outcome(processes: int, plan: Plan) -> Outcome:
+        error, has_steps = answer(plan)
+        (record,) = made_up(steps=4 if has_steps else 0)
+        vars(record.facts).update(facts, refuses=bool(error))
+        record.facts.loaders["loader"].given = 9
+        return Outcome([record], error, Path(), [], [], [])
+
+    made = proof.Proof(argparse.Namespace(processes=None), outcome, None)
+    made._first_run()
+    return made
+
+
+def test_a_model_for_one_batch_size_is_compared_with_numbers_of_processes_that_divide_it():
+    made = first_run(lambda plan: (None if plan.own_batch_size else "shapes differ", True))
+    assert (made.plan.limit, made.processes) == (same_work.items_of_epoch(9), (3,))
+
+
+@pytest.mark.parametrize(("has_steps", "pretends"), [(False, True), (True, False)])
+def test_a_gpu_is_pretended_to_a_script_that_asks_for_one_and_does_not_train_without(has_steps, pretends):
+    made = first_run(lambda plan: ("no" if plan.without_gpu else None, has_steps), asks=True, ddp=[])
+    assert (made.plan.without_gpu, made.pretends_gpu) == (pretends, pretends)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_more_devices_are_pretended_only_to_a_script_that_trains_with_them(trains):
+    made = first_run(lambda plan: (None, bool(plan.devices) and trains))
+    assert made.plan.devices == proof.MANY * trains
+
+
 @pytest.fixture
 def made_up_proof():
     """A proof whose runs return what is given."""
@@ -1120,6 +1151,28 @@ def test_items_with_numbers_that_differ_by_process_are_not_accused(made_up_proof
     else:
         with pytest.raises(CannotTell, match="random numbers that prove cannot repeat"):
             made._compare(2)
+
+
+def test_a_schedule_is_tried_with_as_large_batches_of_more_data(made_up_proof):
+    made, plans = made_up_proof([]), []
+    made.runs = lambda processes, plan: plans.append(plan) or Outcome(made_up(2), None, Path(), [], [], [])
+    assert made._counts_its_batches(2)
+    assert (plans[0].whole_batches, plans[0].limit) == (True, 2 * made.plan.limit)
+
+
+@pytest.mark.parametrize(("again", "kinds"), [("accuracy 0.70", ["eval_mean"]), ("accuracy 0.72", [])])
+def test_a_printed_number_is_a_result_only_if_it_repeats_and_depends_on_the_samples(made_up_proof, again, kinds):
+    def records(said: str, processes: int = 1) -> list[Record]:
+        ranks = made_up(processes)
+        for rank in ranks:
+            rank.evaluations.append(evaluation(said=[said]))
+        return ranks
+
+    outcomes = [Outcome(records(said), None, Path(), [], [], []) for said in (again, "accuracy 0.60")]
+    made = made_up_proof(outcomes)
+    (made.reference,) = records("accuracy 0.70")
+    comparison = Comparison(made.reference, records("accuracy 0.75", 2))
+    assert [each.kind for each in made._evaluations(comparison)] == kinds
 
 
 def test_items_with_generators_of_their_own_are_compared_when_these_are_seeded(made_up_proof):
@@ -1249,6 +1302,19 @@ def test_samples_count_twice_unless_gather_for_metrics_is_called_in_each_batch(c
     assert kinds_of_a_result(["gather", *["gather_for_metrics"] * cuts], ("ab", "ba")) == [kind]
 
 
+def test_samples_that_the_processes_share_out_are_not_repeated():
+    assert kinds_of_a_result(["gather"], ("a", "b")) == ["eval_mean"]
+
+
+def test_evaluations_after_as_many_steps_are_compared():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record.evaluations = [evaluation(after, said=[f"accuracy {after / 10}"]) for after in (2, 4)]
+    assert suspects(Comparison(reference, ranks)) == []
+    ranks[0].evaluations[1].said = ["accuracy 0.9"]
+    assert [each.key for each in suspects(Comparison(reference, ranks))] == [(4, "accuracy")]
+
+
 @pytest.mark.parametrize(("others", "kind"), [([], "eval_extreme"), (["gather"], "eval_mean")])
 def test_an_extreme_is_named_only_where_nothing_is_added_up(others, kind):
     assert kinds_of_a_result(["all_reduce(MAX)", *others]) == [kind]
@@ -1313,6 +1379,10 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
     "a group of processes that is not all": (
         ("not_reduced", "ranks 0 and 2 have different gradients at the step"),
         lambda one, ranks: scale(ranks[2].steps[0].gradients, 1.01),
+    ),
+    "a gradient that one process does not have": (
+        ("not_reduced", "ranks 0 and 1 have different gradients at the step"),
+        lambda one, ranks: ranks[1].steps[0].gradients.clear(),
     ),
     "the wrong micro-batch": (
         ("not_reduced", "averaged after micro-batch 1 of 2, and not after the last one"),
@@ -1498,8 +1568,24 @@ def test_it_is_said_why_a_run_does_not_end():
     assert why(ranks)[0] == "stops_alone", "the epoch of rank 0 is not over"
     ranks[0].passes[0].is_whole = True
     assert why(ranks) == ("uneven", "an epoch has 4 batches on rank 0, and more on rank 1")
+    ranks[1].passes[0].is_whole, ranks[0].passes[0].batches = True, 6
+    assert why(ranks) == ("uneven", "an epoch has 5 batches on rank 1, and more on rank 0")
     ranks[1].unused, ranks[1].error = ["head"], "train.py:7: RuntimeError: Expected to have finished reduction"
     assert why(ranks)[0] == "unused"
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        ("3 gather train.py:4 2x2", "shapes", "calls gather with a tensor of 2, and rank 1 with one of 2x2"),
+        ("3 reduce train.py:5 2x2", "hangs", "after 3 steps rank 0 calls gather, and rank 1 does not"),
+    ],
+)
+def test_a_call_with_another_shape_is_told_from_another_call(call, kind, words):
+    ranks = made_up(2)
+    ranks[1].error = "train.py:9: RuntimeError: gloo: Connection closed"
+    found = why(ranks, [["3 gather train.py:4 2"], [call]])
+    assert (found[0], words in found[1]) == (kind, True), found
 
 
 @pytest.mark.parametrize("cause", [0, 1])
@@ -1823,6 +1909,24 @@ def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
     assert "12 of 24 samples of an epoch count twice" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("length", "said"), [(24, []), (25, ["drop_last leaves out the last samples of the test data"])]
+)
+def test_samples_that_a_test_leaves_out_are_told(length, said):
+    (record,) = made_up()
+    record.facts.loaders["test"] = Loader("train.py:6", given=6, length=length, drop_last=True)
+    record.evaluations.append(evaluation())
+    assert [each.message for each in single.findings(record)] == said
+
+
+def test_an_epoch_that_ends_early_and_begins_alike_has_the_same_order():
+    (record,) = made_up(steps=7)
+    for number, step in enumerate(record.steps[4:]):
+        part = step.micro_batches[0].samples[0]
+        part.number, part.digests = 1, digests_of(record, number).digests
+    assert [each.kind for each in single.findings(record)] == ["same_order"]
+
+
 def test_samples_that_one_process_does_not_read_do_not_count_twice():
     """As where each process has a part of its own, of any size, and the reference a part of them."""
     (reference,), ranks = made_up(), made_up(2)
@@ -1916,6 +2020,7 @@ def test_samples_that_a_teacher_has_seen_are_not_those_of_a_test(key, kinds):
         ("accuracy: 74.00", "something else: 75.00", False),
         ("Acc@1:74 loss:0.52", "Acc@1:75 loss:0.52", True),
         ("1:53", "1:54", False),
+        ("loss 0.5", "loss 0.52", False),
         ("time ( 0.25) accuracy 74.00", "time (250.31) accuracy 75.00", True),
         ("steps_per_second =  9.5", "steps_per_second = 11.5", True),
         (
