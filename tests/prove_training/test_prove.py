@@ -743,6 +743,117 @@ def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_p
     assert [value[1:].tolist() for value in recording.step.at_step.values()] == [[3, 3]]
 
 
+@pytest.fixture
+def models(tmp_path):
+    """The recorder of models of a run on one process, with an optimizer of one parameter."""
+    models = made_recording(tmp_path, processes=1).models
+    models.optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)]
+    models.recording.where.line = lambda: "train.py:9"
+    return models
+
+
+@pytest.mark.parametrize(("epoch", "kept"), [(0, 2), (1, 1)])
+def test_what_is_left_at_the_end_of_an_epoch_and_zeroed_is_dropped(models, monkeypatch, epoch, kept):
+    parts = iter([Part("loader", 0, ["a"]), Part("loader", epoch, ["b"])])
+    monkeypatch.setattr(models.batches, "of_backward", lambda: [next(parts)])
+    models.begin_backward()
+    models.parameters()[0].grad = torch.ones(2)
+    models.before_zero_grad()
+    models.begin_backward()
+    assert len(models.recording.step.micro_batches) == kept
+
+
+def test_gradients_are_zeroed_only_where_there_are_some(models):
+    models.recording.step.micro_batches = [MicroBatch()]
+    models.before_zero_grad()
+    assert models.recording.step.zeroed == []
+    models.parameters()[0].grad = torch.ones(2)
+    models.before_zero_grad()
+    assert models.recording.step.zeroed == [(1, "train.py:9")]
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction", "target", "loss"),
+    [
+        ("cross_entropy", "mean", torch.tensor([0, 1, -100]), (1.0, 2, "train.py:9")),
+        ("mse_loss", "sum", torch.zeros(3, 2), (6.0, 6, "train.py:9")),
+    ],
+)
+def test_the_coefficient_and_the_number_of_losses_are_recorded(models, name, reduction, target, loss):
+    models.recording.step.micro_batches = [MicroBatch()]
+    args = torch.ones(3, 2, requires_grad=True), target
+    value = getattr(torch.nn.functional, name)(*args, reduction=reduction)
+    models.criterion(name, value, reduction, args, {})
+    value.backward()
+    assert models.recording.step.micro_batches[0].losses == [loss]
+
+
+@pytest.mark.parametrize(("done", "before"), [(2, [7.0, 7.0]), (1, [1.0, 1.0])])
+def test_gradients_before_clipping_are_kept_unless_it_came_too_early(models, done, before):
+    step, parameter = models.recording.step, models.parameters()[0]
+    step.micro_batches, parameter.grad = [MicroBatch()] * done, torch.full((2,), 7.0)
+    models.clip([parameter])
+    step.micro_batches, parameter.grad = [MicroBatch()] * 2, torch.ones(2)
+    models._note_gradients(models.optimizers[0])
+    assert [value[1:].tolist() for value in step.gradients.values()] == [before]
+
+
+@pytest.mark.parametrize(("size", "value"), [(2, 1.0), (3, 0.0)])
+def test_weights_are_shared_only_where_they_have_the_same_shapes(models, tmp_path, size, value):
+    torch.save(([torch.ones(size)], [{}]), tmp_path / "weights.pt")
+    models.plan.weights = {0: str(tmp_path / "weights.pt")}
+    models.share_weights(0, models.optimizers)
+    assert models.parameters()[0].tolist() == [value] * 2
+
+
+def test_parameters_without_a_gradient_are_named_by_their_numbers_among_those_that_train(models):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1).requires_grad_(False), torch.nn.Linear(1, 1))
+    models.in_ddp[0] = model
+    error = "Parameter indices which did not receive grad for rank 0: 1 7"
+    assert models.unused(error) == ["1.bias"]
+    assert models.unused("another error") == []
+
+
+@pytest.mark.parametrize(("rate", "modes"), [(0.0, {}), (0.5, {0: False})])
+def test_the_mode_of_a_model_matters_only_with_layers_that_differ_in_it(models, rate, modes):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(rate)).eval()
+    models.models[0] = model
+    assert models.modes([*model.parameters()]) == modes
+
+
+def test_the_last_batch_of_a_loader_that_reads_ahead_is_of_its_pass(models):
+    batches, ended = models.batches, Pass("loader", read=[["a"], ["b"]], used=[Part("loader", 0, ["?"])])
+    batches.read_to_end = ended
+    assert [part.digests for part in batches.of_backward()] == [["b"]]
+    assert ended.used[0].digests == ["a"]
+    batches.read_to_end = replace(ended, read=[["a"], ["b"], ["c"]], used=ended.used[:1])
+    assert batches.of_backward() == [], "two batches have not been used"
+
+
+def test_a_part_of_the_test_data_has_a_part_of_the_batch(tmp_path):
+    batches = made_recording(tmp_path, processes=2, tests={"test": 16}, sizes={16}).batches
+    assert [batches.batch_size(8, "test", is_whole) for is_whole in (False, True)] == [6, 12]
+
+
+@pytest.mark.parametrize(("length", "most"), [(None, 3), (20, 3), (4, 2), (1, 1)])
+def test_a_shortened_test_reads_three_batches_or_half_of_them(tmp_path, length, most):
+    batches = made_recording(tmp_path, processes=1, shorter=["test"]).batches
+    for key, expected in (("test", [False] * most + [True]), ("loader", [False] * (most + 1))):
+        current = Pass(key, length=length)
+        read = [argparse.Namespace(prove_pass=current, _num_yielded=number) for number in range(most + 1)]
+        assert list(map(batches.is_short, read)) == expected
+
+
+def test_a_pass_is_whole_after_its_last_batch_and_batches_of_a_test_are_dropped(tmp_path):
+    batches, current = made_recording(tmp_path, processes=1).batches, Pass("loader", length=2)
+    batches.deliver(current, ["a"], torch.ones(1))
+    assert not current.is_whole
+    batches.fresh[0].is_tested = True
+    batches.deliver(current, ["b"], torch.ones(1))
+    assert current.is_whole
+    assert [batch.digests for batch in batches.fresh] == [["b"]]
+
+
 def test_weights_that_are_averaged_after_a_step_are_told_from_other_sums(tmp_path):
     recording = made_recording(tmp_path, processes=1)
     parameter = torch.nn.Parameter(torch.ones(2))

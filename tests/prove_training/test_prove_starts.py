@@ -91,6 +91,28 @@ def test_calls_are_recorded_once_and_only_scripts_are_told_of_a_pretended_gpu(tm
     assert said.splitlines() == [str(pretended), expected]
 
 
+ORDERS = """
+import sys
+from torch.utils.data import DistributedSampler
+from prove_training.recording import Recording, data
+from prove_training.records import Plan
+
+order = [[2, 0, 1, 4, 3]]
+batches = Recording(Plan(77, folder="/", output=sys.argv[1], processes=2, orders={"train.py:5": order}), 0).batches
+data.install_samplers(batches)
+for shuffle in (True, False):
+    for rank in range(2):
+        sampler = DistributedSampler(range(5), 2, rank, shuffle)
+        sampler.prove_key = "train.py:5"
+        print(list(sampler))
+"""
+
+
+def test_a_sampler_has_the_share_of_its_process_in_the_order_of_the_reference(tmp_path):
+    shares = [[2, 1, 3], [0, 4, 2], [0, 2, 4], [1, 3, 0]]
+    assert run_forked(tmp_path, ORDERS, str(tmp_path)).splitlines() == [*map(str, shares)]
+
+
 LIBRARIES = {
     "plain_library": "from torch.nn.functional import cross_entropy\nfrom os import path",
     "library_of_ranks": "import os\nos.environ.get('LOCAL_RANK')",
