@@ -13,7 +13,7 @@ def entries(report, kind: str) -> list[dict]:
     found = []
     for each in report.findings if kind == "error" else report.notes:
         file, _, number = each.line.rpartition(":")
-        what = f"{each.what}: {advice(each.kind, report.framework)}" if each.kind else each.what
+        what = f"{each.message}: {advice(each.kind, report.framework)}" if each.kind else each.message
         found.append({"file": file, "line": int(number or 1), "id": id_of(each.kind or "note"), "message": what})
     return found
 
@@ -23,11 +23,12 @@ def escaped(text: str, more: str = "") -> str:
 
 
 def as_json(report, code: int, verdict: str) -> str:
-    found = [each._asdict() | {"advice": advice(each.kind, report.framework)} for each in report.findings]
-    notes = [each._asdict() for each in report.notes]
-    return json.dumps(
-        {"code": code, "verdict": verdict, "findings": found, "notes": notes, "lines": report.lines}, indent=2
-    )
+    def entry(each) -> dict:
+        return {"kind": each.kind, "stage": each.stage, "what": each.message, "step": each.step, "line": each.line}
+
+    findings = [entry(each) | {"advice": advice(each.kind, report.framework)} for each in report.findings]
+    found = {"findings": findings, "notes": list(map(entry, report.notes)), "lines": report.lines}
+    return json.dumps({"code": code, "verdict": verdict, **found}, indent=2)
 
 
 def as_github(report, code: int, verdict: str) -> str:

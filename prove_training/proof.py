@@ -7,6 +7,7 @@ on two and three processes. `recording` makes them the same and records, and `st
 import linecache
 import re
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from .mistakes import advice, correction, id_of
 from .recording.same_work import items_of_epoch, micro_batch
 from .records import Facts, Pass, Plan, Record
 from .runs import Outcome, Runs
-from .stages import Comparison, Finding, apart, evaluations, note, several, single, steps, trained_on
-from .stages.unfinished import because
+from .stages import Comparison, Finding, Note, evaluations, ranks_differ, several, single, steps, trained_on
+from .stages.unfinished import explain
 from .text import CannotTell, and_join, plural, show
 
 MOST_ITEMS = 1000  # of data that are not cut where the script fails otherwise
@@ -52,19 +53,19 @@ class Report:
     def line(self, name: str, text: str, colour: str = "") -> None:
         self.say(f"  {name:<13} {text}", colour)
 
-    def add(self, name: str, findings) -> list[Finding]:
+    def add(self, name: str, findings: Iterable[Finding | Note]) -> list[Finding]:
         """Print findings, each kind once, and keep notes for the end. Returns the new findings."""
         new = []
         for finding in findings:
             if finding.kind and f"prove: ignore[{id_of(finding.kind)}]" in self.source(finding.line):
-                finding = note(finding.stage, f"{finding.what} [{id_of(finding.kind)}, ignored]", None, finding.line)
-            if not finding.kind:
+                finding = Note(finding.stage, f"{finding.message} [{id_of(finding.kind)}, ignored]", None, finding.line)
+            if isinstance(finding, Note):
                 if without_numbers(finding) not in map(without_numbers, self.notes):
                     self.notes.append(finding)
             elif finding.kind not in [each.kind for each in self.findings]:
                 self.findings.append(finding)
                 new.append(finding)
-                self.line(name, f"WRONG in {finding.place}: {finding.what} [{id_of(finding.kind)}]", "red")
+                self.line(name, f"WRONG in {finding.place}: {finding.message} [{id_of(finding.kind)}]", "red")
                 if source := self.source(finding.line):
                     self.line("", f"  {finding.line}  {source}")
         return new
@@ -83,9 +84,9 @@ class Report:
         return ""
 
     def end(self, code: int, verdict: str) -> int:
-        for finding in self.notes:
-            place = f" ({finding.line})" if finding.line else ""
-            self.say(f"note: {finding.stage}: {finding.what}{place}", "yellow")
+        for note in self.notes:
+            place = f" ({note.line})" if note.line else ""
+            self.say(f"note: {note.stage}: {note.message}{place}", "yellow")
         for finding in self.findings:
             self.say(f"what to do: {advice(finding.kind, self.framework)}")
             for line in correction(finding.kind) if self.framework in ("", "By hand") else ():
@@ -115,7 +116,7 @@ def prove(args) -> int:
             return report.end(*proof.verdict())
         except CannotTell as reason:
             if report.findings:  # on one process, which is enough
-                report.add("", [note("not compared", str(reason))])
+                report.add("", [Note("not compared", str(reason))])
                 return report.end(*proof.wrong(report.findings))
             return report.end(CANNOT_TELL, f"cannot tell: {reason}")
 
@@ -133,9 +134,9 @@ class Proof:
         self.plan, self.repeat = Plan(items_of_epoch()), {}
         self.processes, self.counts = args.processes or (2, 3), [1]  # to compare with, and those that were compared
         self.compared, self.not_compared = set(), {}
-        self.pretends = False  # to a script that asks that there is an accelerator
+        self.pretends_gpu = False  # to a script that asks that there is an accelerator
         self.is_divided = False  # the state of the optimizer, over the processes
-        self.starts = False  # whether the script starts its processes itself, one for each GPU of a machine
+        self.script_spawns = False  # whether the script starts its processes itself, one for each GPU of a machine
 
     def verdict(self) -> tuple[int, str]:
         """The exit code and the verdict.
@@ -154,15 +155,14 @@ class Proof:
             if (found := unfinished(1, outcome)).kind != "fails":
                 return self.wrong(self.report.add("1 process", [found]))
             error = outcome.error + self._hints(outcome)
-            refuses = any(record.facts.refuses for record in outcome.records)
-            if refuses and not self.plan.without_gpu and has_run(self.runs(self.processes[0], self.plan)):
+            if refuses(outcome) and not self.plan.without_gpu and has_run(self.runs(self.processes[0], self.plan)):
                 raise CannotTell(f"it refuses one process, with which prove begins: {error}")
             self.report.log(outcome)
             if is_about_gpus(outcome.error):
                 raise CannotTell(f"it needs a GPU: {outcome.error}")
             if self.plan.without_gpu and re.search(OF_DEVICES, outcome.error):
                 raise CannotTell(f"on a GPU that prove pretends, {error}")
-            if refuses and self.plan.without_gpu:
+            if refuses(outcome) and self.plan.without_gpu:
                 raise CannotTell(f"it refuses one process with a pretended GPU: {error}")
             return FAILS, f"fails: on one process, {error}"
         self.reference = reference = outcome.records[0]
@@ -184,12 +184,12 @@ class Proof:
                 self._accumulate(buffer)
         if self.report.findings:
             return self.wrong(self.report.findings)
-        reasons = [f"{what}: {why}" for what, why in self.not_compared.items()]
+        reasons = [f"{subject}: {why}" for subject, why in self.not_compared.items()]
         if not self.compared & {"gradients", "averaged gradients"}:
-            same = f" (the same: {in_words(self.compared)})" if self.compared else ""
+            same = f" (the same: {join_compared(self.compared)})" if self.compared else ""
             raise CannotTell(f"{'; '.join(reasons) or 'no gradient could be compared'}{same}")
-        self.report.add("", [note("not compared", reason) for reason in reasons])
-        same = f"the same {in_words(self.compared)} on {and_join(self.counts)} processes"
+        self.report.add("", [Note("not compared", reason) for reason in reasons])
+        same = f"the same {join_compared(self.compared)} on {and_join(self.counts)} processes"
         if "gradients" not in self.compared or "steps" in self.not_compared:
             code = CANNOT_TELL if self.args.strict else PROVEN
             return code, f"nothing wrong found; not compared: {and_join(list(self.not_compared))}; {same}"
@@ -211,46 +211,46 @@ class Proof:
         return "".join(f"; {hint}" for hint in hints)
 
     def wrong(self, findings: list[Finding]) -> tuple[int, str]:
-        verdict = f"wrong: {findings[0].what} ({findings[0].place})"
+        verdict = f"wrong: {findings[0].message} ({findings[0].place})"
         if self.compared and all(finding.stage == "evaluation" for finding in findings):
-            verdict += f"; in training, the same {in_words(self.compared)}"
+            verdict += f"; in training, the same {join_compared(self.compared)}"
         return WRONG, verdict
 
     def _first_run(self) -> Outcome:
-        outcome = self.runs(1, self.plan)
-        while True:  # each may show only after another
-            facts = outcome.records[0].facts if outcome.records else Facts()
-            if is_about_gpus(outcome.error) and not self.plan.without_gpu:
-                self.plan.without_gpu = True
-            elif NO_GROUP in (outcome.error or "") and not self.plan.makes_group:
-                self.plan.makes_group = True  # it makes one on several processes only
-            elif facts.asked > 1 and not self.plan.asked and self.runs.written(facts.asked):
-                self.plan.asked = facts.asked
-            else:
-                break
-            outcome = self.runs(1, self.plan)
-        if facts.asks and not (self.plan.without_gpu or facts.ddp or facts.accelerate):
+        """Run on one process, and again with each change of the plan that the last run asks for, once."""
+        outcome, tried = self.runs(1, self.plan), []
+        while retry := next((each for each in self._retries(outcome) if each[0] not in tried), None):
+            changes, is_better = retry
+            tried.append(changes)
+            again = self.runs(1, replace(self.plan, **changes))
+            if is_better(again):
+                self.pretends_gpu |= "without_gpu" in changes and not is_about_gpus(outcome.error)
+                self.plan, outcome = replace(self.plan, **changes), again
+        if self.plan.own_batch_size and not self.args.processes:
+            sizes = given_sizes(outcome.records)
+            fitting = [each for each in self.processes if not any(size % each for size in sizes)]
+            self.processes = tuple(fitting) or self.processes
+        return outcome
+
+    def _retries(self, outcome: Outcome) -> Iterator[tuple[dict, Callable[[Outcome], bool]]]:
+        """Changes of the plan that a first run asks for, and whether a run with them is better."""
+        facts = outcome.records[0].facts if outcome.records else Facts()
+        steps, sizes = outcome.records and outcome.records[0].steps, given_sizes(outcome.records)
+        if is_about_gpus(outcome.error):
+            yield {"without_gpu": True}, lambda again: True
+        if NO_GROUP in (outcome.error or ""):  # it makes one on several processes only
+            yield {"makes_group": True}, lambda again: True
+        if facts.asked > 1 and not self.plan.asked and self.runs.written(facts.asked):
+            yield {"asked": facts.asked}, lambda again: True
+        if facts.asks and not (facts.ddp or facts.accelerate):
             # It may train only where there is an accelerator, or with others only there.
-            again = self.runs(1, replace(self.plan, without_gpu=True))
-            refuses = any(record.facts.refuses for record in again.records) and not outcome.records[0].steps
-            if has_run(again) or refuses:
-                self.plan.without_gpu, self.pretends, outcome = True, True, again
-        if has_run(outcome) and not outcome.records[0].steps:
-            again = self.runs(1, replace(self.plan, devices=MANY))  # as PyTorch's own examples ask for two
-            if has_run(again) and again.records[0].steps:
-                self.plan.devices, outcome = MANY, again
-        sizes = given_sizes(outcome.records)
+            yield {"without_gpu": True}, lambda again: has_run(again) or (refuses(again) and not steps)
+        if has_run(outcome) and not steps:  # as PyTorch's own examples ask for two devices
+            yield {"devices": MANY}, lambda again: has_run(again) and bool(again.records[0].steps)
         if outcome.error and sizes and unfinished(1, outcome).kind == "fails":
             # A model may be made for one batch size, and a script may count its data.
-            for own in ({"own_batch_size": True, "limit": items_of_epoch(max(sizes))}, {"limit": MOST_ITEMS}):
-                again = self.runs(1, replace(self.plan, **own))
-                if not again.error:
-                    self.plan = replace(self.plan, **own)
-                    if self.plan.own_batch_size and not self.args.processes:
-                        fitting = [each for each in self.processes if not any(size % each for size in sizes)]
-                        self.processes = tuple(fitting) or self.processes
-                    return again
-        return outcome
+            yield {"own_batch_size": True, "limit": items_of_epoch(max(sizes))}, lambda again: not again.error
+            yield {"limit": MOST_ITEMS}, lambda again: not again.error
 
     def _repeat(self, facts: Facts) -> None:
         self.repeat = {"orders": self.reference.orders, "weights": self.reference.weights}
@@ -269,13 +269,13 @@ class Proof:
             words += f", {min(length, self.plan.limit)} of {length} training samples" if length else ""
         self.report.say(words)
         if self.plan.without_gpu:
-            self.report.add("", [note("comparison", "what the script puts on a GPU stays on the CPU")])
+            self.report.add("", [Note("comparison", "what the script puts on a GPU stays on the CPU")])
         if written := self.plan.asked and self.runs.written(self.plan.asked):
-            what = f"the script's {written} is replaced by the number of processes of each run"
-            self.report.add("", [note("comparison", what)])
+            message = f"the script's {written} is replaced by the number of processes of each run"
+            self.report.add("", [Note("comparison", message)])
         if off := facts.switched_off:
-            what = f"{and_join(sorted(off))} switched off: results would differ by design"
-            self.report.add("", [note("comparison", what)])
+            message = f"{and_join(sorted(off))} switched off: results would differ by design"
+            self.report.add("", [Note("comparison", message)])
 
     def _compare(self, processes: int) -> bool:
         """Compare a run on several processes. Returns whether nothing is wrong.
@@ -284,29 +284,31 @@ class Proof:
         makes a difference, it is a finding of the comparison on one machine.
         """
         name, is_first = plural(processes, "process"), processes == self.processes[0]
-        is_apart = not (is_first or self.starts)
+        one_per_machine = not (is_first or self.script_spawns)
 
-        def run(is_apart: bool):
-            outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=is_apart))
-            both, found = judged(self.reference, processes, outcome)
-            return outcome, both, found, next((each for each in found if each.kind or both is None), None)
+        def run(one_per_machine: bool):
+            outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=one_per_machine))
+            comparison, found = compare_records(self.reference, processes, outcome)
+            problem = next((each for each in found if each.kind or comparison is None), None)
+            return outcome, comparison, found, problem
 
-        outcome, both, found, problem = run(is_apart)
+        outcome, comparison, found, problem = run(one_per_machine)
         if outcome.records and not (outcome.records[0].facts.ddp or self.report.framework):
             self.report.framework = "By hand"
         made = zip(*(record.steps for record in outcome.records), strict=False)
-        self.is_divided |= any(apart(of_ranks, "state_before") for of_ranks in made)
-        self.starts = self.starts or any(record.facts.starts for record in outcome.records)
-        if is_apart and problem:
-            outcome_apart, (outcome, both, found, on_one_machine) = outcome, run(False)
+        self.is_divided |= any(ranks_differ(of_ranks, "state_before") for of_ranks in made)
+        self.script_spawns = self.script_spawns or any(record.facts.starts for record in outcome.records)
+        if one_per_machine and problem:
+            outcome_apart, (outcome, comparison, found, on_one_machine) = outcome, run(False)
             if on_one_machine is None:
                 # Other than training, it may be for one machine alone, or the machines have different disks.
                 is_local = problem.stage == "samples" or outcome_apart.records[0].facts.asked
                 kind = "local_rank" if is_local else problem.kind if problem.stage in OF_TRAINING else ""
-                what = f"{problem.what}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
-                found.append(problem._replace(kind=kind, what=what))
-        if both is None and not found[0].kind:
-            raise CannotTell(found[0].what)
+                message = f"{problem.message}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
+                others = problem.stage, message, problem.step, problem.line
+                found.append(Finding(kind, *others) if kind else Note(*others))
+        if comparison is None and isinstance(found[0], Note):
+            raise CannotTell(found[0].message)
         if any(each.kind == "items" for each in found) and is_augmented(outcome.records[0]):
             again = self.runs(processes, replace(self.plan, **self.repeat, same_share=True))
             first, *others = ([each.read for each in trained_passes(record)[:1]] for record in again.records)
@@ -319,32 +321,33 @@ class Proof:
                 raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
         if outcome.error and self.plan.own_batch_size and "shape" in outcome.error.lower():
             raise CannotTell(f"the model is made for one batch size, and prove divides it: {outcome.error}")
-        if any(record.facts.refuses for record in outcome.records):
+        if refuses(outcome):
             if is_first:
                 raise CannotTell(f"it refuses {name}: {outcome.error}")
             self.report.line(name, f"not compared, it refuses them: {outcome.error}")
             return True
-        if outcome.error and self.pretends:
+        if outcome.error and self.pretends_gpu:
             raise CannotTell(f"it asks for an accelerator, and with a pretended one {name} fail: {outcome.error}")
-        if both is None:
+        if comparison is None:
             self.report.add(name, found)
             self.report.log(outcome)
             return False
         if any(each.kind == "schedule" for each in found) and self._counts_its_batches(processes):
             found = [each for each in found if each.kind != "schedule"]
-            both.compared.discard("learning rates")
-            both.not_compared["learning rates"] = "the script counts its steps by its batch size, which prove divides"
+            comparison.compared.discard("learning rates")
+            why = "the script counts its steps by its batch size, which prove divides"
+            comparison.not_compared["learning rates"] = why
         found = self.report.add(name, found)
         if not any(finding.stage == "samples" for finding in found):
-            found += self.report.add(name, self._evaluations(both))
+            found += self.report.add(name, self._evaluations(comparison))
         if found and any(finding.stage != "evaluation" for finding in found):
             return False
-        if not found and evaluations.are_compared(both):
-            both.compared.add("evaluations")
-        self.report.line("" if found else name, f"the same {in_words(both.compared) or 'course'}")
+        if not found and evaluations.are_compared(comparison):
+            comparison.compared.add("evaluations")
+        self.report.line("" if found else name, f"the same {join_compared(comparison.compared) or 'course'}")
         self.counts.append(processes)
-        self.compared |= both.compared
-        self.not_compared |= both.not_compared
+        self.compared |= comparison.compared
+        self.not_compared |= comparison.not_compared
         return not found
 
     def _counts_its_batches(self, processes: int) -> bool:
@@ -353,29 +356,29 @@ class Proof:
         found = steps.learning_rates(Comparison(self.reference, again.records)) if again.records else ()
         return not any(finding.kind for finding in found)
 
-    def _evaluations(self, both: Comparison) -> list[Finding]:
-        if both.reference.facts.run:  # its results are known
-            return list(evaluations.differing_results(both))
-        suspects = evaluations.suspects(both)
+    def _evaluations(self, comparison: Comparison) -> list[Finding]:
+        if comparison.reference.facts.run:  # its results are known
+            return list(evaluations.differing_results(comparison))
+        suspects = evaluations.suspects(comparison)
         if not suspects:
-            return list(evaluations.share(both))
+            return list(evaluations.share(comparison))
 
         def differing(**changes) -> set | None:
             """The keys of what differs in another run on one process; None if the run failed."""
             records = self.runs(1, replace(self.plan, **changes)).records
-            return {each.key for each in evaluations.suspects(Comparison(both.reference, records))} if records else None
+            return {each.key for each in evaluations.suspects(Comparison(self.reference, records))} if records else None
 
         # The result of an evaluation repeats in a second run, whose clock is fast, and changes with fewer test samples.
-        noise, trained = differing(clock=1000), trained_on(both.reference)
+        noise, trained = differing(clock=1000), trained_on(comparison.reference)
         if noise is None:
             return []
-        tested = [key for test in both.reference.evaluations for key in test.samples if key not in trained]
+        tested = [key for test in comparison.reference.evaluations for key in test.samples if key not in trained]
         results, notes = differing(shorter=tested) or set(), []
         for suspect in suspects:
             if suspect.key in results - noise:
-                return [evaluations.explained(both, suspect)]
+                return [evaluations.explained(comparison, suspect)]
             if suspect.key not in noise:
-                notes.append(note("output", f"{suspect.says}: of rank 0 alone, or of samples without a DataLoader"))
+                notes.append(Note("output", f"{suspect.says}: of rank 0 alone, or of samples without a DataLoader"))
         return notes[:1]
 
     def _resume(self, flags_before: list[str], flags: list[str]) -> None:
@@ -383,7 +386,7 @@ class Proof:
         first = self._interrupted(flags_before)
         if not first.records or not first.records[0].facts.has_saved:
             why = first.error or "it saved nothing after its first step"
-            self.report.add("", [note("resume", f"not compared: {why}")])
+            self.report.add("", [Note("resume", f"not compared: {why}")])
             return
         whole, done = self.runs(1, replace(self.plan, is_resumed=False)).records[0], len(first.records[0].steps)
         again = replace(self.plan, is_resumed=True)
@@ -402,10 +405,10 @@ class Proof:
         if not third.error and self.report.add(name, resuming.differing_ranks(third.records, self.is_divided)):
             return
         if third.error or len(third.records) < more or third.waits:
-            problems = [note(name, third.error or "it did not end")]
+            problems = [Note(name, third.error or "it did not end")]
         else:  # a note: somebody may always resume on as many processes
             found = resuming.compare(whole, resuming.merged(third.records), done, has_gradients=False)
-            problems = [each._replace(kind="", stage=name) for each in found if each.kind]
+            problems = [Note(name, *each[2:]) for each in found if each.kind]
         self.report.add("", problems)
         if not problems:
             self.report.line("", f"the same after step {done} on {plural(more, 'process')}")
@@ -415,8 +418,9 @@ class Proof:
         outcome = self.runs(1, replace(self.plan, **self.repeat), ACCUMULATION)
         step = outcome.records[0].steps[1] if has_run(outcome) and len(outcome.records[0].steps) > 1 else None
         if step and step.buffers.get(buffer) != self.reference.steps[1].buffers[buffer]:
-            what = f"each forward pass changes the buffer {buffer}: with 2 micro-batches per step it has other values"
-            self.report.add("2 micro-batches", [Finding("gradient", "gradient", what, 2, step.line)])
+            message = f"each forward pass changes the buffer {buffer}: with 2 micro-batches per step "
+            finding = Finding("gradient", "gradient", f"{message}it has other values", 2, step.line)
+            self.report.add("2 micro-batches", [finding])
 
     def _interrupted(self, flags: list[str]) -> Outcome:
         return self.runs(1, replace(self.plan, stop_after_save=True, is_resumed=False), flags)
@@ -440,9 +444,14 @@ def has_run(outcome: Outcome) -> bool:
     return not (outcome.error or outcome.waits or outcome.records[0].facts.cannot_tell)
 
 
-def without_numbers(finding: Finding) -> tuple[str, str]:
+def refuses(outcome: Outcome) -> bool:
+    """Whether the script itself ends, with this number of processes."""
+    return any(record.facts.refuses for record in outcome.records)
+
+
+def without_numbers(note: Note) -> tuple[str, str]:
     """What two notes have in common that differ in the number of processes."""
-    return finding.stage, re.sub(r"\d+", "", finding.what)
+    return note.stage, re.sub(r"\d+", "", note.message)
 
 
 def is_about_gpus(error: str | None) -> bool:
@@ -466,7 +475,7 @@ def given_sizes(records: list[Record]) -> set[int]:
     return {loader.given for loader in loaders if loader.given}
 
 
-def judged(reference: Record, processes: int, outcome: Outcome) -> tuple[Comparison | None, list[Finding]]:
+def compare_records(reference: Record, processes: int, outcome: Outcome) -> tuple[Comparison | None, list]:
     """What a run on several processes shows; without a comparison where it has not come to its end.
 
     Raises:
@@ -474,17 +483,17 @@ def judged(reference: Record, processes: int, outcome: Outcome) -> tuple[Compari
     """
     for record in outcome.records:
         if reason := record.facts.cannot_tell:
-            return None, [note("process group", reason)]
+            return None, [Note("process group", reason)]
     if any(record.steps for record in outcome.records) and several.are_plain(outcome.records):
-        what = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
+        message = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
         changes = CHANGES
         if line := outcome.records[0].facts.data_parallel:
-            what = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
+            message = f"nn.DataParallel ({line}) trains on one process with all its GPUs, and knows no others"
             changes = f"take nn.DataParallel out; {CHANGES}"
         if line := outcome.records[0].facts.several_devices:
-            what = f"the layers of its model are on several devices ({line}), of which one process uses all"
+            message = f"the layers of its model are on several devices ({line}), of which one process uses all"
             changes = "that is no replica: keep one process, or shard the model with fully_shard of PyTorch"
-        raise CannotTell(f"{what}. To change first: {changes}")
+        raise CannotTell(f"{message}. To change first: {changes}")
     is_stuck = outcome.waits and len(outcome.records[0].steps) < len(reference.steps)
     if outcome.error or len(outcome.records) < processes or is_stuck:
         return None, [unfinished(processes, outcome)]
@@ -493,16 +502,16 @@ def judged(reference: Record, processes: int, outcome: Outcome) -> tuple[Compari
         raise CannotTell(f"with Join, its processes make different numbers of steps ({joined})")
     if len({frozenset(record.steps[0].before) for record in outcome.records if record.steps}) > 1:
         raise CannotTell("each process steps parameters of its own")
-    both = Comparison(reference, outcome.records)
-    return both, list(several.findings(both))
+    comparison = Comparison(reference, outcome.records)
+    return comparison, list(several.findings(comparison))
 
 
 def unfinished(processes: int, outcome: Outcome) -> Finding:
     stage = f"the run on {plural(processes, 'process')}"
-    return because(stage, outcome.records, outcome.error, outcome.waits, outcome.calls)
+    return explain(stage, outcome.records, outcome.error, outcome.waits, outcome.calls)
 
 
-def in_words(compared: set) -> str:
+def join_compared(compared: set) -> str:
     left_out = {"averaged gradients"} if "gradients" in compared else set()
     order = ("samples", "gradients", "averaged gradients", "learning rates", "weights", "evaluations")
     return and_join([name for name in order if name in compared - left_out])

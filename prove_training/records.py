@@ -28,7 +28,6 @@ class Plan:
     clock: int = 1  # how many times as fast the clocks are
     whole_batches: bool = False  # each process has as many samples in a step as the reference
     seeds_own: bool = False  # generators that the items have themselves are seeded, too
-    seeds_own: bool = False  # generators that the items have themselves are seeded, too
     same_share: bool = False  # each process reads the samples of rank 0
     shorter: list[str] = field(default_factory=list)  # loaders of tests that end early
     # Recorded in the reference run and repeated in this one:

@@ -62,10 +62,10 @@ def differ(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest difference of two entries, relative to the largest entry of the first tensor."""
     if one.shape != other.shape:
         return math.inf
-    apart = (one != other) & ~(one.isnan() & other.isnan())
-    if not apart.any():
+    differs = (one != other) & ~(one.isnan() & other.isnan())
+    if not differs.any():
         return 0.0
-    largest = float((one - other)[apart].abs().max())
+    largest = float((one - other)[differs].abs().max())
     finite = one[one.isfinite()].abs()
     scale = float(finite.max()) if len(finite) else 0.0
     return largest / (scale or 1.0) if math.isfinite(largest) else math.inf

@@ -179,6 +179,13 @@ def check(case: Case, several: list[int]) -> bool:
     return is_shown
 
 
+def preload(cases: list[Case]) -> None:
+    """Let the server of processes import what these programs import, once."""
+    texts = "".join(case.path.read_text() for case in cases)
+    tops = {name: name.partition(".")[0] for name in IMPORTED}
+    context.set_forkserver_preload([name for name, top in tops.items() if f"{top} import" in texts or top == "torch"])
+
+
 # A tool
 
 
@@ -250,7 +257,7 @@ def ask_again(tool: str, case: Case) -> dict:
     return {"name": case.name, "advice": diff.read_text().partition("\n")[0].split(), "corrected": says}
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=["bugs", "right"], help='such as "bugs/resume"; default: all')
     parser.add_argument("--tool", help="a command with {script}")
@@ -258,7 +265,7 @@ def main() -> int:
     parser.add_argument("--index", action="store_true", help="print what the programs say of themselves, as JSON")
     parser.add_argument("--jobs", type=int, default=2, help="programs to run at the same time")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="to compare with one process")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     cases = find_cases(args.paths)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
@@ -273,9 +280,7 @@ def main() -> int:
     if args.index:
         print(json.dumps([index_of(case) for case in cases], indent=1))
         return 0
-    texts = "".join(case.path.read_text() for case in cases)
-    tops = {name: name.partition(".")[0] for name in IMPORTED}
-    context.set_forkserver_preload([name for name, top in tops.items() if f"{top} import" in texts or top == "torch"])
+    preload(cases)
     if args.advised:
         advised = [case for case in cases if case.path.with_suffix(".diff").exists()]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

@@ -88,7 +88,7 @@ class Recording:
                 self.record.error, self.record.waits, self.record.final = error, waits, final
                 self.facts.waiting = len(self.step.micro_batches)
                 self.facts.untrained, self.facts.schedules = self.models.untrained(), len(self.models.schedules)
-                self.facts.strips_prefix = any(map(self.where.has, ("'module.", '"module.')))
+                self.facts.strips_prefix = self.where.has("'module.", '"module.')
                 self.facts.loads = bool(self.saves) and self.where.has("load_state")
                 self.record.printed = getattr(sys.stdout, "last", "")
                 path = Path(self.plan.output, f"record_{self.rank}.pt")

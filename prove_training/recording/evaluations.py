@@ -20,7 +20,7 @@ class Evaluations:
 
     def begin(self, model) -> None:
         """A model is called without gradients."""
-        if not self.recording.models.optimizers and not any(map(self.recording.where.has, OF_TRAINING)):
+        if not self.recording.models.optimizers and not self.recording.where.has(*OF_TRAINING):
             self.recording.stop("the script has no optimizer: it calls a model, and trains none")
         if self.current is None:
             self.current = Evaluation(len(self.recording.steps), self.recording.where.line())

@@ -18,7 +18,7 @@ from .where import before, wrap
 
 MOST_STEPS = 60
 STEPS_WITHOUT_LOADER = 10
-DISK = 0.5  # of the free space may be taken by weights that are handed on
+DISK = 0.5  # of the free space may be taken by shared weights
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
 DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
@@ -56,7 +56,7 @@ class Models:
                 self.names.setdefault(id(parameter), WRAPPERS.sub("", name))
             if not recording.record.initial and self.optimizers:
                 recording.record.initial = self.tensors_of()
-                self.hand_on(0, self.optimizers)
+                self.share_weights(0, self.optimizers)
         if not recording.step.statistics:
             recording.step.statistics = {name: sampled(value) for name, value in self._statistics()}
             buffers = (entry for model in self.models.values() for entry in model.named_buffers())
@@ -122,7 +122,7 @@ class Models:
             if isinstance(value, torch.Tensor) and value.is_floating_point()
         }
 
-    def hand_on(self, number: int, optimizers: list) -> None:
+    def share_weights(self, number: int, optimizers: list) -> None:
         """Store weights and optimizer state after `number` steps in the reference; load them in other runs.
 
         So a difference cannot grow, and one found in a step does not show in the next. Weights of other optimizers stay
@@ -138,13 +138,13 @@ class Models:
             size = sum(value.nbytes for value in entries if isinstance(value, torch.Tensor))
             if size < DISK * shutil.disk_usage(self.plan.output).free:
                 file = os.path.join(self.plan.output, f"weights_{number}.pt")
-                copies = [{name: copied(value) for name, value in state.items()} for state in states]
-                self.recording.torch_save(([copied(parameter) for parameter in parameters], copies), file)
+                copies = [{name: to_cpu(value) for name, value in state.items()} for state in states]
+                self.recording.torch_save(([to_cpu(parameter) for parameter in parameters], copies), file)
                 self.recording.record.weights[number] = file
         elif number in self.plan.weights:
             weights, known = torch_load(self.plan.weights[number], "cpu", weights_only=False, mmap=True)
             if [each.shape for each in weights] == [each.shape for each in parameters] and len(known) == len(states):
-                take_over(parameters, states, weights, known)
+                load_shared(parameters, states, weights, known)
 
     def begin_backward(self) -> None:
         recording, step = self.recording, self.recording.step
@@ -291,7 +291,7 @@ class Models:
             recording.step.weights = self.tensors_of(parameters_of(optimizer))
             recording.facts.has_state |= bool(optimizer.state)
             recording.steps.append(recording.step)
-            self.hand_on(len(recording.steps), [optimizer])
+            self.share_weights(len(recording.steps), [optimizer])
             recording.new_step()
 
     def _statistics(self):
@@ -323,11 +323,11 @@ def parameters_of(optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def copied(value):
+def to_cpu(value):
     return whole(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if hasattr(tensor, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
@@ -336,13 +336,13 @@ def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def take_over(parameters: list, states: list[dict], weights: list, known: list[dict]) -> None:
+def load_shared(parameters: list, states: list[dict], weights: list, known: list[dict]) -> None:
     for parameter, weight in zip(parameters, weights, strict=True):
-        put(parameter, weight)
+        copy_into(parameter, weight)
     for state, values in zip(states, known, strict=True):
         for name, value in values.items():
             if name in state and isinstance(value, torch.Tensor) and state[name].shape == value.shape:
-                put(state[name], value)
+                copy_into(state[name], value)
 
 
 def install(recording) -> None:

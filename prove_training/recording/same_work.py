@@ -28,6 +28,7 @@ TAG = "batch with digests"  # marks a plain tuple: a class could be imported twi
 BATCHES = 6  # whole micro-batches per epoch
 REST = 3  # samples after them: 2 processes do not divide an epoch, and it has as many whole batches on 1, 2 and 3
 MOST_TRANSFORMS = 100  # in a list of them
+SEEDS = torch.default_generator.manual_seed, random.seed, np.random.seed  # before they are wrapped
 SECONDS_APART = 3  # the clocks of two ranks: what is seeded by the time differs
 LARGEST = 12  # samples of a micro-batch over all processes
 
@@ -68,9 +69,8 @@ def cut(data, limit: int):
 def seeded(seed: int):
     """Seed all global generators, and restore them at the end."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
+    for set_seed in SEEDS:
+        set_seed(seed)
     try:
         yield
     finally:

@@ -25,17 +25,19 @@ class Where:
     """
 
     def __init__(self, root: str):
-        self.root, self.begin = root, None  # the function that begins this process: who calls it is another process
+        self.root, self.inside = root, os.path.join(root, "")
+        self.begin = None  # the function that begins this process: who calls it is another process
 
     def is_own(self, file: str) -> bool:
         """Whether a file is in the script's folder, and neither installed there nor part of this package."""
-        is_inside = file.startswith(os.path.join(self.root, "")) and not file.startswith(OWN_FOLDER)
+        is_inside = file.startswith(self.inside) and not file.startswith(OWN_FOLDER)
         return is_inside and "site-packages" not in file.removeprefix(self.root)
 
-    def has(self, word: str) -> bool:
-        """Whether this word is in a file of the script that has been imported."""
+    def has(self, *words: str) -> bool:
+        """Whether one of these words is in a file of the script that has been imported."""
         files = {sys.argv[0], *(getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))}
-        return any(word in "".join(linecache.getlines(file)) for file in files if self.is_own(file))
+        text = "".join(line for file in filter(self.is_own, files) for line in linecache.getlines(file))
+        return any(word in text for word in words)
 
     def line(self) -> str:
         """The innermost line of the script's own files, as "train.py:64"."""

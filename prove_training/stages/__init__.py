@@ -13,27 +13,36 @@ from ..records import Part, Record, Step
 from ..tensors import differ, norm_of
 from ..text import plural
 
-APART = 1e-6  # between ranks
+RANK_TOLERANCE = 1e-6  # between ranks
 ZERO = 1e-5  # a gradient this small, relative to the largest one, is zero up to rounding
 EPSILON = 1.2e-7  # of float32
 
 
-class Finding(NamedTuple):
-    """A mistake, or a note."""
+class Note(NamedTuple):
+    """What may be meant, or could not be compared."""
 
-    kind: str  # a heading of MISTAKES.md, with _ for -; "" for a note
     stage: str
-    what: str
+    message: str
     step: int | None = None  # counted from 1; None: not of one step
     line: str = ""  # as "train.py:64"
+    kind = ""  # it is not in MISTAKES.md
+
+
+class Finding(NamedTuple):
+    """A mistake."""
+
+    kind: str  # a heading of MISTAKES.md, with _ for -
+    stage: str
+    message: str
+    step: int | None = None
+    line: str = ""
 
     @property
     def place(self) -> str:
         return ", ".join(filter(None, [self.step and f"step {self.step}", self.stage, self.line]))
 
 
-def note(stage: str, what: str, step: int | None = None, line: str = "") -> Finding:
-    return Finding("", stage, what, step, line)
+Findings = Iterator[Finding | Note]
 
 
 class Comparison:
@@ -47,8 +56,8 @@ class Comparison:
     def __init__(self, reference: Record, ranks: list[Record]):
         self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
         self.facts, self.is_exact = ranks[0].facts, reference.facts.is_exact
-        self.compared, self.not_compared = set(), {}  # what; what and why not
-        self.has_drifted = False  # a state that is not handed on comes from steps with other weights of the samples
+        self.compared, self.not_compared = set(), {}  # subjects; subjects and why not
+        self.has_drifted = False  # a state that is not shared comes from steps with other weights of the samples
         self.has_repeated = False  # a step had a sample twice, which a state of the script may remember
         self.has_rest = False  # a step had fewer samples: a queue that is gathered has an end within a step after it
 
@@ -131,7 +140,7 @@ def first_line(step: Step) -> str:
 # Of several
 
 
-def apart(entries: tuple, kind: str) -> str:
+def ranks_differ(entries: tuple, kind: str) -> str:
     """What differs between two ranks, as "weight and 2 others: ranks 0 and 1"; "" if nothing does."""
     first = getattr(entries[0], kind)
     limit = rounding(first)
@@ -139,7 +148,7 @@ def apart(entries: tuple, kind: str) -> str:
         names = []
         for name, value in first.items():
             other = getattr(entry, kind).get(name)
-            if other is None or (max(norm_of(value), norm_of(other)) > limit and differ(value, other) > APART):
+            if other is None or (max(norm_of(value), norm_of(other)) > limit and differ(value, other) > RANK_TOLERANCE):
                 names.append(name)
         if names:
             return f"{named(names)}: ranks 0 and {rank}"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..records import Evaluation
 from ..text import plural
-from . import Comparison, Finding, close, trained_on
+from . import Comparison, Finding, Findings, close, trained_on
 
 RESULTS = 1e-4  # tolerance of a result that Run has logged
 CUTS = 3  # calls of gather_for_metrics; fewer are not in each batch, and cut no repeated samples
@@ -20,93 +20,93 @@ NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])")
 class Suspect(NamedTuple):
     """A printed number that differs."""
 
-    wanted: Evaluation  # the evaluation of the reference
+    expected: Evaluation  # the evaluation of the reference
     ranks: list[Evaluation]  # the same on each rank
     words: str  # before the number, in the line
     value: float  # in the reference
     other: float  # on rank 0
-    expected: str  # the line of the reference
+    right_line: str  # of the reference
     line: str  # of rank 0
 
     @property
     def key(self) -> tuple[int, str]:
-        return self.wanted.after, self.words
+        return self.expected.after, self.words
 
     @property
     def says(self) -> str:
-        return f'it says "{self.line.strip()[:200]}", and on 1 process "{self.expected.strip()[:200]}"'
+        return f'it says "{self.line.strip()[:200]}", and on 1 process "{self.right_line.strip()[:200]}"'
 
 
-def pairs(both: Comparison) -> Iterator[tuple[Evaluation, list[Evaluation]]]:
+def pairs(comparison: Comparison) -> Iterator[tuple[Evaluation, list[Evaluation]]]:
     """The evaluations of the reference, and those of each rank after the same number of steps."""
-    for wanted in both.reference.evaluations:
-        found = [[each for each in rank.evaluations if each.after == wanted.after] for rank in both.ranks]
+    for expected in comparison.reference.evaluations:
+        found = [[each for each in rank.evaluations if each.after == expected.after] for rank in comparison.ranks]
         if found[0]:
-            yield wanted, [each[0] for each in found if each]
+            yield expected, [each[0] for each in found if each]
 
 
-def are_compared(both: Comparison) -> bool:
-    return any(test.result or (not test.draws and NUMBER.search(" ".join(test.said))) for test, _ in pairs(both))
+def are_compared(comparison: Comparison) -> bool:
+    return any(test.result or (not test.draws and NUMBER.search(" ".join(test.said))) for test, _ in pairs(comparison))
 
 
-def suspects(both: Comparison) -> list[Suspect]:
+def suspects(comparison: Comparison) -> list[Suspect]:
     """All printed numbers that differ."""
     return [
-        Suspect(wanted, ranks, *found)
-        for wanted, ranks in pairs(both)
-        if not wanted.draws
-        for found in differing(wanted.said, ranks[0].said)
+        Suspect(expected, ranks, *found)
+        for expected, ranks in pairs(comparison)
+        if not expected.draws
+        for found in differing(expected.said, ranks[0].said)
     ]
 
 
-def differing_results(both: Comparison) -> Iterator[Finding]:
+def differing_results(comparison: Comparison) -> Findings:
     """Results passed to Run.log_test that differ."""
-    for wanted, ranks in pairs(both):
-        for name, value in wanted.result.items():
+    for expected, ranks in pairs(comparison):
+        for name, value in expected.result.items():
             for number, rank in enumerate(ranks):
                 other = rank.result.get(name, math.nan)
                 if abs(value - other) > RESULTS * max(abs(value), abs(other), RESULTS):
-                    what = f"{name} is {other:.6g} on rank {number} instead of {value:.6g}, from the same weights"
-                    yield Finding("eval_mean", "evaluation", what, None, rank.line)
+                    message = f"{name} is {other:.6g} on rank {number} instead of {value:.6g}, from the same weights"
+                    yield Finding("eval_mean", "evaluation", message, None, rank.line)
                     return
 
 
-def share(both: Comparison) -> Iterator[Finding]:
+def share(comparison: Comparison) -> Findings:
     """An evaluation of a part of the samples, without a collective call."""
-    trained = trained_on(both.reference)
-    for wanted, ranks in pairs(both):
+    trained = trained_on(comparison.reference)
+    for expected, ranks in pairs(comparison):
         total, own = (
             sum(len(samples) for key, samples in test.samples.items() if key not in trained)
-            for test in (wanted, ranks[0])
+            for test in (expected, ranks[0])
         )
         if total and own < 0.9 * total and not any(rank.collectives for rank in ranks):
-            what = f"rank 0 sees {own} of {total} samples, and nothing adds up the parts of the processes"
-            yield Finding("eval_share", "evaluation", what, None, ranks[0].line)
+            message = f"rank 0 sees {own} of {total} samples, and nothing adds up the parts of the processes"
+            yield Finding("eval_share", "evaluation", message, None, ranks[0].line)
             return
 
 
-def explained(both: Comparison, suspect: Suspect) -> Finding:
+def explained(comparison: Comparison, suspect: Suspect) -> Finding:
     """The finding for a result that differs."""
-    for found in share(both):
-        return found._replace(what=f"{found.what}: {suspect.says}")
+    for found in share(comparison):
+        return found._replace(message=f"{found.message}: {suspect.says}")
     for rank, test in enumerate(suspect.ranks):
         if differing_models(suspect.ranks[0], test):
-            what = f"the tested model has other weights on rank {rank} than on rank 0: {suspect.says}"
-            return Finding("eval_weights", "evaluation", what, None, test.line)
+            message = f"the tested model has other weights on rank {rank} than on rank 0: {suspect.says}"
+            return Finding("eval_weights", "evaluation", message, None, test.line)
     calls = [call for rank in suspect.ranks for call in rank.collectives]
     line = next((line for name, line in calls if name != "reduce"), suspect.ranks[0].line)
     repeated = _repeated(suspect)
     cuts = [name for name, _ in suspect.ranks[0].collectives].count("gather_for_metrics")
     if repeated and cuts < CUTS:
-        what = f"{plural(repeated, 'sample')} counted twice: {suspect.says}"
-        return Finding("eval_repeated", "evaluation", what, None, line)
+        message = f"{plural(repeated, 'sample')} counted twice: {suspect.says}"
+        return Finding("eval_repeated", "evaluation", message, None, line)
     if calls and all(name.endswith(("(MAX)", "(MIN)")) for name, _ in calls):
-        what = f"the extreme of the processes is taken, and not their sum: {suspect.says}"
-        return Finding("eval_extreme", "evaluation", what, None, line)
+        message = f"the extreme of the processes is taken, and not their sum: {suspect.says}"
+        return Finding("eval_extreme", "evaluation", message, None, line)
     factor = suspect.other / suspect.value if suspect.value else 0.0
-    if close(factor, both.processes, 1e-2) or close(factor, 1 / both.processes, 1e-2):
-        what = f"{factor:.4g} times the result of 1 process: {suspect.says}"
-        return Finding("eval_factor", "evaluation", what, None, line)
+    if close(factor, comparison.processes, 1e-2) or close(factor, 1 / comparison.processes, 1e-2):
+        message = f"{factor:.4g} times the result of 1 process: {suspect.says}"
+        return Finding("eval_factor", "evaluation", message, None, line)
     return Finding("eval_mean", "evaluation", f"{suspect.says}, from the same weights and samples", None, line)
 
 
@@ -118,23 +118,23 @@ def differing_models(one: Evaluation, other: Evaluation) -> bool:
 
 def _repeated(suspect: Suspect) -> int:
     extra = 0
-    for key, samples in suspect.wanted.samples.items():
+    for key, samples in suspect.expected.samples.items():
         parts = [rank.samples.get(key, []) for rank in suspect.ranks]
         if any(part != parts[0] for part in parts):
             extra += (collections.Counter(itertools.chain(*parts)) - collections.Counter(samples)).total()
     return extra
 
 
-def differing(wanted: list[str], found: list[str]) -> Iterator[tuple[str, float, float, str, str]]:
+def differing(expected: list[str], found: list[str]) -> Iterator[tuple[str, float, float, str, str]]:
     """Numbers but of clocks that differ by more than their last digit, in lines with the same words.
 
-    Yields: the words before the number, its values, and its lines in `wanted` and in `found`.
+    Yields: the words before the number, its values, and its lines in `expected` and in `found`.
     """
     left = collections.defaultdict(list)
-    wanted, found = ([" ".join(CLOCK.sub("", line).split()) for line in lines] for lines in (wanted, found))
+    expected, found = ([" ".join(CLOCK.sub("", line).split()) for line in lines] for lines in (expected, found))
     for line in found:
         left[template_of(line)].append(line)
-    for line in wanted:
+    for line in expected:
         template = template_of(line)
         if not left[template]:
             continue

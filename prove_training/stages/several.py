@@ -1,10 +1,9 @@
 """Compares several processes with one: all stages, in the order in which things happen."""
 
 import collections
-from collections.abc import Iterator
 
 from ..records import Record
-from . import Comparison, Finding, apart, close, first_line, note, samples, single, steps
+from . import Comparison, Finding, Findings, Note, close, first_line, ranks_differ, samples, single, steps
 
 
 def are_plain(ranks: list[Record]) -> bool:
@@ -12,39 +11,39 @@ def are_plain(ranks: list[Record]) -> bool:
     return not any(rank.facts.accelerate or rank.facts.group for rank in ranks)
 
 
-def findings(both: Comparison) -> Iterator[Finding]:
-    made = [step for rank in both.ranks for step in rank.steps]
+def findings(comparison: Comparison) -> Findings:
+    made = [step for rank in comparison.ranks for step in rank.steps]
     are_reduced = any(step.collectives or step.in_step for step in made)
-    if not any(rank.facts.ddp for rank in both.ranks) and not are_reduced:
-        what = f"{both.processes} processes train alone: nothing averages their gradients"
-        yield Finding("alone", "gradient", what, 1, first_line(made[0]) if made else "")
+    if not any(rank.facts.ddp for rank in comparison.ranks) and not are_reduced:
+        message = f"{comparison.processes} processes train alone: nothing averages their gradients"
+        yield Finding("alone", "gradient", message, 1, first_line(made[0]) if made else "")
         return
-    if line := both.facts.data_parallel:
-        what = "nn.DataParallel gives each process all GPUs of its machine"
-        yield Finding("data_parallel", "model", what, None, line)
-    found = list(samples.findings(both))
+    if line := comparison.facts.data_parallel:
+        message = "nn.DataParallel gives each process all GPUs of its machine"
+        yield Finding("data_parallel", "model", message, None, line)
+    found = list(samples.findings(comparison))
     yield from found
-    yield from _initial_weights(both)
-    yield from single.loaded(both.ranks[0]) if not both.reference.facts.loads_nothing else ()
-    yield from _draws(both)
-    yield from _plateaus(both)
-    if not any(finding.kind for finding in found):
-        yield from steps.findings(both)
-        yield from steps.statistics(both)
-    yield from _reductions(both)
-    yield from _saves(both)
+    yield from _initial_weights(comparison)
+    yield from single.loaded(comparison.ranks[0]) if not comparison.reference.facts.loads_nothing else ()
+    yield from _draws(comparison)
+    yield from _plateaus(comparison)
+    if not any(each.kind for each in found):
+        yield from steps.findings(comparison)
+        yield from steps.statistics(comparison)
+    yield from _reductions(comparison)
+    yield from _saves(comparison)
 
 
-def _initial_weights(both: Comparison) -> Iterator[Finding]:
-    if differing := apart(both.ranks, "initial"):
-        what = f"{differing} begin with different weights"
-        yield Finding("initial_weights", "initial weights", what, None, both.ranks[0].steps[0].line)
+def _initial_weights(comparison: Comparison) -> Findings:
+    if differing := ranks_differ(comparison.ranks, "initial"):
+        message = f"{differing} begin with different weights"
+        yield Finding("initial_weights", "initial weights", message, None, comparison.ranks[0].steps[0].line)
 
 
-def _draws(both: Comparison) -> Iterator[Finding]:
+def _draws(comparison: Comparison) -> Findings:
     """The same random numbers for the samples of different processes."""
     by_line = {}
-    for number, of_ranks in both.steps_of_ranks():
+    for number, of_ranks in comparison.steps_of_ranks():
         for draws in zip(*(step.drawn for step in of_ranks), strict=False):
             is_per_sample = all(draw.is_per_sample and draw.rows > 1 for draw in draws)
             if is_per_sample and len({(draw.line, draw.rows) for draw in draws}) == 1:
@@ -52,67 +51,67 @@ def _draws(both: Comparison) -> Iterator[Finding]:
     for line, found in by_line.items():
         if len(found) > 2 and all(len({draw.digest for draw in draws}) == 1 for _, draws in found):
             number, (draw, *_) = found[0]
-            what = f"{draw.name} draws the same numbers on all processes, for different samples"
-            if draw.in_model or len(both.facts.optimizers) > 1:
-                yield note("random numbers", f"{what}: seed + rank gives each its own", number, line)
+            message = f"{draw.name} draws the same numbers on all processes, for different samples"
+            if draw.in_model or len(comparison.facts.optimizers) > 1:
+                yield Note("random numbers", f"{message}: seed + rank gives each its own", number, line)
             else:
-                yield Finding("same_noise", "random numbers", what, number, line)
+                yield Finding("same_noise", "random numbers", message, number, line)
             return
-    seeds = [rank.facts.worker_seeds for rank in both.ranks]
-    for line in seeds[0] if both.facts.draws_others else ():
+    seeds = [rank.facts.worker_seeds for rank in comparison.ranks]
+    for line in seeds[0] if comparison.facts.draws_others else ():
         if all(each.get(line) == seeds[0][line] for each in seeds):
-            what = "worker_init_fn gives the workers of each process the same numbers, and in each epoch"
-            yield Finding("worker_seeds", "random numbers", what, None, line)
+            message = "worker_init_fn gives the workers of each process the same numbers, and in each epoch"
+            yield Finding("worker_seeds", "random numbers", message, None, line)
             return
-    if any(record.facts.draws_items for record in (both.reference, *both.ranks)):
-        states = zip(*(rank.passes for rank in both.ranks), strict=False)
+    if any(record.facts.draws_items for record in (comparison.reference, *comparison.ranks)):
+        states = zip(*(rank.passes for rank in comparison.ranks), strict=False)
         if any(len({each.random for each in passes}) == 1 for passes in states if passes[0].in_training):
-            what = "the augmentation draws the same numbers on all processes: seed + rank gives each its own"
-            yield note("random numbers", what)
+            message = "the augmentation draws the same numbers on all processes: seed + rank gives each its own"
+            yield Note("random numbers", message)
 
 
-def _plateaus(both: Comparison) -> Iterator[Finding]:
-    for calls in zip(*(rank.plateaus for rank in both.ranks), strict=False):
+def _plateaus(comparison: Comparison) -> Findings:
+    for calls in zip(*(rank.plateaus for rank in comparison.ranks), strict=False):
         for rank, (value, line) in enumerate(calls):
             if not close(value, calls[0][0], 1e-4) and value == value:  # it may be NaN
-                what = f"ReduceLROnPlateau gets {calls[0][0]:.5g} on rank 0 and {value:.5g} on rank {rank}"
-                yield Finding("plateau", "learning rate", what, None, line)
+                message = f"ReduceLROnPlateau gets {calls[0][0]:.5g} on rank 0 and {value:.5g} on rank {rank}"
+                yield Finding("plateau", "learning rate", message, None, line)
                 return
 
 
-def _reductions(both: Comparison) -> Iterator[Finding]:
-    for number, step in enumerate(both.ranks[0].steps, 1):
+def _reductions(comparison: Comparison) -> Findings:
+    for number, step in enumerate(comparison.ranks[0].steps, 1):
         count = len(step.micro_batches)
         are_all = all(micro.syncs for micro in step.micro_batches)
-        if both.facts.ddp and count > 1 and are_all and len(both.facts.optimizers) == 1:
-            what = f"gradients are averaged over processes {count} times per step instead of once: no_sync() "
-            yield note("all-reduces", what + "is missing, the numbers are right", number, first_line(step))
+        if comparison.facts.ddp and count > 1 and are_all and len(comparison.facts.optimizers) == 1:
+            message = f"gradients are averaged over processes {count} times per step instead of once: no_sync() "
+            yield Note("all-reduces", message + "is missing, the numbers are right", number, first_line(step))
             return
 
 
-def _saves(both: Comparison) -> Iterator[Finding]:
+def _saves(comparison: Comparison) -> Findings:
     writers = collections.Counter()
-    for rank in both.ranks:  # all processes call save_state; only one writes
+    for rank in comparison.ranks:  # all processes call save_state; only one writes
         writers.update({(save.path, save.after, save.line) for save in rank.saves if save.kind != "save_state"})
     for (path, _, line), count in writers.items():
         if count > 1 and path != "?":
-            what = f"{count} processes write {path} at the same time"
-            yield Finding("checkpoint_race", "checkpoint", what, None, line)
+            message = f"{count} processes write {path} at the same time"
+            yield Finding("checkpoint_race", "checkpoint", message, None, line)
             break
-    states = [[save for save in rank.saves if save.kind == "save_state"] for rank in both.ranks]
+    states = [[save for save in rank.saves if save.kind == "save_state"] for rank in comparison.ranks]
     if states[0] and not all(states):
-        what = "rank 0 alone calls save_state: the random states of the others are not saved, and with FSDP it hangs"
-        yield note("checkpoint", what, None, states[0][0].line)
-    before = {save.line: save.prefix for save in both.reference.saves}
-    for save in both.ranks[0].saves:
-        what = f"the names in {save.path} begin with {save.prefix!r}"
+        message = "rank 0 alone calls save_state: the random states of the others are not saved, and with FSDP it hangs"
+        yield Note("checkpoint", message, None, states[0][0].line)
+    before = {save.line: save.prefix for save in comparison.reference.saves}
+    for save in comparison.ranks[0].saves:
+        message = f"the names in {save.path} begin with {save.prefix!r}"
         if save.prefix and before.get(save.line) == "":
-            what += ", and not on 1 process"
-            if both.facts.strips_prefix:
-                yield note("checkpoint", f"{what}: the script takes it off", None, save.line)
+            message += ", and not on 1 process"
+            if comparison.facts.strips_prefix:
+                yield Note("checkpoint", f"{message}: the script takes it off", None, save.line)
             else:
-                yield Finding("checkpoint_prefix", "checkpoint", what, None, save.line)
+                yield Finding("checkpoint_prefix", "checkpoint", message, None, save.line)
             break
         if save.prefix == "_orig_mod.":
-            yield note("checkpoint", f"{what}: only a compiled model loads them as they are", None, save.line)
+            yield Note("checkpoint", f"{message}: only a compiled model loads them as they are", None, save.line)
             break

@@ -2,14 +2,13 @@
 
 import collections
 import itertools
-from collections.abc import Iterator
 
 import torch
 
 from ..records import Loader, Record, Step
 from ..tensors import norm_of
 from ..text import and_join, plural
-from . import Finding, close, epochs_of, first_line, is_look, named, note, passes_of, trained_on
+from . import Finding, Findings, Note, close, epochs_of, first_line, is_look, named, passes_of, trained_on
 
 OF_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -31,8 +30,8 @@ def cannot_judge(record: Record) -> str | None:
         return "LBFGS computes the loss several times in a step: there is no one gradient to compare"
     if not steps and facts.waiting > 1:
         read = max((each.batches for each in record.passes if each.in_training), default=facts.waiting)
-        what = f"no step after {plural(facts.waiting, 'backward pass')}, {plural(read, 'micro-batch')} per epoch"
-        return f"{what}, which is all that prove reads: let the script accumulate fewer"
+        message = f"no step after {plural(facts.waiting, 'backward pass')}, {plural(read, 'micro-batch')} per epoch"
+        return f"{message}, which is all that prove reads: let the script accumulate fewer"
     if not steps:
         printed = record.printed
         return "it ended before the first optimizer.step()" + f'; it printed last: "{printed}"' * bool(printed)
@@ -44,7 +43,7 @@ def cannot_judge(record: Record) -> str | None:
     return None
 
 
-def findings(record: Record) -> Iterator[Finding]:
+def findings(record: Record) -> Findings:
     yield from _untrained(record)
     yield from _order(record)
     for number, step in enumerate(record.steps, 1):
@@ -54,19 +53,19 @@ def findings(record: Record) -> Iterator[Finding]:
     yield from _evaluations(record)
     yield from _modes(record)
     if usual_micro_batches(record) > 1 and (name := changing_buffer(record)):
-        what = f"each forward pass changes the buffer {name}: with accumulation, it changes in each micro-batch"
-        yield note("gradient", what, None, first_line(record.steps[0]))
+        message = f"each forward pass changes the buffer {name}: with accumulation, it changes in each micro-batch"
+        yield Note("gradient", message, None, first_line(record.steps[0]))
     yield from loaded(record)
     facts = record.facts
     if facts.run and facts.is_complete and not facts.is_finished:
         yield Finding("finish", "files", "run.finish() is not called: no model is saved", None, facts.run)
 
 
-def loaded(record: Record) -> Iterator[Finding]:
+def loaded(record: Record) -> Findings:
     """A model that has taken nothing of what it was given."""
     if line := record.facts.loads_nothing:
-        what = f"load_state_dict with strict=False takes nothing: all names differ, as that of {record.facts.lost}"
-        yield Finding("loads_nothing", "checkpoint", what, None, line)
+        message = f"load_state_dict with strict=False takes nothing: all names differ, as that of {record.facts.lost}"
+        yield Finding("loads_nothing", "checkpoint", message, None, line)
 
 
 def usual_micro_batches(record: Record) -> int:
@@ -93,36 +92,36 @@ def total_weight(record: Record, step: Step) -> float | None:
     return None if found is None else sum(weight for weight, _, _ in found)
 
 
-def _untrained(record: Record) -> Iterator[Finding]:
+def _untrained(record: Record) -> Findings:
     """Gradients that are lost, or never reach the optimizer."""
     steps, facts = record.steps, record.facts
     if len(facts.optimizers) == 1:
         for number, step in enumerate(steps, 1):
             micro_batches = step.micro_batches
             for done, line in step.zeroed:
-                what = f"zero_grad after {done} of {plural(len(micro_batches), 'micro-batch')}: gradients are lost"
+                message = f"zero_grad after {done} of {plural(len(micro_batches), 'micro-batch')}: gradients are lost"
                 has_new_samples = all(micro.samples for micro in micro_batches)  # else a second look at one batch
                 if done < len(micro_batches) and has_new_samples and facts.loaders:
-                    yield Finding("zeroed", "gradient", what, number, line)
+                    yield Finding("zeroed", "gradient", message, number, line)
                     return
                 if done == len(micro_batches) and not _has_gradient(step):
-                    yield Finding("zeroed", "gradient", f"{what} before the step", number, line)
+                    yield Finding("zeroed", "gradient", f"{message} before the step", number, line)
                     return
     if not any(map(_has_gradient, steps)):
-        what = "no parameter of the optimizer has a gradient: the model that is called has others, and never changes"
+        message = "no parameter of the optimizer has a gradient: the model that is called has others, and never changes"
         if any(step.at_step for step in steps):
-            what = "all gradients are zero: the model never changes"
-        yield Finding("untrained", "weights", what, 1, steps[0].line)
+            message = "all gradients are zero: the model never changes"
+        yield Finding("untrained", "weights", message, 1, steps[0].line)
     elif facts.untrained:
-        what = f"{named(facts.untrained)}: a gradient, and in no optimizer"
-        yield note("weights", what, 1, steps[0].line)
+        message = f"{named(facts.untrained)}: a gradient, and in no optimizer"
+        yield Note("weights", message, 1, steps[0].line)
 
 
 def _has_gradient(step: Step) -> bool:
     return any(norm_of(gradient) for gradient in step.at_step.values())
 
 
-def _modes(record: Record) -> Iterator[Finding]:
+def _modes(record: Record) -> Findings:
     """A model that stays in evaluation mode, as after a test."""
     modes = collections.defaultdict(list)
     for number, step in enumerate(record.steps, 1):
@@ -132,17 +131,17 @@ def _modes(record: Record) -> Iterator[Finding]:
         trained = [each for each in known if each[0]]
         if trained and trained[-1] != known[-1]:
             _, number, line = known[known.index(trained[-1]) + 1]
-            what = "from here on the model trains in evaluation mode: model.train() is missing"
-            yield Finding("train_mode", "evaluation", what, number, line)
+            message = "from here on the model trains in evaluation mode: model.train() is missing"
+            yield Finding("train_mode", "evaluation", message, number, line)
             return
 
 
-def _evaluations(record: Record) -> Iterator[Finding]:
+def _evaluations(record: Record) -> Findings:
     trained, loaders = trained_on(record), record.facts.loaders
     for key, loader in loaders.items():
         is_tested = key not in trained and any(key in test.samples for test in record.evaluations)
         if is_tested and loader.drop_last and (loader.length or 0) % (loader.given or 1):
-            yield note("evaluation", "drop_last leaves out the last samples of the test data", None, loader.line)
+            yield Note("evaluation", "drop_last leaves out the last samples of the test data", None, loader.line)
     for test in record.evaluations:
         samples = {key: digests for key, digests in test.samples.items() if key not in trained}
         tested = sum(
@@ -150,15 +149,15 @@ def _evaluations(record: Record) -> Iterator[Finding]:
             for key, each in samples.items()
         )
         if test.in_training and tested:
-            what = "the model is tested in training mode"
-            yield Finding("eval_mode", "evaluation", what, None, test.in_training)
+            message = "the model is tested in training mode"
+            yield Finding("eval_mode", "evaluation", message, None, test.in_training)
         if (counted := test.result.get("samples", 0)) > tested > 0:
-            what = f"the result is of {counted:.0f} samples, and the test has {tested}"
-            yield Finding("eval_repeated", "evaluation", what, None, test.line)
+            message = f"the result is of {counted:.0f} samples, and the test has {tested}"
+            yield Finding("eval_repeated", "evaluation", message, None, test.line)
 
 
-def _order(record: Record) -> Iterator[Finding]:
-    passes, what = passes_of(record), "each epoch has the same order"
+def _order(record: Record) -> Findings:
+    passes, message = passes_of(record), "each epoch has the same order"
     for (key, number), samples in passes.items():
         before = passes.get((key, number - 1))
         if before is None or samples != before[: len(samples)] or len(set(samples)) < 2 or is_look(before, samples):
@@ -167,61 +166,61 @@ def _order(record: Record) -> Iterator[Finding]:
         line = loader.line
         if loader.shuffles:
             kind = "set_epoch" if loader.sampler == "DistributedSampler" else "same_order"
-            yield Finding(kind, "samples", what, None, line)
+            yield Finding(kind, "samples", message, None, line)
         else:
-            yield note("samples", f"the training data are not shuffled: {what}", None, line)
+            yield Note("samples", f"the training data are not shuffled: {message}", None, line)
 
 
-def _accumulation(record: Record, number: int, step: Step) -> Iterator[Finding]:
+def _accumulation(record: Record, number: int, step: Step) -> Findings:
     micro, usual, facts = step.micro_batches, usual_micro_batches(record), record.facts
     if step.holds and len(facts.optimizers) == 1:
-        what = "the gradients of the step before are still there when the next one begins"
-        yield Finding("zero_grad", "gradient", what, number, first_line(step))
+        message = "the gradients of the step before are still there when the next one begins"
+        yield Finding("zero_grad", "gradient", message, number, first_line(step))
     epochs = epochs_of(step)
     if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
-        what = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
+        message = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
         if len(micro) > window(record, number):
             if not fills_windows(record):
-                yield Finding("leftover", "gradient", what, number, first_line(step))
+                yield Finding("leftover", "gradient", message, number, first_line(step))
         else:  # by a counter that goes on
-            yield note("gradient", f"a step {what}", None, first_line(step))
+            yield Note("gradient", f"a step {message}", None, first_line(step))
     if [call for call in step.scaler if call != "scale twice"][:1] == ["clip"] and "step" in step.scaler:
-        what = "the gradients are still multiplied by GradScaler when they are clipped"
-        yield Finding("clip_scaled", "clipping", what, number, step.clips[0][1])
+        message = "the gradients are still multiplied by GradScaler when they are clipped"
+        yield Finding("clip_scaled", "clipping", message, number, step.clips[0][1])
     if "scale twice" in step.scaler:
-        what = "a loss that GradScaler has scaled is scaled again, and its gradient unscaled once"
-        yield Finding("scaled_twice", "loss weights", what, number, first_line(step))
+        message = "a loss that GradScaler has scaled is scaled again, and its gradient unscaled once"
+        yield Finding("scaled_twice", "loss weights", message, number, first_line(step))
     if step.is_pending:
-        what = "FSDP still has gradients that are not reduced when the optimizer steps"
-        yield Finding("not_reduced", "gradient", what, number, step.line)
+        message = "FSDP still has gradients that are not reduced when the optimizer steps"
+        yield Finding("not_reduced", "gradient", message, number, step.line)
     if number == 1 and steps_too_early(record):
-        what = f"the first step has 1 micro-batch, and the next one {usual}: a step comes after the first micro-batch "
-        yield Finding("first_step", "gradient", f"{what}instead of the last", number, step.line)
+        message = f"the first step has 1 micro-batch, and the next one {usual}: "
+        message += "a step comes after the first micro-batch instead of the last"
+        yield Finding("first_step", "gradient", message, number, step.line)
     if step.clips_nothing:
-        what = "no parameter is clipped: what is passed has none, as a generator that was read before"
-        yield Finding("clip_nothing", "clipping", what, number, step.clips_nothing)
-    for done, line in step.clips:
-        if done < len(micro):
-            what = f"clipped after {done} of {len(micro)} micro-batches"
-            yield Finding("clip_early", "clipping", what, number, line)
-            break
+        message = "no parameter is clipped: what is passed has none, as a generator that was read before"
+        yield Finding("clip_nothing", "clipping", message, number, step.clips_nothing)
+    done, line = step.clips[0] if step.clips else (len(micro), "")
+    if done < len(micro):
+        message = f"clipped after {done} of {len(micro)} micro-batches"
+        yield Finding("clip_early", "clipping", message, number, line)
     total = total_weight(record, step)
     if total is None:
         return
     if usual > 1 and len(micro) == usual and len(epochs) <= 1:
         if close(total, usual):
-            what = f"{usual} times what it should be: the mean over {usual} micro-batches is a sum"
-            yield Finding("not_divided", "loss weights", what, number, first_line(step))
+            message = f"{usual} times what it should be: the mean over {usual} micro-batches is a sum"
+            yield Finding("not_divided", "loss weights", message, number, first_line(step))
         elif close(total, 1 / usual):
-            what = f"{1 / usual:.4g} times what it should be: divided by {usual} micro-batches twice"
-            yield Finding("divided_twice", "loss weights", what, number, first_line(step))
+            message = f"{1 / usual:.4g} times what it should be: divided by {usual} micro-batches twice"
+            yield Finding("divided_twice", "loss weights", message, number, first_line(step))
     is_shorter = len(micro) < usual and not steps_too_early(record) and not fills_windows(record)
     if is_shorter and close(total, len(micro) / usual):
-        what = f"{total:.4g} times what it should be: {plural(len(micro), 'micro-batch')}, divided by {usual}"
+        message = f"{total:.4g} times what it should be: {plural(len(micro), 'micro-batch')}, divided by {usual}"
         if who := "Accelerate" if facts.accelerate else facts.framework:
-            yield note("loss weights", f"the last step of an epoch is {what}, by {who}", number, first_line(step))
+            yield Note("loss weights", f"the last step of an epoch is {message}, by {who}", number, first_line(step))
         else:
-            yield Finding("last_step", "loss weights", what, number, first_line(step))
+            yield Finding("last_step", "loss weights", message, number, first_line(step))
 
 
 def fills_windows(record: Record) -> bool:
@@ -257,31 +256,31 @@ def steps_too_early(record: Record) -> bool:
     return len(record.facts.optimizers) == 1 and counts == [1, usual_micro_batches(record)] and counts[1] > 1
 
 
-def _schedule(record: Record) -> Iterator[Finding]:
+def _schedule(record: Record) -> Findings:
     steps, usual = record.steps, usual_micro_batches(record)
     per_step = {later.schedule_calls - step.schedule_calls for step, later in itertools.pairwise(steps[:4])}
     if usual > 1 and per_step == {usual} and len(record.facts.optimizers) == 1:
-        what = f"the schedule steps {usual} times per step of the optimizer, once per micro-batch"
+        message = f"the schedule steps {usual} times per step of the optimizer, once per micro-batch"
         if record.facts.is_exact:
-            yield Finding("schedule", "learning rate", what, 1, steps[0].line)
+            yield Finding("schedule", "learning rate", message, 1, steps[0].line)
         else:
-            what += ": right only if its length is counted in micro-batches"
-            yield note("learning rate", what, 1, steps[0].line)
+            message += ": right only if its length is counted in micro-batches"
+            yield Note("learning rate", message, 1, steps[0].line)
 
 
-def _saves(record: Record) -> Iterator[Finding]:
+def _saves(record: Record) -> Findings:
     needed = {"optimizer": record.facts.has_state, "schedule": record.facts.schedules}
     for save in record.saves:
-        what, taken = "", {kind for kind, after in record.facts.taken if after == save.after}
+        message, taken = "", {kind for kind, after in record.facts.taken if after == save.after}
         if save.kind == "save_state":
             if save.lacks_schedule and "schedule" not in taken:  # else it is in a file of the script's own
-                what = "save_state leaves the schedule out: it was not passed to accelerator.prepare"
+                message = "save_state leaves the schedule out: it was not passed to accelerator.prepare"
         elif "model" in save.has and save.counters:
             has = save.has | taken
             lacks = [f"the {part}" for part, is_needed in needed.items() if is_needed and part not in has]
             if lacks:
-                what = f"{save.path} has {', '.join(save.counters)}, and not {and_join(lacks)}"
-        if what and record.facts.loads:
-            yield Finding("checkpoint_lacks", "checkpoint", what, None, save.line)
-        elif what:
-            yield note("checkpoint", f"{what}: the script cannot resume", None, save.line)
+                message = f"{save.path} has {', '.join(save.counters)}, and not {and_join(lacks)}"
+        if message and record.facts.loads:
+            yield Finding("checkpoint_lacks", "checkpoint", message, None, save.line)
+        elif message:
+            yield Note("checkpoint", f"{message}: the script cannot resume", None, save.line)

@@ -3,23 +3,23 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import torch
 
 from ..records import Record, Step, Values
 from ..tensors import differ, norm_of
 from . import (
-    APART,
     EPSILON,
+    RANK_TOLERANCE,
     Comparison,
     Finding,
-    apart,
+    Findings,
+    Note,
     close,
     first_line,
     largest_step,
     named,
-    note,
+    ranks_differ,
     rounding,
     samples_of,
 )
@@ -28,100 +28,124 @@ from .single import OF_BATCH_NORM, total_weight, usual_micro_batches, weights
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
 
-def findings(both: Comparison) -> Iterator[Finding]:
-    found, wanted, steps = {}, both.reference.steps, both.ranks[0].steps
-    for (number, of_ranks), one in zip(both.steps_of_ranks(), wanted, strict=False):
-        if number > 1 and number - 1 not in both.reference.weights:
-            both.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
+def findings(comparison: Comparison) -> Findings:
+    found, expected, steps = {}, comparison.reference.steps, comparison.ranks[0].steps
+    for (number, of_ranks), one in zip(comparison.steps_of_ranks(), expected, strict=False):
+        if number > 1 and number - 1 not in comparison.reference.weights:
+            comparison.not_compared[f"steps after {number - 1}"] = "there is no space for all weights between them"
             break
-        for finding in _step(both, number, one, of_ranks):
-            found.setdefault(finding.kind or finding.what, finding)
+        for finding in _step(comparison, number, one, of_ranks):
+            found.setdefault(finding.kind or finding.message, finding)
     for kind in ("factor", "gradient") if "token_weights" in found else ():
         found.pop(kind, None)  # a step of which one process has all tokens shows a factor
     yield from found.values()
-    if "gradients" not in both.compared and not any("gradients" in what for what in both.not_compared):
-        both.not_compared["gradients"] = "no step has the same samples as on 1 process"
-    if len(wanted) != len(steps) and not found:
-        both.not_compared["steps"] = what = f"{len(steps)} steps instead of {len(wanted)}"
-        if both.is_exact:
-            yield Finding("steps", "steps", what, None, steps[0].line)
+    if "gradients" not in comparison.compared and not any("gradients" in name for name in comparison.not_compared):
+        comparison.not_compared["gradients"] = "no step has the same samples as on 1 process"
+    if len(expected) != len(steps) and not found:
+        comparison.not_compared["steps"] = message = f"{len(steps)} steps instead of {len(expected)}"
+        if comparison.is_exact:
+            yield Finding("steps", "steps", message, None, steps[0].line)
 
 
-def learning_rates(both: Comparison) -> Iterator[Finding]:
-    for (number, of_ranks), one in zip(both.steps_of_ranks(), both.reference.steps, strict=False):
-        yield from _rates(both, number, one, of_ranks)
+def learning_rates(comparison: Comparison) -> Findings:
+    for (number, of_ranks), one in zip(comparison.steps_of_ranks(), comparison.reference.steps, strict=False):
+        yield from _rates(comparison, number, one, of_ranks)
 
 
-def _step(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
-    line, facts = steps[0].line, both.facts
-    if carried := list(_carried(both, number, wanted, steps)):
-        yield from carried
+def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
+    """A step by its phases: weights, reduction, gradients, losses, clipping, learning rates, and weights after it."""
+    if findings := [*_carried(comparison, number, expected, steps)] or [*_not_reduced(comparison, number, steps)]:
+        yield from findings
         return
     if steps[0].in_step:  # the optimizer averages them
         steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
-    elif differing := apart(steps, "gradients"):
-        what = f"{differing} have different gradients at the step"
-        if steps[0].clips and not apart(steps, "at_step"):
-            what = "clipped before the gradients are averaged, by the norm that each process has alone"
-            yield Finding("clip_early", "clipping", what, number, steps[0].clips[-1][1])
-            return
-        syncs = [micro.syncs for micro in steps[0].micro_batches]
-        if facts.ddp and not any(syncs):
-            what += ", and none of its backward passes averages them"
-        elif facts.ddp and not syncs[-1]:
-            what += f": averaged after micro-batch {syncs.index(True) + 1} of {len(syncs)}, and not after the last one"
-        if facts.around_ddp:
-            yield Finding("around_ddp", "gradient", what, number, facts.around_ddp[0])
-        else:
-            yield Finding("not_reduced", "gradient", what, number, line)
+    facts, of_ranks = comparison.facts, sum(map(samples_of, steps), collections.Counter())
+    draws = next((each.line for one in (expected, *steps) for each in one.micro_batches if each.draws), "")
+    is_compared = bool(facts.loaders and of_ranks and samples_of(expected) == of_ranks and not draws)
+    findings = _gradients(comparison, number, expected, steps, is_compared)
+    if draws and facts.loaders:
+        if comparison.is_exact:
+            yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
+        comparison.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
+    findings += _losses(comparison, number, expected, steps)
+    if not findings and not steps[0].in_step and (differing := ranks_differ(steps, "at_step")):
+        message = f"{differing} have different gradients after clipping"
+        yield Finding("clipped", "clipping", message, number, steps[0].line)
         return
-    totals = [total_weight(rank, step) for rank, step in zip(both.ranks, steps, strict=True)]
+    if not findings and is_compared and steps[0].clips and expected.clips:
+        findings += _gradient(comparison, number, expected, steps, "at_step")
+    yield from findings
+    if rates := list(_rates(comparison, number, expected, steps)):
+        yield from rates
+    elif differing := ranks_differ(steps, "weights"):
+        message = f"{differing} have different weights after the step"
+        yield Finding("weights", "weights", message, number, steps[0].line)
+    elif is_compared and not findings and not comparison.has_drifted:
+        yield from _weights(comparison, number, expected, steps[0])
+
+
+def _not_reduced(comparison: Comparison, number: int, steps: tuple[Step, ...]) -> Findings:
+    """The processes must step with the same gradients, unless the optimizer averages them."""
+    if steps[0].in_step or not (differing := ranks_differ(steps, "gradients")):
+        return
+    facts, message = comparison.facts, f"{differing} have different gradients at the step"
+    if steps[0].clips and not ranks_differ(steps, "at_step"):
+        message = "clipped before the gradients are averaged, by the norm that each process has alone"
+        yield Finding("clip_early", "clipping", message, number, steps[0].clips[-1][1])
+        return
+    syncs = [micro.syncs for micro in steps[0].micro_batches]
+    if facts.ddp and not any(syncs):
+        message += ", and none of its backward passes averages them"
+    elif facts.ddp and not syncs[-1]:
+        first = syncs.index(True) + 1
+        message += f": averaged after micro-batch {first} of {len(syncs)}, and not after the last one"
+    kind, line = ("around_ddp", facts.around_ddp[0]) if facts.around_ddp else ("not_reduced", steps[0].line)
+    yield Finding(kind, "gradient", message, number, line)
+
+
+def _gradients(
+    comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], is_compared: bool
+) -> list[Finding | Note]:
+    """Findings of the gradients before clipping, if no state of the script may remember other samples."""
+    totals = [total_weight(rank, step) for rank, step in zip(comparison.ranks, steps, strict=True)]
     by_hand = factor_by_hand(steps)
     if all(total is not None and close(total * by_hand, 1.0) for total in totals):
-        both.compared.add("averaged gradients")
-    samples, of_ranks = samples_of(wanted), sum(map(samples_of, steps), collections.Counter())
-    has_same_samples, had_repeated = facts.loaders and samples and samples == of_ranks, both.has_repeated
-    both.has_repeated |= bool(facts.loaders and samples < of_ranks)
-    is_shorter = samples.total() < largest_step(both.reference)
-    both.has_drifted |= steps[0].in_step and (is_shorter or not has_same_samples)
-    may_remember = had_repeated or (both.has_rest and any("gather" in name for name, _ in steps[0].collectives))
-    both.has_rest |= is_shorter
-    draws = next((each.line for one in (wanted, *steps) for each in one.micro_batches if each.draws), "")
-    is_compared = has_same_samples and not draws
-    found = list(_gradient(both, number, wanted, steps)) if is_compared else []
+        comparison.compared.add("averaged gradients")
+    may_remember = remembers(comparison, expected, steps)
+    findings = list(_gradient(comparison, number, expected, steps)) if is_compared else []
     has_means = all(total is not None and close(total, 1.0) for total in totals)
-    is_wrong = found[0].kind == "factor" if found else has_means and not is_compared
-    if is_wrong and close(by_hand, both.processes):
-        what = f"the processes' gradients are added up, and not divided by {both.processes}"
-        found = [Finding("summed", "gradient", what, number, steps[0].collectives[-1][1])]
-    if may_remember and [each.kind for each in found] == ["gradient"] and not both.is_exact:
+    is_wrong = findings[0].kind == "factor" if findings else has_means and not is_compared
+    if is_wrong and close(by_hand, comparison.processes):
+        message = f"the processes' gradients are added up, and not divided by {comparison.processes}"
+        return [Finding("summed", "gradient", message, number, steps[0].collectives[-1][1])]
+    if may_remember and [each.kind for each in findings] == ["gradient"] and not comparison.is_exact:
         why = "a step had a sample twice, or fewer samples, which a state of the script may remember"
-        both.not_compared.setdefault("gradients after it", why)
-        both.has_drifted, found = True, []
-    if draws and facts.loaders:
-        if both.is_exact:
-            yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
-        both.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
-    found += _losses(both, number, steps, is_shorter)
-    if not found and not steps[0].in_step and (differing := apart(steps, "at_step")):
-        yield Finding("clipped", "clipping", f"{differing} have different gradients after clipping", number, line)
-        return
-    if not found and is_compared and steps[0].clips and wanted.clips:
-        found += _gradient(both, number, wanted, steps, "at_step")
-    yield from found
-    found_rates = list(_rates(both, number, wanted, steps))
-    yield from found_rates
-    if found_rates:
-        return
-    if differing := apart(steps, "weights"):
-        yield Finding("weights", "weights", f"{differing} have different weights after the step", number, line)
-    elif is_compared and not found and not both.has_drifted:
-        yield from _weights(both, number, wanted, steps[0])
+        comparison.not_compared.setdefault("gradients after it", why)
+        comparison.has_drifted = True
+        return []
+    return findings
 
 
-def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
-    """Weights and optimizer state at the beginning of a step must be those that were handed on."""
-    if not both.reference.weights:
+def remembers(comparison: Comparison, expected: Step, steps: tuple[Step, ...]) -> bool:
+    """Whether a state of the script may come from other samples than on 1 process, in the steps before this one."""
+    samples, of_ranks = samples_of(expected), sum(map(samples_of, steps), collections.Counter())
+    gathers = any("gather" in name for name, _ in steps[0].collectives)
+    result = comparison.has_repeated or (comparison.has_rest and gathers)
+    is_shorter, has_loaders = is_rest(comparison, expected), bool(comparison.facts.loaders)
+    comparison.has_repeated |= has_loaders and samples < of_ranks
+    comparison.has_drifted |= steps[0].in_step and (is_shorter or not (has_loaders and samples and samples == of_ranks))
+    comparison.has_rest |= is_shorter
+    return result
+
+
+def is_rest(comparison: Comparison, expected: Step) -> bool:
+    """Whether a step has fewer samples than others, as at the end of an epoch."""
+    return samples_of(expected).total() < largest_step(comparison.reference)
+
+
+def _carried(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
+    """Weights and optimizer state at the beginning of a step must be the shared ones."""
+    if not comparison.reference.weights:
         return
     whole = {"before": "weights"} if steps[0].in_step else {"before": "weights", "state_before": "optimizer state"}
     for kind, whose in whole.items():
@@ -129,12 +153,12 @@ def _carried(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...
             found = getattr(step, kind)
             names = [
                 name
-                for name, value in getattr(wanted, kind).items()
-                if (other := found.get(name, value)).shape == value.shape and differ(value, other) > APART
+                for name, value in getattr(expected, kind).items()
+                if (other := found.get(name, value)).shape == value.shape and differ(value, other) > RANK_TOLERANCE
             ]
             if names:
-                what = f"{named(names)}: after the step before, rank {rank} changes the {whose} by another amount"
-                yield Finding("weights", "weights", f"{what} than 1 process does", number, step.line)
+                message = f"{named(names)}: after the step before, rank {rank} changes the {whose} by another amount"
+                yield Finding("weights", "weights", f"{message} than 1 process does", number, step.line)
                 return
 
 
@@ -159,65 +183,65 @@ def factor_by_hand(steps: tuple[Step, ...]) -> float:
 
 
 def _gradient(
-    both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
-) -> Iterator[Finding]:
+    comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
+) -> Findings:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
-    expected, found, factors = getattr(wanted, kind_of), getattr(steps[0], kind_of), {}
-    limit, tolerance = rounding(expected), TOLERANCE
-    if both.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
+    values, found, factors = getattr(expected, kind_of), getattr(steps[0], kind_of), {}
+    limit, tolerance = rounding(values), TOLERANCE
+    if comparison.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
         limit, tolerance = 0.0, 0.0
-    for name, value in expected.items():
+    for name, value in values.items():
         if name not in found:
-            what = f"{name} has a gradient on 1 process only"
-            yield Finding("unused", "gradient", what, number, steps[0].line)
+            message = f"{name} has a gradient on 1 process only"
+            yield Finding("unused", "gradient", message, number, steps[0].line)
         elif is_other(value, found[name], limit, tolerance):
             factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
             factors[name] = math.nan if is_other(factor * value, found[name], limit, TOLERANCE) else factor
     if not factors:
-        both.compared.add("gradients")
+        comparison.compared.add("gradients")
         return
     if steps[0].in_step:
-        both.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
+        comparison.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
     first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
-    what = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(wanted, steps, factors)}"
-    may_remember = both.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
+    message = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
+    may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
     if all(close(factor, first, 1e-2) for factor in factors.values()) and not may_remember:
-        what, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
-        totals = [total_weight(rank, step) or 0.0 for rank, step in zip(both.ranks, steps, strict=True)]
+        message, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
+        totals = [total_weight(rank, step) or 0.0 for rank, step in zip(comparison.ranks, steps, strict=True)]
         is_before, micro = kind_of == "gradients", steps[0].micro_batches[-1]
         if is_before and all(close(total, 1.0) for total in totals):
-            what += ", and the loss is not: the gradient is changed after the backward pass"
+            message += ", and the loss is not: the gradient is changed after the backward pass"
         elif is_before and micro.losses and not micro.scales:
-            what += f", between the loss and its backward pass at {line}"
+            message += f", between the loss and its backward pass at {line}"
             line = micro.losses[-1][2]
-    what += ", after clipping" * (kind_of == "at_step")
+    message += ", after clipping" * (kind_of == "at_step")
     for name, line_of_call in steps[0].gathers[:1]:
-        kind, line, what = "gather", line_of_call, f"{what}, and no gradient goes through {name}"
-    if not are_unequal(coefficients(both, steps)):
-        yield Finding(kind, "gradient", what, number, line)
-    elif samples_of(wanted).total() < largest_step(both.reference) and not both.is_exact:
+        kind, line, message = "gather", line_of_call, f"{message}, and no gradient goes through {name}"
+    if not are_unequal(coefficients(comparison, steps)):
+        yield Finding(kind, "gradient", message, number, line)
+    elif is_rest(comparison, expected) and not comparison.is_exact:
         # Else _losses reports it.
-        what = f"the last step of an epoch: {what}, a mean of means over unequal parts"
-        yield note("gradient", what, number, line)
+        message = f"the last step of an epoch: {message}, a mean of means over unequal parts"
+        yield Note("gradient", message, number, line)
 
 
-def _cause(wanted: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
+def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
     """What the records show of why gradients differ by no one factor; "" if nothing."""
     if len({micro.class_weights for step in steps for micro in step.micro_batches} - {""}) > 1:
         return ": the weights of the classes in the loss differ between the processes"
-    if targets_of((wanted,)) != targets_of(steps):
+    if targets_of((expected,)) != targets_of(steps):
         return ": the targets of the loss differ from those of the same samples on 1 process"
-    for name, value in wanted.buffers.items():
+    for name, value in expected.buffers.items():
         if any(step.buffers.get(name, value) != value for step in steps) and not name.endswith(OF_BATCH_NORM):
             return f": the buffer {name} differs, which each forward pass changes by its own samples"
-    known = [(wanted.gradients[name], steps[0].gradients[name], wanted.before.get(name)) for name in factors]
-    for what, penalty in (("weights", torch.clone), ("signs of the weights", torch.sign)):
+    known = [(expected.gradients[name], steps[0].gradients[name], expected.before.get(name)) for name in factors]
+    for name, penalty in (("weights", torch.clone), ("signs of the weights", torch.sign)):
         if all(
             weights is not None and one.shape == other.shape and is_multiple((other - one)[1:], penalty(weights[1:]))
             for one, other, weights in known
         ):
-            return f": the difference is a multiple of the {what}, as of a penalty that grows with the batch"
+            return f": the difference is a multiple of the {name}, as of a penalty that grows with the batch"
     return ""
 
 
@@ -234,59 +258,60 @@ def is_multiple(one: torch.Tensor, other: torch.Tensor) -> bool:
 def is_other(value: torch.Tensor, found: torch.Tensor, rounding: float, tolerance: float) -> bool:
     """Whether a gradient differs by more than rounding."""
     smaller, larger = sorted((value, found), key=norm_of)
-    apart = differ(larger, smaller)
-    return apart > tolerance and not apart * norm_of(larger) <= rounding  # it may be NaN
+    distance = differ(larger, smaller)
+    return distance > tolerance and not distance * norm_of(larger) <= rounding  # it may be NaN
 
 
-def _weights(both: Comparison, number: int, wanted: Step, step: Step) -> Iterator[Finding]:
-    if not both.reference.weights or step.options != wanted.options:
+def _weights(comparison: Comparison, number: int, expected: Step, step: Step) -> Findings:
+    if not comparison.reference.weights or step.options != expected.options:
         return
-    limit = rounding(wanted.at_step)
-    for name, value in wanted.weights.items():
-        gradient = wanted.at_step.get(name)
+    limit = rounding(expected.at_step)
+    for name, value in expected.weights.items():
+        gradient = expected.at_step.get(name)
         if gradient is None or norm_of(gradient) <= limit or name not in step.weights:
             continue  # Adam makes a step of +-lr of a gradient that is all rounding
         counts = gradient.abs() > max(1e-3 * gradient[1:].abs().max(), 10 * EPSILON)
-        change, other = value - wanted.before[name], step.weights[name] - step.before[name]
+        change, other = value - expected.before[name], step.weights[name] - step.before[name]
         counts &= change.abs() > 50 * EPSILON * value.abs()  # else most of it is rounding of the weight
         counts[0] = False
         if counts.any() and differ(change[counts], other[counts]) > 0.02:
-            what = f"{name} changes by another amount than on 1 process, from the same gradient"
-            yield Finding("weights", "weights", what, number, step.line)
+            message = f"{name} changes by another amount than on 1 process, from the same gradient"
+            yield Finding("weights", "weights", message, number, step.line)
             return
-    both.compared.add("weights")
+    comparison.compared.add("weights")
 
 
-def _rates(both: Comparison, number: int, wanted: Step, steps: tuple[Step, ...]) -> Iterator[Finding]:
-    for rank, step in enumerate(steps):
-        for group, (rate, expected) in enumerate(zip(step.rates, wanted.rates, strict=False)):
-            found, known = rates_of(both.ranks[rank], group), rates_of(both.reference, group)
-            has_more = len(both.ranks[rank].steps) != len(both.reference.steps)  # of which it may be a fraction
-            is_longer = (step.schedule_calls > wanted.schedule_calls or has_more) and not both.is_exact
+def _rates(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
+    reference = comparison.reference
+    for rank, (record, step) in enumerate(zip(comparison.ranks, steps, strict=True)):
+        has_more = len(record.steps) != len(reference.steps)  # of which it may be a fraction
+        is_longer = (step.schedule_calls > expected.schedule_calls or has_more) and not comparison.is_exact
+        for group, (rate, right) in enumerate(zip(step.rates, expected.rates, strict=False)):
+            found, known = rates_of(record, group), rates_of(reference, group)
             low, high = allowed(known, number, is_longer)
-            margin = 0.05 * both.has_repeated * (not both.is_exact)  # by the number of samples
+            margin = 0.05 * comparison.has_repeated * (not comparison.is_exact)  # by the number of samples
             if low * (1 - margin) <= rate <= high * (1 + margin):
                 continue
-            bases = [each.bases[group] for each in (wanted, step)]
-            if (factor := scale(found, known, bases, both.processes)) and not both.is_exact:
-                what = f"{factor:.3g} times as high on {both.processes} processes: right only where the batch "
-                yield note("learning rate", what + "of a step grows with them", None, step.line)
+            bases = [each.bases[group] for each in (expected, step)]
+            if (factor := scale(found, known, bases, comparison.processes)) and not comparison.is_exact:
+                message = f"{factor:.3g} times as high on {comparison.processes} processes: right only where the batch "
+                yield Note("learning rate", message + "of a step grows with them", None, step.line)
                 continue
-            what = f"group {group}: " * bool(group)
+            message = f"group {group}: " * bool(group)
             if rate != (first := steps[0].rates[group]):
-                what += f"a rate of {first:.4g} on rank 0 and of {rate:.4g} on rank {rank}"
-                yield Finding("schedule_alone", "learning rate", what, number, step.line)
+                message += f"a rate of {first:.4g} on rank 0 and of {rate:.4g} on rank {rank}"
+                yield Finding("schedule_alone", "learning rate", message, number, step.line)
                 return
-            what += f"{rate:.4g} on rank {rank} instead of {expected:.4g}"
-            for factor in (both.processes, usual_micro_batches(both.reference), 2, 3, 4):
+            message += f"{rate:.4g} on rank {rank} instead of {right:.4g}"
+            for factor in (comparison.processes, usual_micro_batches(reference), 2, 3, 4):
                 if are_faster(found, known, number, factor):
-                    part = "warm-up" if known[0] < expected < known[min(number, len(known) - 1)] else "schedule"
-                    what += f": the {part} is {factor} times too fast"
+                    part = "warm-up" if known[0] < right < known[min(number, len(known) - 1)] else "schedule"
+                    message += f": the {part} is {factor} times too fast"
                     break
-            yield Finding("schedule", "learning rate", what, number, step.line)
+            yield Finding("schedule", "learning rate", message, number, step.line)
             return
     if number > 1:
-        both.compared.add("learning rates")
+        comparison.compared.add("learning rates")
 
 
 def rates_of(record: Record, group: int) -> list[float]:
@@ -321,10 +346,10 @@ def are_faster(found: list[float], known: list[float], number: int, factor: int)
     return factor > 1 and len(places) == 2 and all(close(found[at], known[at * factor], 0.02) for at in places)
 
 
-def coefficients(both: Comparison, steps: tuple[Step, ...]) -> list[float]:
+def coefficients(comparison: Comparison, steps: tuple[Step, ...]) -> list[float]:
     """The coefficient of one loss, for each micro-batch of each process; [] where it is not known."""
     pairs = []
-    for rank, step in zip(both.ranks, steps, strict=True):
+    for rank, step in zip(comparison.ranks, steps, strict=True):
         known = weights(rank, step)
         if known is None:
             return []
@@ -340,35 +365,36 @@ def are_unequal(found: list[float]) -> bool:
     return bool(found) and not close(min(found), max(found))
 
 
-def _losses(both: Comparison, number: int, steps: tuple[Step, ...], is_shorter: bool) -> Iterator[Finding]:
-    found, line = coefficients(both, steps), first_line(steps[0])
+def _losses(comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...]) -> Findings:
+    found, line = coefficients(comparison, steps), first_line(steps[0])
     if not are_unequal(found):
         return
     times = f"{max(found) / min(found):.3g} times"
     micro_batches = [micro for step in steps for micro in step.micro_batches]
     sizes = {sum(len(part.digests or []) for part in micro.samples) for micro in micro_batches}
     if len(sizes - {0}) == 1:
-        what = f"a token of one micro-batch weighs {times} one of another: each has the mean over its own tokens"
-        yield Finding("token_weights", "loss weights", what, number, line)
+        message = f"a token of one micro-batch weighs {times} one of another: each has the mean over its own tokens"
+        yield Finding("token_weights", "loss weights", message, number, line)
         return
-    what = "in the last step of an epoch" if is_shorter else "where the micro-batches of a step have different sizes"
-    what += f", a sample of the smaller micro-batch weighs {times} one of the larger: a mean of means"
-    if both.is_exact:
-        yield Finding("mean_of_means", "loss weights", what, number, line)
+    is_last = is_rest(comparison, expected)
+    message = "in the last step of an epoch" if is_last else "where the micro-batches of a step have different sizes"
+    message += f", a sample of the smaller micro-batch weighs {times} one of the larger: a mean of means"
+    if comparison.is_exact:
+        yield Finding("mean_of_means", "loss weights", message, number, line)
     else:
-        yield note("loss weights", what, None, line)
+        yield Note("loss weights", message, None, line)
 
 
-def statistics(both: Comparison) -> Iterator[Finding]:
+def statistics(comparison: Comparison) -> Findings:
     """BatchNorm has the statistics of this process alone, and those of rank 0 are saved."""
-    for number, steps in both.steps_of_ranks():
-        if differing := apart(steps, "statistics"):
-            what = f"{differing} have different running statistics, each its own"
-            if both.is_exact:
-                yield Finding("statistics", "BatchNorm", what, number, steps[0].line)
+    for number, steps in comparison.steps_of_ranks():
+        if differing := ranks_differ(steps, "statistics"):
+            message = f"{differing} have different running statistics, each its own"
+            if comparison.is_exact:
+                yield Finding("statistics", "BatchNorm", message, number, steps[0].line)
             else:
-                yield note("BatchNorm", f"{what}: those of rank 0 are saved", number, steps[0].line)
+                yield Note("BatchNorm", f"{message}: those of rank 0 are saved", number, steps[0].line)
             return
-    if both.is_exact and (differing := apart(both.ranks, "final")):
-        what = f"{differing} have different weights after the last step"
-        yield Finding("weights", "weights", what, None, both.facts.run)
+    if comparison.is_exact and (differing := ranks_differ(comparison.ranks, "final")):
+        message = f"{differing} have different weights after the last step"
+        yield Finding("weights", "weights", message, None, comparison.facts.run)

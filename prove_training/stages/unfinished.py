@@ -7,7 +7,7 @@ from ..text import plural
 from . import Finding, named, whole_passes
 
 
-def because(stage: str, ranks: list[Record], error: str | None, waits: list[str], calls: list[list[str]]) -> Finding:
+def explain(stage: str, ranks: list[Record], error: str | None, waits: list[str], calls: list[list[str]]) -> Finding:
     """The finding for a run that has failed, or waits forever.
 
     Args:
@@ -22,16 +22,16 @@ def because(stage: str, ranks: list[Record], error: str | None, waits: list[str]
         found = _uneven_batches(ranks) or _ended(ranks) or uneven_call(calls)
     if not found:
         found = ("hangs", f"it waits forever: {', '.join(waits)}", "") if waits else ("fails", error, "")
-    kind, what, line = found
-    return Finding(kind, stage, what, None, line)
+    kind, message, line = found
+    return Finding(kind, stage, message, None, line)
 
 
 def _unused(ranks: list[Record]) -> tuple[str, str, str] | None:
     """The kind, a message and a line where DistributedDataParallel misses the gradients of some parameters."""
     for rank in ranks:
         if names := rank.unused:
-            what = f"{named(names)}: no gradient on rank {rank.rank} in step {len(rank.steps)}, and "
-            return "unused", f"{what}DistributedDataParallel waits for it", rank.error.partition(": ")[0]
+            message = f"{named(names)}: no gradient on rank {rank.rank} in step {len(rank.steps)}, and "
+            return "unused", f"{message}DistributedDataParallel waits for it", rank.error.partition(": ")[0]
     return None
 
 
@@ -42,8 +42,8 @@ def _uneven_batches(ranks: list[Record]) -> tuple[str, str, str] | None:
         for key, number in whole_passes(ranks[one]) & passes[other].keys():
             batches = passes[one][key, number]
             if number is not None and batches < passes[other][key, number]:
-                what = f"an epoch has {plural(batches, 'batch')} on rank {one}, and more on rank {other}"
-                return "uneven", what, ranks[one].facts.loaders.get(key, Loader("")).line
+                message = f"an epoch has {plural(batches, 'batch')} on rank {one}, and more on rank {other}"
+                return "uneven", message, ranks[one].facts.loaders.get(key, Loader("")).line
     return None
 
 
@@ -53,8 +53,8 @@ def _ended(ranks: list[Record]) -> tuple[str, str, str] | None:
     for rank, other in itertools.product(ranks, ended):
         doing, _, line = (rank.waits or rank.doing).rpartition(" at ")
         if doing.endswith("pass"):
-            what = f"rank {other.rank} has ended after {plural(len(other.steps), 'step')}"
-            return "stops_alone", f"{what}, and rank {rank.rank} waits {doing} of {line}", line
+            message = f"rank {other.rank} has ended after {plural(len(other.steps), 'step')}"
+            return "stops_alone", f"{message}, and rank {rank.rank} waits {doing} of {line}", line
     return None
 
 
@@ -65,9 +65,9 @@ def uneven_call(calls: list[list[str]]) -> tuple[str, str, str] | None:
             if one != other:
                 caller, call, lacks = (0, one, rank) if one is not None else (rank, other, 0)
                 *where, shape = call.split(" ", 3)
-                what = f"after {plural(int(where[0]), 'step')} rank {caller} calls {where[1]}"
+                message = f"after {plural(int(where[0]), 'step')} rank {caller} calls {where[1]}"
                 if one and other and other.split(" ", 3)[:3] == where:
-                    what += f" with a tensor of {shape}, and rank {lacks} with one of {other.split(' ', 3)[3]}"
-                    return "shapes", what, where[2]
-                return "hangs", f"{what}, and rank {lacks} does not", where[2]
+                    message += f" with a tensor of {shape}, and rank {lacks} with one of {other.split(' ', 3)[3]}"
+                    return "shapes", message, where[2]
+                return "hangs", f"{message}, and rank {lacks} does not", where[2]
     return None

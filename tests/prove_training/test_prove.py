@@ -36,10 +36,10 @@ from torch.utils.data import (
 
 from prove_training import command, imports, mistakes, proof, prove, resuming, runs
 from prove_training.recording import Recording, data, files, first_of_chain, pretended_gpu, same_work, starting, where
-from prove_training.recording.models import take_over
+from prove_training.recording.models import load_shared
 from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
 from prove_training.runs import Outcome
-from prove_training.stages import Comparison, Finding, several, single, unfinished
+from prove_training.stages import Comparison, Finding, Note, several, single, steps, unfinished
 from prove_training.stages.evaluations import differing, explained, share, suspects
 from prove_training.tensors import sampled
 from prove_training.text import CannotTell
@@ -265,7 +265,7 @@ def test_a_program_that_trains_through_run_is_proven_and_resumed(prove_planted):
 @pytest.mark.parametrize("name", planted.CORRECT)
 @pytest.mark.parametrize("flags", [("--gradient_accumulation_steps", "2"), ("--virtual_processes", "6")])
 def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name, flags):
-    said = prove_planted(planted.CORRECT[name], processes=(3,), flags=flags, timeout_s=120)
+    said = prove_planted(planted.CORRECT[name], flags=flags, timeout_s=120)
     assert said.code == 0, said.text
     assert "gradients" in said.verdict
 
@@ -274,8 +274,7 @@ def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name
 @pytest.mark.parametrize("name", planted.MISTAKES)
 def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, name):
     mistake = planted.MISTAKES[name]
-    processes = (2,) if mistake.kind == "mean_of_means" else (3,)  # 3 have parts of one size in the last step, too
-    said = prove_planted(mistake.edits, processes=processes, flags=mistake.flags, timeout_s=120)
+    said = prove_planted(mistake.edits, flags=mistake.flags, timeout_s=120)
     assert said.code == 1, said.text
     assert mistakes.advice(mistake.kind) in said.advice[0], said.text
 
@@ -423,8 +422,8 @@ def test_a_look_at_a_batch_is_no_epoch_of_a_sampler_that_is_only_there_on_severa
 def test_a_note_that_differs_in_the_number_of_processes_is_told_once():
     report = proof.Report(argparse.Namespace(script=Path("train.py"), format="json"))
     for number in (2, 3):
-        report.add("", [Finding("", "learning rate", f"{number} times as high on {number} processes")])
-    assert [each.what for each in report.notes] == ["2 times as high on 2 processes"]
+        report.add("", [Note("learning rate", f"{number} times as high on {number} processes")])
+    assert [each.message for each in report.notes] == ["2 times as high on 2 processes"]
 
 
 def test_a_flag_that_torchrun_does_not_add_is_named_and_may_be_given(prove_unusual, tmp_path):
@@ -553,7 +552,7 @@ def reported(tmp_path, monkeypatch, output: str, source: str = "loss.backward()"
     linecache.checkcache()
     report = proof.Report(argparse.Namespace(script=Path("train.py"), format=output))
     report.add("2 processes", [Finding("factor", "gradient", "0.5 times: 50 %", 1, "train.py:1")])
-    report.add("", [Finding("", "samples", "repeats 1 sample", None, "")])
+    report.add("", [Note("samples", "repeats 1 sample", None, "")])
     return report
 
 
@@ -561,7 +560,7 @@ def test_a_finding_that_is_meant_is_a_note(tmp_path, monkeypatch):
     assert [each.kind for each in reported(tmp_path, monkeypatch, "json").findings] == ["factor"]
     ignored = reported(tmp_path, monkeypatch, "json", "loss.backward()  # prove: ignore[factor] by design")
     assert ignored.findings == []
-    assert "0.5 times: 50 % [factor, ignored]" in ignored.notes[0].what
+    assert "0.5 times: 50 % [factor, ignored]" in ignored.notes[0].message
     other = reported(tmp_path, monkeypatch, "json", "loss.backward()  # prove: ignore[gradient]")
     assert [each.kind for each in other.findings] == ["factor"]
 
@@ -742,6 +741,117 @@ def test_a_step_with_a_closure_has_the_gradients_that_the_closure_computes(tmp_p
     assert args == (optimizer,)
     kwargs["closure"]()
     assert [value[1:].tolist() for value in recording.step.at_step.values()] == [[3, 3]]
+
+
+@pytest.fixture
+def models(tmp_path):
+    """The recorder of models of a run on one process, with an optimizer of one parameter."""
+    models = made_recording(tmp_path, processes=1).models
+    models.optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)]
+    models.recording.where.line = lambda: "train.py:9"
+    return models
+
+
+@pytest.mark.parametrize(("epoch", "kept"), [(0, 2), (1, 1)])
+def test_what_is_left_at_the_end_of_an_epoch_and_zeroed_is_dropped(models, monkeypatch, epoch, kept):
+    parts = iter([Part("loader", 0, ["a"]), Part("loader", epoch, ["b"])])
+    monkeypatch.setattr(models.batches, "of_backward", lambda: [next(parts)])
+    models.begin_backward()
+    models.parameters()[0].grad = torch.ones(2)
+    models.before_zero_grad()
+    models.begin_backward()
+    assert len(models.recording.step.micro_batches) == kept
+
+
+def test_gradients_are_zeroed_only_where_there_are_some(models):
+    models.recording.step.micro_batches = [MicroBatch()]
+    models.before_zero_grad()
+    assert models.recording.step.zeroed == []
+    models.parameters()[0].grad = torch.ones(2)
+    models.before_zero_grad()
+    assert models.recording.step.zeroed == [(1, "train.py:9")]
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction", "target", "loss"),
+    [
+        ("cross_entropy", "mean", torch.tensor([0, 1, -100]), (1.0, 2, "train.py:9")),
+        ("mse_loss", "sum", torch.zeros(3, 2), (6.0, 6, "train.py:9")),
+    ],
+)
+def test_the_coefficient_and_the_number_of_losses_are_recorded(models, name, reduction, target, loss):
+    models.recording.step.micro_batches = [MicroBatch()]
+    args = torch.ones(3, 2, requires_grad=True), target
+    value = getattr(torch.nn.functional, name)(*args, reduction=reduction)
+    models.criterion(name, value, reduction, args, {})
+    value.backward()
+    assert models.recording.step.micro_batches[0].losses == [loss]
+
+
+@pytest.mark.parametrize(("done", "before"), [(2, [7.0, 7.0]), (1, [1.0, 1.0])])
+def test_gradients_before_clipping_are_kept_unless_it_came_too_early(models, done, before):
+    step, parameter = models.recording.step, models.parameters()[0]
+    step.micro_batches, parameter.grad = [MicroBatch()] * done, torch.full((2,), 7.0)
+    models.clip([parameter])
+    step.micro_batches, parameter.grad = [MicroBatch()] * 2, torch.ones(2)
+    models._note_gradients(models.optimizers[0])
+    assert [value[1:].tolist() for value in step.gradients.values()] == [before]
+
+
+@pytest.mark.parametrize(("size", "value"), [(2, 1.0), (3, 0.0)])
+def test_weights_are_shared_only_where_they_have_the_same_shapes(models, tmp_path, size, value):
+    torch.save(([torch.ones(size)], [{}]), tmp_path / "weights.pt")
+    models.plan.weights = {0: str(tmp_path / "weights.pt")}
+    models.share_weights(0, models.optimizers)
+    assert models.parameters()[0].tolist() == [value] * 2
+
+
+def test_parameters_without_a_gradient_are_named_by_their_numbers_among_those_that_train(models):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1).requires_grad_(False), torch.nn.Linear(1, 1))
+    models.in_ddp[0] = model
+    error = "Parameter indices which did not receive grad for rank 0: 1 7"
+    assert models.unused(error) == ["1.bias"]
+    assert models.unused("another error") == []
+
+
+@pytest.mark.parametrize(("rate", "modes"), [(0.0, {}), (0.5, {0: False})])
+def test_the_mode_of_a_model_matters_only_with_layers_that_differ_in_it(models, rate, modes):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(rate)).eval()
+    models.models[0] = model
+    assert models.modes([*model.parameters()]) == modes
+
+
+def test_the_last_batch_of_a_loader_that_reads_ahead_is_of_its_pass(models):
+    batches, ended = models.batches, Pass("loader", read=[["a"], ["b"]], used=[Part("loader", 0, ["?"])])
+    batches.read_to_end = ended
+    assert [part.digests for part in batches.of_backward()] == [["b"]]
+    assert ended.used[0].digests == ["a"]
+    batches.read_to_end = replace(ended, read=[["a"], ["b"], ["c"]], used=ended.used[:1])
+    assert batches.of_backward() == [], "two batches have not been used"
+
+
+def test_a_part_of_the_test_data_has_a_part_of_the_batch(tmp_path):
+    batches = made_recording(tmp_path, processes=2, tests={"test": 16}, sizes={16}).batches
+    assert [batches.batch_size(8, "test", is_whole) for is_whole in (False, True)] == [6, 12]
+
+
+@pytest.mark.parametrize(("length", "most"), [(None, 3), (20, 3), (4, 2), (1, 1)])
+def test_a_shortened_test_reads_three_batches_or_half_of_them(tmp_path, length, most):
+    batches = made_recording(tmp_path, processes=1, shorter=["test"]).batches
+    for key, expected in (("test", [False] * most + [True]), ("loader", [False] * (most + 1))):
+        current = Pass(key, length=length)
+        read = [argparse.Namespace(prove_pass=current, _num_yielded=number) for number in range(most + 1)]
+        assert list(map(batches.is_short, read)) == expected
+
+
+def test_a_pass_is_whole_after_its_last_batch_and_batches_of_a_test_are_dropped(tmp_path):
+    batches, current = made_recording(tmp_path, processes=1).batches, Pass("loader", length=2)
+    batches.deliver(current, ["a"], torch.ones(1))
+    assert not current.is_whole
+    batches.fresh[0].is_tested = True
+    batches.deliver(current, ["b"], torch.ones(1))
+    assert current.is_whole
+    assert [batch.digests for batch in batches.fresh] == [["b"]]
 
 
 def test_weights_that_are_averaged_after_a_step_are_told_from_other_sums(tmp_path):
@@ -1014,7 +1124,7 @@ def test_what_a_framework_does_in_the_last_step_is_a_note():
     record = accumulated([2, 2, 2, 1])
     record.facts.framework = "Lightning"
     (finding,) = single.findings(record)
-    assert (finding.kind, finding.what[-13:]) == ("", " by Lightning")
+    assert (finding.kind, finding.message[-13:]) == ("", " by Lightning")
 
 
 def test_samples_that_nothing_is_known_of_are_not_called_the_same():
@@ -1061,6 +1171,38 @@ def test_a_script_that_fails_with_fewer_samples_is_run_with_all():
     proven = proof.Proof(argparse.Namespace(processes=None), outcome, None)
     assert proven._first_run().error is None
     assert proven.plan.limit >= 100
+
+
+def first_run(answer, **facts) -> proof.Proof:
+    """A proof after its first run; `answer` says what a run with a plan leaves: the error, and whether it has steps."""
+
+    def outcome(processes: int, plan: Plan) -> Outcome:
+        error, has_steps = answer(plan)
+        (record,) = made_up(steps=4 if has_steps else 0)
+        vars(record.facts).update(facts, refuses=bool(error))
+        record.facts.loaders["loader"].given = 9
+        return Outcome([record], error, Path(), [], [], [])
+
+    made = proof.Proof(argparse.Namespace(processes=None), outcome, None)
+    made._first_run()
+    return made
+
+
+def test_a_model_for_one_batch_size_is_compared_with_numbers_of_processes_that_divide_it():
+    made = first_run(lambda plan: (None if plan.own_batch_size else "shapes differ", True))
+    assert (made.plan.limit, made.processes) == (same_work.items_of_epoch(9), (3,))
+
+
+@pytest.mark.parametrize(("has_steps", "pretends"), [(False, True), (True, False)])
+def test_a_gpu_is_pretended_to_a_script_that_asks_for_one_and_does_not_train_without(has_steps, pretends):
+    made = first_run(lambda plan: ("no" if plan.without_gpu else None, has_steps), asks=True, ddp=[])
+    assert (made.plan.without_gpu, made.pretends_gpu) == (pretends, pretends)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_more_devices_are_pretended_only_to_a_script_that_trains_with_them(trains):
+    made = first_run(lambda plan: (None, bool(plan.devices) and trains))
+    assert made.plan.devices == proof.MANY * trains
 
 
 @pytest.fixture
@@ -1120,6 +1262,28 @@ def test_items_with_numbers_that_differ_by_process_are_not_accused(made_up_proof
     else:
         with pytest.raises(CannotTell, match="random numbers that prove cannot repeat"):
             made._compare(2)
+
+
+def test_a_schedule_is_tried_with_as_large_batches_of_more_data(made_up_proof):
+    made, plans = made_up_proof([]), []
+    made.runs = lambda processes, plan: plans.append(plan) or Outcome(made_up(2), None, Path(), [], [], [])
+    assert made._counts_its_batches(2)
+    assert (plans[0].whole_batches, plans[0].limit) == (True, 2 * made.plan.limit)
+
+
+@pytest.mark.parametrize(("again", "kinds"), [("accuracy 0.70", ["eval_mean"]), ("accuracy 0.72", [])])
+def test_a_printed_number_is_a_result_only_if_it_repeats_and_depends_on_the_samples(made_up_proof, again, kinds):
+    def records(said: str, processes: int = 1) -> list[Record]:
+        ranks = made_up(processes)
+        for rank in ranks:
+            rank.evaluations.append(evaluation(said=[said]))
+        return ranks
+
+    outcomes = [Outcome(records(said), None, Path(), [], [], []) for said in (again, "accuracy 0.60")]
+    made = made_up_proof(outcomes)
+    (made.reference,) = records("accuracy 0.70")
+    comparison = Comparison(made.reference, records("accuracy 0.75", 2))
+    assert [each.kind for each in made._evaluations(comparison)] == kinds
 
 
 def test_items_with_generators_of_their_own_are_compared_when_these_are_seeded(made_up_proof):
@@ -1218,7 +1382,7 @@ def test_running_statistics_of_one_process_are_a_mistake_only_where_exactness_is
         record.steps[1].statistics = {"norm.running_mean": sampled(torch.ones(3) + rank)}
     (finding,) = several.findings(Comparison(reference, ranks))
     assert (finding.kind, finding.step) == ("statistics", 2) if is_exact else ("", None)
-    assert "norm.running_mean: ranks 0 and 1" in finding.what
+    assert "norm.running_mean: ranks 0 and 1" in finding.message
 
 
 def test_a_checkpoint_that_nothing_loads_may_lack_the_optimizer():
@@ -1227,7 +1391,7 @@ def test_a_checkpoint_that_nothing_loads_may_lack_the_optimizer():
     reference.saves = [Save("torch.save", 2, "last.pt", "train.py:9", has={"model"}, counters=["epoch"])]
     (noted,) = single.findings(reference)
     assert noted.kind == ""
-    assert noted.what == "last.pt has epoch, and not the optimizer and the schedule: the script cannot resume"
+    assert noted.message == "last.pt has epoch, and not the optimizer and the schedule: the script cannot resume"
     reference.facts.loads = True
     assert [finding.kind for finding in single.findings(reference)] == ["checkpoint_lacks"]
 
@@ -1247,6 +1411,19 @@ def kinds_of_a_result(calls: list[str], samples=("ab", "ab")) -> list[str]:
 @pytest.mark.parametrize(("cuts", "kind"), [(0, "eval_repeated"), (2, "eval_repeated"), (3, "eval_mean")])
 def test_samples_count_twice_unless_gather_for_metrics_is_called_in_each_batch(cuts, kind):
     assert kinds_of_a_result(["gather", *["gather_for_metrics"] * cuts], ("ab", "ba")) == [kind]
+
+
+def test_samples_that_the_processes_share_out_are_not_repeated():
+    assert kinds_of_a_result(["gather"], ("a", "b")) == ["eval_mean"]
+
+
+def test_evaluations_after_as_many_steps_are_compared():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record.evaluations = [evaluation(after, said=[f"accuracy {after / 10}"]) for after in (2, 4)]
+    assert suspects(Comparison(reference, ranks)) == []
+    ranks[0].evaluations[1].said = ["accuracy 0.9"]
+    assert [each.key for each in suspects(Comparison(reference, ranks))] == [(4, "accuracy")]
 
 
 @pytest.mark.parametrize(("others", "kind"), [([], "eval_extreme"), (["gather"], "eval_mean")])
@@ -1314,6 +1491,10 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
         ("not_reduced", "ranks 0 and 2 have different gradients at the step"),
         lambda one, ranks: scale(ranks[2].steps[0].gradients, 1.01),
     ),
+    "a gradient that one process does not have": (
+        ("not_reduced", "ranks 0 and 1 have different gradients at the step"),
+        lambda one, ranks: ranks[1].steps[0].gradients.clear(),
+    ),
     "the wrong micro-batch": (
         ("not_reduced", "averaged after micro-batch 1 of 2, and not after the last one"),
         lambda one, ranks: [
@@ -1379,6 +1560,19 @@ OTHERS = {  # what no program of MISTAKES has: the kind and words of what is fou
             vars(rank.facts).update(draws_others=True, worker_seeds={"train.py:5": "a"}) for rank in ranks
         ],
     ),
+    "weights after a step": (
+        ("weights", "weight changes by another amount than on 1 process, from the same gradient"),
+        lambda one, ranks: [
+            rank.steps[1].weights.update(weight=sampled(torch.ones(3) - 0.105 * torch.tensor([2.0, 3.0, 4.0])))
+            for rank in ranks
+        ],
+    ),
+    "a loss that ReduceLROnPlateau gets": (
+        ("plateau", "ReduceLROnPlateau gets 0.7 on rank 0 and 0.707 on rank 2"),
+        lambda one, ranks: [
+            rank.plateaus.append((loss, "train.py:9")) for rank, loss in zip(ranks, (0.7, 0.7, 0.707), strict=True)
+        ],
+    ),
     "the same augmentation": (
         ("", "the augmentation draws the same"),
         lambda one, ranks: [setattr(rank.facts, "draws_items", True) for rank in ranks],
@@ -1392,7 +1586,7 @@ def test_a_number_that_differs_in_one_place_is_found(change):
     (reference,), ranks = made_up(), made_up(3)
     apply(reference, ranks)
     finding = found(reference, ranks)[0]
-    assert (finding.kind, words in finding.what) == (kind, True), finding
+    assert (finding.kind, words in finding.message) == (kind, True), finding
 
 
 @pytest.mark.parametrize(("same", "kinds"), [(3, ["same_noise"]), (2, [])])
@@ -1416,6 +1610,12 @@ def test_a_test_of_a_part_of_the_samples_is_told_unless_the_parts_are_added_up(o
     assert [finding.kind for finding in share(Comparison(reference, ranks))] == kinds * (not calls)
 
 
+def test_numbers_for_a_single_sample_may_be_the_same():
+    (reference,), ranks = made_up(), made_up(3)
+    every_step(ranks, drawn=[Draw("train.py:8", "randn", "a", 1, is_per_sample=True)])
+    assert found(reference, ranks) == []
+
+
 @pytest.mark.parametrize("digests", ["aab", "abb", "abc"])
 def test_noise_that_one_of_three_processes_shares_is_not_the_same_on_all(digests):
     (reference,), ranks = made_up(), made_up(3)
@@ -1429,7 +1629,7 @@ def test_calls_that_agree_are_not_a_mistake():
     (reference,), ranks = made_up(), made_up(3)
     for rank in ranks:
         rank.plateaus += [(value, "train.py:9") for value in (0.7 + 1e-6 * rank.rank, float("nan"))]
-        rank.saves.append(save_state())
+        rank.saves += [save_state(), Save("torch.save", 2, "?", "train.py:9")]  # a file that is open already
         rank.facts.draws_items = True
         rank.passes[0].random = rank.rank
         rank.passes.append(replace(rank.passes[0], in_training=False, random="a"))
@@ -1462,8 +1662,8 @@ def interrupted(**of_ranks) -> list[Record]:
 
 
 def why(ranks: list[Record], calls=((), ())) -> tuple[str, str]:
-    finding = unfinished.because("the run", ranks, ranks[1].error, [], [list(each) for each in calls])
-    return finding.kind, finding.what
+    finding = unfinished.explain("the run", ranks, ranks[1].error, [], [list(each) for each in calls])
+    return finding.kind, finding.message
 
 
 def test_it_is_said_why_a_run_does_not_end():
@@ -1479,8 +1679,24 @@ def test_it_is_said_why_a_run_does_not_end():
     assert why(ranks)[0] == "stops_alone", "the epoch of rank 0 is not over"
     ranks[0].passes[0].is_whole = True
     assert why(ranks) == ("uneven", "an epoch has 4 batches on rank 0, and more on rank 1")
+    ranks[1].passes[0].is_whole, ranks[0].passes[0].batches = True, 6
+    assert why(ranks) == ("uneven", "an epoch has 5 batches on rank 1, and more on rank 0")
     ranks[1].unused, ranks[1].error = ["head"], "train.py:7: RuntimeError: Expected to have finished reduction"
     assert why(ranks)[0] == "unused"
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        ("3 gather train.py:4 2x2", "shapes", "calls gather with a tensor of 2, and rank 1 with one of 2x2"),
+        ("3 reduce train.py:5 2x2", "hangs", "after 3 steps rank 0 calls gather, and rank 1 does not"),
+    ],
+)
+def test_a_call_with_another_shape_is_told_from_another_call(call, kind, words):
+    ranks = made_up(2)
+    ranks[1].error = "train.py:9: RuntimeError: gloo: Connection closed"
+    found = why(ranks, [["3 gather train.py:4 2"], [call]])
+    assert (found[0], words in found[1]) == (kind, True), found
 
 
 @pytest.mark.parametrize("cause", [0, 1])
@@ -1581,7 +1797,7 @@ def test_what_differs_only_on_several_machines_is_a_mistake_in_training(made_up_
     assert made._compare(3) == (not kind)
     findings = made.report.findings or made.report.notes
     assert findings[0].kind == kind
-    assert "if each process has a machine of its own" in findings[0].what
+    assert "if each process has a machine of its own" in findings[0].message
 
 
 def test_a_run_that_waits_is_wrong_only_if_steps_are_missing():
@@ -1604,7 +1820,7 @@ def test_advice_is_given_in_the_terms_of_the_framework():
         assert any(mistakes.advice(heading, framework) != mistakes.advice(heading) for heading in mistakes.sections())
 
 
-@pytest.mark.parametrize(("others", "bias"), [(1.0, 1e-9), (1e-4, 2e-8)])
+@pytest.mark.parametrize(("others", "bias"), [(1.0, 1e-9), (1e-4, 2e-8), (1e3, 1e-3)])
 def test_a_parameter_whose_gradient_is_rounding_is_not_compared(others, bias):
     """As the key bias of attention with Adam, or a bias that adds the same to all choices of a tiny model."""
     (reference,), ranks = made_up(), made_up(2)
@@ -1629,6 +1845,19 @@ def test_unequal_weights_of_tokens_are_not_told_again_as_different_weights():
     assert [finding.kind for finding in found(reference, ranks)] == ["token_weights"]
 
 
+def test_a_process_without_samples_does_not_hide_unequal_weights_of_tokens():
+    (reference,), ranks = made_up(), made_up(3)
+    for rank, (samples, weight) in zip(ranks, ((3, 1.0), (3, 2.0), (0, 0.5)), strict=True):
+        micro = rank.steps[2].micro_batches[0]
+        micro.losses, micro.samples[0].digests = (
+            [(weight, 3, "train.py:8")],
+            [f"{rank.rank} {n}" for n in range(samples)],
+        )
+    ranks[2].steps[2].micro_batches[0].samples = []
+    (finding,) = steps.findings(Comparison(reference, ranks))
+    assert finding.kind == "token_weights"
+
+
 @pytest.mark.parametrize(("count", "kinds"), [(3, ["token_weights"]), (1, [])])
 def test_a_single_loss_may_have_a_weight_of_its_own(count, kinds):
     """As an advantage, by which the loss of a sample is multiplied."""
@@ -1636,6 +1865,30 @@ def test_a_single_loss_may_have_a_weight_of_its_own(count, kinds):
     for rank, weight in zip(ranks, (1.0, -0.9), strict=True):
         rank.steps[2].micro_batches[0].losses = [(weight, count, "train.py:8")]
     assert [finding.kind for finding in found(reference, ranks)] == kinds
+
+
+def test_a_single_loss_that_is_a_mean_like_the_others_is_one_in_a_mean_of_means():
+    (reference,), ranks = made_up(), made_up(2)
+    for record, samples in ((reference, 3), (ranks[0], 2), (ranks[1], 1)):
+        micro = record.steps[3].micro_batches[0]
+        del micro.samples[0].digests[samples:]
+        micro.losses = [(1.0, samples, "train.py:8")]
+    said = [each.message for each in several.findings(Comparison(reference, ranks))]
+    assert any("a sample of the smaller micro-batch weighs 2 times" in message for message in said), said
+
+
+def test_a_schedule_that_is_twice_as_fast_is_found_though_milestones_may_be_rounded():
+    (reference,), ranks = made_up(steps=8), made_up(2, steps=8)
+    for number, step in (entry for rank in ranks for entry in enumerate(rank.steps)):
+        step.rates, step.schedule_calls = [0.1 * 0.8 ** (2 * number)], 2 * number
+    finding = found(reference, ranks)[0]
+    assert (finding.kind, finding.step, finding.message[-34:]) == ("schedule", 3, ": the schedule is 2 times too fast")
+
+
+def test_a_schedule_is_called_too_fast_only_where_two_steps_show_it():
+    known = [1.0, 0.9, 0.5, 0.2, 0.1]
+    assert steps.are_faster([1.0, 0.5, 0.1], known, 2, 2)
+    assert not steps.are_faster([1.0, 0.5], known, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -1652,8 +1905,8 @@ def test_a_mean_of_means_is_told_where_it_is(number, where):
         larger.append(last)
     for micro in micro_batches:
         micro.losses = [(1.0, len(micro.samples[0].digests), "train.py:8")]
-    said = [each.what for each in several.findings(Comparison(reference, ranks)) if "a mean of means" in each.what]
-    assert [what.startswith(where) for what in said] == [True]
+    said = [each.message for each in several.findings(Comparison(reference, ranks))]
+    assert [message.startswith(where) for message in said if "a mean of means" in message] == [True]
 
 
 def test_a_group_of_parameters_may_be_added_while_training():
@@ -1663,7 +1916,7 @@ def test_a_group_of_parameters_may_be_added_while_training():
             step.rates, step.bases = [*step.rates, 0.01], [0.1, 0.01]
     assert found(reference, ranks) == []
     ranks[1].steps[3].rates[1] = 0.02
-    assert found(reference, ranks)[0].what == "group 1: a rate of 0.01 on rank 0 and of 0.02 on rank 1"
+    assert found(reference, ranks)[0].message == "group 1: a rate of 0.01 on rank 0 and of 0.02 on rank 1"
 
 
 def test_two_loaders_that_a_library_makes_in_one_line_have_different_names():
@@ -1692,7 +1945,7 @@ def test_a_warm_up_to_a_rate_that_grows_with_the_processes_may_be_meant(bases):
     for factor, record in ((1, reference), (2, ranks[0]), (2, ranks[1])):
         for number, step in enumerate(record.steps):
             step.rates, step.bases = [0.1 * factor * number], [bases[factor - 1]]
-    (said,) = {each.what for each in found(reference, ranks)}
+    (said,) = {each.message for each in found(reference, ranks)}
     assert said.startswith("2 times as high on 2 processes")
 
 
@@ -1701,7 +1954,7 @@ def test_a_rate_may_grow_with_the_processes_and_fall_to_a_constant():
     for highest, record in ((1.0, reference), (2**0.5, ranks[0]), (2**0.5, ranks[1])):
         for number, step in enumerate(record.steps):
             step.rates, step.bases = [highest + (0.1 - highest) * number / 5], [0.0]
-    (said,) = {each.what for each in found(reference, ranks)}
+    (said,) = {each.message for each in found(reference, ranks)}
     assert said.startswith("1.41 times as high on 2 processes")
 
 
@@ -1731,6 +1984,26 @@ def test_a_part_made_by_hand_that_is_divided_once_more_is_found(kept, repeated, 
     assert [finding.kind for finding in several.findings(Comparison(reference, ranks)) if finding.kind] == kinds
 
 
+def test_a_part_made_by_hand_with_samples_of_its_own_is_not_called_divided_twice():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in ranks:
+        record.facts.loaders["loader"].is_part = True
+        for number in range(4):
+            digests_of(record, number).digests = [f"{record.rank} {number}"] * (record.rank == 0 == number)
+    comparison = Comparison(reference, ranks)
+    assert list(several.findings(comparison)) == []
+    assert "own part" in comparison.not_compared["samples"]
+
+
+@pytest.mark.parametrize(("batch", "kinds"), [(None, []), (["a", "b", "c"], ["same_batches"])])
+def test_batches_of_the_script_are_the_same_only_where_their_samples_are_known(batch, kinds):
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record.facts.loaders.clear()
+        digests_of(record, 1).digests = batch
+    assert [each.kind for each in several.findings(Comparison(reference, ranks)) if each.kind] == kinds
+
+
 def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
     (reference,), ranks = made_up(), made_up(2)
     for rank in ranks:
@@ -1744,7 +2017,25 @@ def test_parts_made_by_hand_count_twice_only_where_ranks_share_them():
     for step in range(4):
         digests_of(ranks[1], step).digests = digests_of(ranks[0], 3 - step).digests
     (finding,) = found(reference, ranks)
-    assert "12 of 24 samples of an epoch count twice" in finding.what
+    assert "12 of 24 samples of an epoch count twice" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("length", "said"), [(24, []), (25, ["drop_last leaves out the last samples of the test data"])]
+)
+def test_samples_that_a_test_leaves_out_are_told(length, said):
+    (record,) = made_up()
+    record.facts.loaders["test"] = Loader("train.py:6", given=6, length=length, drop_last=True)
+    record.evaluations.append(evaluation())
+    assert [each.message for each in single.findings(record)] == said
+
+
+def test_an_epoch_that_ends_early_and_begins_alike_has_the_same_order():
+    (record,) = made_up(steps=7)
+    for number, step in enumerate(record.steps[4:]):
+        part = step.micro_batches[0].samples[0]
+        part.number, part.digests = 1, digests_of(record, number).digests
+    assert [each.kind for each in single.findings(record)] == ["same_order"]
 
 
 def test_samples_that_one_process_does_not_read_do_not_count_twice():
@@ -1757,6 +2048,26 @@ def test_samples_that_one_process_does_not_read_do_not_count_twice():
     assert "one process does not" in both.not_compared["samples"]
     digests_of(ranks[1], 0).digests += digests_of(ranks[0], 0).digests
     assert [finding.kind for finding in several.findings(Comparison(reference, ranks))][:1] == ["samples"]
+
+
+def test_the_step_from_which_on_a_model_trains_in_evaluation_mode_is_named():
+    (record,) = made_up()
+    for step in record.steps[2:]:
+        step.modes = {0: False}
+    (finding,) = single.findings(record)
+    assert (finding.kind, finding.step) == ("train_mode", 3)
+
+
+def test_of_two_windows_as_frequent_the_larger_is_the_usual_one():
+    assert single.usual_micro_batches(accumulated([1, 3, 3, 1])) == 3
+
+
+@pytest.mark.parametrize(("items", "kinds"), [(2, []), (1, ["eval_repeated"])])
+def test_a_result_of_more_samples_than_the_data_have_is_told(items, kinds):
+    (record,) = made_up()
+    record.facts.loaders["test"] = Loader("train.py:6", items=items)
+    record.evaluations.append(evaluation(result={"samples": 2.0}))
+    assert [each.kind for each in single.findings(record)] == kinds
 
 
 def test_the_usual_window_is_that_of_steps_within_an_epoch():
@@ -1773,9 +2084,18 @@ def test_an_epoch_that_the_script_ends_early_may_have_fewer_samples():
     (reference,), ranks = made_up(), made_up(2)
     for rank in ranks:
         del rank.steps[2:]
-    assert "12 of 24 samples" in found(reference, ranks)[0].what
+    assert "12 of 24 samples" in found(reference, ranks)[0].message
     for rank in ranks:
         rank.passes[0].is_whole = False
+    assert found(reference, ranks) == []
+
+
+def test_an_epoch_that_is_read_to_its_end_may_train_on_a_part():
+    """As where a script counts its steps by its own size of batches."""
+    (reference,), ranks = made_up(), made_up(2)
+    for rank in ranks:
+        del rank.steps[2:]
+        rank.passes[0].read = [[*map(str, range(24))]]
     assert found(reference, ranks) == []
 
 
@@ -1811,6 +2131,7 @@ def test_samples_that_a_teacher_has_seen_are_not_those_of_a_test(key, kinds):
         ("accuracy: 74.00", "something else: 75.00", False),
         ("Acc@1:74 loss:0.52", "Acc@1:75 loss:0.52", True),
         ("1:53", "1:54", False),
+        ("loss 0.5", "loss 0.52", False),
         ("time ( 0.25) accuracy 74.00", "time (250.31) accuracy 75.00", True),
         ("steps_per_second =  9.5", "steps_per_second = 11.5", True),
         (
@@ -1857,7 +2178,7 @@ def test_the_epoch_of_a_run_that_resumes_is_compared():
     assert list(resuming.compare(whole, resumed, 2)) == [], "the same samples"
     digests_of(resumed, 0).digests = [f"other {number}" for number in range(6)]
     (finding,) = resuming.compare(whole, resumed, 2)
-    assert finding.what == "the epoch has the order of epoch 2, and not of 1"
+    assert finding.message == "the epoch has the order of epoch 2, and not of 1"
     resumed.passes[0].epoch = None
     assert [each.kind for each in resuming.compare(whole, resumed, 2)] == [""]
 
@@ -1870,14 +2191,14 @@ def test_what_only_rank_0_has_loaded_is_told(kind):
     assert list(resuming.differing_ranks(ranks, False)) == []
     scale(getattr(ranks[2].steps[0], kind), 2.0)
     (finding,) = resuming.differing_ranks(ranks, False)
-    assert (finding.kind, "ranks 0 and 2 begin with" in finding.what) == ("resume_alone", True)
+    assert (finding.kind, "ranks 0 and 2 begin with" in finding.message) == ("resume_alone", True)
     assert len(list(resuming.differing_ranks(ranks, True))) == (kind == "before"), "its state may be divided"
     ranks = made_up(2)
     for rank in ranks:
         rank.evaluations.append(evaluation())
     ranks[1].evaluations[0].models = {1: 0.7}
     (finding,) = resuming.differing_ranks(ranks, False)
-    assert "the tested model has other weights on rank 1" in finding.what
+    assert "the tested model has other weights on rank 1" in finding.message
 
 
 def test_a_run_without_a_loader_that_resumes_is_compared():
@@ -1891,7 +2212,7 @@ def test_a_run_without_a_loader_that_resumes_is_compared():
 
 def test_weights_and_the_state_of_the_optimizer_are_taken_over():
     parameters, state = [torch.zeros(2)], {"exp_avg": torch.zeros(2), "step": torch.tensor(1.0)}
-    take_over(parameters, [state], [torch.ones(2)], [{"exp_avg": torch.full((2,), 3.0), "step": torch.tensor(7.0)}])
+    load_shared(parameters, [state], [torch.ones(2)], [{"exp_avg": torch.full((2,), 3.0), "step": torch.tensor(7.0)}])
     assert parameters[0].tolist() == [1, 1]
     assert (state["exp_avg"].tolist(), state["step"].item()) == ([3, 3], 7)
 

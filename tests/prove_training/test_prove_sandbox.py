@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from prove_training import sandbox
+from prove_training import command, sandbox
 
 PROGRAM = ROOT / "tests" / "prove_training" / "writes_files.py"
 FILES = ("best.pt", "predictions.npy", "log.bin", "mapped.bin", "renamed.bin", "train.log", "truncated.bin")
@@ -42,33 +42,56 @@ def users_folder(tmp_path):
     assert {path for path, content in contents(tmp_path).items() if content != before[path]} == set()
 
 
+NO_MOUNTS = {"can_mount": lambda *_: False}
 WAYS = {
-    "mounts": "pass",
-    "a copy and Landlock": "sandbox.can_mount = lambda *_: False",
-    "a copy alone": "sandbox.can_mount = lambda *_: False; sandbox.can_forbid_writes = lambda: False",
+    "mounts": {},
+    "a copy and Landlock": NO_MOUNTS,
+    "a copy alone": NO_MOUNTS | {"can_forbid_writes": lambda: False},
 }
-COMMAND = (
-    "import sys; sys.path.insert(0, {root!r}); from prove_training import sandbox; {way}; "
-    "from prove_training.command import main; sys.exit(main())"
-)
 
 
-def prove(folder: Path, *words, way: str = "pass", **options):
-    command = COMMAND.format(root=str(ROOT), way=way)
-    words = [sys.executable, "-c", command, "--processes", "2", *words]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, **options)
+def start(folder: Path, output: Path, *words: str) -> int:
+    """Start the command in a process that is forked from this one. Returns the process id."""
+
+    def prove_here() -> int:
+        os.setsid()
+        os.chdir(folder)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.stdout = sys.stderr = open(output, "w")  # noqa: SIM115  until the end
+        sys.argv[1:] = words
+        return command.main()
+
+    return sandbox.forked(prove_here)
 
 
-@pytest.mark.parametrize("way", ["mounts", *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:])])
-def test_ten_ways_to_write_a_file_change_nothing_and_the_script_is_proven(users_folder, way):
+@pytest.fixture
+def prove(monkeypatch, tmp_path_factory):
+    """Run the command in a folder, and return its exit code and what it says."""
+
+    def prove(folder: Path, way: str) -> tuple[int, str]:
+        words = ["--processes", "2", "--keep", "proof", "train.py"]
+        if way == "mounts":  # as a user does
+            words = [sys.executable, str(ROOT / "prove_training"), *words]
+            done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+            return done.returncode, done.stdout + done.stderr
+        for name, function in WAYS[way].items():
+            monkeypatch.setattr(sandbox, name, function)
+        output = tmp_path_factory.mktemp("output") / "output.txt"
+        _, status = os.waitpid(start(folder, output, *words), 0)
+        return os.waitstatus_to_exitcode(status), output.read_text()
+
+    return prove
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_ways_to_write_a_file_change_nothing_and_the_script_is_proven(prove, users_folder, way):
     before = users_folder.stat()
-    done = prove(users_folder, "--keep", "proof", "train.py", way=WAYS[way])
+    code, said = prove(users_folder, way)
     written = [int(path.read_text()) for path in (users_folder / "proof").rglob("written")]
     shutil.rmtree(users_folder / "proof")
     os.utime(users_folder, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("proven"), done.stdout + done.stderr
-    assert not done.stderr, done.stderr
+    assert code == 0, said
+    assert said.splitlines()[-1].startswith("proven"), said
     assert len(written) == 2, "each run has come to its end"
     for pid in written:
         with pytest.raises(ProcessLookupError):
@@ -103,14 +126,13 @@ def test_a_copy_has_small_files_and_links_to_the_rest(tmp_path, monkeypatch):
     assert (copy / "outside").read_text() == "1"
 
 
-@pytest.mark.slow
-def test_what_cannot_be_copied_is_not_used_at_all(tmp_path):
+def test_what_cannot_be_copied_is_not_used_at_all(prove, tmp_path):
     (tmp_path / "train.py").write_text("")
     with open(tmp_path / "data.bin", "w") as file:
         os.truncate(file.fileno(), 10**10)
-    done = prove(tmp_path, "train.py", way=WAYS["a copy alone"])
-    assert done.returncode == 3
-    assert "data.bin is too large to be copied" in done.stdout
+    code, said = prove(tmp_path, "a copy alone")
+    assert code == 3
+    assert "data.bin is too large to be copied" in said
 
 
 @pytest.mark.parametrize(("load", "factor"), [(0.2, 1), (2.0, 1), (7.0, 3.5)])
@@ -128,17 +150,14 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_all_processes(tmp_path, number):
     (tmp_path / "train.py").write_text("import subprocess\nsubprocess.run(['sleep', '60'])\n")
-    words = [sys.executable, str(ROOT / "prove_training"), "train.py"]
-    with subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as proving:
-        end = time.monotonic() + 60
-        while len(started := descendants(proving.pid)) < 3:  # one that supervises, the rank, and sleep
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        os.killpg(proving.pid, number)
-        said, _ = proving.communicate(timeout=20)
-    assert "Traceback" not in said, said
+
+    proving, end = start(tmp_path, tmp_path / "output.txt", "train.py"), time.monotonic() + 60
+    while len(started := descendants(proving)) < 3:  # one that supervises, the rank, and sleep
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    os.killpg(proving, number)
+    os.waitpid(proving, 0)
+    assert "Traceback" not in (tmp_path / "output.txt").read_text()
     while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < end
         time.sleep(0.1)

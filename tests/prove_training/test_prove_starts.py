@@ -2,12 +2,11 @@
 
 import ast
 import os
-import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from torch.nn import functional as F
 
 from prove_training import command, imports
@@ -31,11 +30,29 @@ print(len(where.wrapped), "take what the originals take")
 """
 
 
+def run_forked(folder: Path, code: str, word: str) -> str:
+    """Run code in a process that is forked from this one, as prove forks those of a script. Returns its output."""
+    imports.load_common(Path(__file__), folder)  # as before prove forks
+    if not (pid := os.fork()):
+        leave = os._exit  # before it is wrapped
+        sys.stdout = sys.stderr = open(folder / "output.txt", "w")  # noqa: SIM115  until the end
+        try:
+            os.chdir(folder)
+            os.environ.update(LOCAL_WORLD_SIZE="1", RANK="0", WORLD_SIZE="1")
+            sys.argv[1:] = [word]
+            exec(compile(code, "<code>", "exec"), {})
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            leave(0)
+    os.waitpid(pid, 0)
+    return (folder / "output.txt").read_text()
+
+
 def test_what_is_called_in_place_of_a_function_takes_all_its_arguments_by_name(tmp_path):
-    environment = os.environ | {"LOCAL_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    command = [sys.executable, "-c", INSTALLED, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert "take what the originals take" in done.stdout, done.stderr
+    said = run_forked(tmp_path, INSTALLED, str(tmp_path))
+    assert said.endswith("take what the originals take\n"), said
 
 
 CALLS = """
@@ -69,11 +86,31 @@ print([save.path for save in recording.saves], losses, scaled, list(saved), reco
 
 @pytest.mark.parametrize("pretended", [True, False])
 def test_calls_are_recorded_once_and_only_scripts_are_told_of_a_pretended_gpu(tmp_path, pretended):
-    environment = os.environ | {"LOCAL_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CALLS, "pretended" if pretended else "real"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    said = run_forked(tmp_path, CALLS, "pretended" if pretended else "real")
     expected = f"['file.pt', '?'] [(1.0, 2, 'losses.py:4')] ['step', 'unscale_'] ['all_reduce'] {not pretended}"
-    assert done.stdout.splitlines() == [str(pretended), expected], done.stderr
+    assert said.splitlines() == [str(pretended), expected]
+
+
+ORDERS = """
+import sys
+from torch.utils.data import DistributedSampler
+from prove_training.recording import Recording, data
+from prove_training.records import Plan
+
+order = [[2, 0, 1, 4, 3]]
+batches = Recording(Plan(77, folder="/", output=sys.argv[1], processes=2, orders={"train.py:5": order}), 0).batches
+data.install_samplers(batches)
+for shuffle in (True, False):
+    for rank in range(2):
+        sampler = DistributedSampler(range(5), 2, rank, shuffle)
+        sampler.prove_key = "train.py:5"
+        print(list(sampler))
+"""
+
+
+def test_a_sampler_has_the_share_of_its_process_in_the_order_of_the_reference(tmp_path):
+    shares = [[2, 1, 3], [0, 4, 2], [0, 2, 4], [1, 3, 0]]
+    assert run_forked(tmp_path, ORDERS, str(tmp_path)).splitlines() == [*map(str, shares)]
 
 
 LIBRARIES = {

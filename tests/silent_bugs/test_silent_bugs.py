@@ -27,11 +27,6 @@ sys.exit("right" if ACCUSES else 0)
 """
 
 
-def run_it(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(CORPUS / "run.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
 def test_there_are_more_than_a_hundred_bugs_and_forty_right_programs():
     bugs = [case for case in CASES if case.is_bug]
     assert len(bugs) >= 100
@@ -103,10 +98,9 @@ def test_a_tool_is_asked_again_after_its_own_advice(tmp_path):
     assert run.ask_again(command, case) == {"name": case.name, "advice": ["factor"], "corrected": "right"}
 
 
-def test_a_bug_and_a_right_program_are_shown():
-    done = run_it("bugs/reduction/divided_by_processes", "right/resumes_after_an_epoch")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 of 2 programs show what they should" in done.stdout
+def test_a_bug_and_a_right_program_are_shown(capsys):
+    assert run.main(["bugs/reduction/divided_by_processes", "right/resumes_after_an_epoch"]) == 0
+    assert "2 of 2 programs show what they should" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -119,8 +113,9 @@ def test_a_program_that_does_not_show_its_bug_is_told(edit, tmp_path, monkeypatc
     path.parent.mkdir(parents=True)
     path.write_text(text.replace(*edit))
     monkeypatch.setattr(run, "HERE", tmp_path)
-    run.context.set_forkserver_preload(["torch"])
-    assert not run.check(*run.find_cases(["bugs"]), [2])
+    cases = run.find_cases(["bugs"])
+    run.preload(cases)
+    assert not run.check(*cases, [2])
     said = capsys.readouterr().out
     assert "ZeroDivisionError" in said if edit[1] == "1 / 0" else said.startswith("NOT SHOWN bugs/reduction/case")
 
@@ -137,7 +132,7 @@ def test_what_a_tool_says_is_counted(far, message, accuses, words, tmp_path, cap
     tool = tmp_path / "tool.py"
     tool.write_text(TOOL.replace("FAR", str(far)).replace("MESSAGE", str(message)).replace("ACCUSES", str(accuses)))
     cases = run.find_cases(["bugs/reduction/divided_by", "bugs/reduction/multiplied_by", "right/closure"])
-    run.context.set_forkserver_preload(["torch"])
+    run.preload(cases)
     is_perfect = run.compare(f"{sys.executable} {tool} {{script}}", cases, jobs=2)
     said = capsys.readouterr().out
     assert is_perfect == (not accuses)
@@ -157,14 +152,16 @@ def test_brackets_are_for_programs_that_resume(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["bugs/none"], ["--tool", "prove"], ["--jobs", "0"], ["--processes", "1"]])
-def test_wrong_flags_are_an_error(words):
-    done = run_it(*words)
-    assert done.returncode == 2
-    assert "error: " in done.stderr
+def test_wrong_flags_are_an_error(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run.main(words)
+    assert stopped.value.code == 2
+    assert "error: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_every_program_shows_what_it_should():
     # Three processes would show the same, and take twice as long again.
-    done = run_it("--processes", "2")
+    command = [sys.executable, str(CORPUS / "run.py"), "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, [line for line in done.stdout.splitlines() if "NOT SHOWN" in line or "Error" in line]
