@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import datasets
@@ -658,6 +659,39 @@ def test_a_long_document_has_the_tokens_of_the_whole_text(name, monkeypatch):
         assert list(are_last) == [*[False] * (len(pieces) - 1), True]
         ids = [tokenizer.encode(content, add_special_tokens=False).ids for content in contents]
         assert list(itertools.chain(*ids)) == tokenizer.encode(document, add_special_tokens=False).ids
+
+
+SENTENCE = "the quick brown fox jumps over a lazy dog."
+COMPOSED = "a." + "\u1ebf." * 30
+
+
+def unknown_words() -> Tokenizer:
+    """One in which a word that is cut may be [UNK], and the whole word is not."""
+    vocabulary = ("[UNK]", "a", "##a", "▁a", "##bc", "▁the")
+    tokenizer = Tokenizer(models.WordPiece(dict(zip(vocabulary, itertools.count())), unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "added", "document"),
+    [
+        (unknown_words, AddedToken("the", rstrip=True), "a the " + "a" * 14 + "bc "),
+        (TOKENIZERS["gpt2"], AddedToken(SENTENCE), SENTENCE),
+        (TOKENIZERS["gpt2"], AddedToken(COMPOSED), unicodedata.normalize("NFD", COMPOSED)),
+    ],
+    ids=["hidden by [UNK]", "longer than the words", "composed"],
+)
+def test_a_long_document_is_not_cut_where_an_added_token_reaches(make, added, document, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 500)
+    tokenizer, document = make(), 200 * document
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens([added])
+    pieces = text.pieces_of([text.Document("", "name", [document[:600], document[600:]])], tokenizer)
+    contents = [content for _, content, _, _ in pieces]
+    ids = [tokenizer.encode(content, add_special_tokens=False).ids for content in contents]
+    assert list(itertools.chain(*ids)) == tokenizer.encode(document, add_special_tokens=False).ids
+    assert len(contents) == 2
 
 
 def test_a_long_document_without_a_certain_place_to_cut_is_whole_or_one_sentence(monkeypatch, capsys):
