@@ -45,7 +45,7 @@ REACH = 16  # characters before and after a cut that must not change the words o
 AT_ONCE = 64, 2**22  # pieces and characters that are tokenized together
 SAVED_EVERY = 2**25  # characters; after a kill, at most as many are tokenized again
 COUNTED_AT_ONCE = 2**24  # tokens
-FORMAT = 4  # of the files in the cache
+FORMAT = 5  # of the files in the cache
 SPLITS = ("train", "test")
 FILES = {"train": "train.bin", "test": "test.bin"}
 BEGUN = (*FILES.values(), "test_mask.npy", "tokenizer.json")
@@ -293,7 +293,7 @@ def read_rows(source, column: str) -> Iterator[tuple[int, object]]:
     """What the rows of a parquet file or a datasets.Dataset have in a column, with their number."""
     import pyarrow.parquet
 
-    with stop_if_unreadable(source):
+    with stop_if_unreadable(source if isinstance(source, str) else f"the split {source.split}"):
         if isinstance(source, str):
             rows = pyarrow.parquet.ParquetFile(source)
             if column not in rows.schema_arrow.names:

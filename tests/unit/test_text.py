@@ -15,6 +15,7 @@ import sys
 import time
 import unicodedata
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -717,6 +718,12 @@ def test_a_text_that_is_read_in_parts_has_the_characters_of_the_whole(tmp_path, 
     )
     (tmp_path / "odd.txt").write_bytes(content)
     assert "".join(text.read_parts(tmp_path / "odd.txt")) == content.decode(errors="replace")
+
+
+def test_a_dataset_of_the_hub_that_cannot_be_read_is_named_by_its_split(monkeypatch, capsys):
+    rows = datasets.Dataset.from_dict({"text": ["a"]}, split="train")
+    monkeypatch.setattr(rows, "select_columns", Mock(side_effect=pyarrow.ArrowInvalid("damaged")))
+    assert "--dataset: the split train cannot be read: damaged" in stops(capsys, list, text.read_rows(rows, "text"))
 
 
 def test_a_missing_tokenizers_is_one_sentence_where_it_is_used(monkeypatch, capsys, tmp_path):
