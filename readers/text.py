@@ -93,6 +93,12 @@ def load_tokenizer(file: Path) -> Tokenizer:
         stop(f"{file} is not a readable tokenizer: {error}")
     if max(tokenizer.get_vocab().values(), default=0) >= tokenizer.get_vocab_size():
         stop(f"{file} has no tokens, or gaps in their ids: number them consecutively from 0")
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.normalized]
+    normalize = tokenizer.normalizer.normalize_str if tokenizer.normalizer else str
+    last = {normalize(content): content for content in added}
+    for content in added:
+        if (other := last[normalize(content)]) != content:  # the package takes one of them at random
+            stop(f"{file} has the added tokens {content!r} and {other!r}, which its normalizer makes equal: remove one")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.add_special_tokens([EOS])
@@ -530,8 +536,7 @@ def separate_words(tokenizer: Tokenizer) -> Callable[[str], list]:
     all_bytes = {f"<0x{byte:02X}>": byte for byte in range(256)}
     separator = tokenizers.Tokenizer(tokenizers.models.BPE(all_bytes, [], byte_fallback=True))
     separator.normalizer, separator.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
-    for token in tokenizer.get_added_tokens_decoder().values():
-        (separator.add_special_tokens if token.special else separator.add_tokens)([token])
+    separator.add_tokens([*tokenizer.get_added_tokens_decoder().values()])
     separator.encode_special_tokens = tokenizer.encode_special_tokens
 
     def words_of(text: str) -> list:

@@ -161,6 +161,20 @@ def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, 
         assert "no tokens, or gaps in their ids" in stops(capsys, load_tokenizer, tmp_path / "unusable.json")
 
 
+def test_added_tokens_that_the_normalizer_makes_equal_are_refused(capsys, tmp_path):
+    """The package would take one of them at random, another one in each process."""
+    tokenizer = learn_tokenizer(TEXTS, 260)
+    tokenizer.add_tokens(["Foo", AddedToken("foo", normalized=False)])
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    load_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer.add_tokens(["FOO"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert "'Foo' and 'FOO', which its normalizer makes equal" in stops(
+        capsys, load_tokenizer, tmp_path / "tokenizer.json"
+    )
+
+
 def test_a_special_token_of_a_loaded_tokenizer_is_ordinary_text_in_a_document(tmp_path):
     theirs = learn_tokenizer(TEXTS, 260)
     theirs.add_special_tokens(["<s>"])
@@ -671,6 +685,8 @@ def unknown_words() -> Tokenizer:
     vocabulary = ("[UNK]", "a", "##a", "▁a", "##bc", "▁the")
     tokenizer = Tokenizer(models.WordPiece(dict(zip(vocabulary, itertools.count())), unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
@@ -678,10 +694,11 @@ def unknown_words() -> Tokenizer:
     ("make", "added", "document"),
     [
         (unknown_words, AddedToken("the", rstrip=True), "a the " + "a" * 14 + "bc "),
+        (unknown_words, AddedToken("the"), "aaaa<s>aa "),
         (TOKENIZERS["gpt2"], AddedToken(SENTENCE), SENTENCE),
         (TOKENIZERS["gpt2"], AddedToken(COMPOSED), unicodedata.normalize("NFD", COMPOSED)),
     ],
-    ids=["hidden by [UNK]", "longer than the words", "composed"],
+    ids=["hidden by [UNK]", "a special token is text", "longer than the words", "composed"],
 )
 def test_a_long_document_is_not_cut_where_an_added_token_reaches(make, added, document, monkeypatch):
     monkeypatch.setattr(text, "PIECE", 500)
