@@ -116,6 +116,15 @@ def test_a_learned_tokenizer_gives_any_text_back(vocabulary):
         assert tokenizer.decode([eos, *tokens, eos]) == document
 
 
+def test_a_tokenizer_is_learned_from_a_part_of_a_large_corpus(tmp_path, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %06d" % number for number in range(400)})
+    learned = []
+    monkeypatch.setattr(text, "LEARN_FROM", 400)
+    monkeypatch.setattr(text, "learn_tokenizer", lambda texts, _: learned.extend(texts) or BYTES)
+    load_tokens(folder, None, 300, 4, str(tmp_path))
+    assert 300 < sum(map(len, learned)) <= 400
+
+
 def test_every_process_learns_the_same_tokenizer():
     program = (
         "from readers.text import *; corpus = find_corpus('accelerate_configs'); "
@@ -170,9 +179,7 @@ def test_added_tokens_that_the_normalizer_makes_equal_are_refused(capsys, tmp_pa
     load_tokenizer(tmp_path / "tokenizer.json")
     tokenizer.add_tokens(["FOO"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert "'Foo' and 'FOO', which its normalizer makes equal" in stops(
-        capsys, load_tokenizer, tmp_path / "tokenizer.json"
-    )
+    assert "the added tokens 'Foo' and 'FOO', which" in stops(capsys, load_tokenizer, tmp_path / "tokenizer.json")
 
 
 def test_a_special_token_of_a_loaded_tokenizer_is_ordinary_text_in_a_document(tmp_path):
