@@ -315,7 +315,7 @@ def assign_splits(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray
 
     Without a test split, a hash of their names decides. Equal texts are on one side, by the first one's name.
     """
-    splits, lengths, hashes = array("b"), array("q"), array("Q")
+    splits, lengths, hashes = array("b"), array("q"), bytearray()
     for split, name, parts in documents:
         sha, length = hashlib.sha256(), 0
         for part in parts:
@@ -324,19 +324,14 @@ def assign_splits(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray
         splits.append(split == "test")
         lengths.append(length)
         if not split:
-            hashes.extend((hash64(hashlib.sha256(os.fsencode(name))) if name else hash64(sha), hash64(sha)))
+            hashes += (hashlib.sha256(os.fsencode(name)) if name else sha).digest()[:8] + sha.digest()[:8]
     test_mask = np.array(splits, bool)
     if hashes:
-        name_hashes, text_hashes = np.array(hashes).reshape(-1, 2).T
+        name_hashes, text_hashes = np.frombuffer(hashes, ">u8").reshape(-1, 2).T
         unique, first, which = np.unique(text_hashes, return_index=True, return_inverse=True)
         test_rows = np.argsort(name_hashes[first], kind="stable")[: math.ceil(len(unique) * TEST_FRACTION)]
         test_mask = np.isin(which, test_rows)
     return test_mask, np.array(lengths)
-
-
-def hash64(sha) -> int:
-    """The first 8 bytes of a digest, as a number."""
-    return int.from_bytes(sha.digest()[:8], "big")
 
 
 # Tokens
