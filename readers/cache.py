@@ -12,6 +12,7 @@ from pathlib import Path
 
 from utils.atomic_files import write_json
 from utils.console import is_local_main, show, stop
+from utils.fingerprint import digest
 from utils.run_folder import lock
 
 SAMPLES, SAMPLE = 64, 4096  # how many parts of a file are in its digest, and their bytes
@@ -43,15 +44,18 @@ def sample_digest(file: Path, size: int | None = None) -> list:
 
 
 def write_manifest(file: Path, content: dict, names: Iterable[str]) -> None:
-    """Write a JSON file with digests of the files in its folder with these names."""
-    write_json(file, content | {"digests": {name: sample_digest(file.parent / name) for name in names}})
+    """Write a JSON file with digests of the files in its folder with these names, and of its own content."""
+    content = content | {"digests": {name: sample_digest(file.parent / name) for name in names}}
+    write_json(file, content | {"digest": digest(json.dumps(content))})
 
 
 def read_manifest(file: Path, may_be_longer: Iterable[str] = ()) -> dict:
     """What `write_manifest` wrote. Raises: ValueError, if one of the files has changed since; some may be longer."""
     manifest = json.loads(file.read_text())
-    for name, digest in manifest["digests"].items():
-        if sample_digest(file.parent / name, digest[0] if name in may_be_longer else None) != digest:
+    if manifest.pop("digest") != digest(json.dumps(manifest)):
+        raise ValueError(f"{file.name} was changed")
+    for name, expected in manifest["digests"].items():
+        if sample_digest(file.parent / name, expected[0] if name in may_be_longer else None) != expected:
             raise ValueError(f"{name} was changed")
     return manifest
 

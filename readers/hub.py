@@ -5,7 +5,7 @@ from pathlib import Path
 
 from utils.console import is_local_main, stop
 
-from .files import TEST_SPLITS
+from .files import SPLIT_WORDS, TEST_SPLITS
 
 
 def load_dataset(dataset: str, example: str, files: dict[str, dict[str, str]] | None = None) -> tuple[dict, list[str]]:
@@ -42,6 +42,6 @@ def load_dataset(dataset: str, example: str, files: dict[str, dict[str, str]] | 
         stop(f"--dataset {dataset} is not a folder, and cannot be loaded from the Hub: {reason}")
     if "train" not in splits:
         stop(f"--dataset {dataset} has the splits {', '.join(splits)}, but no train")
-    test = next((name for name in (*TEST_SPLITS, "val") if name in splits), None)
+    test = next((name for split in TEST_SPLITS for name in splits if SPLIT_WORDS.get(name) == split), None)
     left_out = [f"the split {name}" for name in splits if name not in ("train", test)]
     return {"train": splits["train"]} | ({"test": splits[test]} if test else {}), left_out

@@ -58,14 +58,13 @@ def load_splits(dataset: str, image_column: str | None = None, label_column: str
     """
     folder = MNIST_FOLDER if dataset == MNIST and MNIST_FOLDER.is_dir() else Path(dataset)
     files, left_out = list_files(folder)
+    by_split, others = split_files(dataset, files)
     if any(name.lower().endswith(".parquet") for name in files):
         if other := next((name for name in files if not name.lower().endswith(".parquet")), None):
             stop(f"--dataset {dataset} has parquet files, and {other}, which is not one: remove it")
-        by_split, others = split_files(dataset, files)
         compare_labels(files)
         splits, _ = load_dataset(dataset, MNIST, by_split)
     elif files or folder.is_dir():
-        by_split, others = split_files(dataset, files)
         splits = list_images(dataset, by_split)
     else:
         splits, others = load_dataset(dataset, MNIST)

@@ -24,7 +24,7 @@ from utils.signals import obey_only_parent
 from utils.topology import share_of_cores
 
 from .cache import build_cached, cache_folder, file_signature, read_intact
-from .files import announce, list_files, split_files
+from .files import announce, list_files, split_files, stop_if_unreadable
 from .images_in_memory import MOST_CLASSES, Split, check_labels
 
 FORMAT = 2  # of the files in the cache
@@ -207,9 +207,10 @@ def load_tar_splits(
         label_column: an extension, or an entry of the `.json`.
     """
     files, left_out = list_files(dataset)
-    names = next((Path(file).read_text().split("\n") for name, file in files.items() if name in CLASSES), [])
-    classes = [name.strip() for name in names if name.strip()]
-    files = {name: file for name, file in files.items() if name not in CLASSES}
+    classes_file = next((files.pop(name) for name in CLASSES if name in files), os.devnull)
+    with stop_if_unreadable(classes_file):
+        lines = Path(classes_file).read_text(encoding="utf-8").split("\n")
+    classes = [line.strip() for line in lines if line.strip()]
     for name in files:
         if name.lower().endswith(PACKED):
             stop(f"--dataset {dataset}: {name} is compressed, but must be read at any place: unpack it to a .tar")

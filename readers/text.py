@@ -13,7 +13,7 @@ import re
 import sysconfig
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,11 +41,11 @@ TEST_FRACTION = 1 / 32  # of the documents, if a dataset has no test split
 LEARN_FROM = 2**21  # characters; more take longer, for nearly the same tokens
 PIECE = 2**17  # characters; a longer document is tokenized in pieces of one to two times as many
 LARGEST_PIECE = 2**25  # characters; its tokens are in memory, about 100 bytes for each of them
-REACH = 16  # characters before and after a cut that must not change the tokens on its other side
+REACH = 16  # characters before and after a cut that must not change the words on its other side: see pieces_of
 AT_ONCE = 64, 2**21  # pieces and characters that are tokenized together
 SAVED_EVERY = 2**25  # characters; after a kill, at most as many are tokenized again
 COUNTED_AT_ONCE = 2**24  # tokens
-FORMAT = 4  # of the files in the cache
+FORMAT = 5  # of the files in the cache
 SPLITS = ("train", "test")
 FILES = {"train": "train.bin", "test": "test.bin"}
 BEGUN = (*FILES.values(), "test_mask.npy", "tokenizer.json")
@@ -93,6 +93,12 @@ def load_tokenizer(file: Path) -> Tokenizer:
         stop(f"{file} is not a readable tokenizer: {error}")
     if max(tokenizer.get_vocab().values(), default=0) >= tokenizer.get_vocab_size():
         stop(f"{file} has no tokens, or gaps in their ids: number them consecutively from 0")
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.normalized]
+    normalize = tokenizer.normalizer.normalize_str if tokenizer.normalizer else str
+    last = {normalize(content): content for content in added}
+    for content in added:
+        if (other := last[normalize(content)]) != content:  # the package takes one of them at random
+            stop(f"{file} has the added tokens {content!r} and {other!r}, which its normalizer makes equal: remove one")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.add_special_tokens([EOS])
@@ -293,7 +299,7 @@ def read_rows(source, column: str) -> Iterator[tuple[int, object]]:
     """What the rows of a parquet file or a datasets.Dataset have in a column, with their number."""
     import pyarrow.parquet
 
-    with stop_if_unreadable(source):
+    with stop_if_unreadable(source if isinstance(source, str) else f"the split {source.split}"):
         if isinstance(source, str):
             rows = pyarrow.parquet.ParquetFile(source)
             if column not in rows.schema_arrow.names:
@@ -309,7 +315,7 @@ def assign_splits(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray
 
     Without a test split, a hash of their names decides. Equal texts are on one side, by the first one's name.
     """
-    splits, lengths, hashes = array("b"), array("q"), array("Q")
+    splits, lengths, hashes = array("b"), array("q"), bytearray()
     for split, name, parts in documents:
         sha, length = hashlib.sha256(), 0
         for part in parts:
@@ -318,19 +324,14 @@ def assign_splits(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray
         splits.append(split == "test")
         lengths.append(length)
         if not split:
-            hashes.extend((hash64(hashlib.sha256(os.fsencode(name))) if name else hash64(sha), hash64(sha)))
+            hashes += (hashlib.sha256(os.fsencode(name)) if name else sha).digest()[:8] + sha.digest()[:8]
     test_mask = np.array(splits, bool)
     if hashes:
-        name_hashes, text_hashes = np.array(hashes).reshape(-1, 2).T
+        name_hashes, text_hashes = np.frombuffer(hashes, ">u8").reshape(-1, 2).T
         unique, first, which = np.unique(text_hashes, return_index=True, return_inverse=True)
         test_rows = np.argsort(name_hashes[first], kind="stable")[: math.ceil(len(unique) * TEST_FRACTION)]
         test_mask = np.isin(which, test_rows)
     return test_mask, np.array(lengths)
-
-
-def hash64(sha) -> int:
-    """The first 8 bytes of a digest, as a number."""
-    return int.from_bytes(sha.digest()[:8], "big")
 
 
 # Tokens
@@ -502,10 +503,13 @@ def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[t
 
     Each comes after its split, and before whether it is the first, and the last, of its document.
     """
+    added = [len(token.content) for token in tokenizer.get_added_tokens_decoder().values()]
+    words_of = separate_words(tokenizer)
+    reach = REACH + 2 * max(added, default=0)  # twice, as a normalizer may shorten the text
     for split, name, parts in documents:
         text, is_first = "", True
         for part in parts:
-            if len(text) >= PIECE and (place := find_cut(text, tokenizer)):
+            if len(text) >= PIECE and (place := find_cut(text, words_of, reach)):
                 yield split, text[:place], is_first, False
                 text, is_first = text[place:], False
             text += part
@@ -517,31 +521,43 @@ def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[t
         yield split, text, is_first, True
 
 
-def find_cut(text: str, tokenizer: Tokenizer) -> int:
-    """The last place, but for REACH characters, at which the tokens of both sides do not depend on each other; 0: none.
+def separate_words(tokenizer: Tokenizer) -> Callable[[str], list]:
+    """A function that separates a text into added tokens and words, as the tokenizer does.
+
+    It returns each byte of the words, and whether a word begins with it: the tokens themselves do not tell, as [UNK]
+    may stand for any word.
+    """
+    tokenizers = import_tokenizers()
+    all_bytes = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    separator = tokenizers.Tokenizer(tokenizers.models.BPE(all_bytes, [], byte_fallback=True))
+    separator.normalizer, separator.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    separator.add_tokens([*tokenizer.get_added_tokens_decoder().values()])
+    separator.encode_special_tokens = tokenizer.encode_special_tokens
+
+    def words_of(text: str) -> list:
+        encoding = separator.encode(text, add_special_tokens=False)
+        words = encoding.word_ids
+        begins = (word != before for word, before in zip(words, [None, *words], strict=False))
+        return [*zip(encoding.ids, begins, strict=True)]
+
+    return words_of
+
+
+def find_cut(text: str, words_of: Callable[[str], list], reach: int) -> int:
+    """The last place, but for `reach` characters, at which the words on both sides are independent; 0: none.
 
     A pre-tokenizer looks for words from the left to the right, from wherever the word before ends. That may be at any
-    of the last REACH characters, so the place has to separate two words for all of them, with the normalizer as well.
+    of the last `reach` characters, so the place has to separate two words for all of them.
     """
-    if tokenizer.pre_tokenizer is None:
-        return 0
-
-    def words_of(text: str) -> list[str]:
-        normalized = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
-        return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalized)]
 
     def separates(place: int) -> bool:
-        after = text[place : place + REACH]
-        befores = [text[start:place] for start in range(place - REACH, place)]
-        if not befores[0].strip() or not after.strip():  # a normalizer may strip spaces at the ends of a text
+        before, after = text[place - reach : place], text[place : place + reach]
+        if not before.strip() or not after.strip():  # a normalizer may strip spaces at the ends of a text
             return False
-        if any(words_of(before) + words_of(after) != words_of(before + after) for before in reversed(befores)):
-            return False
-        parts = [after, *befores, *(before + after for before in befores)]  # added tokens are separated before words
-        ids = [each.ids for each in tokenizer.encode_batch_fast(parts, add_special_tokens=False)]
-        return all(ids[1 + n] + ids[0] == ids[1 + REACH + n] for n in range(REACH))
+        befores, words_after = (before[start:] for start in reversed(range(reach))), words_of(after)
+        return all(words_of(before) + words_after == words_of(before + after) for before in befores)
 
-    first, end = max(REACH, len(text) - 2**12), len(text) - REACH
+    first, end = max(reach, len(text) - 2**12), len(text) - reach
     places = [first + match.start() for match in re.finditer(r"\b", text[first:end])]
     return next((place for place in places[:-100:-1] if separates(place)), 0)
 

@@ -626,6 +626,18 @@ TARS += [
         images,
         (TWO, TWO),
     ),
+    Input(
+        "tar labels and two lists of classes",
+        of_names | {"classes.txt": "cat\ndog\n", "classnames.txt": "dog\ncat\n"},
+        images,
+        "and classnames.txt, which is not one",
+    ),
+    Input(
+        "tar labels and Latin-1 classes.txt",
+        of_names | {"classes.txt": b"\xe9\n"},
+        images,
+        "classes.txt cannot be read",
+    ),
     Input("tar numbers and classes.txt", tar(NAMES) | {"classes.txt": "cat\ndog\n"}, images, (TWO, TWO)),
     Input(
         "tar label outside classes.txt", tar(NAMES) | {"classes.txt": "cat\n"}, images, "has the label 1, but 1 classes"

@@ -12,7 +12,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from readers.cache import build_cached, read_manifest, sample_digest
+from readers.cache import build_cached, read_manifest, sample_digest, write_manifest
 
 FORK = multiprocessing.get_context("fork")
 
@@ -100,9 +100,18 @@ def test_a_digest_is_of_the_size_and_of_parts_all_over_a_file(tmp_path, size):
 
 def test_a_manifest_is_read_only_with_the_files_that_it_names(tmp_path):
     (tmp_path / "a").write_text("content")
-    manifest = {"digests": {"a": sample_digest(tmp_path / "a")}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert read_manifest(tmp_path / "manifest.json") == manifest
+    write_manifest(tmp_path / "manifest.json", {"number": 1}, ["a"])
+    assert read_manifest(tmp_path / "manifest.json") == {"number": 1, "digests": {"a": sample_digest(tmp_path / "a")}}
     (tmp_path / "a").write_text("Content")
     with pytest.raises(ValueError, match="a was changed"):
         read_manifest(tmp_path / "manifest.json")
+
+
+@pytest.mark.parametrize("change", [{"digests": {}}, {"digests": []}, {"number": "1"}, {"number": None}, {"more": 1}])
+def test_a_manifest_whose_content_was_changed_is_refused(tmp_path, change):
+    (tmp_path / "a").write_text("content")
+    file = tmp_path / "manifest.json"
+    write_manifest(file, {"number": 1}, ["a"])
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=r"manifest\.json was changed"):
+        read_manifest(file)

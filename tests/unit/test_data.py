@@ -10,6 +10,7 @@ from conftest import MNIST
 from PIL import Image
 
 from readers import images_in_memory as data
+from readers.hub import load_dataset
 from readers.image_decoding import decode_images
 from utils.fingerprint import digest
 
@@ -55,6 +56,23 @@ def test_pgm_fast_path_equals_pil(small_mnist):
         assert data.decode_pgm([other, first]) is None
     pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
     assert (data.decode_pgm([b"P5 4 3 255 " + pixels.tobytes()])[0, 0] == pixels).all()  # width before height
+
+
+@pytest.mark.parametrize(
+    ("names", "test"),
+    [
+        (["train", "validation", "test"], "test"),
+        (["val", "train", "unsupervised"], "val"),
+        (["train", "dev"], "dev"),
+        (["train"], None),
+    ],
+)
+def test_the_splits_of_a_hub_dataset_are_used_or_named(monkeypatch, names, test):
+    rows = {name: datasets.Dataset.from_dict({"text": [name]}) for name in names}
+    monkeypatch.setattr(datasets, "load_dataset", lambda dataset: rows)
+    splits, left_out = load_dataset("owner/name", "an/example")
+    assert splits == {"train": rows["train"]} | ({"test": rows[test]} if test else {})
+    assert left_out == [f"the split {name}" for name in names if name not in ("train", test)]
 
 
 def test_mnist_by_its_hub_id_is_the_bundled_one_and_without_that_the_hub_is_asked(monkeypatch, tmp_path, capsys):

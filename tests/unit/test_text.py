@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -114,6 +116,15 @@ def test_a_learned_tokenizer_gives_any_text_back(vocabulary):
         assert tokenizer.decode([eos, *tokens, eos]) == document
 
 
+def test_a_tokenizer_is_learned_from_a_part_of_a_large_corpus(tmp_path, monkeypatch):
+    folder = write_files(tmp_path / "rows", {f"{number}.txt": b"text %06d" % number for number in range(400)})
+    learned = []
+    monkeypatch.setattr(text, "LEARN_FROM", 400)
+    monkeypatch.setattr(text, "learn_tokenizer", lambda texts, _: learned.extend(texts) or BYTES)
+    load_tokens(folder, None, 300, 4, str(tmp_path))
+    assert 300 < sum(map(len, learned)) <= 400
+
+
 def test_every_process_learns_the_same_tokenizer():
     program = (
         "from readers.text import *; corpus = find_corpus('accelerate_configs'); "
@@ -157,6 +168,18 @@ def test_a_tokenizer_of_the_hub_neither_cuts_nor_pads_and_gets_an_eos(tmp_path, 
     for words in ({"a": 0, "b": 7}, {}):
         Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "unusable.json"))
         assert "no tokens, or gaps in their ids" in stops(capsys, load_tokenizer, tmp_path / "unusable.json")
+
+
+def test_added_tokens_that_the_normalizer_makes_equal_are_refused(capsys, tmp_path):
+    """The package would take one of them at random, another one in each process."""
+    tokenizer = learn_tokenizer(TEXTS, 260)
+    tokenizer.add_tokens(["Foo", AddedToken("foo", normalized=False)])
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    load_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer.add_tokens(["FOO"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert "the added tokens 'Foo' and 'FOO', which" in stops(capsys, load_tokenizer, tmp_path / "tokenizer.json")
 
 
 def test_a_special_token_of_a_loaded_tokenizer_is_ordinary_text_in_a_document(tmp_path):
@@ -668,6 +691,42 @@ def test_a_long_document_has_the_tokens_of_the_whole_text(name, monkeypatch):
         assert list(itertools.chain(*ids)) == tokenizer.encode(document, add_special_tokens=False).ids
 
 
+SENTENCE = "the quick brown fox jumps over a lazy dog."
+COMPOSED = "a." + "\u1ebf." * 30
+
+
+def unknown_words() -> Tokenizer:
+    """One in which a word that is cut may be [UNK], and the whole word is not."""
+    vocabulary = ("[UNK]", "a", "##a", "▁a", "##bc", "▁the")
+    tokenizer = Tokenizer(models.WordPiece(dict(zip(vocabulary, itertools.count())), unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "added", "document"),
+    [
+        (unknown_words, AddedToken("the", rstrip=True), "a the " + "a" * 14 + "bc "),
+        (unknown_words, AddedToken("the"), "aaaa<s>aa "),
+        (TOKENIZERS["gpt2"], AddedToken(SENTENCE), SENTENCE),
+        (TOKENIZERS["gpt2"], AddedToken(COMPOSED), unicodedata.normalize("NFD", COMPOSED)),
+    ],
+    ids=["hidden by [UNK]", "a special token is text", "longer than the words", "composed"],
+)
+def test_a_long_document_is_not_cut_where_an_added_token_reaches(make, added, document, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 500)
+    tokenizer, document = make(), 200 * document
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens([added])
+    pieces = text.pieces_of([text.Document("", "name", [document[:600], document[600:]])], tokenizer)
+    contents = [content for _, content, _, _ in pieces]
+    ids = [tokenizer.encode(content, add_special_tokens=False).ids for content in contents]
+    assert list(itertools.chain(*ids)) == tokenizer.encode(document, add_special_tokens=False).ids
+    assert len(contents) == 2
+
+
 def test_a_long_document_without_a_certain_place_to_cut_is_whole_or_one_sentence(monkeypatch, capsys):
     """As for a tokenizer without words, such as Llama 2's, or a text without spaces."""
     monkeypatch.setattr(text, "PIECE", 500)
@@ -691,6 +750,12 @@ def test_a_text_that_is_read_in_parts_has_the_characters_of_the_whole(tmp_path, 
     )
     (tmp_path / "odd.txt").write_bytes(content)
     assert "".join(text.read_parts(tmp_path / "odd.txt")) == content.decode(errors="replace")
+
+
+def test_a_dataset_of_the_hub_that_cannot_be_read_is_named_by_its_split(monkeypatch, capsys):
+    rows = datasets.Dataset.from_dict({"text": ["a"]}, split="train")
+    monkeypatch.setattr(rows, "select_columns", Mock(side_effect=pyarrow.ArrowInvalid("damaged")))
+    assert "--dataset: the split train cannot be read: damaged" in stops(capsys, list, text.read_rows(rows, "text"))
 
 
 def test_a_missing_tokenizers_is_one_sentence_where_it_is_used(monkeypatch, capsys, tmp_path):
