@@ -30,10 +30,9 @@ def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], 
     """
     left, top, width, height = box
     whole_width, whole_height = image.size
-    factor = int(min(width, height) // size)
-    if factor >= 2:
-        # The decoder uses a power of two that gives at least the requested size.
-        image.draft("RGB", (whole_width // factor, whole_height // factor))
+    factor = max(int(min(width, height) // size), 1)
+    # The decoder uses a power of two that gives at least the requested size.
+    image.draft("RGB", (whole_width // factor, whole_height // factor))
     x_scale = image.size[0] / whole_width
     y_scale = image.size[1] / whole_height
     first_column = int(left * x_scale + 0.5)

@@ -778,6 +778,12 @@ SLOW = [
     Input("rows of two images, chosen", TWICE, lambda folder: images(folder, image_column="mask"), (TWO, TWO)),
     Input("rows with a null image", pair(rows(pictures=NULL), rows()), images, "has a row without image, 1"),
     Input("rows with a null label", pair(rows(None, (0, None)), rows(None)), images, "has a row without label, 1"),
+    Input(
+        "rows with the label -1",
+        pair(rows(None, (0, -1)), rows(None)),
+        images,
+        "rows without a label, the first of them row 1",
+    ),
     Input("rows with a huge label", pair(rows(None, (0, LARGE)), rows(None)), images, "has the label 1000000000000"),
     Input("rows without test", {"train.parquet": rows()}, images, "it needs train and one of"),
     Input("rows without images", pair(table({"x": [1]}), table({"x": [1]})), images, "it needs an Image column"),

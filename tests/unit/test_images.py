@@ -139,6 +139,15 @@ def test_the_middle_is_that_of_torchvision(width, height, tolerance):
     assert ours.shape == (224, 224, 3)
 
 
+@pytest.mark.parametrize("box", [(0, 1600, 16, 16), (1600, 0, 16, 16)])
+def test_a_crop_of_a_narrow_jpeg_is_at_its_place(box):
+    """Decoded at 1/8 of its size, 17 pixels become 3, and 2000 become 250."""
+    grey = np.repeat(np.linspace(0, 250, 2000).astype(np.uint8)[:, None], 17, axis=1)
+    file = encoded(Image.fromarray(grey if box[1] else grey.T), "JPEG", quality=95)
+    crop = images.crop_and_resize(Image.open(io.BytesIO(file)), box, 2)
+    assert crop.float().mean().item() == pytest.approx(1608 / 2000 * 250, abs=3)
+
+
 def test_a_random_crop_is_that_of_torchvision_with_the_same_numbers():
     image = PHOTO.resize((500, 375))
     torch.manual_seed(7)

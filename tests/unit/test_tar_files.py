@@ -260,6 +260,17 @@ def test_images_and_labels_are_a_split(tmp_path, label):
     assert sorted(int(pixel) for batch in loader for pixel in batch.data[0][:, 0, 0, 0]) == list(range(12))
 
 
+def test_a_name_in_the_list_of_classes_is_the_number_of_its_line(tmp_path):
+    for split in ("train", "test"):
+        members = [("1.input.png", png(0)), ("1.cls", b"cat"), ("2.input.png", png(1)), ("2.cls", b"dog\n")]
+        write_tar(tmp_path / f"{split}.tar", members)
+    (tmp_path / "classes.txt").write_text("dog\n\nox\n cat \n")
+    for rows in load_tar_splits(str(tmp_path), None):
+        assert rows.classes == ["dog", "ox", "cat"]
+        assert rows.labels.tolist() == [2, 0]
+        assert rows.rows[1]["image"]["bytes"] == png(1)
+
+
 def test_images_that_cannot_be_used_are_one_sentence(tmp_path, capsys):
     def refused(label, **options):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
