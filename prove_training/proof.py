@@ -280,8 +280,8 @@ class Proof:
     def _compare(self, processes: int) -> bool:
         """Compare a run on several processes. Returns whether nothing is wrong.
 
-        In the last comparison, each process runs as if it had a machine of its own, with LOCAL_RANK 0. Where that alone
-        makes a difference, it is a finding of the comparison on one machine.
+        In the last comparison, each process runs as if it had a machine of its own, with LOCAL_RANK 0. If a mistake
+        appears only then, it depends on LOCAL_RANK: it is reported together with what one machine showed.
         """
         name, is_first = plural(processes, "process"), processes == self.processes[0]
         one_per_machine = not (is_first or self.script_spawns)
