@@ -484,7 +484,8 @@ def compare_records(reference: Record, processes: int, outcome: Outcome) -> tupl
     for record in outcome.records:
         if reason := record.facts.cannot_tell:
             return None, [Note("process group", reason)]
-    if any(record.steps for record in outcome.records) and several.are_plain(outcome.records):
+    is_distributed = any(record.facts.accelerate or record.facts.group for record in outcome.records)
+    if any(record.steps for record in outcome.records) and not is_distributed:
         message = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
         changes = CHANGES
         if line := outcome.records[0].facts.data_parallel:
