@@ -1197,6 +1197,7 @@ def test_a_gpu_is_pretended_to_a_script_that_asks_for_one_and_does_not_train_wit
 def test_more_devices_are_pretended_only_to_a_script_that_trains_with_them(trains):
     made = first_run(lambda plan: (None, bool(plan.devices) and trains))
     assert made.plan.devices == proof.MANY * trains
+    assert not made.pretends_gpu
 
 
 @pytest.fixture
@@ -1341,6 +1342,34 @@ def test_a_state_of_the_script_may_remember_a_sample_that_was_there_twice(factor
     assert ("gradients after it" in both.not_compared) == (not kinds)
     ranks[0].steps[1].micro_batches[0].samples[0].digests.pop()
     assert {"gradient", "factor"}.intersection(finding.kind for finding in found(reference, ranks))
+
+
+def test_gradients_that_the_optimizer_averages_may_differ_before():
+    (reference,), ranks = made_up(), made_up(2)
+    every_step(ranks, in_step=True)
+    for rank, factor in zip(ranks, (0.5, 1.5), strict=True):
+        for step in rank.steps:
+            scale(step.gradients, factor)
+    comparison = Comparison(reference, ranks)
+    assert list(several.findings(comparison)) == []
+    assert "gradients" in comparison.compared
+
+
+def test_the_first_of_several_calls_that_clip_may_be_too_early():
+    record = accumulated([2, 2])
+    record.steps[0].clips = [(1, "train.py:8"), (2, "train.py:9")]
+    (finding,) = single.findings(record)
+    assert (finding.kind, finding.line) == ("clip_early", "train.py:8")
+
+
+def test_a_sample_that_a_step_lacks_does_not_excuse_a_later_gradient():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record.facts.loaders["loader"].drop_last = True
+    digests_of(ranks[0], 1).digests.pop()
+    for rank in ranks:
+        scale(rank.steps[3].gradients, torch.tensor([1.0, 1.0, 1.1, 1.0]))
+    assert [each.kind for each in several.findings(Comparison(reference, ranks)) if each.kind] == ["gradient"]
 
 
 @pytest.mark.parametrize(("calls", "kinds"), [(["all_gather"], []), (["all_reduce"], ["gradient"]), ([], ["gradient"])])
@@ -2148,6 +2177,14 @@ def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
     assert kinds == ["resumed learning rate", "resumed samples"]
     resumed.steps[1].rates = [0.07]  # a schedule that began anew may have the same rate in its first step
     assert [finding.stage for finding in resuming.compare(whole, resumed, 2)] == ["resumed learning rate"]
+
+
+def test_a_state_that_the_run_that_resumes_does_not_have_is_not_restored():
+    (whole,), (resumed,) = made_up(), made_up()
+    resumed.steps = resumed.steps[2:]
+    whole.steps[2] = replace(whole.steps[2], state_before={"weight/exp_avg": sampled(torch.ones(3))})
+    (finding,) = resuming.compare(whole, resumed, 2)
+    assert (finding.stage, finding.message[:13]) == ("resumed optimizer", "weight/exp_av")
 
 
 def test_the_first_gradient_of_a_run_that_resumes_is_compared_unless_random_numbers_are_drawn():
