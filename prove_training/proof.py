@@ -280,8 +280,8 @@ class Proof:
     def _compare(self, processes: int) -> bool:
         """Compare a run on several processes. Returns whether nothing is wrong.
 
-        In the last comparison, each process runs as if it had a machine of its own, with LOCAL_RANK 0. Where that alone
-        makes a difference, it is a finding of the comparison on one machine.
+        In the last comparison, each process runs as if it had a machine of its own, with LOCAL_RANK 0. If a mistake
+        appears only then, it depends on LOCAL_RANK: it is reported together with what one machine showed.
         """
         name, is_first = plural(processes, "process"), processes == self.processes[0]
         one_per_machine = not (is_first or self.script_spawns)
@@ -484,7 +484,8 @@ def compare_records(reference: Record, processes: int, outcome: Outcome) -> tupl
     for record in outcome.records:
         if reason := record.facts.cannot_tell:
             return None, [Note("process group", reason)]
-    if any(record.steps for record in outcome.records) and several.are_plain(outcome.records):
+    is_distributed = any(record.facts.accelerate or record.facts.group for record in outcome.records)
+    if any(record.steps for record in outcome.records) and not is_distributed:
         message = "the script trains on one process only: neither Accelerate nor torch.distributed is used"
         changes = CHANGES
         if line := outcome.records[0].facts.data_parallel:

@@ -203,9 +203,7 @@ class Facts:
     lengths: set[int] = field(default_factory=set)
     draws_items: bool = False
     draws_others: bool = False  # an item has random numbers of NumPy or Python
-    worker_seeds: dict[str, str] = field(
-        default_factory=dict
-    )  # by line of a loader whose workers are seeded alike: which
+    worker_seeds: dict[str, str] = field(default_factory=dict)  # by line of a loader: what all its workers draw
     draws_by_itself: bool = False  # an item has random numbers of a generator that nobody can seed
     switched_off: set[str] = field(default_factory=set)
     # Of this project's Run:

@@ -39,11 +39,8 @@ def compare(whole: Record, resumed: Record, done: int, has_gradients: bool = Tru
         return Finding("resume", f"resumed {stage}", message, step, line)
 
     def differing(kind: str) -> list[str]:
-        return [
-            name
-            for name, value in getattr(expected, kind).items()
-            if not is_same(value, getattr(first, kind).get(name))
-        ]
+        known, loaded = getattr(expected, kind), getattr(first, kind)
+        return [name for name, value in known.items() if name not in loaded or differ(value, loaded[name]) > SAME]
 
     found = []
     if names := differing("before"):
@@ -99,10 +96,6 @@ def differing_ranks(ranks: list[Record], is_divided: bool) -> Findings:
 def epoch_of(record: Record, place: tuple[str, int]) -> int | None:
     """What set_epoch got for a pass over the training data."""
     return next((each.epoch for each in record.passes if (each.key, each.number) == place), None)
-
-
-def is_same(value, other) -> bool:
-    return other is not None and differ(value, other) <= SAME
 
 
 def differing_rate(rates: list[float], expected: list[float], whole: Record) -> str:

@@ -6,8 +6,6 @@ import sys
 
 COLOURS = {"red": 31, "green": 32, "yellow": 33}
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # characters that control a terminal
-
-
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 

@@ -379,10 +379,8 @@ def install(recording) -> None:
         finally:
             models.in_backward = False
 
-    def note_replicas(*_, **__) -> None:
-        recording.facts.data_parallel = recording.where.line()
-
-    before(nn.DataParallel, "__init__", note_replicas)
+    facts, where = recording.facts, recording.where
+    before(nn.DataParallel, "__init__", lambda *_, **__: setattr(facts, "data_parallel", where.line()))
 
     @wrap(nn.Module, "load_state_dict")
     def load_state_dict(original, module, state_dict, *args, **kwargs):

@@ -120,7 +120,7 @@ def install_accelerate(recording) -> None:
 
     @wrap(state.PartialState, "__init__")
     def init_state(original, self, *args, **kwargs):
-        if recording.plan.processes > 1:
+        if recording.plan.processes > 1 or state.PartialState._shared_state:  # it is made once
             return original(self, *args, **kwargs)
         with mock.patch.dict(os.environ):  # as without a launcher
             for name in OF_LAUNCHERS:

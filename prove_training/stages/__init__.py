@@ -117,13 +117,9 @@ def is_look(one: list, other: list) -> bool:
     return 2 * len(other) < len(one)
 
 
-def largest_norm(gradients: dict) -> float:
-    return max(map(norm_of, gradients.values()), default=0.0)
-
-
 def rounding(gradients: dict) -> float:
     """The norm up to which a gradient is zero but for rounding, of the largest one or of numbers near 1 that cancel."""
-    largest = largest_norm(gradients)
+    largest = max(map(norm_of, gradients.values()), default=0.0)
     return max(ZERO * largest, min(EPSILON, 1e-3 * largest))
 
 

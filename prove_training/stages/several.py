@@ -2,13 +2,7 @@
 
 import collections
 
-from ..records import Record
 from . import Comparison, Finding, Findings, Note, close, first_line, ranks_differ, samples, single, steps
-
-
-def are_plain(ranks: list[Record]) -> bool:
-    """Whether the script uses neither Accelerate nor a process group."""
-    return not any(rank.facts.accelerate or rank.facts.group for rank in ranks)
 
 
 def findings(comparison: Comparison) -> Findings:

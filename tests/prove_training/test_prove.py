@@ -7,6 +7,7 @@ them, in processes that are forked from this one.
 
 import argparse
 import ast
+import importlib
 import json
 import linecache
 import os
@@ -244,6 +245,7 @@ def test_what_is_for_one_machine_alone_is_a_note(prove_it):
 def prove_planted(prove_it, monkeypatch):
     """Prove planted.py after some edits."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    importlib.import_module("utils.run")  # so that its bytecode is kept
     for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
         monkeypatch.delitem(sys.modules, name)  # other tests of this process imported them; the command does not
 
@@ -274,7 +276,8 @@ def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name
 @pytest.mark.parametrize("name", planted.MISTAKES)
 def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, name):
     mistake = planted.MISTAKES[name]
-    said = prove_planted(mistake.edits, flags=mistake.flags, timeout_s=120)
+    processes = (3,) if "rank 2" in name else (2,)
+    said = prove_planted(mistake.edits, processes=processes, flags=mistake.flags, timeout_s=120)
     assert said.code == 1, said.text
     assert mistakes.advice(mistake.kind) in said.advice[0], said.text
 
@@ -486,25 +489,16 @@ def test_a_test_of_another_repository_gets_the_report(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_module_of_the_script_may_be_called_datasets(tmp_path, monkeypatch):
-    """Also in a script that says "accelerate"."""
-    (tmp_path / "datasets.py").write_text("RATE = 1e-2\n")
-    text = (FOREIGN / "ddp_series.py").read_text()
-    text = text.replace("import torch\n", "import datasets  # to accelerate it\nimport torch\n", 1)
-    (tmp_path / "train.py").write_text(text.replace("lr=1e-2", "lr=datasets.RATE"))
-    monkeypatch.chdir(tmp_path)
-    said = prove("--processes", "2", "train.py")
-    assert said["code"] == 0, said
-
-
-@pytest.mark.slow
 def test_it_starts_beside_modules_with_the_names_of_others(tmp_path):
-    """Also where the script has a relative idea of `utils`, and as a module of a package."""
+    """Also where the script has a relative idea of `utils`, as a module of a package, and where it says "accelerate",
+    for which prove imports the library datasets."""
     for name in ("queue", "mistakes", "text", "prove"):
         (tmp_path / f"{name}.py").write_text("raise ImportError\n")
     (tmp_path / "utils.py").write_text("def lr():\n    return 1e-2\n")
+    (tmp_path / "datasets.py").write_text("FACTOR = 1.0\n")
     text = (FOREIGN / "ddp_series.py").read_text()
-    text = text.replace("import torch\n", "import torch\nimport utils\n", 1).replace("lr=1e-2", "lr=utils.lr()")
+    text = text.replace("import torch\n", "import datasets  # to accelerate it\nimport torch\nimport utils\n", 1)
+    text = text.replace("lr=1e-2", "lr=utils.lr() * datasets.FACTOR")
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "rates.py").write_text("def lr():\n    return 1e-2\n")
@@ -775,7 +769,7 @@ def test_gradients_are_zeroed_only_where_there_are_some(models):
 @pytest.mark.parametrize(
     ("name", "reduction", "target", "loss"),
     [
-        ("cross_entropy", "mean", torch.tensor([0, 1, -100]), (1.0, 2, "train.py:9")),
+        ("cross_entropy", "mean", torch.tensor([1, 1, -100]), (1.0, 2, "train.py:9")),
         ("mse_loss", "sum", torch.zeros(3, 2), (6.0, 6, "train.py:9")),
     ],
 )
@@ -1203,6 +1197,7 @@ def test_a_gpu_is_pretended_to_a_script_that_asks_for_one_and_does_not_train_wit
 def test_more_devices_are_pretended_only_to_a_script_that_trains_with_them(trains):
     made = first_run(lambda plan: (None, bool(plan.devices) and trains))
     assert made.plan.devices == proof.MANY * trains
+    assert not made.pretends_gpu
 
 
 @pytest.fixture
@@ -1347,6 +1342,34 @@ def test_a_state_of_the_script_may_remember_a_sample_that_was_there_twice(factor
     assert ("gradients after it" in both.not_compared) == (not kinds)
     ranks[0].steps[1].micro_batches[0].samples[0].digests.pop()
     assert {"gradient", "factor"}.intersection(finding.kind for finding in found(reference, ranks))
+
+
+def test_gradients_that_the_optimizer_averages_may_differ_before():
+    (reference,), ranks = made_up(), made_up(2)
+    every_step(ranks, in_step=True)
+    for rank, factor in zip(ranks, (0.5, 1.5), strict=True):
+        for step in rank.steps:
+            scale(step.gradients, factor)
+    comparison = Comparison(reference, ranks)
+    assert list(several.findings(comparison)) == []
+    assert "gradients" in comparison.compared
+
+
+def test_the_first_of_several_calls_that_clip_may_be_too_early():
+    record = accumulated([2, 2])
+    record.steps[0].clips = [(1, "train.py:8"), (2, "train.py:9")]
+    (finding,) = single.findings(record)
+    assert (finding.kind, finding.line) == ("clip_early", "train.py:8")
+
+
+def test_a_sample_that_a_step_lacks_does_not_excuse_a_later_gradient():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record.facts.loaders["loader"].drop_last = True
+    digests_of(ranks[0], 1).digests.pop()
+    for rank in ranks:
+        scale(rank.steps[3].gradients, torch.tensor([1.0, 1.0, 1.1, 1.0]))
+    assert [each.kind for each in several.findings(Comparison(reference, ranks)) if each.kind] == ["gradient"]
 
 
 @pytest.mark.parametrize(("calls", "kinds"), [(["all_gather"], []), (["all_reduce"], ["gradient"]), ([], ["gradient"])])
@@ -2154,6 +2177,14 @@ def test_a_run_that_resumes_is_compared_with_one_that_was_not_interrupted():
     assert kinds == ["resumed learning rate", "resumed samples"]
     resumed.steps[1].rates = [0.07]  # a schedule that began anew may have the same rate in its first step
     assert [finding.stage for finding in resuming.compare(whole, resumed, 2)] == ["resumed learning rate"]
+
+
+def test_a_state_that_the_run_that_resumes_does_not_have_is_not_restored():
+    (whole,), (resumed,) = made_up(), made_up()
+    resumed.steps = resumed.steps[2:]
+    whole.steps[2] = replace(whole.steps[2], state_before={"weight/exp_avg": sampled(torch.ones(3))})
+    (finding,) = resuming.compare(whole, resumed, 2)
+    assert (finding.stage, finding.message[:13]) == ("resumed optimizer", "weight/exp_av")
 
 
 def test_the_first_gradient_of_a_run_that_resumes_is_compared_unless_random_numbers_are_drawn():
