@@ -26,6 +26,10 @@ from hosts import environment, free_port
 # ResNet-50 takes four times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# A DataLoader that dies with its accelerator, in one cycle of references, has lost the thread that tells its workers to
+# end: it waits this long for each of them, by default 5 s.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
+
 ROOT = Path(__file__).resolve().parents[1]
 # The files that `accelerate launch --config_file` takes.
 CONFIGS = [path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")) if path.stem != "skypilot"]
