@@ -256,6 +256,7 @@ def prove_planted(prove_it, monkeypatch):
     return prove_planted
 
 
+@pytest.mark.slow
 def test_a_program_that_trains_through_run_is_proven_and_resumed(prove_planted):
     said = prove_planted([], processes=(3,))
     assert said.code == 0, said.text

@@ -33,8 +33,8 @@ PROGRAMS = {
     "schedules": f"{POINTS} --recipe two_optimizers",
     "own_metrics": POINTS,
 }
-SLOW = ("gradient_accumulation", "transformer", "model_split", "hub_images", "mlp", "regression", "text", "wgan")
-MARKS = dict.fromkeys(SLOW, pytest.mark.slow)
+QUICK = ("mnist_mlp", "cnn", "gan", "schedules", "own_metrics")
+MARKS = dict.fromkeys(PROGRAMS.keys() - set(QUICK), pytest.mark.slow)
 MARKS["own_metrics"] = pytest.mark.others("torchmetrics")
 CASES = [pytest.param(program, marks=MARKS.get(program, ())) for program in PROGRAMS]
 

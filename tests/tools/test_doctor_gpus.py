@@ -21,6 +21,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.slow
 def test_each_pair_and_the_sum_of_all_are_measured():
     lines = list(gpus.check(stand_ins=2))
     assert [kind for kind, _ in lines] == [""] * 5
