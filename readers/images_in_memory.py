@@ -58,10 +58,11 @@ def load_splits(dataset: str, image_column: str | None = None, label_column: str
     """
     folder = MNIST_FOLDER if dataset == MNIST and MNIST_FOLDER.is_dir() else Path(dataset)
     files, left_out = list_files(folder)
+    not_parquet = [name for name in files if not name.lower().endswith(".parquet")]
+    if 0 < len(not_parquet) < len(files):
+        stop(f"--dataset {dataset} has parquet files, and {not_parquet[0]}, which is not one: remove it")
     by_split, others = split_files(dataset, files)
-    if any(name.lower().endswith(".parquet") for name in files):
-        if other := next((name for name in files if not name.lower().endswith(".parquet")), None):
-            stop(f"--dataset {dataset} has parquet files, and {other}, which is not one: remove it")
+    if files and not not_parquet:
         compare_labels(files)
         splits, _ = load_dataset(dataset, MNIST, by_split)
     elif files or folder.is_dir():

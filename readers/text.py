@@ -456,8 +456,7 @@ def write_tokens(corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, voca
     eos, dtype = tokenizer.token_to_id(EOS), dtype_of(tokenizer.get_vocab_size())
     files = {split: open(folder / name, "ab") for split, name in FILES.items()}  # noqa: SIM115
     for split, file in files.items():
-        size, _ = progress["digests"][FILES[split]]
-        file.truncate(size)
+        file.truncate(progress["digests"][FILES[split]][0])  # to the size that was written last
 
     def save() -> None:
         for file in files.values():
@@ -509,7 +508,7 @@ def pieces_of(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[t
     for split, name, parts in documents:
         text, is_first = "", True
         for part in parts:
-            if len(text) >= PIECE and (place := find_cut(text, words_of, reach)):
+            if len(text) >= PIECE and tokenizer.pre_tokenizer and (place := find_cut(text, words_of, reach)):
                 yield split, text[:place], is_first, False
                 text, is_first = text[place:], False
             text += part

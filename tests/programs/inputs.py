@@ -770,6 +770,7 @@ SLOW = [
     Input("rows", pair(rows(), rows()), images, (TWO, TWO)),
     Input("rows data/", DATA, images, (TWO, TWO)),
     Input("rows and README.md", pair(rows(), rows()) | {"README.md": "x"}, images, (TWO, TWO), named="README.md"),
+    Input("rows and notes", pair(rows(), rows()) | {"notes.csv": "x"}, images, "notes.csv, which is not one"),
     Input("rows and csv", pair(rows(), rows()) | {"test.csv": "x"}, images, "test.csv, which is not one"),
     Input("rows of numbers", pair(rows(None), rows(None)), images, (NUMBERS, NUMBERS)),
     Input("rows with names in another order", pair(rows(), OTHER), images, "has other classes than"),
