@@ -3,13 +3,12 @@
 import ast
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
 from torch.nn import functional as F
 
-from prove_training import command, imports
+from prove_training import command, imports, sandbox
 
 INSTALLED = """
 import inspect, sys
@@ -33,20 +32,20 @@ print(len(where.wrapped), "take what the originals take")
 def run_forked(folder: Path, code: str, word: str) -> str:
     """Run code in a process that is forked from this one, as prove forks those of a script. Returns its output."""
     imports.load_common(Path(__file__), folder)  # as before prove forks
-    if not (pid := os.fork()):
+
+    def run() -> int:
         leave = os._exit  # before it is wrapped
         sys.stdout = sys.stderr = open(folder / "output.txt", "w")  # noqa: SIM115  until the end
+        os.chdir(folder)
+        os.environ.update(LOCAL_WORLD_SIZE="1", RANK="0", WORLD_SIZE="1")
+        sys.argv[1:] = [word]
         try:
-            os.chdir(folder)
-            os.environ.update(LOCAL_WORLD_SIZE="1", RANK="0", WORLD_SIZE="1")
-            sys.argv[1:] = [word]
             exec(compile(code, "<code>", "exec"), {})
-        except BaseException:
-            traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            leave(0)
-    os.waitpid(pid, 0)
+            os._exit = leave
+        return 0
+
+    os.waitpid(sandbox.forked(run), 0)
     return (folder / "output.txt").read_text()
 
 
