@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml examples/plain_accelerate.py
 
-Proven by `python prove_training examples/plain_accelerate.py`. What scripts/mnist_mlp.py promises, and this does not:
+Proven by `python prove examples/plain_accelerate.py`. What scripts/mnist_mlp.py promises, and this does not:
 
 - it resumes, bit for bit, also after kill -9; this starts again, and a new run replaces the model of the last one
 - every image trains in each epoch; this drops the last, smaller batch, which Accelerate would fill with repeated images

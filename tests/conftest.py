@@ -68,10 +68,7 @@ def pytest_cmdline_main(config):
 
 
 def place_in_order(item) -> int:
-    """The tests of prove_training come first: they fork, which a process cannot after a backward pass of FSDP2. Then
-    come those for GPUs, first what tells the most about a machine."""
-    if "prove_training" in item.path.parts:
-        return -1
+    """The tests for GPUs come first, and of these what tells the most about a machine."""
     return GPU_FILES.index(item.path.stem) if item.path.stem in GPU_FILES else len(GPU_FILES)
 
 

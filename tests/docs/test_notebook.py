@@ -1,4 +1,4 @@
-"""notebooks/two_gpus.ipynb runs from its first to its last cell; without GPUs, on the CPU."""
+"""guides/two_gpus.ipynb runs from its first to its last cell; without GPUs, on the CPU."""
 
 import re
 import shutil
@@ -7,7 +7,7 @@ import pytest
 import run_reader
 from conftest import ROOT
 
-NOTEBOOK = ROOT / "notebooks" / "two_gpus.ipynb"
+NOTEBOOK = ROOT / "guides" / "two_gpus.ipynb"
 
 
 @pytest.mark.slow
@@ -19,11 +19,11 @@ def test_the_notebook_trains_on_one_and_on_all_and_compares(tmp_path, home, monk
     names = ["accelerate_configs", "scripts", "utils", "readers", "tools", "data", "benchmarks", "requirements.txt"]
     for name in names:
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "guides").mkdir()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    notebook = nbformat.read(shutil.copy(NOTEBOOK, tmp_path / "notebooks"), as_version=4)
+    notebook = nbformat.read(shutil.copy(NOTEBOOK, tmp_path / "guides"), as_version=4)
     assert len(notebook.cells) == 8
-    NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path / "notebooks")}}).execute()
+    NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path / "guides")}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
     assert "all-reduce over 2 GPUs, gloo: " in printed

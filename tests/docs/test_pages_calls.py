@@ -24,7 +24,7 @@ from utils.metrics import Metrics
 from utils.run import Run
 
 FENCE = re.compile(r"^ *```(?:py|python|diff)\n(.*?)^ *```$", re.S | re.M)
-PROVE = {f"prove_training/{path.name}": path.read_text() for path in sorted((ROOT / "prove_training").glob("*.md"))}
+PROVE = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "prove").rglob("*.md"))}
 PAGES = {page: FENCE.findall(text) for page, text in {**TEXTS, **PROVE}.items()}
 OBJECTS = {  # what a name on a page is an object of, if the block does not say it
     **{"run": Run, "accelerator": TrainingAccelerator, "metrics": Metrics, "batch": Batch, "others": Batch},
@@ -92,7 +92,7 @@ def right_lines(block: str) -> str:
     return textwrap.dedent(block)
 
 
-@pytest.mark.filterwarnings("ignore:Unknown pytest.mark.prove")  # known where prove_training is installed
+@pytest.mark.filterwarnings("ignore:Unknown pytest.mark.prove")  # known where prove-training is installed
 @pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
 def test_the_calls_on_a_page_have_arguments_that_their_functions_take(page):
     bound = [call for block in PAGES[page] for call in bound_calls(right_lines(block))]

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
-FOLDERS = ("utils", "readers", "tools", "scripts", "examples", "tests", "benchmarks", "prove_training")
+FOLDERS = ("utils", "readers", "tools", "scripts", "examples", "tests", "benchmarks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 OWN = {*FOLDERS, *(path.stem for path in FILES), *(path.parent.name for path in FILES)}
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the name in an import is a different one

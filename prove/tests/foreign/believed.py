@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tests.prove_training.foreign.unusual_edits import BACKWARD, GROUP, LOSS, MODEL, STEP
+from tests.foreign.unusual_edits import BACKWARD, GROUP, LOSS, MODEL, STEP
 
 
 class Believed(NamedTuple):

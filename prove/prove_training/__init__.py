@@ -1,7 +1,7 @@
 """Proves that a training script trains the same on one, two and three processes, or names what is wrong in it.
 
-    python prove_training train.py [flags of the script]
-    python prove_training --resume_flags "--resume last.pt" train.py --lr 0.1
+    python prove train.py [flags of the script]
+    python prove --resume_flags "--resume last.pt" train.py --lr 0.1
 
 Any script that trains with Accelerate or with torch.distributed, unchanged. Begin with `proof`, which says what is run
 and in which order; `runs` starts the processes, in a `sandbox`. In each of them, `recording` makes the script do the

@@ -1,7 +1,7 @@
 """Judges example programs of other projects with prove_training, and compares with their verdicts so far.
 
-    python benchmarks/prove_programs.py --repositories ~/repositories                   # all that are there
-    python benchmarks/prove_programs.py --repositories ~/repositories run_glue nanoGPT      # those with these words
+    python prove_programs.py --repositories ~/repositories                   # all that are there
+    python prove_programs.py --repositories ~/repositories run_glue nanoGPT      # those with these words
 
 Nothing is fetched. The folder holds clones, under the names that `git clone` gives them: accelerate, diffusers,
 examples (of PyTorch), nanoGPT, pytorch-image-models, transformers, trl and vision. What is not there is skipped. The
@@ -9,7 +9,7 @@ programs need their libraries: transformers, timm, trl, diffusers and schedulefr
 
 The programs run unchanged, in a temporary folder with stand-ins for what they would download: models of two layers with
 random weights and a tokenizer of 15 words, random sentences, images and tokens, and two metrics.
-prove_training/what_prove_found.md says what was found.
+what_prove_found.md says what was found.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PROVE = Path(__file__).resolve().parents[1] / "prove_training"
+PROVE = Path(__file__).resolve().parent / "prove_training"
 KINDS = {0: "proven", 1: "wrong", 2: "fails", 3: "cannot tell"}
 HF, FEATURE = "transformers/examples/pytorch", "accelerate/examples/by_feature"
 PAIRS = "--model_name_or_path bert-base-cased --train_file pairs_train.csv --validation_file pairs_test.csv"

@@ -15,6 +15,8 @@ PASSED_ON = re.compile(r"\boriginal\(|\bfunction\(\*args")  # a line of a wrappe
 replacements = {}  # of functions in modules, by their ids
 wrapped = []  # each function, and what is called in its place
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Of this program: the package, and the file beside it that starts it from a checkout.
+OWN = (OWN_FOLDER, os.path.join(os.path.dirname(OWN_FOLDER[:-1]), "__main__.py"))
 
 
 class Where:
@@ -30,7 +32,7 @@ class Where:
 
     def is_own(self, file: str) -> bool:
         """Whether a file is in the script's folder, and neither installed there nor part of this package."""
-        is_inside = file.startswith(self.inside) and not file.startswith(OWN_FOLDER)
+        is_inside = file.startswith(self.inside) and not file.startswith(OWN)
         return is_inside and "site-packages" not in file.removeprefix(self.root)
 
     def has(self, *words: str) -> bool:
@@ -58,7 +60,7 @@ class Where:
         frames, name = list(frames), ""
         while frames and not self.is_own(frames[-1].filename):
             last = frames.pop()
-            if not last.filename.startswith(OWN_FOLDER) and not last.name.startswith("_") and last.name != "wrapper":
+            if not last.filename.startswith(OWN) and not last.name.startswith("_") and last.name != "wrapper":
                 name = last.name
         name = f"the {name} pass" if name in ("forward", "backward") else name
         return f"in {name} " * bool(name) + f"at {self.last_of(frames) or '?'}"

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from prove_training import mistakes
 from silent_bugs import run
-from tests.prove_training.corpus import FOUND
+from tests.corpus import FOUND
 
 CORPUS = ROOT / "silent_bugs"
 CASES = run.find_cases(["bugs", "right"])
@@ -73,7 +73,7 @@ def test_the_page_has_a_row_for_each_program():
     found = re.findall(r"^\| (bugs/[\w/]+) \| [^|]+ \| \*\*wrong", page, re.M)
     assert sorted(found) == sorted(FOUND)
     assert f"{len(FOUND)} of {bugs} bugs" in " ".join(page.split())
-    assert f"{len(FOUND)} of the {bugs} bugs" in (ROOT / "prove_training" / "README.md").read_text()
+    assert f"{len(FOUND)} of the {bugs} bugs" in (ROOT / "README.md").read_text()
     assert f"{sum(not case.is_bug for case in CASES)} right programs" in page
 
 

@@ -1,13 +1,11 @@
 """prove_training: correct programs pass, and each mistake is named.
 
-Programs in the style of others, and the mistakes that somebody has made in them, are in foreign/; one that trains
-through GlobalLoader and Run, and its mistakes, in planted.py and planted_mistakes.py. They run as the command runs
-them, in processes that are forked from this one.
+Programs in the style of others, and the mistakes that somebody has made in them, are in foreign/. They run as the
+command runs them, in processes that are forked from this one.
 """
 
 import argparse
 import ast
-import importlib
 import json
 import linecache
 import os
@@ -22,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import yaml
 from accelerate.data_loader import BatchSamplerShard
 from conftest import ROOT
 from torch.utils.data import (
@@ -45,13 +44,12 @@ from prove_training.stages.evaluations import differing, explained, share, suspe
 from prove_training.tensors import sampled
 from prove_training.text import CannotTell
 from silent_bugs.run import find_cases
-from tests.prove_training import planted_mistakes as planted
-from tests.prove_training.corpus import FOUND, NOTED
-from tests.prove_training.foreign.believed import BELIEVED
-from tests.prove_training.foreign.mistakes import MISTAKES
-from tests.prove_training.foreign.unusual_edits import LOOK, WITH_ACCELERATE, WITH_DDP, WRONG_AT_THE_STEP
+from tests.corpus import FOUND, NOTED
+from tests.foreign.believed import BELIEVED
+from tests.foreign.mistakes import MISTAKES
+from tests.foreign.unusual_edits import LOOK, WITH_ACCELERATE, WITH_DDP, WRONG_AT_THE_STEP
 
-FOREIGN = ROOT / "tests" / "prove_training" / "foreign"
+FOREIGN = ROOT / "tests" / "foreign"
 ACCUSED = {"right/whole_batches_cut_by_hand"}  # see the page of the corpus
 CASES = {case.name: case for case in find_cases(["bugs", "right"])}
 RIGHT = [name for name, case in CASES.items() if not case.is_bug and name not in ACCUSED]
@@ -239,48 +237,6 @@ def test_what_is_for_one_machine_alone_is_a_note(prove_it):
     said = prove_it(FOREIGN / "ddp_series.py", [edit], processes=(2, 3))
     assert said.code == 0, said.text
     assert "note: process group: a process says that it is rank 0, and is " in said.text
-
-
-@pytest.fixture
-def prove_planted(prove_it, monkeypatch):
-    """Prove planted.py after some edits."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    importlib.import_module("utils.run")  # so that its bytecode is kept
-    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
-        monkeypatch.delitem(sys.modules, name)  # other tests of this process imported them; the command does not
-
-    def prove_planted(edits, **options) -> Said:
-        path = ROOT / "tests" / "prove_training" / "planted.py"
-        return prove_it(path, [*edits, ("parents[2]", f"parents[0] / {str(ROOT)!r}")], **options)
-
-    return prove_planted
-
-
-@pytest.mark.slow
-def test_a_program_that_trains_through_run_is_proven_and_resumed(prove_planted):
-    said = prove_planted([], processes=(3,))
-    assert said.code == 0, said.text
-    assert "the same after step 3" in said.text
-    assert "samples, gradients, learning rates, weights and evaluations" in said.verdict
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", planted.CORRECT)
-@pytest.mark.parametrize("flags", [("--gradient_accumulation_steps", "2"), ("--virtual_processes", "6")])
-def test_a_correct_program_that_trains_through_run_is_proven(prove_planted, name, flags):
-    said = prove_planted(planted.CORRECT[name], flags=flags, timeout_s=120)
-    assert said.code == 0, said.text
-    assert "gradients" in said.verdict
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", planted.MISTAKES)
-def test_a_mistake_in_a_program_that_trains_through_run_is_named(prove_planted, name):
-    mistake = planted.MISTAKES[name]
-    processes = (3,) if "rank 2" in name else (2,)
-    said = prove_planted(mistake.edits, processes=processes, flags=mistake.flags, timeout_s=120)
-    assert said.code == 1, said.text
-    assert mistakes.advice(mistake.kind) in said.advice[0], said.text
 
 
 UNUSUAL = {
@@ -497,22 +453,48 @@ def test_it_starts_beside_modules_with_the_names_of_others(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise ImportError\n")
     (tmp_path / "utils.py").write_text("def lr():\n    return 1e-2\n")
     (tmp_path / "datasets.py").write_text("FACTOR = 1.0\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "rates.py").write_text("MOMENTUM = 1.0\n")
     text = (FOREIGN / "ddp_series.py").read_text()
-    text = text.replace("import torch\n", "import datasets  # to accelerate it\nimport torch\nimport utils\n", 1)
-    text = text.replace("lr=1e-2", "lr=utils.lr() * datasets.FACTOR")
+    imported = "import datasets  # to accelerate it\nimport torch\nimport utils\nfrom tests import rates\n"
+    text = text.replace("import torch\n", imported, 1)
+    text = text.replace("lr=1e-2", "lr=utils.lr() * datasets.FACTOR * rates.MOMENTUM")
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "rates.py").write_text("def lr():\n    return 1e-2\n")
     text = text.replace("import utils\n", "from . import rates as utils\n")
     (tmp_path / "package" / "train.py").write_text(text)
-    by_path, by_name = [str(ROOT / "prove_training"), "train.py"], ["-m", "prove_training"]
-    for words in (by_path, [*by_name, "-m", "package.train"]):
-        *words, script = words
-        command = [sys.executable, *words[:2], "--processes", "2", *words[2:], script]
-        variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    by_name = os.environ | {"PYTHONPATH": str(ROOT)}
+    for words, script, variables in (
+        ([ROOT], ["train.py"], os.environ),
+        ([ROOT / "prove_training"], ["train.py"], os.environ),
+        (["-m", "prove_training"], ["-m", "package.train"], by_name),
+    ):
+        command = [sys.executable, *map(str, words), "--processes", "2", *script]
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-1].startswith("proven: ")
+
+
+@pytest.mark.slow
+def test_the_action_installs_it_and_judges_a_script(tmp_path):
+    """Its steps as they stand in action.yml; the package goes into a folder of this test."""
+    (tmp_path / "train.py").write_text((FOREIGN / "ddp_series.py").read_text())
+    left_out = shutil.ignore_patterns("silent_bugs", "tests", "build", "*.egg-info")
+    checkout = shutil.copytree(ROOT, tmp_path / "checkout", ignore=left_out)  # which pip builds in
+    installed = tmp_path / "installed"
+    variables = {"GITHUB_ACTION_PATH": str(checkout), "FLAGS": "--processes 2", "SCRIPT": "train.py"}
+    variables |= {"PIP_TARGET": str(installed), "PIP_NO_DEPS": "1", "PYTHONPATH": str(installed)}
+    variables |= {"PIP_NO_BUILD_ISOLATION": "0"}  # 0 switches it off: this environment's setuptools, and no network
+    folders = [str(installed / "bin"), os.path.dirname(sys.executable), os.environ["PATH"]]
+    variables |= {"PATH": os.pathsep.join(folders)}
+    for step in yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"]:
+        words = ["bash", "-eo", "pipefail", "-c", step["run"]]
+        done = subprocess.run(words, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nproven: " in done.stdout
+    names = {path.name for path in installed.iterdir() if not path.name.endswith("-info")}
+    assert names == {"bin", "prove_training"}
 
 
 def test_it_imports_nothing_of_this_repository():
@@ -653,7 +635,6 @@ def kinds_in_the_code() -> set[str]:
 def test_every_mistake_has_its_section_with_wrong_and_right_lines_and_a_thread():
     sections, index = mistakes.sections(), mistakes.PAGE.read_text().partition("\n## ")[0]
     assert all(f"[{heading}](#{heading})" in index and mistakes.advice(heading) for heading in sections)
-    assert {mistakes.id_of(mistake.kind) for mistake in planted.MISTAKES.values()} <= sections.keys()
     assert {mistakes.id_of(kind) for kind in kinds_in_the_code()} <= sections.keys()
     for mistake in filter(lambda mistake: mistake.kind, MISTAKES.values()):
         assert mistake.thread.rpartition("/")[2] in sections[mistake.kind.replace("_", "-")], mistake.thread

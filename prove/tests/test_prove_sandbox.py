@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from prove_training import command, sandbox
 
-PROGRAM = ROOT / "tests" / "prove_training" / "writes_files.py"
+PROGRAM = ROOT / "tests" / "writes_files.py"
 FILES = ("best.pt", "predictions.npy", "log.bin", "mapped.bin", "renamed.bin", "train.log", "truncated.bin")
 FILES += ("child.bin", "shared.bin", "checkpoints/step_1/model.bin")
 

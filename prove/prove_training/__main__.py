@@ -2,7 +2,7 @@
 
 import sys
 
-if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+if not (__package__ and getattr(sys.flags, "safe_path", False)):  # Python 3.11
     del sys.path[0]  # the working directory or this folder, whose modules must not shadow others
 if not __package__:  # run by its path
     import importlib.util
