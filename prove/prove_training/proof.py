@@ -166,6 +166,8 @@ class Proof:
                 raise CannotTell(f"it refuses one process with a pretended GPU: {error}")
             return FAILS, f"fails: on one process, {error}"
         self.reference = reference = outcome.records[0]
+        if version := reference.facts.other_version:
+            self.report.add("", [Note("comparison", f"{version}: the script is judged as any other")])
         if reason := single.cannot_judge(reference):
             raise CannotTell(reason)
         if reference.facts.mesh and not self.args.processes:

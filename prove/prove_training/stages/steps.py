@@ -26,6 +26,7 @@ from . import (
 from .single import OF_BATCH_NORM, total_weight, usual_micro_batches, weights
 
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
+NEARLY = 9e-3  # a factor of 1 but for rounding: bfloat16 has 4e-3
 
 
 def findings(comparison: Comparison) -> Findings:
@@ -208,6 +209,9 @@ def _gradient(
     may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
     if all(close(factor, first, 1e-2) for factor in factors.values()) and not may_remember:
         message, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
+        if close(first, 1.0, NEARLY):
+            most, kind = max(differ(values[name], found[name]) for name in factors), "float_sums"
+            message = f"{named(factors)}: other bits than on 1 process, by up to {most:.1e} of its value"
         totals = [total_weight(rank, step) or 0.0 for rank, step in zip(comparison.ranks, steps, strict=True)]
         is_before, micro = kind_of == "gradients", steps[0].micro_batches[-1]
         if is_before and all(close(total, 1.0) for total in totals):
