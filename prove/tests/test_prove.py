@@ -477,6 +477,15 @@ def test_it_starts_beside_modules_with_the_names_of_others(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_path_with_dots_is_no_reason_to_name_a_line_of_prove():
+    script = "silent_bugs/bugs/reduction/divided_by_processes.py"
+    command = [sys.executable, f"../{ROOT.name}", "--processes", "2", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"between the loss and its backward pass at {script}:" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_the_action_installs_it_and_judges_a_script(tmp_path):
     """Its steps as they stand in action.yml; the package goes into a folder of this test."""
     (tmp_path / "train.py").write_text((FOREIGN / "ddp_series.py").read_text())
