@@ -32,11 +32,11 @@ from utils import launch
 from utils.console import stop
 from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
+from utils.launched import data_parallel_gpus
 from utils.loader import GlobalLoader
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.fsdp import shard, supports_fused_step, update_average
 from utils.run import Run
-from utils.topology import data_parallel_gpus
 
 # Mean and standard deviation of ImageNet's pixels per channel, 0 to 255; torchvision's weights expect them.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)

@@ -3,7 +3,8 @@
 The core, in the order in which a script uses it:
 
     launch             creates the Accelerator for the topology in the config file
-    topology           what the config file asks for, and whether the running processes match it
+    launched           what the config file asks for, and whether the running processes match it
+    layout             which micro-batches of a step belong to which process
     agree              processes compare what they have, and stop together if it differs
     flags              command-line flags, and the ones that every script has
     run                the bookkeeping of a run: steps, epochs, logging, checkpoints, resuming
@@ -19,12 +20,15 @@ The core, in the order in which a script uses it:
     banner             the topology, versions and commit of a run, for the screen and run.json
     best               the best test result so far, for --save_best and --patience
     memory             peak memory
+    console            prints lines and error messages, and ends the process with one
+    atomic_files       files that exist whole or not at all
+
+failures/: when something goes wrong.
+
     errors             what to say instead of a traceback, for errors of libraries that a user can do something about
     watchdog           reports which rank the others wait for, or which one is lost
     processes          survives a closed output; follows a launcher that is killed, or restarts its processes
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
-    console            prints lines and error messages, and ends the process with one
-    atomic_files       files that exist whole or not at all
 
 parallel/: for a config file, or for a script that needs it.
 

@@ -32,11 +32,10 @@ from torch import distributed
 from .agree import same_on_all
 from .banner import code_digests
 from .console import stop
-from .errors import explain, explain_errors
+from .failures.errors import explain, explain_errors
+from .failures.processes import check_restarts, end_process_group, follow_launcher, was_restarted
 from .flags import with_defaults
-from .processes import check_restarts, end_process_group, follow_launcher, was_restarted
-from .topology import (
-    Layout,
+from .launched import (
     bind_gloo_to_the_route,
     check_gpus,
     check_sharding,
@@ -46,6 +45,7 @@ from .topology import (
     share_of_cores,
     wants_cpu,
 )
+from .layout import Layout
 
 
 class TrainingAccelerator(Accelerator):
@@ -313,7 +313,7 @@ def attach_to_process(args: argparse.Namespace):
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         explain_errors()
         return None
-    from .watchdog import Watchdog
+    from .failures.watchdog import Watchdog
 
     watchdog = Watchdog(args)
     explain_errors(watchdog.about_lost)

@@ -21,7 +21,7 @@ from utils import banner, launch
 from utils.extras import trackers
 from utils.flags import ArgumentParser
 from utils.launch import TrainingAccelerator, make_accelerator
-from utils.topology import resume_command, share_of_cores
+from utils.launched import resume_command, share_of_cores
 
 
 def run_flags(**flags):

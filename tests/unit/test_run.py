@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 
 from utils import launch, memory
 from utils.best import Best, metric_direction
+from utils.failures.signals import EXIT_REQUEUE
 from utils.loader import GlobalLoader
 from utils.parallel.first_step import FirstStep
 from utils.run import Run
-from utils.signals import EXIT_REQUEUE
 
 
 def arguments(folder, **changes):

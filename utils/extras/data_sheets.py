@@ -3,7 +3,7 @@
 import torch
 from accelerate import Accelerator
 
-from ..topology import data_parallel_gpus
+from ..launched import data_parallel_gpus
 
 # Dense TFLOP/s of fp16 products with sums in float32, from the data sheets. The first name in the card's name counts.
 TFLOPS = {

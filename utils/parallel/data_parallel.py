@@ -7,7 +7,7 @@ from accelerate.utils import convert_outputs_to_fp32, is_compiled_module
 from torch import nn
 
 from ..console import stop
-from ..topology import data_parallel_gpus
+from ..launched import data_parallel_gpus
 
 
 def data_parallel(model: nn.Module, accelerator: Accelerator) -> nn.Module:
