@@ -3,6 +3,7 @@
 The core, in the order in which a script uses it:
 
     launch             creates the Accelerator for the topology in the config file
+    accelerator        Accelerate's Accelerator, where it trains something else or lacks what a run needs
     launched           what the config file asks for, and whether the running processes match it
     layout             which micro-batches of a step belong to which process
     agree              processes compare what they have, and stop together if it differs

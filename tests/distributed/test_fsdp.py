@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from utils.accelerator import TrainingAccelerator
 from utils.failures.errors import explain, explain_errors
-from utils.launch import TrainingAccelerator
 from utils.layout import Layout
 from utils.parallel.first_step import FirstStep
 from utils.parallel.fsdp import units, update_average
