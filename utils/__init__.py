@@ -17,10 +17,12 @@ The core, in the order in which a script uses it:
     metrics            means over all processes that count each sample once
     checkpoint/        checkpoints: atomic, verified, readable on any topology
     run_folder         the files of a run
-    progress           log lines, the progress bar, and timings
+    progress           log lines, the progress bar, timings, and peak memory
     banner             the topology, versions and commit of a run, for the screen and run.json
     best               the best test result so far, for --save_best and --patience
-    memory             peak memory
+    trackers           --log_with: log to tensorboard and other trackers, too
+    pretrained         --pretrained: start from pretrained weights
+    sample_metrics     metrics from the values of all samples; --metrics: metrics of the library evaluate
     console            prints lines and error messages, and ends the process with one
     atomic_files       files that exist whole or not at all
 
@@ -33,23 +35,14 @@ failures/: when something goes wrong.
 
 parallel/: for a config file, or for a script that needs it.
 
-    data_parallel      nn.DataParallel (dp.yaml)
-    ddp                DistributedDataParallel with the same order of additions in all launches of a run
+    data_parallel      nn.DataParallel (dp.yaml); DistributedDataParallel that adds in the same order in all launches
     fsdp               sharded models (fsdp.yaml, cpu_fsdp.yaml)
     first_step         what would make numbers depend on the number of processes, seen in the first step
     same_weights       checks that all processes have the same weights, before a checkpoint
     virtual_processes  --virtual_processes: the same bits on any number of processes
     shards             which rows of a sharded tensor a process has
     batch_norm         BatchNorm statistics over all processes
-    gather_samples     every sample's value on every process
     pipeline           a model split over several devices
-
-extras/: for a flag.
-
-    trackers           --log_with: log to tensorboard and other trackers, too
-    pretrained         --pretrained: start from pretrained weights
-    evaluate_metrics   --metrics: metrics of the library evaluate over all samples of a test
-    data_sheets        the peak speed of GPUs, for MFU
 """
 
 VERSION = "6"  # also in run.json: which version a copy has; to update one, replace the folder

@@ -79,7 +79,7 @@ class TrainingAccelerator(Accelerator):
         model = super().prepare_model(model, device_placement, evaluation_mode)
         for part in model.modules() if is_new else ():
             if isinstance(part, torch.nn.parallel.DistributedDataParallel):
-                from .parallel.ddp import fix_buckets
+                from .parallel.data_parallel import fix_buckets
 
                 fix_buckets(part)
                 part.averaged = {parameter for parameter in part.parameters() if parameter.requires_grad}

@@ -73,7 +73,7 @@ def make_accelerator(
         stop("--resume needs the --output_dir of the run to continue")
     check_restarts(is_new_folder)
     if settings.log_with or log_with:
-        from .extras.trackers import check_trackers
+        from .trackers import check_trackers
 
         settings.log_with = check_trackers(settings.log_with, log_with)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)

@@ -22,7 +22,7 @@ from readers import image_files as images
 from readers.images_in_memory import load_splits
 from scripts import resnet50
 from utils.accelerator import TrainingAccelerator
-from utils.extras.pretrained import load_pretrained
+from utils.pretrained import load_pretrained
 from utils.sampler import GlobalSampler
 
 F1_MACRO = ROOT / "examples" / "f1_macro"

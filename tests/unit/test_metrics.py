@@ -15,7 +15,7 @@ from utils import metrics
 from utils.layout import Layout
 from utils.loader import Batch
 from utils.metrics import Metrics, exact_sum
-from utils.parallel.gather_samples import gather_samples
+from utils.sample_metrics import gather_samples
 
 
 @pytest.fixture
