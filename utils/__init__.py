@@ -29,7 +29,7 @@ The core, in the order in which a script uses it:
 failures/: when something goes wrong.
 
     errors             what to say instead of a traceback, for errors of libraries that a user can do something about
-    watchdog           reports which rank the others wait for, or which one is lost
+    watchdog           each rank whose micro-batch does not end says where it is
     processes          survives a closed output; follows a launcher that is killed, or restarts its processes
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
 

@@ -20,7 +20,8 @@ class TrainingAccelerator(Accelerator):
     """Accelerate's Accelerator with the attributes of a run."""
 
     whole_gradients = False  # the value of --whole_gradients
-    steps_done = 0  # by the run, for the watchdog
+    steps_done = 0  # by the run
+    micro_batches = 0  # begun in this launch, also of tests; for the watchdog
 
     def __init__(self, *args, virtual_processes: int = 0, split_batch: bool = True, **kwargs):
         shards = check_sharding()

@@ -30,12 +30,14 @@ from .banner import code_digests
 from .console import stop
 from .failures.errors import explain, explain_errors
 from .failures.processes import check_restarts, follow_launcher, was_restarted
+from .failures.watchdog import watch
 from .flags import with_defaults
 from .launched import (
     bind_gloo_to_the_route,
     check_gpus,
     check_topology,
     has_launcher,
+    resume_command,
     share_of_cores,
     wants_cpu,
 )
@@ -65,7 +67,7 @@ def make_accelerator(
         gc.freeze()  # excludes imported objects from garbage collection: each start is 1 s faster
     settings = with_defaults(args)
     accumulation = getattr(args, "gradient_accumulation_steps", 1)
-    watchdog = attach_to_process(args)
+    install_error_hooks(args)
     is_new_folder = not settings.output_dir
     if is_new_folder:
         settings.output_dir = f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -82,8 +84,7 @@ def make_accelerator(
     if accelerator.device.type == "cuda":
         atexit.register(abort_process_group)
     check_topology(accelerator)
-    if watchdog:
-        watchdog.watch(accelerator, settings.timeout_s)
+    watch(accelerator, settings.timeout_s)
     if was_restarted():
         args.resume = True  # nobody is there to type --resume
     code = {f"SHA-256 of {name}": digest for name, digest in code_digests().items()}
@@ -140,22 +141,20 @@ def create_accelerator(
         stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
 
 
-def attach_to_process(args: argparse.Namespace):
-    """Set up the launcher's death signal and error messages, and return the Watchdog if there is a launcher."""
+def install_error_hooks(args: argparse.Namespace) -> None:
+    """Follow the launcher to its death, and explain the errors of libraries."""
+
+    def to_continue() -> str:
+        return f"; to continue: {resume_command(getattr(args, 'output_dir', None))}" if hasattr(args, "resume") else ""
+
     follow_launcher()
+    explain_errors(to_continue)
     # Accelerate's optimizer searches the disk for an optional package twice per step: 8 % of a step of mnist_mlp.py
     # with batches of 64.
     if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
-    if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        explain_errors()
-        return None
-    from .failures.watchdog import Watchdog
-
-    watchdog = Watchdog(args)
-    explain_errors(watchdog.about_lost)
-    bind_gloo_to_the_route()
-    return watchdog
+    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+        bind_gloo_to_the_route()
 
 
 def abort_process_group() -> None:

@@ -240,6 +240,7 @@ class Run:
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 during training; the test batch's number, from 1, during testing."""
         self.accelerator.steps_done = self.step
+        self.accelerator.micro_batches += 1
         seed_generators(combine(self.args.seed, self.step, batch.slot, test_batch), self.devices)
 
     def _step_done(self, epoch: int) -> None:
@@ -360,6 +361,7 @@ class Run:
         seed_generators(combine(self.args.seed, self.total_steps, Stream.AFTER_RUN), self.devices)
         atexit.register(end_process_group)  # not after an error: NCCL would wait for the other ranks
         self.accelerator.loaders = {}  # a later run has its own
+        self.accelerator.micro_batches = 0  # what follows may take long
         if self.completed:
             return self.completed
         self.checkpoints.wait()

@@ -26,7 +26,7 @@ LIBRARY_ERRORS = {
     # gloo raises plain RuntimeErrors, which begin with the line of its source: [.../gloo/transport/tcp/pair.cc:545]
     r"(?ims)^(?=Dist\w*Error:|RuntimeError: .*(/gloo/\S+\]|NCCL)).*"
     "(connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process"
-    "|unhandled system error|communicator was aborted)": "{rank} lost another process at {line}: {reason}{about_lost}",
+    "|unhandled system error|communicator was aborted)": "{rank} lost another process at {line}: {reason}{to_continue}",
     # If the dataset raises an error in a worker, its text begins differently.
     r"(?m)^RuntimeError: DataLoader worker \(pid": "{reason}: if memory ran out, use fewer --num_workers",
     r"rebuild_storage_fd.*\n(Connection\w*|BrokenPipe|FileNotFound|EOF)Error:": (
@@ -55,7 +55,7 @@ LIBRARY_ERRORS = {
 }
 
 
-def explain(error: BaseException, line: str | None = None, about_lost: Callable[[], str] = str) -> str | None:
+def explain(error: BaseException, line: str | None = None, to_continue: Callable[[], str] = str) -> str | None:
     """The sentence for an error, described by the functions that were called and by the end of its traceback.
 
         main read ... recv_bytes
@@ -63,7 +63,7 @@ def explain(error: BaseException, line: str | None = None, about_lost: Callable[
 
     Args:
         line: the line of code; by default the one in the traceback.
-        about_lost: returns what else is known about a lost process.
+        to_continue: returns the end of the sentence about a lost process.
 
     Returns:
         The sentence in LIBRARY_ERRORS, with what is in braces filled in; None if there is none.
@@ -81,7 +81,7 @@ def explain(error: BaseException, line: str | None = None, about_lost: Callable[
         line=line or own_line(reversed(frames)),
         reason=reason.rstrip(". "),
         requested=f", which requested {size[1]}" if size else "",
-        about_lost=about_lost() if "{about_lost}" in sentence else "",
+        to_continue=to_continue() if "{to_continue}" in sentence else "",
     )
 
 
@@ -94,7 +94,7 @@ def own_line(frames: Iterable[tuple]) -> str:
     return "an unknown line"
 
 
-def explain_errors(about_lost: Callable[[], str] = str) -> None:
+def explain_errors(to_continue: Callable[[], str] = str) -> None:
     """From now on, print one line instead of a traceback for LIBRARY_ERRORS; all others keep their traceback.
 
     Every process with the error prints it, since theirs may differ, and reports it to the launcher.
@@ -104,7 +104,7 @@ def explain_errors(about_lost: Callable[[], str] = str) -> None:
         if issubclass(kind, KeyboardInterrupt):
             if is_local_main():
                 show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
-        elif sentence := explain(error, about_lost=about_lost):
+        elif sentence := explain(error, to_continue=to_continue):
             show_error(sentence)
         else:
             hook.other_hook(kind, error, trace)
