@@ -117,8 +117,6 @@ class GlobalLoader:
         drop_last: see GlobalSampler.
     """
 
-    newest_order: list | None = None  # the last epoch whose `order` was asked for, and a digest of it
-
     def __init__(
         self,
         dataset,
@@ -198,8 +196,7 @@ class GlobalLoader:
         Collective if `loss_weights` or `order` is set.
         """
         if self.sampler.order is not None:
-            self.newest_order = [epoch, digest(self.sampler.items(epoch)[0])]
-            same_on_all({f"order({epoch}) of the {self.name} loader": self.newest_order[1]})
+            same_on_all({f"order({epoch}) of the {self.name} loader": digest(self.sampler.items(epoch)[0])})
         grad_divisor = 1 if self.sums_gradients else self.sampler.num_slots
         key = combine(self.stream_seed, epoch, Stream.SAMPLES)
         read = self._read(epoch, first_step)
@@ -249,7 +246,7 @@ class GlobalLoader:
     def describe(self) -> dict:
         """The size of the data and a fingerprint, which must be the same on all processes and when resuming.
 
-        The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of five items.
+        The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of 16 items.
         With `order`, a digest of the first two epochs is added.
         """
         fingerprint = getattr(self.dataset, "fingerprint", None)
@@ -260,34 +257,6 @@ class GlobalLoader:
         if self.sampler.order is not None:
             facts["order"] = digest([self.sampler.items(epoch)[0] for epoch in (0, 1)])
         return facts
-
-    def last_sample(self) -> list | None:
-        """The sample that this process has read last, as ItemReader asks for it, and its digest, for `check_sample`."""
-        if self.reader is None or self.reader.newest is None:
-            return None
-        epoch, indices, random_ids = self.reader.newest
-        request = epoch, indices[-1:].tolist(), random_ids[-1:].tolist()
-        return [request, self.reader.digest_of(request)]
-
-    def check_sample(self, sample: list | None) -> None:
-        """Stop if the sample of a checkpoint is a different one today."""
-        if sample is None or self.reader is None:
-            return
-        request, saved = sample
-        now = self.reader.digest_of(request)
-        if "differs" not in (now, saved) and now != saved:
-            stop(
-                f"the training data have changed since the checkpoint was saved: the digest of item {request[1][0]} is "
-                f"{now}, not {saved}; restore them, or start a new run with another --output_dir"
-            )
-
-    def check_order(self, order: list | None) -> None:
-        """Stop if the order of a checkpoint's epoch, as in `newest_order`, is a different one today."""
-        if order is not None and (now := digest(self.sampler.items(order[0])[0])) != order[1]:
-            stop(
-                f"order({order[0]}) has changed since the checkpoint was saved: its digest is {now}, not {order[1]}; "
-                "restore it, or start a new run with another --output_dir"
-            )
 
     def settings(self) -> dict:
         """What decides, beside the data, which samples a step has."""

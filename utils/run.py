@@ -122,8 +122,6 @@ class Run:
         self.checkpoints = Checkpoints(accelerator, path / "checkpoints", checkpoint, facts, args.keep_checkpoints)
         self.step, self.extra = self.checkpoints.load()
         self.best.load_state(self.extra)
-        train_loader.check_sample(self.extra.get("sample"))
-        train_loader.check_order(self.extra.get("order"))
         self._warn_of_changes()
         self.metrics = Metrics(accelerator, self.extra.get("metrics"))
         topology = announce(accelerator, path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts)
@@ -279,11 +277,10 @@ class Run:
             same_weights.check(self.accelerator, models, self.first_step)
 
     def _save(self) -> None:
-        seen = {"metrics": self.metrics.state(), "order": self.train_loader.newest_order}  # stops at a loss that is nan
+        state = {"metrics": self.metrics.state()}  # stops at a loss that is nan
         self._check_weights()
-        seen |= {"num_slots": self.train_loader.sampler.num_slots, "code": self.code}
-        seen["sample"] = self.train_loader.last_sample() if self.accelerator.is_main_process else None
-        self.checkpoints.save(self.step, {**self.extra, **seen}, self.folder.sync)
+        state |= {"num_slots": self.train_loader.sampler.num_slots, "code": self.code}
+        self.checkpoints.save(self.step, {**self.extra, **state}, self.folder.sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.

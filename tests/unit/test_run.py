@@ -370,16 +370,6 @@ def test_the_first_step_is_looked_at_once(start, monkeypatch):
     assert len(ends) == 1
 
 
-def test_the_last_sample_and_the_order_of_a_checkpoint_are_compared_when_resuming(start, monkeypatch):
-    compared = {}
-    for name in ("check_sample", "check_order"):
-        monkeypatch.setattr(GlobalLoader, name, lambda _, saved, name=name: compared.setdefault(name, []).append(saved))
-    assert start(scripted(stops=True, order=lambda _: torch.arange(40))) == EXIT_REQUEUE
-    assert start(scripted(order=lambda _: torch.arange(40)), resume=True) is None
-    assert [first for first, _ in compared.values()] == [None, None]
-    assert [len(saved) for _, saved in compared.values()] == [2, 2]
-
-
 def test_a_learning_rate_for_each_optimizer(start, tmp_path):
     assert start(Small(optimizers=2, counted=True)) is None
     for line in lines(tmp_path / "run", "train"):
