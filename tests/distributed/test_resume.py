@@ -105,17 +105,13 @@ def warm_up(steps):
     return schedule
 
 
-def test_a_longer_run_is_the_run_that_was_as_long_from_its_start(train, tmp_path, capsys, monkeypatch):
+def test_a_longer_run_is_the_run_that_was_as_long_from_its_start(train, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.lr_scheduler, "OneCycleLR", warm_up(6))
         assert train("whole") is None
         assert train("run", "--num_epochs", 1) is None
         assert train("run", "--num_epochs", 2, "--resume") is None
         assert contents(tmp_path / "run") == contents(tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.lr_scheduler, "OneCycleLR", warm_up(2))
-        assert train("run", "--num_epochs", 3, "--resume") == 2
-    assert "scheduler.factors.0 was " in capsys.readouterr().err
 
 
 def truncate(file):

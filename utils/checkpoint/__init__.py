@@ -56,8 +56,6 @@ from .state import (
     ObjectState,
     OptimizerState,
     differences,
-    digest_of_factors,
-    factor_functions,
     files_to_write,
     name_parameters,
     tensor_parts,
@@ -71,8 +69,8 @@ class Checkpoints:
     Args:
         state: by name, whatever has a state_dict, as `prepare` returned it.
         facts: what must be the same when resuming, by kind: "flags", "data", ... A checkpoint with others is refused,
-            and one of different models, optimizers, schedules or precision. "total_steps" may change where no schedule
-            depends on it.
+            and one of different models, optimizers, settings of schedules or precision. "total_steps" may change where
+            no setting of a schedule depends on it.
         keep: how many of the newest checkpoints to keep; 0: all.
 
     Raises:
@@ -105,7 +103,7 @@ class Checkpoints:
         self.entries = {name: ModelState(model) for name, model in self.models.items()}
         self.entries |= {name: OptimizerState(optimizer, names) for name, optimizer in self.optimizers.items()}
         self.entries |= {name: ObjectState(name, instance) for name, instance in self.objects.items()}
-        self.must_match = self._must_match(facts.get("total_steps", 0))
+        self.must_match = self._must_match()
         is_sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.num_processes > 1
         self.is_split = is_sharded or self.must_match["models"] != {n: self.entries[n].must_match for n in self.models}
         self.saved_step = None
@@ -114,20 +112,13 @@ class Checkpoints:
         self.rows: FirstRows = {}
         self.save_time_s = 0.0  # how long training waited
 
-    def _must_match(self, total_steps: int) -> dict:
-        """All that must be the same when resuming, as JSON: `facts`, and what is known of each object. Collective.
-
-        Args:
-            total_steps: schedules are compared up to this step.
-        """
+    def _must_match(self) -> dict:
+        """All that must be the same when resuming, as JSON: `facts`, and what is known of each object. Collective."""
         known = {name: {} for name in self.entries}
         for others in gather_object([{name: entry.must_match for name, entry in self.entries.items()}]):
             for name in known:  # the stages of a pipeline have some of the parameters each
                 known[name] |= others[name]
-        for name, schedule in self.objects.items():
-            if functions := factor_functions(schedule):
-                known[name]["factors"] = [digest_of_factors(function, total_steps) for function in functions]
-        kinds = {**self.facts, "total_steps": total_steps, "checkpoint": ", ".join(sorted(known))}
+        kinds = {"total_steps": 0, **self.facts, "checkpoint": ", ".join(sorted(known))}
         kinds |= {"precision": self.accelerator.mixed_precision}
         kinds |= {"models": {name: known.pop(name) for name in self.models}, "state": known}
         return json.loads(json.dumps(kinds, default=str))  # tuples become lists
@@ -305,11 +296,17 @@ class Checkpoints:
         return None
 
     def _check_fits(self, saved: dict, step: int) -> None:
-        """Stop at the first kind of difference: the others follow from it. Collective."""
-        before, total_steps = saved["total_steps"], self.must_match["total_steps"]
-        now = self._must_match(before)
-        if total_steps < step:
-            now["total_steps"] = total_steps
+        """Stop at the first kind of difference: the others follow from it."""
+        before, total_steps, now = saved["total_steps"], self.must_match["total_steps"], dict(self.must_match)
+        if total_steps >= step:
+            now["total_steps"] = before
+        if total_steps != before and self.accelerator.is_main_process:
+            # Its curve is not that of a run which was as long from its start: a cosine has begun to end.
+            show(
+                f"warning: the run had {before} steps and now has {total_steps}: a function of the step and of their "
+                "number, as in LambdaLR, goes on with another learning rate",
+                "yellow",
+            )
         for kind in now | saved:
             path = "" if kind in ("flags", "models", "state") else kind
             reasons = differences(saved.get(kind), now.get(kind), path)
