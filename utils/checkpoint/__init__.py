@@ -11,7 +11,6 @@ checkpoints/step_00000938/
 This file: when a run saves and loads. state.py: how objects become tensors and JSON. folder.py: files on the disk.
 """
 
-import functools
 import itertools
 import json
 import re
@@ -254,40 +253,45 @@ class Checkpoints:
     def _read_newest(self) -> tuple[Path, dict, SavedFiles] | None:
         """The path, manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
 
-        Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*. All processes read
-        the files, and each checks the SHA-256 of some of them.
+        Rank 0 finds it. All processes read exactly that one, or stop.
         """
         accelerator = self.accelerator
-        paths = on_main(accelerator, lambda: list_checkpoints(self.folder))
+        newest = on_main(accelerator, self._find_newest)
         seen, is_split = zip(*gather_object([(self.folder.parent.exists(), self.is_split)]), strict=True)
-        if (paths or any(is_split)) and not all(seen):
+        if (newest or any(is_split)) and not all(seen):
             stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
-        share = slice(accelerator.process_index, None, accelerator.num_processes)
+        if newest is None:
+            return None
+        name, manifest = newest
+        path, rank = self.folder / name, accelerator.process_index
+        share = slice(rank, None, accelerator.num_processes) if rank else slice(0)  # rank 0 has checked all files
+        problem, files = None, {}
+        try:
+            own, files = read_checkpoint(path, share)
+            problem = None if own == manifest else "it has a different one"
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        for rank, reason in enumerate(gather_object([problem])):
+            if reason:
+                stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
+        return path, manifest, files
+
+    def _find_newest(self) -> tuple[str, dict] | None:
+        """The name and manifest of the newest intact checkpoint; others get a warning, and another name."""
+        paths = list_checkpoints(self.folder)
         for number, path in enumerate(paths):
-            manifest, files, damage = try_to_read(self.folder / path.name, share)
-            found = gather_object([(manifest, damage)])
-            manifest, damage = found[0]
-            is_same = [other == manifest for other, _ in found]
-            if damage is None and not all(is_same):
-                # Rank 0 alone decides whether a checkpoint is damaged: the others may have another folder.
-                damage = on_main(accelerator, lambda path=path: try_to_read(path)[2])
-                rank = is_same.index(False)
-                if damage is None:
-                    reason = found[rank][1] or "it has a different one"
-                    stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
-            if isinstance(damage, OtherFormat):
+            try:
+                manifest, _ = read_checkpoint(path)
+            except OtherFormat as error:
                 stop(
-                    f"{path} cannot be resumed: {damage}; nothing is changed: resume with that version, or start a new "
+                    f"{path} cannot be resumed: {error}; nothing is changed: resume with that version, or start a new "
                     "run with another --output_dir"
                 )
-            if isinstance(damage, OSError):
-                stop(f"{damage.filename or path}: {damage.strerror or damage}")
-            if damage is not None:
-                if accelerator.is_main_process:
-                    show(f"warning: {path} is skipped: {damage}", "yellow")
+            except ValueError as damage:
+                show(f"warning: {path} is skipped: {damage}", "yellow")
                 continue
-            on_main(accelerator, functools.partial(rename_damaged, paths[:number]))
-            return path, manifest, files
+            rename_damaged(paths[:number])
+            return path.name, manifest
         if paths:
             stop(
                 f"none of the {len(paths)} checkpoints in {self.folder} is intact: start a new run with another "
@@ -365,11 +369,3 @@ def broadcast(accelerator: Accelerator, tensor: torch.Tensor | None, shape: torc
         received.copy_(tensor)
     torch.distributed.broadcast(received.flatten().view(torch.uint8), rank)  # backends lack some dtypes
     return received
-
-
-def try_to_read(path: Path, share: slice = slice(None)) -> tuple[dict, SavedFiles, Exception | None]:
-    """As `read_checkpoint`, and what is wrong with the checkpoint, if anything."""
-    try:
-        return *read_checkpoint(path, share), None
-    except (OSError, ValueError) as error:
-        return {}, {}, error

@@ -18,7 +18,7 @@ from torch import distributed
 
 from ..atomic_files import fsync
 
-FORMAT = 3
+FORMAT = 4
 NEED_ONE_FOLDER = (
     "all machines need to see one --output_dir to resume a run, or to shard or split a model (to resume a run of whole "
     "models, a copy of it on each machine will do)"
