@@ -1,4 +1,4 @@
-"""What to say instead of a traceback, if a library fails for a reason that a user can do something about."""
+"""What to say beside a traceback, if a library fails for a reason that a user can do something about."""
 
 import os
 import re
@@ -36,21 +36,6 @@ LIBRARY_ERRORS = {
     r"(?m)^RuntimeError: .*allocate shared memory": (
         "/dev/shm is full: enlarge it (docker run --shm-size 8g), or use fewer --num_workers"
     ),
-    "got mixed torch.Tensor and DTensor": (
-        "a sharded weight meets a whole tensor at {line}: FSDP gathers a weight only while its module is called, so "
-        "call the module, or raise fsdp_min_num_params of the config file above the module's parameters. For averages, "
-        "use shard and update_average of utils/parallel/fsdp.py, or copy the weights after prepare"
-    ),
-    "out of bounds for storage of size 0": (
-        "the gathered copy of a sharded weight was used at {line} after FSDP had freed it, as by a second derivative "
-        "(a gradient penalty): compute the inner gradient in the forward pass of the whole model, with "
-        "fsdp_min_num_params of the config file above the model's parameters, or use DDP"
-    ),
-    "in-place operations that require placement changes are not supported|Cannot find device mesh from args": (
-        "an operation at {line} needs whole tensors, and FSDP has shards of rows; of the optimizers, those work that "
-        "compute each number by itself, such as AdamW and SGD: use one of them, or DDP"
-    ),
-    "FSDP does not support deepcopy": "a sharded model is copied at {line}: copy it before prepare, and prepare both",
     "chunk_cat.*Sparse|and sparse": "FSDP and --virtual_processes need dense gradients: sparse=False, or DDP alone",
 }
 
@@ -95,7 +80,7 @@ def own_line(frames: Iterable[tuple]) -> str:
 
 
 def explain_errors(to_continue: Callable[[], str] = str) -> None:
-    """From now on, print one line instead of a traceback for LIBRARY_ERRORS; all others keep their traceback.
+    """From now on, end the traceback of LIBRARY_ERRORS, of which the last lines are printed, with a sentence.
 
     Every process with the error prints it, since theirs may differ, and reports it to the launcher.
     """
@@ -105,6 +90,7 @@ def explain_errors(to_continue: Callable[[], str] = str) -> None:
             if is_local_main():
                 show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
         elif sentence := explain(error, to_continue=to_continue):
+            sys.stderr.write("".join(traceback.format_exception(error, limit=-2)))
             show_error(sentence)
         else:
             hook.other_hook(kind, error, trace)
