@@ -28,7 +28,7 @@ from .accelerator import TrainingAccelerator
 from .agree import same_on_all
 from .banner import code_digests
 from .console import stop
-from .failures.errors import explain, explain_errors
+from .failures.errors import explain_errors
 from .failures.processes import check_restarts, follow_launcher, was_restarted
 from .failures.watchdog import watch
 from .flags import with_defaults
@@ -116,29 +116,23 @@ def create_accelerator(
         use_deterministic_algorithms()
     # 1 ms more: Accelerate ignores a timeout equal to its default of 600 s, and gloo would use its own 30 minutes.
     timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.timeout_s, milliseconds=1))
-    try:
-        return TrainingAccelerator(
-            # The multi-process launcher does not pass `use_cpu` on. Without it Accelerate looks for GPUs, finds none
-            # and reports a single process: N processes would train N separate models.
-            cpu=wants_cpu() or not torch.accelerator.is_available(),
-            log_with=settings.log_with,
-            project_dir=settings.output_dir,
-            # Without split_batches Accelerate steps the scheduler once per process: N times too fast.
-            dataloader_config=DataLoaderConfiguration(split_batches=True),
-            # With adjust_scheduler the scheduler would count micro-batches as steps.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                accumulation, sync_with_dataloader=False, adjust_scheduler=False
-            ),
-            # The last one of each class.
-            kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
-            virtual_processes=settings.virtual_processes,
-            split_batch=split_batch,
-        )
-    except (ValueError, RuntimeError) as error:  # unsupported precision, FSDP on a CPU, ...
-        if explain(error):
-            raise
-        reason = " ".join(str(error).split())
-        stop(f"Accelerate cannot start with this config file, these flags and this environment: {reason}")
+    return TrainingAccelerator(
+        # The multi-process launcher does not pass `use_cpu` on. Without it Accelerate looks for GPUs, finds none
+        # and reports a single process: N processes would train N separate models.
+        cpu=wants_cpu() or not torch.accelerator.is_available(),
+        log_with=settings.log_with,
+        project_dir=settings.output_dir,
+        # Without split_batches Accelerate steps the scheduler once per process: N times too fast.
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        # With adjust_scheduler the scheduler would count micro-batches as steps.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            accumulation, sync_with_dataloader=False, adjust_scheduler=False
+        ),
+        # The last one of each class.
+        kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
+        virtual_processes=settings.virtual_processes,
+        split_batch=split_batch,
+    )
 
 
 def install_error_hooks(args: argparse.Namespace) -> None:

@@ -4,8 +4,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from .console import stop
-
 
 def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate the (n, ...) tensors of all processes to (N, ...), in rank order; n may differ. Collective.
@@ -31,11 +29,8 @@ class EvaluateMetrics:
 
         self.metrics, self.rows = [], []
         for name in names:
-            try:
-                self.metrics.append(evaluate.load(name, keep_in_memory=True))  # processes would wait for a file
-                self.metrics[-1].compute(predictions=example, references=example)
-            except Exception as error:  # no network, no such metric, one that needs other arguments, ...
-                stop(f"--metrics {name} fails with predictions like {example[-1]}: {' '.join(f'{error}'.split())}")
+            self.metrics.append(evaluate.load(name, keep_in_memory=True))  # processes would wait for a file
+            self.metrics[-1].compute(predictions=example, references=example)
 
     def add(self, batch, predictions: list, references: list) -> None:
         self.rows += [] if batch.is_stand_in else zip(batch.indices.tolist(), predictions, references, strict=True)

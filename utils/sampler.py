@@ -101,8 +101,6 @@ class GlobalSampler:
         drop_last: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
     ):
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if shuffle_window and (seed is None or order is not None):
             raise ValueError("shuffle_window needs a seed, and cannot be combined with order")
         self.dataset_length, self.batch_size, self.seed = length, batch_size, seed

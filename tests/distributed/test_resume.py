@@ -344,7 +344,7 @@ def test_no_process_waits_for_a_main_process_that_cannot_write_the_log(launcher,
     flags = ["--dataset", small_mnist, "--output_dir", "run", "--timeout_s", 100]
     done = launcher("cpu_ddp", *flags, check=False)
     assert done.returncode != 0
-    assert "error: run/metrics.jsonl cannot be written: Is a directory" in done.stderr
+    assert "error: run/metrics.jsonl: Is a directory" in done.stderr
     assert "lost another process" not in done.stderr
 
 

@@ -85,17 +85,12 @@ class Checkpoints:
         if accelerator.scaler is not None:
             state = {**state, "scaler": accelerator.scaler}
         for name, instance in state.items():  # without the wrappers of `prepare`
-            file = f"{name}.safetensors"
-            if not re.fullmatch(r"[\w.-]*\w", name) or re.search(RANK, file):
-                stop(f"{name!r} in the checkpoint is not a valid file name: use another, such as model")
             if isinstance(instance, nn.Module):
                 self.models[name] = accelerator.unwrap_model(instance, keep_torch_compile=False)
             elif isinstance(instance, (AcceleratedOptimizer, torch.optim.Optimizer)):
                 self.optimizers[name] = getattr(instance, "optimizer", instance)
-            elif hasattr(instance, "state_dict") and hasattr(instance, "load_state_dict"):
-                self.objects[name] = instance.scheduler if isinstance(instance, AcceleratedScheduler) else instance
             else:
-                stop(f"{name} cannot be saved: a {type(instance).__name__} has no state_dict and load_state_dict")
+                self.objects[name] = instance.scheduler if isinstance(instance, AcceleratedScheduler) else instance
         names = self.names = name_parameters(self.models, self.optimizers)
         # Models first: after a test, FSDP has some whole parameters, which no optimizer knows. Asking for the state of
         # a model shards them again.

@@ -27,9 +27,6 @@ class ModelState:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        for name, value in model.state_dict().items():
-            if not isinstance(value, torch.Tensor):
-                stop(f"{name} of a model cannot be saved: it is a {type(value).__name__}, not a tensor like a buffer")
         check_dtypes(model.state_dict())
         self.must_match = {name: type_and_shape(tensor) for name, tensor in self.save()[0].items()}
 
