@@ -29,7 +29,7 @@ from .agree import same_on_all
 from .banner import code_digests
 from .console import stop
 from .failures.errors import explain_errors
-from .failures.processes import check_restarts, follow_launcher, was_restarted
+from .failures.processes import check_restarts, follow_launcher
 from .failures.watchdog import watch
 from .flags import with_defaults
 from .launched import (
@@ -54,8 +54,8 @@ def make_accelerator(
     """Create the Accelerator, check it against the config file, seed all generators and set CPU threads. Collective.
 
     Args:
-        args: the parsed flags; missing run flags get their defaults. Sets `output_dir` to a new folder under runs/ if
-            it is not given, and `resume` to True if the launcher restarted a failed run.
+        args: the parsed flags; missing run flags get their defaults. If it has no `output_dir`, that is set to a new
+            folder under runs/.
         cpu_threads: CPU threads per process. None: OMP_NUM_THREADS, or else the usable cores divided by the processes;
             1 with virtual processes, because the number of threads changes the order of additions.
         split_batch: each process gets a part of the batch. False if the processes share the model.
@@ -65,32 +65,32 @@ def make_accelerator(
     """
     if "triton" not in sys.modules:  # it would report frozen objects as leaked at exit
         gc.freeze()  # excludes imported objects from garbage collection: each start is 1 s faster
-    settings = with_defaults(args)
-    accumulation = getattr(args, "gradient_accumulation_steps", 1)
     install_error_hooks(args)
+    settings = with_defaults(args)
     is_new_folder = not settings.output_dir
     if is_new_folder:
         settings.output_dir = f"runs/{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    if is_new_folder and settings.resume:
-        stop("--resume needs the --output_dir of the run to continue")
+        if settings.resume:
+            stop("--resume needs the --output_dir of the run to continue")
     check_restarts(is_new_folder)
     if settings.log_with or log_with:
         from .trackers import check_trackers
 
         settings.log_with = check_trackers(settings.log_with, log_with)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-    accelerator = create_accelerator(settings, accumulation, split_batch, [ddp, *kwargs_handlers])
+    accelerator = create_accelerator(settings, split_batch, [ddp, *kwargs_handlers])
     # From here on, collectives work.
     if accelerator.device.type == "cuda":
         atexit.register(abort_process_group)
     check_topology(accelerator)
     watch(accelerator, settings.timeout_s)
-    if was_restarted():
-        args.resume = True  # nobody is there to type --resume
     code = {f"SHA-256 of {name}": digest for name, digest in code_digests().items()}
     same_on_all({"script": Path(sys.argv[0]).name, **code, **vars(args)})
-    accelerator.whole_gradients = settings.whole_gradients
-    share_batch(accelerator, getattr(args, "batch_size", None))
+    if settings.virtual_processes:
+        from .parallel.virtual_processes import use_virtual_processes
+
+        use_virtual_processes(accelerator)
+    check_batch_size(accelerator, getattr(settings, "batch_size", None))
     set_cpu_threads(cpu_threads or (1 if settings.virtual_processes else None))
     set_seed(settings.seed)
     if is_new_folder:  # the name contains a time and a process id: all ranks use the main process's
@@ -107,9 +107,7 @@ def use_deterministic_algorithms() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
 
 
-def create_accelerator(
-    settings: argparse.Namespace, accumulation: int, split_batch: bool, handlers: list
-) -> TrainingAccelerator:
+def create_accelerator(settings: argparse.Namespace, split_batch: bool, handlers: list) -> TrainingAccelerator:
     """Create the Accelerator without those of its defaults that silently train something else."""
     check_gpus()
     if settings.deterministic or settings.virtual_processes:
@@ -126,11 +124,12 @@ def create_accelerator(
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         # With adjust_scheduler the scheduler would count micro-batches as steps.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            accumulation, sync_with_dataloader=False, adjust_scheduler=False
+            getattr(settings, "gradient_accumulation_steps", 1), sync_with_dataloader=False, adjust_scheduler=False
         ),
         # The last one of each class.
         kwargs_handlers=list({type(handler): handler for handler in [timeout, *handlers]}.values()),
         virtual_processes=settings.virtual_processes,
+        whole_gradients=settings.whole_gradients,
         split_batch=split_batch,
     )
 
@@ -160,12 +159,8 @@ def abort_process_group() -> None:
             group.shutdown()
 
 
-def share_batch(accelerator: TrainingAccelerator, batch_size: int | None) -> None:
-    """Use virtual processes, if there are any, and check that each micro-batch of a step gets a sample."""
-    if accelerator.layout.virtual_processes:
-        from .parallel.virtual_processes import use_virtual_processes
-
-        use_virtual_processes(accelerator)
+def check_batch_size(accelerator: TrainingAccelerator, batch_size: int | None) -> None:
+    """Check that each micro-batch of a step gets a sample."""
     micro_batches = accelerator.layout.num_slots
     if accelerator.layout.split_batch and batch_size is not None and batch_size < micro_batches:
         stop(

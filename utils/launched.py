@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from .console import plural, show, stop
 
 # Variables in which Kubeflow and SkyPilot state the size of the job, and the ones that torchrun sets.
-GUARANTEED_EQUAL = {
+PROMISED_SIZES = {
     "PET_NNODES": "GROUP_WORLD_SIZE",
     "PET_NPROC_PER_NODE": "LOCAL_WORLD_SIZE",
     "SKYPILOT_NUM_NODES": "GROUP_WORLD_SIZE",
@@ -113,7 +113,7 @@ def check_topology(accelerator: Accelerator) -> None:
             "per machine with accelerate launch in it, as accelerate_configs/slurm does",
             "yellow",
         )
-    for promised, name in GUARANTEED_EQUAL.items():
+    for promised, name in PROMISED_SIZES.items():
         wanted, found = os.environ.get(promised, ""), os.environ.get(name, "1")
         if wanted.isdecimal() and wanted != found:
             stop(

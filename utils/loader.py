@@ -13,7 +13,7 @@ from .agree import same_on_all
 from .console import stop
 from .fingerprint import digest
 from .layout import Layout
-from .randomness import Stream, combine, random_normal, random_uniform, widest_float
+from .randomness import Purpose, combine, random_normal, random_uniform, widest_float
 from .sampler import GlobalSampler, MicroBatch
 
 
@@ -154,7 +154,7 @@ class GlobalLoader:
         self.stream_seed = seed
         if seed is None or self.name != kind:
             number = 0 if self.name == kind else int(digest(self.name), 16)
-            self.stream_seed = combine(-1 if seed is None else seed, number, Stream.LOADER)  # -1: no training seed
+            self.stream_seed = combine(-1 if seed is None else seed, number, Purpose.LOADER)  # -1: no training seed
         self.sums_gradients = shard is not None or layout.virtual_processes > 0
         self.sampler = GlobalSampler(
             min(len(dataset), max_samples or len(dataset)),
@@ -198,7 +198,7 @@ class GlobalLoader:
         if self.sampler.order is not None:
             same_on_all({f"order({epoch}) of the {self.name} loader": digest(self.sampler.items(epoch)[0])})
         grad_divisor = 1 if self.sums_gradients else self.sampler.num_slots
-        key = combine(self.stream_seed, epoch, Stream.SAMPLES)
+        key = combine(self.stream_seed, epoch, Purpose.SAMPLES)
         read = self._read(epoch, first_step)
         batches = (Batch(**vars(part), data=data, grad_divisor=grad_divisor, key=key) for part, data in read)
         return batches if self.loss_weights is None else self._weighted(batches)

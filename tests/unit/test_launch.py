@@ -335,14 +335,6 @@ def test_the_user_sets_the_threads_or_they_are_a_share_of_the_cores(monkeypatch,
     assert torch.get_num_threads() == 1
 
 
-def test_a_run_that_the_launcher_restarted_resumes(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    args = run_flags(resume=False)
-    make_accelerator(args)
-    assert args.resume is True
-
-
 def test_restarts_need_a_folder_and_a_store_of_their_own(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(SystemExit):

@@ -213,7 +213,7 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
     }
     data = {"dataset": "mnist", "train samples": 1003}
     monkeypatch.setattr(banner, "describe_topology", lambda accelerator: runs)
-    banner.announce(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, data, 64)
+    banner.print_banner(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, data, 64)
     assert capsys.readouterr().out.splitlines() == [
         "topology      4 processes on 2 machines (MULTI_CPU over gloo), each cpu with 1 thread, precision bf16",
         "config        some.yaml",
@@ -222,10 +222,12 @@ def test_the_banner_says_what_will_run(monkeypatch, capsys):
         "data          dataset mnist, train samples 1003",
         "output        runs/a",
     ]
-    banner.announce(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
+    banner.print_banner(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, {"dataset": "a\x1b[31m"}, 64)
     assert "dataset a\\x1b[31m\n" in capsys.readouterr().out  # and not in red
     parts = SimpleNamespace(batch="4 micro-batches", notes={"copies": 2})
-    assert banner.announce(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, {}, 64, parts) == runs | {"copies": 2}
+    assert banner.print_banner(fake_accelerator(4, accumulation=2), "runs/a", 10, 25, {}, 64, parts) == runs | {
+        "copies": 2
+    }
     assert "64 = 4 micro-batches x 2 accumulation steps" in capsys.readouterr().out
 
 

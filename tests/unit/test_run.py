@@ -370,6 +370,14 @@ def test_the_first_step_is_looked_at_once(start, monkeypatch):
     assert len(ends) == 1
 
 
+def test_a_run_that_the_launcher_restarted_resumes(start, monkeypatch):
+    assert start(scripted(stops=True)) == EXIT_REQUEUE
+    assert start(scripted()) == 2  # the folder holds a run
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert start(scripted()) is None
+
+
 def test_a_learning_rate_for_each_optimizer(start, tmp_path):
     assert start(Small(optimizers=2, counted=True)) is None
     for line in lines(tmp_path / "run", "train"):

@@ -117,12 +117,12 @@ class Checkpoints:
         kinds |= {"models": {name: known.pop(name) for name in self.models}, "state": known}
         return json.loads(json.dumps(kinds, default=str))  # tuples become lists
 
-    def save(self, step: int, extra: dict, sync: Callable[[], None] | None = None) -> None:
+    def save(self, step: int, run_state: dict, sync: Callable[[], None] | None = None) -> None:
         """Copy the state after `step` steps; a thread writes it to the disk. Collective.
 
         Args:
-            extra: JSON of the main process.
-            sync: called first by the thread, to flush the files that `extra` refers to.
+            run_state: JSON of the main process.
+            sync: called first by the thread, to flush the files that `run_state` refers to.
 
         Raises:
             SystemExit: on every rank, if the previous checkpoint could not be written or had a parameter that is not
@@ -156,7 +156,7 @@ class Checkpoints:
                 "num_processes": self.accelerator.num_processes,
                 "torch": torch.__version__,
                 "state": {name: saved for name, saved in state.items() if name not in self.models},
-                "extra": extra,
+                "extra": run_state,
             }
         if is_main or rank in others:
             files, self.rows = files_to_write(tensors, shares[rank], rank)
@@ -222,7 +222,7 @@ class Checkpoints:
         """Load the newest whole checkpoint, also on a different number of processes. Collective.
 
         Returns:
-            Its step and its extra; (0, {}) where there is none.
+            Its step and its run_state; (0, {}) where there is none.
 
         Raises:
             SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit; or if a rank
