@@ -30,7 +30,6 @@ from .banner import code_digests
 from .console import stop
 from .failures.errors import explain_errors
 from .failures.processes import check_restarts, follow_launcher
-from .failures.watchdog import watch
 from .flags import with_defaults
 from .launched import (
     bind_gloo_to_the_route,
@@ -83,7 +82,10 @@ def make_accelerator(
     if accelerator.device.type == "cuda":
         atexit.register(abort_process_group)
     check_topology(accelerator)
-    watch(accelerator, settings.timeout_s)
+    if accelerator.num_processes > 1:
+        from .failures.watchdog import watch
+
+        watch(accelerator, settings.timeout_s)
     code = {f"SHA-256 of {name}": digest for name, digest in code_digests().items()}
     same_on_all({"script": Path(sys.argv[0]).name, **code, **vars(args)})
     if settings.virtual_processes:

@@ -23,7 +23,7 @@ newest: object | None = None  # one thread per process: that of the last run
 
 
 def watch(accelerator: Accelerator, timeout_s: float) -> None:
-    """Watch the thread that calls this from its first micro-batch on; does nothing with one process.
+    """Watch the thread that calls this from its first micro-batch on.
 
     A thread also ends a process that has lost its launcher for `timeout_s`: the kernel has sent SIGTERM, which a main
     thread that waits for a GPU cannot handle.
@@ -56,5 +56,4 @@ def watch(accelerator: Accelerator, timeout_s: float) -> None:
                     sys.stderr,
                 )
 
-    if accelerator.num_processes > 1:
-        threading.Thread(target=run, name="watchdog", daemon=True).start()
+    threading.Thread(target=run, name="watchdog", daemon=True).start()
