@@ -114,6 +114,31 @@ def test_everything_that_a_step_needs_comes_back(tmp_path, accelerator):
     assert_equal(first, second)
 
 
+def test_a_learning_rate_that_is_a_tensor_comes_back(tmp_path, accelerator):
+    def built(rate):
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), torch.tensor(rate), capturable=False)}
+
+    first = built(0.5)
+    saver = checkpoints(accelerator, tmp_path, first)
+    first["optimizer"].param_groups[0]["lr"].fill_(0.125)
+    saver.save(1, {})
+    second = built(0.5)
+    checkpoints(accelerator, tmp_path, second).load()
+    rate = second["optimizer"].param_groups[0]["lr"]
+    assert (type(rate), rate.item()) == (torch.Tensor, 0.125)
+
+
+def test_a_buffer_whose_type_changes_between_two_saves_is_saved_in_its_new_type(tmp_path, accelerator):
+    model = nn.BatchNorm1d(2)
+    saver = checkpoints(accelerator, tmp_path, {"model": model})
+    saver.save(1, {})
+    model.running_mean = torch.full((2,), 1 + 2**-40, dtype=torch.float64)
+    saver.save(2, {})
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    assert torch.equal(safetensors.torch.load_file(folder / "model.safetensors")["running_mean"], model.running_mean)
+
+
 SCHEDULERS = {
     "lambda": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1)),
     "plateau": lambda opt: PLATEAU(opt, patience=1, factor=0.5),

@@ -196,6 +196,10 @@ def test_what_differs_between_processes_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         agree.same_on_all(facts)
     assert capsys.readouterr().err == "error: rank 2 on gamma has lr 0.2, not 0.1 as rank 0 on alpha\n"
+    for values in ({"lr": 0.1}, {"lr": 0.1, "seed": 0, "momentum": 0.9}):  # one that is missing, or one more
+        monkeypatch.setattr(agree, "gather_object", lambda mine, values=values: [shared[0], ("beta", values)])
+        with pytest.raises(SystemExit):
+            agree.same_on_all(facts)
 
 
 def test_the_banner_says_what_will_run(monkeypatch, capsys):

@@ -380,6 +380,12 @@ def test_an_epoch_takes_8_bytes_per_item():
     assert items.nbytes == 8000
 
 
+def test_the_scale_of_loss_weights_changes_no_loss():
+    losses = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    large, small = (next(iter(make(Squares(), loss_weights=lambda d, s=s: s * (d[0] + 1)))) for s in (1.0, 1e-6))
+    torch.testing.assert_close(small.mean_loss(losses), large.mean_loss(losses))
+
+
 def test_loss_weights_cannot_be_combined_with_shards():
     """Samples would count once per process."""
     with pytest.raises(ValueError, match="cannot be combined with shard"):

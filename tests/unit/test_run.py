@@ -121,6 +121,12 @@ def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
     assert not (tmp_path / "short" / "model_best.safetensors").exists()
 
 
+def test_a_run_whose_patience_ends_in_its_last_test_did_not_stop_early(start, tmp_path):
+    assert start(Regression(RESULTS, epochs=5), save_best="max:score", patience=3) is None
+    found = summary(tmp_path / "run")
+    assert (found["step"], found["stopped_early"]) == (20, False)
+
+
 def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsys):
     flags = {"save_best": "max:score", "patience": 3, "checkpoint_every": 3}
     assert start(Regression(RESULTS), **flags) is None
