@@ -16,7 +16,7 @@ from .fingerprint import digest
 from .randomness import combine, generators_restored, seed_generators
 from .sampler import MicroBatch
 
-COLLATE = 1  # keeps the random numbers of collate_fn apart from those of the items
+COLLATE = 1  # keeps the random numbers of collate_fn and of the items apart
 FINGERPRINT = 2  # and the choice of items whose content is compared
 Request = tuple[int, list[int], list[int]]  # epoch, items, their random ids
 
@@ -163,7 +163,7 @@ class ItemReader:
         if is_local_main():
             show(
                 f"warning: one of the items {', '.join(map(str, chosen))} differs when it is read twice: the dataset "
-                "has a random generator of its own, so the data will depend on processes and workers, and change when "
+                "has its own random generator, so the data will depend on processes and workers, and change when "
                 "resuming; draw from the global generator of torch, Python or NumPy instead",
                 "yellow",
             )

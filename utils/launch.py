@@ -110,7 +110,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def create_accelerator(settings: argparse.Namespace, split_batch: bool, handlers: list) -> TrainingAccelerator:
-    """Create the Accelerator without those of its defaults that silently train something else."""
+    """Create the Accelerator without the defaults that silently train something else."""
     check_gpus()
     if settings.deterministic or settings.virtual_processes:
         use_deterministic_algorithms()

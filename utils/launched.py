@@ -109,7 +109,7 @@ def check_topology(accelerator: Accelerator) -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if started == 1 and tasks != "1":  # a sweep may mean it
         show(
-            f"warning: srun started {tasks} tasks, and each trains a model of its own; for one model, start one task "
+            f"warning: srun started {tasks} tasks, and each trains a separate model; for one model, start one task "
             "per machine with accelerate launch in it, as accelerate_configs/slurm does",
             "yellow",
         )
@@ -117,7 +117,7 @@ def check_topology(accelerator: Accelerator) -> None:
         wanted, found = os.environ.get(promised, ""), os.environ.get(name, "1")
         if wanted.isdecimal() and wanted != found:
             stop(
-                f"{promised} is {wanted}, but {name} is {found}, so each machine would train a model of its own: start "
+                f"{promised} is {wanted}, but {name} is {found}, so each machine would train a separate model: start "
                 f"with torchrun (`accelerate launch` overwrites these variables), or unset {promised}"
             )
     options, config = requested_topology()

@@ -19,7 +19,7 @@ from .sampler import GlobalSampler, MicroBatch
 
 @dataclasses.dataclass
 class Batch(MicroBatch):
-    """One micro-batch of one process: n samples, at least one; `indices`, `random_ids` and others are of MicroBatch.
+    """One micro-batch of one process: n samples, at least one; the other fields are inherited from MicroBatch.
 
     If the last step of an epoch has fewer samples than micro-batches, the remaining micro-batches get a stand-in: a
     real sample with weight zero, so that models never see an empty batch.
@@ -72,7 +72,7 @@ class Batch(MicroBatch):
     def rand(self, *shape: int, stream: int = 0) -> torch.Tensor:
         """Uniform random numbers in [0, 1), float32 (n, *shape), that depend only on (seed, epoch, sample, stream).
 
-        For dropout, noise and augmentation in the training loop; each use needs a `stream` of its own.
+        For dropout, noise and augmentation in the training loop; each use needs its own `stream`.
         """
         return random_uniform(combine(self.key, stream), self.random_ids, shape)
 

@@ -22,7 +22,10 @@ def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch
 
 
 class EvaluateMetrics:
-    """Gives each metric, by name or folder, every test sample once, in order; tried on `example` before training."""
+    """Computes each metric (Hub name or folder) over all test samples, once each and in order.
+
+    Each is tried on `example` before training.
+    """
 
     def __init__(self, names: list[str], example: list):
         import evaluate  # slow, and not every script's

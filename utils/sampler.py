@@ -26,7 +26,7 @@ class MicroBatch:
 
 
 class WindowShuffle:
-    """A shuffled order of `length` items that a disk likes; a slice of it is computed when it is asked for.
+    """A shuffle that reads the disk in few places at a time; slices are computed on demand.
 
     Blocks of consecutive items are permuted, and then the items of each BLOCKS blocks, which are `window` items. So
     what is read at a time lies in BLOCKS places. Only the order of the blocks is kept in memory.
