@@ -46,7 +46,11 @@ def resume_facts(args: argparse.Namespace, loaders: dict[str, GlobalLoader], dat
 
 
 class MicroBatches(list):
-    """The micro-batches of a step. Whenever they are iterated, `seed(batch)` is called before each."""
+    """The micro-batches of a step. To iterate over them is to call `seed(batch)` before each.
+
+    So two passes over them draw the same numbers. A slice is a list without this: a pipeline, which gets slices, draws
+    on from the first micro-batch's seed.
+    """
 
     def __init__(self, batches: Iterable[Batch], seed: Callable[[Batch], None]):
         super().__init__(batches)

@@ -24,7 +24,7 @@ from utils import agree, checkpoint
 from utils.checkpoint import Checkpoints, read_checkpoint, save_model
 from utils.checkpoint import folder as disk
 from utils.checkpoint.folder import CheckpointError, SavedTensor, newest_first, write_manifest
-from utils.checkpoint.state import files_to_write, tensor_parts
+from utils.checkpoint.state import assign_parts, files_to_write, tensor_parts
 
 
 @pytest.fixture
@@ -314,21 +314,21 @@ def test_each_rank_writes_its_rows_in_a_format_that_torch_reads(tmp_path, replic
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     whole = {"weight": torch.randn(5, 3), "row": torch.randn(1, 4).bfloat16(), "mask": torch.rand(6) < 0.5}
-    digests, taken = {}, set()
+    digests, parts = {}, []
     for rank in range(replicas * shards):
         torch.distributed.init_process_group("fake", rank=rank, world_size=replicas * shards, store=FakeStore())
         try:
             mesh, tensors = init_device_mesh("cpu", (replicas, shards) if replicas > 1 else (shards,)), dict(whole)
             for name in ("weight", "row"):
-                parts, shard = whole[name].chunk(shards), rank % shards
-                local = parts[shard] if shard < len(parts) else whole[name][:0]
+                rows, shard = whole[name].chunk(shards), rank % shards
+                local = rows[shard] if shard < len(rows) else whole[name][:0]
                 options = {"shape": whole[name].shape, "stride": whole[name].stride()}
                 placements = [Replicate(), Shard(0)][-mesh.ndim :]
                 tensors[name] = DTensor.from_local(local, mesh, placements, **options)
             files = {"model.safetensors": tensors}
-            share, taken = tensor_parts(files) - taken, tensor_parts(files) | taken
-            files, rows = files_to_write(files, share, rank)
-            digests |= disk.write_files(tmp_path, files, rows)
+            parts.append(tensor_parts(files))
+            files, first_rows = files_to_write(files, assign_parts(parts)[rank], rank)
+            digests |= disk.write_files(tmp_path, files, first_rows)
         finally:
             torch.distributed.destroy_process_group()
     assert digests.keys() == {"model.safetensors", *(f"model.rank_{rank}.safetensors" for rank in range(1, shards))}

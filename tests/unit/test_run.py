@@ -384,6 +384,20 @@ def test_a_run_that_the_launcher_restarted_resumes(start, monkeypatch):
     assert start(scripted()) is None
 
 
+def test_the_watchdog_counts_the_micro_batches_of_training_and_tests_and_nothing_after_the_run(start, monkeypatch):
+    counted, seed_model = [], Run._seed_model
+
+    def count(run, *args, **kwargs):
+        seed_model(run, *args, **kwargs)
+        counted.append(run.accelerator.micro_batches)
+
+    monkeypatch.setattr(Run, "_seed_model", count)
+    script = Regression(epochs=2)
+    assert start(script) is None
+    assert counted == [*range(1, 2 * (4 + 3) + 1)]  # 4 steps and 3 batches of the test per epoch
+    assert script.run.accelerator.micro_batches == 0
+
+
 def test_a_learning_rate_for_each_optimizer(start, tmp_path):
     assert start(Small(optimizers=2, counted=True)) is None
     for line in lines(tmp_path / "run", "train"):
