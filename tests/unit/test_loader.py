@@ -380,6 +380,14 @@ def test_an_epoch_takes_8_bytes_per_item():
     assert items.nbytes == 8000
 
 
+def test_a_batch_with_fewer_samples_than_micro_batches_has_the_same_mean():
+    (step, *_) = by_step(2, 2, 0, dataset=Squares(), batch_size=3)
+    assert [batch.is_stand_in for batch in step] == [False, False, False, True]
+    values = {int(i): float(i) for i in indices(step)}
+    parts = [batch.mean_loss(batch.indices.float()) for batch in step]
+    assert float(sum(parts)) / 4 == pytest.approx(sum(values.values()) / 3)
+
+
 def test_the_scale_of_loss_weights_changes_no_loss():
     losses = torch.tensor([1.0, 2.0, 3.0, 4.0])
     large, small = (next(iter(make(Squares(), loss_weights=lambda d, s=s: s * (d[0] + 1)))) for s in (1.0, 1e-6))
