@@ -106,6 +106,9 @@ SCORES = {4: 0.5, 8: 0.9, 12: 0.2, 16: 0.8, 20: 0.9, 24: 1.0}
 RESULTS = {step: {"score": score, "f1": score, "confusion": [[1]]} for step, score in SCORES.items()}
 
 
+# --- the best result, and patience ------------------------------------------------------------
+
+
 def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
     assert start(Regression(RESULTS, epochs=5), save_best="max:score") is None
     assert start(Regression(RESULTS, epochs=2), "short") is None
@@ -376,6 +379,9 @@ def test_the_first_step_is_looked_at_once(start, monkeypatch):
     assert len(ends) == 1
 
 
+# --- resuming, and what a loop draws ----------------------------------------------------------
+
+
 def test_a_run_that_the_launcher_restarted_resumes(start, monkeypatch):
     assert start(scripted(stops=True)) == EXIT_REQUEUE
     assert start(scripted()) == 2  # the folder holds a run
@@ -504,6 +510,9 @@ def test_what_a_script_draws_is_the_same_when_resumed(start, monkeypatch, step, 
     assert [len(set(numbers)) for numbers in zip(*whole.drawn.values(), strict=True)] == [6 + 12] * 5
 
 
+# --- mistakes of a loop -----------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("accumulation", [2, 5])
 def test_accumulate_that_was_forgotten_is_an_error(start, accumulation):
     with pytest.raises(RuntimeError, match="gradient accumulation is out of step"):
@@ -573,6 +582,9 @@ def test_what_goes_on_with_other_numbers_when_resuming_is_a_warning(start, monke
 def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path):
     assert start(Small(leave_at=3)) is None
     assert summary(tmp_path / "run")["step"] == 2
+
+
+# --- data that changed ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("train", "test", "said"), [(47, 47, "data.train was 48"), (48, 47, "data.test was 48")])
@@ -648,6 +660,9 @@ def test_a_second_loader_is_part_of_the_run(start, capsys, changed, said):
         assert start(whole, "whole") is None
         assert first.read | resumed.read == whole.read
         assert len(set(itertools.chain(*list(whole.read.values())[:3]))) == 50  # an epoch of the second loader
+
+
+# --- numbers of steps, and complete runs ------------------------------------------------------
 
 
 class Normalised:
