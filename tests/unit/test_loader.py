@@ -66,6 +66,9 @@ def by_step(processes, accumulation, epoch, first_step=0, **options):
     return steps
 
 
+# --- how a step is cut ------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize("seed", [5, None])
 def test_virtual_processes_get_the_same_parts_on_any_number_of_processes(processes, seed):
