@@ -13,13 +13,13 @@ from .agree import same_on_all
 from .console import stop
 from .fingerprint import digest
 from .layout import Layout
-from .randomness import Stream, combine, random_normal, random_uniform, widest_float
+from .randomness import Purpose, combine, random_normal, random_uniform, widest_float
 from .sampler import GlobalSampler, MicroBatch
 
 
 @dataclasses.dataclass
 class Batch(MicroBatch):
-    """One micro-batch of one process: n samples, at least one; `indices`, `random_ids` and others are of MicroBatch.
+    """One micro-batch of one process: n samples, at least one; the other fields are inherited from MicroBatch.
 
     If the last step of an epoch has fewer samples than micro-batches, the remaining micro-batches get a stand-in: a
     real sample with weight zero, so that models never see an empty batch.
@@ -72,7 +72,7 @@ class Batch(MicroBatch):
     def rand(self, *shape: int, stream: int = 0) -> torch.Tensor:
         """Uniform random numbers in [0, 1), float32 (n, *shape), that depend only on (seed, epoch, sample, stream).
 
-        For dropout, noise and augmentation in the training loop; each use needs a `stream` of its own.
+        For dropout, noise and augmentation in the training loop; each use needs its own `stream`.
         """
         return random_uniform(combine(self.key, stream), self.random_ids, shape)
 
@@ -117,8 +117,6 @@ class GlobalLoader:
         drop_last: see GlobalSampler.
     """
 
-    newest_order: list | None = None  # the last epoch whose `order` was asked for, and a digest of it
-
     def __init__(
         self,
         dataset,
@@ -153,10 +151,7 @@ class GlobalLoader:
             stop("a loader is part of the run, which compares its data when resuming: make it before run.start")
         if self.name in accelerator.loaders:
             stop(f"two loaders are named {self.name!r}: give the second a name, as in GlobalLoader(..., name='other')")
-        self.stream_seed = seed
-        if seed is None or self.name != kind:
-            number = 0 if self.name == kind else int(digest(self.name), 16)
-            self.stream_seed = combine(-1 if seed is None else seed, number, Stream.LOADER)  # -1: no training seed
+        self.stream_seed = stream_seed(seed, self.name, kind)
         self.sums_gradients = shard is not None or layout.virtual_processes > 0
         self.sampler = GlobalSampler(
             min(len(dataset), max_samples or len(dataset)),
@@ -169,12 +164,9 @@ class GlobalLoader:
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {self.sampler.length} items of an epoch: use fewer")
-        self.tensors, self.reader, device = None, None, accelerator.device
-        is_plain = gives_its_tensors(dataset) and collate_fn is None
-        free_bytes = torch.cuda.mem_get_info(device)[0] if is_plain and device.type == "cuda" else float("inf")
-        if is_plain and sum(tensor.nbytes for tensor in dataset.tensors) <= free_bytes / 4:
-            self.tensors = [tensor.to(device) for tensor in dataset.tensors]
-        else:
+        self.reader, device = None, accelerator.device
+        self.tensors = tensors_on_device(dataset, device) if collate_fn is None else None
+        if self.tensors is None:
             from .items import ItemReader  # not needed for images in memory
 
             self.reader = ItemReader(dataset, collate_fn, self.stream_seed, deterministic, num_workers, device)
@@ -198,10 +190,9 @@ class GlobalLoader:
         Collective if `loss_weights` or `order` is set.
         """
         if self.sampler.order is not None:
-            self.newest_order = [epoch, digest(self.sampler.items(epoch)[0])]
-            same_on_all({f"order({epoch}) of the {self.name} loader": self.newest_order[1]})
+            same_on_all({f"order({epoch}) of the {self.name} loader": digest(self.sampler.items(epoch)[0])})
         grad_divisor = 1 if self.sums_gradients else self.sampler.num_slots
-        key = combine(self.stream_seed, epoch, Stream.SAMPLES)
+        key = combine(self.stream_seed, epoch, Purpose.SAMPLES)
         read = self._read(epoch, first_step)
         batches = (Batch(**vars(part), data=data, grad_divisor=grad_divisor, key=key) for part, data in read)
         return batches if self.loss_weights is None else self._weighted(batches)
@@ -249,7 +240,7 @@ class GlobalLoader:
     def describe(self) -> dict:
         """The size of the data and a fingerprint, which must be the same on all processes and when resuming.
 
-        The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of five items.
+        The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of 16 items.
         With `order`, a digest of the first two epochs is added.
         """
         fingerprint = getattr(self.dataset, "fingerprint", None)
@@ -260,34 +251,6 @@ class GlobalLoader:
         if self.sampler.order is not None:
             facts["order"] = digest([self.sampler.items(epoch)[0] for epoch in (0, 1)])
         return facts
-
-    def last_sample(self) -> list | None:
-        """The sample that this process has read last, as ItemReader asks for it, and its digest, for `check_sample`."""
-        if self.reader is None or self.reader.newest is None:
-            return None
-        epoch, indices, random_ids = self.reader.newest
-        request = epoch, indices[-1:].tolist(), random_ids[-1:].tolist()
-        return [request, self.reader.digest_of(request)]
-
-    def check_sample(self, sample: list | None) -> None:
-        """Stop if the sample of a checkpoint is a different one today."""
-        if sample is None or self.reader is None:
-            return
-        request, saved = sample
-        now = self.reader.digest_of(request)
-        if "differs" not in (now, saved) and now != saved:
-            stop(
-                f"the training data have changed since the checkpoint was saved: the digest of item {request[1][0]} is "
-                f"{now}, not {saved}; restore them, or start a new run with another --output_dir"
-            )
-
-    def check_order(self, order: list | None) -> None:
-        """Stop if the order of a checkpoint's epoch, as in `newest_order`, is a different one today."""
-        if order is not None and (now := digest(self.sampler.items(order[0])[0])) != order[1]:
-            stop(
-                f"order({order[0]}) has changed since the checkpoint was saved: its digest is {now}, not {order[1]}; "
-                "restore it, or start a new run with another --output_dir"
-            )
 
     def settings(self) -> dict:
         """What decides, beside the data, which samples a step has."""
@@ -302,6 +265,23 @@ def describe_data(loaders: dict[str, GlobalLoader]) -> dict:
     orders = {f"{name}_order": facts["order"] for name, facts in described.items() if "order" in facts}
     fingerprints = dict.fromkeys(facts["fingerprint"] for facts in described.values())
     return {**items, **orders, "fingerprint": "-".join(fingerprints)}
+
+
+def stream_seed(seed: int | None, name: str, kind: str) -> int:
+    """The seed of a loader: of training its own, of a test, or of a further loader, one that depends on the name."""
+    if seed is not None and name == kind:
+        return seed
+    number = 0 if name == kind else int(digest(name), 16)
+    return combine(-1 if seed is None else seed, number, Purpose.LOADER)  # -1: no training seed
+
+
+def tensors_on_device(dataset, device: torch.device) -> list[torch.Tensor] | None:
+    """The tensors of a TensorDataset, on the device; None for other data, and if a GPU has too little free memory."""
+    if not gives_its_tensors(dataset):
+        return None
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
+    is_small = sum(tensor.nbytes for tensor in dataset.tensors) <= free_bytes / 4
+    return [tensor.to(device) for tensor in dataset.tensors] if is_small else None
 
 
 def gives_its_tensors(dataset) -> bool:

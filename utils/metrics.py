@@ -99,10 +99,10 @@ class Metrics:
             else:
                 weights = torch.stack(weights).to(values)
                 values = (values * weights).masked_fill(weights == 0, 0)
-                weights = add_columns(weights)
+                weights = sum_rows_pairwise(weights)
             is_bad = values * 0 != 0  # on CPUs 10 times faster than isfinite
             bad = is_bad.sum(1), torch.where(is_bad, torch.stack(indices), -1).amax(1)
-            self.sums.append((keys, torch.stack([add_columns(values), weights, *bad])))
+            self.sums.append((keys, torch.stack([sum_rows_pairwise(values), weights, *bad])))
 
     def reduce(self) -> dict[str, float]:
         """The means by name, losses first, and "samples", over all processes; then start again. Collective.
@@ -131,6 +131,18 @@ class Metrics:
 
     def _over_processes(self) -> tuple[dict[str, list[list[float]]], int]:
         """By metric, the weighted sum and the sum of the weights, by `exact_sum`; and the number of samples."""
+        own, bad = self._own_sums()
+        by_rank = gather_object([(own, self.samples, bad)])
+        self._stop_if_bad([found for *_, bad in by_rank for found in bad])
+        everyone = [sums for sums, _, _ in by_rank]
+        # In a pipeline, only the last stage has losses.
+        if self.accelerator.layout.split_batch and {} in everyone and any(everyone):
+            stop(f"rank {everyone.index({})} added no metrics and others did: add them on every rank")
+        samples = self.saved["samples"] + sum(samples for _, samples, _ in by_rank)
+        return add_sums([*everyone, self.saved["sums"]]), samples
+
+    def _own_sums(self) -> tuple[dict[str, list[list[float]]], list[tuple[str, int, int, int]]]:
+        """The sums of this process, and the losses that are not finite, for `_stop_if_bad`."""
         self._add_up()
         keys = [key for keys, _ in self.sums for key in keys]
         columns = torch.cat([sums for _, sums in self.sums], dim=1).T.tolist() if keys else []  # waits for the device
@@ -140,20 +152,7 @@ class Metrics:
             own[name][1].append(weight)
             if num_bad and is_loss(name):
                 bad.append((step, name, int(num_bad), int(sample)))
-        own = {name: [*map(exact_sum, pair)] for name, pair in own.items()}
-        by_rank = gather_object([(own, self.samples, bad)])
-        self._stop_if_bad([found for *_, bad in by_rank for found in bad])
-        everyone = [sums for sums, _, _ in by_rank]
-        # In a pipeline, only the last stage has losses.
-        if self.accelerator.layout.split_batch and {} in everyone and any(everyone):
-            stop(f"rank {everyone.index({})} added no metrics and others did: add them on every rank")
-        everyone.append(self.saved["sums"])
-        names = sorted({name for sums in everyone for name in sums}, key=lambda name: (not is_loss(name), name))
-        total = {}
-        for name in names:
-            pairs = zip(*(sums[name] for sums in everyone if name in sums), strict=True)
-            total[name] = [exact_sum([*map(float, itertools.chain(*parts))]) for parts in pairs]
-        return total, self.saved["samples"] + sum(samples for _, samples, _ in by_rank)
+        return {name: [*map(exact_sum, pair)] for name, pair in own.items()}, bad
 
     def _stop_if_bad(self, bad: list[tuple[int, str, int, int]]) -> None:
         """bad: the step, the loss, how many samples and the index of one, of each micro-batch that has some."""
@@ -170,6 +169,16 @@ class Metrics:
         )
 
 
+def add_sums(everyone: list[dict]) -> dict[str, list[list[float]]]:
+    """Add the sums of processes by metric, losses first; a number may be a string."""
+    names = sorted({name for sums in everyone for name in sums}, key=lambda name: (not is_loss(name), name))
+    total = {}
+    for name in names:
+        pairs = zip(*(sums[name] for sums in everyone if name in sums), strict=True)
+        total[name] = [exact_sum([*map(float, itertools.chain(*parts))]) for parts in pairs]
+    return total
+
+
 def exact_sum(terms: list[float]) -> list[float]:
     """The exact sum, as the sum of a few floats: the sum rounded to a float, then the rest, and so on.
 
@@ -183,7 +192,7 @@ def exact_sum(terms: list[float]) -> list[float]:
     return parts
 
 
-def add_columns(terms: torch.Tensor) -> torch.Tensor:
+def sum_rows_pairwise(terms: torch.Tensor) -> torch.Tensor:
     """The sum of each row of `terms` (rows, columns), which it overwrites: (rows,).
 
     Halves are added elementwise: in torch.sum, strides decide the order of additions, and on GPUs the shape.

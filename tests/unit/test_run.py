@@ -106,6 +106,9 @@ SCORES = {4: 0.5, 8: 0.9, 12: 0.2, 16: 0.8, 20: 0.9, 24: 1.0}
 RESULTS = {step: {"score": score, "f1": score, "confusion": [[1]]} for step, score in SCORES.items()}
 
 
+# --- the best result, and patience ------------------------------------------------------------
+
+
 def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
     assert start(Regression(RESULTS, epochs=5), save_best="max:score") is None
     assert start(Regression(RESULTS, epochs=2), "short") is None
@@ -119,6 +122,12 @@ def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
     assert (found["best_score"], found["best_step"], found["test_score"]) == (0.9, 8, 0.9)
     assert found["stopped_early"] is False
     assert not (tmp_path / "short" / "model_best.safetensors").exists()
+
+
+def test_a_run_whose_patience_ends_in_its_last_test_did_not_stop_early(start, tmp_path):
+    assert start(Regression(RESULTS, epochs=5), save_best="max:score", patience=3) is None
+    found = summary(tmp_path / "run")
+    assert (found["step"], found["stopped_early"]) == (20, False)
 
 
 def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsys):
@@ -370,14 +379,29 @@ def test_the_first_step_is_looked_at_once(start, monkeypatch):
     assert len(ends) == 1
 
 
-def test_the_last_sample_and_the_order_of_a_checkpoint_are_compared_when_resuming(start, monkeypatch):
-    compared = {}
-    for name in ("check_sample", "check_order"):
-        monkeypatch.setattr(GlobalLoader, name, lambda _, saved, name=name: compared.setdefault(name, []).append(saved))
-    assert start(scripted(stops=True, order=lambda _: torch.arange(40))) == EXIT_REQUEUE
-    assert start(scripted(order=lambda _: torch.arange(40)), resume=True) is None
-    assert [first for first, _ in compared.values()] == [None, None]
-    assert [len(saved) for _, saved in compared.values()] == [2, 2]
+# --- resuming, and what a loop draws ----------------------------------------------------------
+
+
+def test_a_run_that_the_launcher_restarted_resumes(start, monkeypatch):
+    assert start(scripted(stops=True)) == EXIT_REQUEUE
+    assert start(scripted()) == 2  # the folder holds a run
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert start(scripted()) is None
+
+
+def test_the_watchdog_counts_the_micro_batches_of_training_and_tests_and_nothing_after_the_run(start, monkeypatch):
+    counted, seed_model = [], Run._seed_model
+
+    def count(run, *args, **kwargs):
+        seed_model(run, *args, **kwargs)
+        counted.append(run.accelerator.micro_batches)
+
+    monkeypatch.setattr(Run, "_seed_model", count)
+    script = Regression(epochs=2)
+    assert start(script) is None
+    assert counted == [*range(1, 2 * (4 + 3) + 1)]  # 4 steps and 3 batches of the test per epoch
+    assert script.run.accelerator.micro_batches == 0
 
 
 def test_a_learning_rate_for_each_optimizer(start, tmp_path):
@@ -486,6 +510,9 @@ def test_what_a_script_draws_is_the_same_when_resumed(start, monkeypatch, step, 
     assert [len(set(numbers)) for numbers in zip(*whole.drawn.values(), strict=True)] == [6 + 12] * 5
 
 
+# --- mistakes of a loop -----------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("accumulation", [2, 5])
 def test_accumulate_that_was_forgotten_is_an_error(start, accumulation):
     with pytest.raises(RuntimeError, match="gradient accumulation is out of step"):
@@ -555,6 +582,9 @@ def test_what_goes_on_with_other_numbers_when_resuming_is_a_warning(start, monke
 def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path):
     assert start(Small(leave_at=3)) is None
     assert summary(tmp_path / "run")["step"] == 2
+
+
+# --- data that changed ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("train", "test", "said"), [(47, 47, "data.train was 48"), (48, 47, "data.test was 48")])
@@ -630,6 +660,9 @@ def test_a_second_loader_is_part_of_the_run(start, capsys, changed, said):
         assert start(whole, "whole") is None
         assert first.read | resumed.read == whole.read
         assert len(set(itertools.chain(*list(whole.read.values())[:3]))) == 50  # an epoch of the second loader
+
+
+# --- numbers of steps, and complete runs ------------------------------------------------------
 
 
 class Normalised:

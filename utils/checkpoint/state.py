@@ -5,10 +5,7 @@ number of processes saved, sharded or not. `must_match` describes the object bef
 same when resuming.
 """
 
-import copy
-import hashlib
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -30,9 +27,6 @@ class ModelState:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        for name, value in model.state_dict().items():
-            if not isinstance(value, torch.Tensor):
-                stop(f"{name} of a model cannot be saved: it is a {type(value).__name__}, not a tensor like a buffer")
         check_dtypes(model.state_dict())
         self.must_match = {name: type_and_shape(tensor) for name, tensor in self.save()[0].items()}
 
@@ -122,30 +116,6 @@ class ObjectState:
         self.instance.load_state_dict(state)
 
 
-def factor_functions(schedule) -> list[Callable[[int], float]]:
-    """The functions of LambdaLR and MultiplicativeLR, also inside of SequentialLR and ChainedScheduler."""
-    if not isinstance(schedule, LRScheduler):
-        return []
-    inner = getattr(schedule, "_schedulers", [])  # no public API
-    return [*getattr(schedule, "lr_lambdas", []), *(function for part in inner for function in factor_functions(part))]
-
-
-def digest_of_factors(function: Callable[[int], float], total_steps: int) -> str | None:
-    """A digest of a learning rate's factors at steps 0 to `total_steps`: at each of the first 500, and 500 later ones.
-
-    None if they cannot be known ahead: they are random, or there is an error, also in copying the function's state.
-    """
-    steps = [*range(min(total_steps + 1, 500)), *range(500, total_steps + 1, max(total_steps // 500, 1))]
-    try:
-        # Without the last digits, which differ between machines. Calling a copy leaves an object's own state alone.
-        copies = copy.deepcopy(function), copy.deepcopy(function)
-        first, second = ([f"{float(copied(step)):.6g}" for step in steps] for copied in copies)
-    except Exception:  # of any type: it is the user's
-        return None
-    digest = hashlib.sha256(" ".join(first).encode()).hexdigest()[:16]
-    return f"SHA-256 {digest} at steps 0 to {total_steps}" if first == second else None
-
-
 def take_out_tensors(state, tensors: Tensors, path: str):
     """A state_dict, or a part of it, as JSON: each tensor goes to `tensors` and leaves {"tensor": path}."""
     if isinstance(state, torch.Tensor):
@@ -192,6 +162,11 @@ def to_json(state, leave_out: set[str]):
 def tensor_parts(files: Files) -> set[tuple[str, str, int]]:
     """The file, name and first row of the tensors that this process has, whole or some rows of them."""
     return {(file, name, local_rows(tensor)[1]) for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+def assign_parts(by_rank: list[set]) -> list[set]:
+    """What each rank writes of the parts that each has: the first rank that has a part writes it."""
+    return [parts.difference(*by_rank[:rank]) for rank, parts in enumerate(by_rank)]
 
 
 def files_to_write(files: Files, share: set[tuple[str, str, int]], rank: int) -> tuple[Files, FirstRows]:

@@ -20,7 +20,7 @@ from ..console import stop
 from ..randomness import combine, generators_restored, seed_generators
 from .shards import local_rows
 
-HOOKS = (
+HOOKS = (  # meta-pytorch/torchrec#4268
     "FSDP calls no hooks set by register_hook or before prepare: use register_post_accumulate_grad_hook after prepare, "
     "where parameter.grad is a shard of the average over the processes"
 )
@@ -131,8 +131,8 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     average.module)` after `prepare`.
 
     Raises:
-        SystemExit: if the config file asks for what this does not do, or the model has a parameter without dimensions,
-            which has no rows to share.
+        SystemExit: if the config file asks for what this does not do.
+        ValueError: by torch, if the model has a parameter without dimensions, which has no rows to share.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
@@ -140,8 +140,6 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
 
     if isinstance(model, FSDPModule):
         return
-    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
-        stop(f"FSDP cannot shard 0-dimensional parameters such as {scalars[0]}: give it shape (1,)")
     plugin, dynamo = accelerator.state.fsdp_plugin, accelerator.state.dynamo_plugin
     is_set = {key: getattr(plugin, key) for key in ("cpu_ram_efficient_loading", "activation_checkpointing")}
     is_set["offload_params"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy) and accelerator.device.type == "cpu"
@@ -165,7 +163,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     ids = [*map(id, model.parameters())]
 
     def check(*_) -> None:
-        """Runs before the first forward pass, which would undo ties made after prepare."""
+        """Runs before the first forward pass, which would undo ties made after prepare: facebookresearch/lingua#75."""
         if [*map(id, model.parameters())] != ids:
             stop("FSDP does not see parameters that are tied or replaced after prepare: do so before")
         handle.remove()
@@ -227,8 +225,6 @@ def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
     for pair in zip(*([*part.parameters(), *part.buffers()] for part in (average, model)), strict=True):
         # Not as DTensors: a model also has plain buffers, and torch does not accept mixed lists.
         shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in pair]
-        if shards[0].shape != shards[1].shape:
-            stop("the average of a sharded model is whole: call shard(accelerator, average.module) after prepare")
         (to_average if decay and shards[0].is_floating_point() else to_copy).append(shards)
     if to_average:
         torch._foreach_lerp_(*zip(*to_average, strict=True), 1 - decay)
