@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts.transformer import Transformer
-from utils.extras.data_sheets import peak_tflops
+from tools.doctor.data_sheets import peak_tflops
 
 FILE = Path(__file__).with_name("gpus.json")
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # of the table, and of Accelerate

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from readers.images_in_memory import load_images
 from scripts.gradient_accumulation import CellNet, count_ink_cells, losses_and_predictions
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
 from utils.sampler import GlobalSampler
 
 NUM_IMAGES, BATCH, MEMORY_BATCH = 1069, 128, 16384

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.model_split import STAGES
 from scripts import model_split
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.parallel import pipeline

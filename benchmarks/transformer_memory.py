@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from scripts.transformer import Transformer
-from utils.memory import own_peak_memory_gib
+from utils.progress import own_peak_memory_gib
 
 STEPS = 3
 PARTS = 4  # micro-batches, where there are several

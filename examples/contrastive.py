@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of ut
 from utils import launch
 from utils.flags import ArgumentParser
 from utils.loader import GlobalLoader
-from utils.parallel.gather_samples import gather_samples
 from utils.run import Run
+from utils.sample_metrics import gather_samples
 
 
 def parse_args():

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import flags, launch
-from utils.extras.evaluate_metrics import EvaluateMetrics
 from utils.loader import GlobalLoader
 from utils.run import Run
+from utils.sample_metrics import EvaluateMetrics
 
 CORRELATION = str(Path(__file__).with_name("correlation"))
 

@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
 from utils import flags, launch
-from utils.extras.evaluate_metrics import EvaluateMetrics
 from utils.loader import GlobalLoader
 from utils.run import Run
+from utils.sample_metrics import EvaluateMetrics
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
 PAD = 0

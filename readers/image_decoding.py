@@ -8,7 +8,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from utils.console import stop
-from utils.topology import share_of_cores
+from utils.launched import share_of_cores
 
 
 def open_upright(cell: dict) -> Image.Image:

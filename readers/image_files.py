@@ -15,7 +15,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import v2 as transforms
 
 from utils.items import UnreadableItem
-from utils.topology import share_of_cores
+from utils.launched import share_of_cores
 
 from .image_decoding import read_image, to_rgb
 

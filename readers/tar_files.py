@@ -18,10 +18,10 @@ from torch.utils.data import Dataset
 
 from utils.atomic_files import write_atomically
 from utils.console import plural, show, stop
+from utils.failures.signals import obey_only_parent
 from utils.fingerprint import digest
 from utils.items import UnreadableItem, stop_at_unreadable_items
-from utils.signals import obey_only_parent
-from utils.topology import share_of_cores
+from utils.launched import share_of_cores
 
 from .cache import build_cached, cache_folder, file_signature, read_intact
 from .files import announce, list_files, split_files, stop_if_unreadable

@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of ut
 from readers.images_in_memory import load_images
 from utils import launch
 from utils.console import plural, stop
-from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.parallel.pipeline import (
@@ -44,6 +43,7 @@ from utils.parallel.pipeline import (
     stage_table,
     sum_over_replicas,
 )
+from utils.pretrained import load_pretrained
 from utils.run import Run
 
 # Mean and standard deviation of ImageNet's pixels per channel, 0 to 255; torchvision's weights expect them.

@@ -30,13 +30,13 @@ from readers.images_in_memory import load_splits
 from readers.tar_files import has_tar_files, load_tar_splits
 from utils import launch
 from utils.console import stop
-from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
+from utils.launched import data_parallel_gpus
 from utils.loader import GlobalLoader
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.fsdp import shard, supports_fused_step, update_average
+from utils.pretrained import load_pretrained
 from utils.run import Run
-from utils.topology import data_parallel_gpus
 
 # Mean and standard deviation of ImageNet's pixels per channel, 0 to 255; torchvision's weights expect them.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -265,7 +265,7 @@ def load_metrics(args, num_classes):
     """The metrics of --metrics; None without."""
     if not args.metrics:
         return None
-    from utils.extras.evaluate_metrics import EvaluateMetrics  # imports the library evaluate
+    from utils.sample_metrics import EvaluateMetrics  # imports the library evaluate
 
     return EvaluateMetrics(args.metrics, example=list(range(num_classes)))
 

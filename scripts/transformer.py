@@ -30,11 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of ut
 from readers.text import EOS, count_targets, load_tokenizer, load_tokens
 from utils import atomic_files, launch
 from utils.console import printable, stop
-from utils.extras.data_sheets import peak_tflops_of_run
-from utils.extras.pretrained import load_pretrained
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.parallel import fsdp
+from utils.pretrained import load_pretrained
 from utils.run import Run
 
 TEST_BATCH_SIZE = 64
@@ -249,12 +248,6 @@ def lr_factor(step: int, total_steps: int) -> float:
     return min((step + 1) / (WARMUP * total_steps + 1), 0.5 + 0.5 * math.cos(math.pi * step / total_steps))
 
 
-def speeds_per_sequence(accelerator, model: Transformer, context: int) -> dict:
-    """For the log lines: tokens, and on known cards the share of their peak that the model's operations reach (MFU)."""
-    peak = peak_tflops_of_run(accelerator)
-    return {"tokens/s": context} | ({"MFU": model.tflop_per_sequence(context) / peak} if peak else {})
-
-
 def main():
     args = parse_args()
     if args.prompt is not None:
@@ -280,7 +273,7 @@ def main():
         load_pretrained(model, args.pretrained)
     if args.compile:
         model.compile()
-    run.speeds = speeds_per_sequence(accelerator, model, args.context)
+    run.speeds = {"tokens/s": args.context}
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": norms, "weight_decay": 0.0}]

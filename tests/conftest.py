@@ -283,7 +283,7 @@ def tiny_mnist(tmp_path_factory) -> Path:
 @contextmanager
 def stopped_at(call: int | None):
     """As if a signal came before the n-th time that a run asks for one."""
-    from utils.signals import StopSignal
+    from utils.failures.signals import StopSignal
 
     calls = []
     agreed = StopSignal.agreed

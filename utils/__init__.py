@@ -3,7 +3,9 @@
 The core, in the order in which a script uses it:
 
     launch             creates the Accelerator for the topology in the config file
-    topology           what the config file asks for, and whether the running processes match it
+    accelerator        Accelerate's Accelerator, where it trains something else or lacks what a run needs
+    launched           what the config file asks for, and whether the running processes match it
+    layout             which micro-batches of a step belong to which process
     agree              processes compare what they have, and stop together if it differs
     flags              command-line flags, and the ones that every script has
     run                the bookkeeping of a run: steps, epochs, logging, checkpoints, resuming
@@ -15,37 +17,33 @@ The core, in the order in which a script uses it:
     metrics            means over all processes that count each sample once
     checkpoint/        checkpoints: atomic, verified, readable on any topology
     run_folder         the files of a run
-    progress           log lines, the progress bar, and timings
+    progress           log lines, the progress bar, timings, and peak memory
     banner             the topology, versions and commit of a run, for the screen and run.json
     best               the best test result so far, for --save_best and --patience
-    memory             peak memory
-    errors             what to say instead of a traceback, for errors of libraries that a user can do something about
-    watchdog           reports which rank the others wait for, or which one is lost
-    processes          survives a closed output; follows a launcher that is killed, or restarts its processes
-    signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
+    trackers           --log_with: log to tensorboard and other trackers, too
+    pretrained         --pretrained: start from pretrained weights
+    sample_metrics     metrics from the values of all samples; --metrics: metrics of the library evaluate
     console            prints lines and error messages, and ends the process with one
     atomic_files       files that exist whole or not at all
     observed           what a program that judges scripts may know of a run; nothing here imports it
 
+failures/: when something goes wrong.
+
+    errors             what to say instead of a traceback, for errors of libraries that a user can do something about
+    watchdog           reports which rank the others wait for, or which one is lost
+    processes          survives a closed output; follows a launcher that is killed, or restarts its processes
+    signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
+
 parallel/: for a config file, or for a script that needs it.
 
-    data_parallel      nn.DataParallel (dp.yaml)
-    ddp                DistributedDataParallel with the same order of additions in all launches of a run
+    data_parallel      nn.DataParallel (dp.yaml); DistributedDataParallel that adds in the same order in all launches
     fsdp               sharded models (fsdp.yaml, cpu_fsdp.yaml)
     first_step         what would make numbers depend on the number of processes, seen in the first step
     same_weights       checks that all processes have the same weights, before a checkpoint
     virtual_processes  --virtual_processes: the same bits on any number of processes
     shards             which rows of a sharded tensor a process has
     batch_norm         BatchNorm statistics over all processes
-    gather_samples     every sample's value on every process
     pipeline           a model split over several devices
-
-extras/: for a flag.
-
-    trackers           --log_with: log to tensorboard and other trackers, too
-    pretrained         --pretrained: start from pretrained weights
-    evaluate_metrics   --metrics: metrics of the library evaluate over all samples of a test
-    data_sheets        the peak speed of GPUs, for MFU
 """
 
 VERSION = "6"  # also in run.json: which version a copy has; to update one, replace the folder

@@ -18,7 +18,7 @@ from torch import distributed
 
 from . import VERSION
 from .console import plural, printable
-from .topology import data_parallel_gpus, requested_topology
+from .launched import data_parallel_gpus, requested_topology
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "numpy")
 

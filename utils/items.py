@@ -11,10 +11,10 @@ from accelerate.utils import find_batch_size, send_to_device
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, default_collate
 
 from .console import is_local_main, show, stop
+from .failures.signals import obey_only_parent
 from .fingerprint import digest
 from .randomness import combine, generators_restored, seed_generators
 from .sampler import MicroBatch
-from .signals import obey_only_parent
 
 COLLATE = 1  # keeps the random numbers of collate_fn apart from those of the items
 FINGERPRINT = 2  # and the choice of items whose content is compared

@@ -12,9 +12,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 from .agree import same_on_all
 from .console import stop
 from .fingerprint import digest
+from .layout import Layout
 from .randomness import Stream, combine, random_normal, random_uniform, widest_float
 from .sampler import GlobalSampler, MicroBatch
-from .topology import Layout
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""The progress of a run on the screen, and its times."""
+"""The progress of a run on the screen, its times, and its peak memory."""
 
 import datetime
 import os
@@ -7,6 +7,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from .best import is_number
 from .console import plural, show
@@ -108,3 +112,21 @@ def metric_text(name: str, value: float) -> str:
         return f"{value:.0f}% waiting for data"
     formats = {"loss": "{:.4f}", "accuracy": "{:.2%}", "lr": "{:.2e}"}
     return f"{name} " + formats.get(name.rpartition("_")[2], "{:.4g}").format(value)
+
+
+def own_peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this process in GiB: of the tensors on its fullest NVIDIA or AMD GPU; otherwise of everything."""
+    if device.type == "cuda":
+        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))) / 2**30
+    if sys.platform == "linux":
+        # Not getrusage, whose peak includes the launcher's memory from before this program started.
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
+    import resource  # Windows does not have it
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # in bytes on macOS
+
+
+def peak_memory_gib(accelerator: Accelerator) -> float:
+    """The largest `own_peak_memory_gib` of all processes. Collective."""
+    return max(gather_object([own_peak_memory_gib(accelerator.device)]))

@@ -22,17 +22,16 @@ from .banner import announce, code_digests
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
+from .failures.processes import end_process_group
+from .failures.signals import StopSignal
 from .flags import MAY_CHANGE, with_defaults
 from .loader import Batch, GlobalLoader, describe_data
-from .memory import peak_memory_gib
 from .metrics import Metrics
 from .parallel import same_weights
 from .parallel.first_step import FirstStep, check_parameters
-from .processes import end_process_group
-from .progress import Progress
+from .progress import Progress, peak_memory_gib
 from .randomness import Stream, combine, device_generators, seed_generators
 from .run_folder import RunFolder
-from .signals import StopSignal
 
 
 def must_match(args: argparse.Namespace, loaders: dict[str, GlobalLoader], data: dict) -> dict:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .console import stop
+from .layout import Layout
 from .randomness import combine, generators_restored, seed_generators
-from .topology import Layout
 
 
 @dataclasses.dataclass

@@ -18,11 +18,11 @@ from torch import nn
 
 from examples.loss_inside import WithLoss
 from scripts import resnet50
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
+from utils.launched import data_parallel_gpus
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.data_parallel import data_parallel
 from utils.parallel.virtual_processes import Node, use_virtual_processes
-from utils.topology import data_parallel_gpus
 
 GPUS = 4
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, {root!r})
-from utils.processes import end_process_group
+from utils.failures.processes import end_process_group
 
 distributed.init_process_group("gloo")
 torch.set_num_threads(1)

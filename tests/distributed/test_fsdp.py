@@ -22,11 +22,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from utils.errors import explain, explain_errors
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
+from utils.failures.errors import explain, explain_errors
+from utils.layout import Layout
 from utils.parallel.first_step import FirstStep
 from utils.parallel.fsdp import units, update_average
-from utils.topology import Layout
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
 # 5 steps, the last one of 3 images. fc1 is sharded into parts of 97 and 96 rows.

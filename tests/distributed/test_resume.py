@@ -16,7 +16,7 @@ from conftest import ROOT
 
 from utils.checkpoint import Checkpoints
 from utils.checkpoint import folder as disk
-from utils.signals import EXIT_REQUEUE
+from utils.failures.signals import EXIT_REQUEUE
 
 TIMELESS = ("split", "step", "epoch", "loss", "accuracy", "lr")
 
@@ -235,7 +235,7 @@ def test_a_run_whose_last_checkpoint_fails_is_not_done(train, tmp_path, capsys, 
 
 
 def test_a_stop_is_told_when_its_checkpoint_is_on_the_disk(train, tmp_path, monkeypatch):
-    from utils.signals import StopSignal
+    from utils.failures.signals import StopSignal
 
     write, leave, found = disk.write_tensors, StopSignal.leave, []
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils import agree
 from utils.parallel import same_weights
-from utils.parallel.ddp import fix_buckets
+from utils.parallel.data_parallel import fix_buckets
 from utils.parallel.first_step import FirstStep
 
 PROGRAM = ROOT / "tests" / "programs" / "drifting"

@@ -22,8 +22,8 @@ import run_reader
 from conftest import ROOT
 from fakes import fake_accelerator
 
-from utils import signals
-from utils.errors import explain_errors
+from utils.failures import signals
+from utils.failures.errors import explain_errors
 from utils.run import Run
 
 FLAGS = ["--hidden", 32, "--batch_size", 128, "--log_every", 100, "--output_dir", "run"]

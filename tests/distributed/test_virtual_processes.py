@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from utils.errors import explain
+from utils.failures.errors import explain
+from utils.layout import Layout
 from utils.parallel import virtual_processes as vp
 from utils.parallel.virtual_processes import Node, partial_sums, tree_push, tree_total
-from utils.topology import Layout
 
 
 def written(left, right):

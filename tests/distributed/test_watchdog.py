@@ -13,9 +13,10 @@ import pytest
 from conftest import ROOT
 from torch import distributed
 
-from utils import topology, watchdog
-from utils.errors import explain_errors
-from utils.watchdog import Watchdog, sentence_about
+from utils import launched
+from utils.failures import watchdog
+from utils.failures.errors import explain_errors
+from utils.failures.watchdog import Watchdog, sentence_about
 
 PROGRAM = ROOT / "tests" / "programs" / "hangs.py"
 
@@ -193,11 +194,11 @@ def test_a_process_that_was_stopped_has_not_waited(dog):
 
 
 def test_gloo_is_bound_to_the_interface_of_the_route(monkeypatch):
-    monkeypatch.setattr(topology, "route_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(launched, "route_address", lambda: "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
-    topology.bind_gloo_to_the_route()
+    launched.bind_gloo_to_the_route()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    topology.bind_gloo_to_the_route()
-    addresses = topology.psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
+    launched.bind_gloo_to_the_route()
+    addresses = launched.psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
     assert "127.0.0.1" in [entry.address for entry in addresses]

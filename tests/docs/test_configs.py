@@ -12,7 +12,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from conftest import CONFIGS, ROOT, free_port
 
-from utils import topology
+from utils import launched
 
 ON_CPUS = {"cpu", "cpu_ddp", "cpu_fsdp", "cpu_hsdp"}
 NAMES = {*ON_CPUS, "single_gpu", "dp", "ddp", "multi_node", "fsdp", "hsdp"}
@@ -74,8 +74,8 @@ def test_cpu_configs_alone_want_the_cpu_also_beside_gpus(name, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if name in ON_CPUS:  # the launcher exports it
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if config.gpu_ids is None else config.gpu_ids)
-    monkeypatch.setattr(topology, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
-    assert topology.wants_cpu() == (name in ON_CPUS)
+    monkeypatch.setattr(launched, "requested_topology", lambda: (SimpleNamespace(cpu=False), config))
+    assert launched.wants_cpu() == (name in ON_CPUS)
 
 
 @pytest.mark.parametrize("name", ["one_node", "multi_node"])

@@ -18,7 +18,7 @@ from torch import nn
 
 import readers
 import utils
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
 from utils.loader import Batch, GlobalLoader
 from utils.metrics import Metrics
 from utils.run import Run

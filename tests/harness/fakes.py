@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from accelerate.utils import DistributedType
 
-from utils.topology import Layout
+from utils.layout import Layout
 
 
 def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no", **more):

@@ -107,7 +107,7 @@ def check_shards() -> None:
     """Have `prepare` fail where a process holds more than its part of a model, so that no test passes with DDP."""
     from torch import nn
 
-    from utils.launch import TrainingAccelerator
+    from utils.accelerator import TrainingAccelerator
 
     prepare = TrainingAccelerator.prepare
 

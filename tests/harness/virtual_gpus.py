@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from utils import banner, launch, topology
+from utils import accelerator, banner, launched
 from utils.parallel import data_parallel, virtual_processes
 
 
@@ -102,6 +102,6 @@ def install(setattr, count: int) -> SimpleNamespace:
     setattr(functions.Scatter, "apply", scatter)
     setattr(functions.Gather, "apply", gather)
     setattr(nn.DataParallel, "__init__", init)
-    for user in (banner, data_parallel, launch, topology, virtual_processes):
+    for user in (accelerator, banner, data_parallel, launched, virtual_processes):
         setattr(user, "data_parallel_gpus", lambda accelerator: count)
     return seen

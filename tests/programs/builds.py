@@ -11,10 +11,10 @@ from torch import nn
 
 from scripts.transformer import Transformer
 from utils import launch
-from utils.extras.pretrained import load_pretrained
 from utils.fingerprint import digest
 from utils.flags import ArgumentParser
 from utils.parallel import fsdp
+from utils.pretrained import load_pretrained
 
 SIZES = {"vocabulary": 1001, "dim": 512, "layers": 12, "heads": 4}  # 39 million parameters, 150 MiB
 

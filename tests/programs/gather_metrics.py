@@ -8,9 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
 from utils.metrics import Metrics
-from utils.parallel.gather_samples import gather_samples
+from utils.sample_metrics import gather_samples
 
 accelerator = TrainingAccelerator(cpu=True)
 rank = accelerator.process_index

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import launch
-from utils.signals import StopSignal
+from utils.failures.signals import StopSignal
 
 accelerator = launch.make_accelerator(argparse.Namespace(timeout_s=40, output_dir="run", resume=False))
 rank, ones = accelerator.process_index, torch.ones(2)

@@ -10,7 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.programs import mlp
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
 
 MISTAKE = sys.argv[sys.argv.index("--mistake") + 1 :][0]
 MESH = TrainingAccelerator.mesh  # a cached_property

@@ -18,7 +18,7 @@ def wait_as_for_a_gpu() -> None:
 
 if __name__ == "__main__":
     from utils import launch
-    from utils.signals import StopSignal
+    from utils.failures.signals import StopSignal
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--timeout_s", type=int, default=600)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
 from utils.loader import GlobalLoader
 
 

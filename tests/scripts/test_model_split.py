@@ -29,7 +29,7 @@ from torchvision.models.resnet import resnet50
 from readers.images_in_memory import LabelledImages, load_images
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.parallel.pipeline import (

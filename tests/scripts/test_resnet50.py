@@ -21,8 +21,8 @@ from torch import nn
 from readers import image_files as images
 from readers.images_in_memory import load_splits
 from scripts import resnet50
-from utils.extras.pretrained import load_pretrained
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
+from utils.pretrained import load_pretrained
 from utils.sampler import GlobalSampler
 
 F1_MACRO = ROOT / "examples" / "f1_macro"

@@ -9,7 +9,7 @@ from conftest import free_port
 
 from tools import doctor
 from tools.doctor import gpus
-from utils.extras.data_sheets import peak_tflops
+from tools.doctor.data_sheets import peak_tflops
 
 HANGS = """
 import os, sys, json

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from utils.launch import TrainingAccelerator
+from utils.accelerator import TrainingAccelerator
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.fsdp import update_average
 

@@ -13,8 +13,9 @@ import torch
 from conftest import ROOT
 from torch.multiprocessing.reductions import rebuild_storage_fd
 
-from utils import errors, launch
-from utils.errors import explain, explain_errors, own_line
+from utils import launch
+from utils.failures import errors
+from utils.failures.errors import explain, explain_errors, own_line
 
 
 def an_array_that_does_not_fit() -> MemoryError:

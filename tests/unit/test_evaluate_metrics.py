@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from utils.extras import evaluate_metrics
-from utils.extras.evaluate_metrics import EvaluateMetrics
+from utils import sample_metrics
+from utils.sample_metrics import EvaluateMetrics
 
 EXAMPLES = ROOT / "examples"
 
@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 def test_the_metrics_of_any_number_of_processes_are_those_of_one(threads, world_size, monkeypatch):
     """Of five samples, F1 of class 0 is 2/3, of class 1 it is 2/5, of class 2 nothing; the last batch has one."""
     labels, predicted = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 1, 1, 1])
-    monkeypatch.setattr(evaluate_metrics, "gather_object", lambda rows: list(chain(*threads.exchange(rows))))
+    monkeypatch.setattr(sample_metrics, "gather_object", lambda rows: list(chain(*threads.exchange(rows))))
     loaded = [EvaluateMetrics([str(EXAMPLES / "f1_macro")], example=[0, 1]) for _ in range(world_size)]
 
     def test_twice(rank):

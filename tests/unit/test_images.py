@@ -13,7 +13,7 @@ from torchvision import transforms
 
 from readers import image_files as images
 from readers.images_in_memory import load_splits
-from utils.errors import explain
+from utils.failures.errors import explain
 from utils.loader import GlobalLoader
 
 PHOTO = Image.linear_gradient("L").resize((120, 90))

@@ -17,11 +17,11 @@ from fakes import fake_accelerator
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from utils import banner, launch
-from utils.extras import trackers
+from utils import banner, launch, trackers
+from utils.accelerator import TrainingAccelerator
 from utils.flags import ArgumentParser
-from utils.launch import TrainingAccelerator, make_accelerator
-from utils.topology import resume_command, share_of_cores
+from utils.launch import make_accelerator
+from utils.launched import resume_command, share_of_cores
 
 
 def run_flags(**flags):

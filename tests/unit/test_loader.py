@@ -20,12 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from utils import agree
-from utils.errors import explain
+from utils.failures.errors import explain
 from utils.items import UnreadableItem
+from utils.layout import Layout
 from utils.loader import GlobalLoader, describe_data
 from utils.randomness import combine, random_uniform
 from utils.sampler import GlobalSampler, WindowShuffle
-from utils.topology import Layout
 
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
 

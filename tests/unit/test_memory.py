@@ -5,8 +5,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from utils import memory
-from utils.memory import own_peak_memory_gib, peak_memory_gib
+from utils import progress
+from utils.progress import own_peak_memory_gib, peak_memory_gib
 
 
 def reset_peak() -> None:
@@ -30,7 +30,7 @@ def test_the_peak_rises_with_an_allocation_stays_and_is_reset():
 
 
 def test_the_peak_of_several_processes_is_the_largest(monkeypatch):
-    monkeypatch.setattr(memory, "gather_object", lambda mine: [*mine, 1000.0, 0.5])
+    monkeypatch.setattr(progress, "gather_object", lambda mine: [*mine, 1000.0, 0.5])
     assert peak_memory_gib(Accelerator(cpu=True)) == 1000
 
 

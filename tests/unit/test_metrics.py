@@ -12,10 +12,10 @@ from conftest import ROOT, free_port
 from fakes import fake_accelerator
 
 from utils import metrics
+from utils.layout import Layout
 from utils.loader import Batch
 from utils.metrics import Metrics, exact_sum
-from utils.parallel.gather_samples import gather_samples
-from utils.topology import Layout
+from utils.sample_metrics import gather_samples
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from run_reader import lines, summary, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from utils import launch, memory
+from utils import launch, progress
 from utils.best import Best, metric_direction
+from utils.failures.signals import EXIT_REQUEUE
 from utils.loader import GlobalLoader
 from utils.parallel.first_step import FirstStep
 from utils.run import Run
-from utils.signals import EXIT_REQUEUE
 
 
 def arguments(folder, **changes):
@@ -733,7 +733,7 @@ def test_a_finished_run_leaves_its_numbers_and_says_the_first_ones(start, tmp_pa
     (test,) = lines(tmp_path / "run", "test")
     found = summary(tmp_path / "run")
     assert (found["step"], found["test_loss"], found["best_loss"]) == (4, test["loss"], test["loss"])
-    peak = memory.own_peak_memory_gib(torch.device("cpu"))  # by now
+    peak = progress.own_peak_memory_gib(torch.device("cpu"))  # by now
     assert peak - 0.2 < found["peak_memory_gib"] <= peak + 0.001
     assert f"done: test loss {test['loss']:.4f}, test bias " in capsys.readouterr().out
 

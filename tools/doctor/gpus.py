@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from tools.doctor.data_sheets import peak_tflops
 from utils.console import plural
-from utils.extras.data_sheets import peak_tflops
 
 PROGRAM = Path(__file__).with_name("all_reduce.py")
 TIMEOUT_S = 20  # of an all-reduce

@@ -19,7 +19,7 @@ from .shards import plain_name
 
 AVERAGE_BUFFERS = (
     "average it with BatchNorms of utils/parallel/batch_norm.py, which also takes the classes of your own layers; or "
-    "update it outside of forward, from the samples of all processes (gather_samples.py)"
+    "update it outside of forward, from the samples of all processes (gather_samples of utils/sample_metrics.py)"
 )
 
 

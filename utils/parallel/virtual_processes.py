@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..console import plural, stop
+from ..launched import data_parallel_gpus
 from ..metrics import add_columns
-from ..topology import data_parallel_gpus
 from .shards import is_sharded, local_rows
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14

@@ -3,7 +3,7 @@
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 
-from ..console import stop
+from .console import stop
 
 
 def check_trackers(*wanted) -> list:

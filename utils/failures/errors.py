@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .console import is_local_main, show, show_error
+from ..console import is_local_main, show, show_error
 
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-WRAPPERS = tuple(str(Path(__file__).parent / name) for name in ("launch.py", "parallel/fsdp.py"))  # of library calls
+WRAPPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("accelerator.py", "launch.py", "parallel/fsdp.py"))
 
 # A regular expression that is found in an error, as `explain` describes it, and what to say. The first that is found
 # counts.

@@ -11,8 +11,8 @@ import time
 import torch
 from accelerate import Accelerator
 
-from .console import CLEAR_LINE, report_to_launcher, show
-from .topology import resume_command
+from ..console import CLEAR_LINE, report_to_launcher, show
+from ..launched import resume_command
 
 # "Temporary failure, try again" (BSD's sysexits.h): the same command with --resume continues.
 EXIT_REQUEUE = 75

@@ -11,9 +11,9 @@ import psutil
 from accelerate.utils import gather_object
 from torch import distributed
 
-from .console import stop
+from ..console import stop
+from ..launched import has_launcher
 from .signals import end_with_parent
-from .topology import has_launcher
 
 
 def follow_launcher() -> None:

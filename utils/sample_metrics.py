@@ -1,15 +1,34 @@
-"""Metrics of the library evaluate over all samples of a test (--metrics)."""
+"""Metrics that are neither means nor counts: from the values of all samples."""
 
-import evaluate
+import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from ..console import stop
+from .console import stop
+
+
+def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the (n, ...) tensors of all processes to (N, ...), in rank order; n may differ. Collective.
+
+    Raises:
+        ValueError: if a tensor requires grad: no gradient would go through.
+
+    Accelerate's `gather_for_metrics` needs a loader that Accelerate prepared, and drops the last samples of the last
+    batch on whichever rank they are.
+    """
+    if any(part.requires_grad for part in parts):
+        raise ValueError(
+            "gather_samples passes on no gradient, but a tensor requires grad: detach it, or use torch.no_grad()"
+        )
+    return torch.cat([part.to(accelerator.device) for part in gather_object([torch.cat(parts).cpu()])])
 
 
 class EvaluateMetrics:
     """Gives each metric, by name or folder, every test sample once, in order; tried on `example` before training."""
 
     def __init__(self, names: list[str], example: list):
+        import evaluate  # slow, and not every script's
+
         self.metrics, self.rows = [], []
         for name in names:
             try:

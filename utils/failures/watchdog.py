@@ -21,9 +21,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import distributed
 
-from .console import show, show_error
+from ..console import show, show_error
+from ..launched import has_launcher, resume_command
 from .errors import explain, own_line
-from .topology import has_launcher, resume_command
 
 PATIENCE = 0.1  # waits longer than this fraction of the timeout are reported,
 SHORTEST_S = 6.0  # unless they are shorter than this: a busy machine may stop a thread for a second or two

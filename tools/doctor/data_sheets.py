@@ -1,9 +1,4 @@
-"""What the data sheets of GPUs promise."""
-
-import torch
-from accelerate import Accelerator
-
-from ..topology import data_parallel_gpus
+"""Peak TFLOP/s of GPUs, from their data sheets."""
 
 # Dense TFLOP/s of fp16 products with sums in float32, from the data sheets. The first name in the card's name counts.
 TFLOPS = {
@@ -28,11 +23,3 @@ TFLOPS = {
 def peak_tflops(name: str) -> float | None:
     """The data sheet's figure; None for a card that is not in the table."""
     return next((tflops for card, tflops in TFLOPS.items() if card in name.replace("-", " ")), None)
-
-
-def peak_tflops_of_run(accelerator: Accelerator) -> float | None:
-    """Of the GPUs of all processes, which are alike; None on CPUs, and for a card that is not in the table."""
-    if accelerator.device.type != "cuda":
-        return None
-    peak = peak_tflops(torch.cuda.get_device_name(accelerator.device))
-    return peak and peak * accelerator.num_processes * data_parallel_gpus(accelerator)

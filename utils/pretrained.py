@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from ..console import stop
-from ..parallel.shards import is_sharded, local_rows
+from .console import stop
+from .parallel.shards import is_sharded, local_rows
 
 
 def load_rows(model: nn.Module, source: str) -> None:

@@ -10,7 +10,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from fakes import fake_accelerator
 
-from utils import agree, banner, topology
+from utils import agree, banner, launched
 
 
 def cluster(**keys):
@@ -22,7 +22,7 @@ def cluster(**keys):
 def asked(monkeypatch):
     def ask(config, **options):
         options = SimpleNamespace(cpu=False, num_processes=None, config_file="some.yaml", **options)
-        monkeypatch.setattr(topology, "requested_topology", lambda: (options, config))
+        monkeypatch.setattr(launched, "requested_topology", lambda: (options, config))
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return ask
@@ -48,14 +48,14 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused(monkeypatch, capsys, 
     variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": machine}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    assert topology.check_sharding() is None
+    assert launched.check_sharding() is None
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     with pytest.raises(SystemExit) if sentence else contextlib.nullcontext():
-        assert topology.check_sharding() == sizes["DP_SHARD"]
+        assert launched.check_sharding() == sizes["DP_SHARD"]
     assert sentence in capsys.readouterr().err
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
     with pytest.raises(SystemExit):
-        topology.check_sharding()
+        launched.check_sharding()
 
 
 @pytest.mark.parametrize(
@@ -87,25 +87,25 @@ def test_another_topology_than_asked_for_stops_the_run(asked, monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     asked(cluster(**config))
     with pytest.raises(SystemExit):
-        topology.check_topology(fake_accelerator(**runs))
+        launched.check_topology(fake_accelerator(**runs))
     assert sentence in capsys.readouterr().err
 
 
 def test_the_topology_that_was_asked_for_runs(asked, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     asked(cluster(use_cpu=True))
-    topology.check_topology(fake_accelerator(precision="bf16"))
+    launched.check_topology(fake_accelerator(precision="bf16"))
     monkeypatch.setenv("WORLD_SIZE", "4")
     asked(cluster(distributed_type="FSDP", num_processes=4))
-    topology.check_topology(fake_accelerator(4, device="cuda", kind="FSDP", precision="fp16"))
+    launched.check_topology(fake_accelerator(4, device="cuda", kind="FSDP", precision="fp16"))
     asked(cluster(distributed_type="MULTI_GPU", num_processes="gpu"))
-    topology.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
+    launched.check_topology(fake_accelerator(4, device="cuda", kind="MULTI_GPU"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
     asked(cluster(distributed_type="FSDP", num_processes=4))
-    topology.check_topology(fake_accelerator(4, kind="FSDP"))
+    launched.check_topology(fake_accelerator(4, kind="FSDP"))
     monkeypatch.setenv("WORLD_SIZE", "1")
     asked(cluster(distributed_type="FSDP"))
-    topology.check_topology(fake_accelerator())  # one process has nothing to shard
+    launched.check_topology(fake_accelerator())  # one process has nothing to shard
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_machines_that_an_operator_promised_are_there(monkeypatch, capsys, promi
     for name, value in {**promised, **started}.items():
         monkeypatch.setenv(name, value)
     with contextlib.nullcontext() if is_right else pytest.raises(SystemExit):
-        topology.check_topology(fake_accelerator())
+        launched.check_topology(fake_accelerator())
     assert ("start with torchrun" in capsys.readouterr().err) is not is_right
 
 
@@ -131,7 +131,7 @@ def test_machines_that_an_operator_promised_are_there(monkeypatch, capsys, promi
 def test_tasks_of_srun_that_train_alone_are_warned(monkeypatch, capsys, tasks, processes, is_warned):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    topology.check_topology(fake_accelerator(processes))
+    launched.check_topology(fake_accelerator(processes))
     assert ("warning: srun started 4 tasks, and each trains" in capsys.readouterr().out) is is_warned
 
 
@@ -257,11 +257,11 @@ def test_of_two_backends_named_nccl_the_one_that_runs_is_recorded(monkeypatch):
 def test_the_command_to_continue_is_the_one_that_was_typed(monkeypatch):
     config = "accelerate_configs/cpu.yaml"
     words = ["--config_file", config, "scripts/mnist_mlp.py", "--output_dir", "a b"]
-    options = topology.launch_command_parser().parse_args(words)
-    monkeypatch.setattr(topology, "launcher_words", lambda: words)
-    monkeypatch.setattr(topology, "requested_topology", lambda: (options, None))
+    options = launched.launch_command_parser().parse_args(words)
+    monkeypatch.setattr(launched, "launcher_words", lambda: words)
+    monkeypatch.setattr(launched, "requested_topology", lambda: (options, None))
     monkeypatch.setattr(sys, "argv", words[2:])
     expected = f"accelerate launch --config_file {config} scripts/mnist_mlp.py --output_dir 'a b' --resume"
-    assert topology.resume_command("a b") == expected
+    assert launched.resume_command("a b") == expected
     monkeypatch.setattr(sys, "argv", [*words[2:], "--resume"])
-    assert topology.resume_command("a b") == expected
+    assert launched.resume_command("a b") == expected
