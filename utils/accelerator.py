@@ -21,6 +21,8 @@ class TrainingAccelerator(Accelerator):
 
     whole_gradients = False  # the value of --whole_gradients
     steps_done = 0  # by the run, for the watchdog
+    sharded_calls = 0  # a number for the order in which FSDP's units ran
+    of_earlier_runs = ()  # what prepare returned before the last run.start
 
     def __init__(self, *args, virtual_processes: int = 0, split_batch: bool = True, **kwargs):
         shards = check_sharding()
@@ -29,6 +31,7 @@ class TrainingAccelerator(Accelerator):
         self.norms = collections.deque(maxlen=10_000)  # (step, norm) of clipped gradients since the last log line
         self.found_inf = torch.zeros((), dtype=torch.float32, device=self.device)  # 1 as soon as one is not finite
         self.around_backward = contextlib.nullcontext  # returns the context manager of every backward pass
+        self.watch_backward = contextlib.nullcontext  # another one around it, of the run's StepRule
         self.loaders = {}  # by name; None after run.start
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
             plugin = FullyShardedDataParallelPlugin()  # Accelerate would use DDP
@@ -62,7 +65,7 @@ class TrainingAccelerator(Accelerator):
     def backward(self, loss, **kwargs):
         if self.is_fsdp2 and kwargs.get("inputs") is not None:
             stop("accelerator.backward(inputs=...) gives sharded models no gradients: omit it, and use zero_grad")
-        with self.around_backward():
+        with self.watch_backward(), self.around_backward():
             super().backward(loss, **kwargs)
 
     def end_training(self):
@@ -82,7 +85,6 @@ class TrainingAccelerator(Accelerator):
                 from .parallel.data_parallel import fix_buckets
 
                 fix_buckets(part)
-                part.averaged = {parameter for parameter in part.parameters() if parameter.requires_grad}
         return model
 
     def no_sync(self, model):

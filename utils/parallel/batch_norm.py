@@ -57,7 +57,7 @@ class BatchNorms:
         layers = [layer for layer in model.modules() if isinstance(layer, (_BatchNorm, *kinds))]
         self.layers = [layer for layer in layers if next(layer.buffers(recurse=False), None) is not None]
         for layer in self.layers:
-            layer.is_averaged = False  # not yet: for FirstStep
+            layer.is_averaged = False  # not yet: for StepRule
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 module.broadcast_buffers = False
