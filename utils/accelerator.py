@@ -135,7 +135,7 @@ class TrainingAccelerator(Accelerator):
 
     def check_norms(self) -> None:
         """Stop if the norm of clipped gradients was not finite in a step; waits for the GPU."""
-        if self.found_inf:
+        if self.norms and self.found_inf:
             step = next((step for step, norm in self.norms if not norm.isfinite()), self.steps_done)
             stop(
                 f"the norm of the gradients is not finite in step {step}: train with a smaller learning rate, or in a "
