@@ -140,7 +140,7 @@ def to_input(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return F.pad(x, padding).sub(mean).div_(std)
 
 
-class Layout(NamedTuple):
+class PipelineLayout(NamedTuple):
     """How the processes share the model and the batch."""
 
     num_stages: int  # processes in a pipeline, or devices of one process
@@ -151,7 +151,7 @@ class Layout(NamedTuple):
     micro_batch_size: int
 
 
-def choose_layout(args, accelerator) -> Layout:
+def choose_layout(args, accelerator) -> PipelineLayout:
     processes = accelerator.num_processes
     devices = [accelerator.device]
     if processes == 1 and accelerator.device.type == "cuda":
@@ -159,7 +159,7 @@ def choose_layout(args, accelerator) -> Layout:
     num_stages = args.num_stages or max(processes, len(devices))
     replicas = 1 if processes == 1 else processes // num_stages
     accumulation = args.num_microbatches * args.gradient_accumulation_steps
-    return Layout(
+    return PipelineLayout(
         num_stages=num_stages,
         devices=devices,
         replicas=replicas,
@@ -169,7 +169,7 @@ def choose_layout(args, accelerator) -> Layout:
     )
 
 
-def check_layout(args, layout: Layout, accelerator) -> None:
+def check_layout(args, layout: PipelineLayout, accelerator) -> None:
     """Check that the flags suit the number of processes.
 
     Raises:

@@ -1,5 +1,19 @@
 """The modules of this folder, which is copied whole beside a script.
 
+Read these eight first, in an evening; they have all that decides a number:
+
+    scripts/mnist_mlp.py      110 lines   the loop
+    loader.py, from Batch on  290         batches that are the same on any topology, and the exact mean loss
+    sampler.py                150         which process reads which item, in which step
+    randomness.py             110         random numbers by seed, epoch and item
+    run.py                    390         steps, logging, checkpoints, resuming
+    metrics.py                200         means that count each sample once
+    checkpoint/folder.py      310         files that are whole or not there
+    guides/same_numbers.md     80         why all this gives the same numbers
+
+Do not read the rest until a message, a config file or a flag leads there: launch and launched (what a config file asks
+for), failures/ (what happens when something goes wrong), parallel/ (one file per config or flag).
+
 The core, in the order in which a script uses it:
 
     launch             creates the Accelerator for the topology in the config file
@@ -30,7 +44,7 @@ The core, in the order in which a script uses it:
 failures/: when something goes wrong.
 
     errors             what to say instead of a traceback, for errors of libraries that a user can do something about
-    watchdog           reports which rank the others wait for, or which one is lost
+    watchdog           each rank whose micro-batch does not end says where it is
     processes          survives a closed output; follows a launcher that is killed, or restarts its processes
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
 

@@ -19,12 +19,15 @@ from .layout import Layout
 class TrainingAccelerator(Accelerator):
     """Accelerate's Accelerator with the attributes of a run."""
 
-    whole_gradients = False  # the value of --whole_gradients
-    steps_done = 0  # by the run, for the watchdog
+    steps_done = 0  # by the run
+    micro_batches = 0  # begun in this launch, also of tests; for the watchdog
     sharded_calls = 0  # a number for the order in which FSDP's units ran
     of_earlier_runs = ()  # what prepare returned before the last run.start
 
-    def __init__(self, *args, virtual_processes: int = 0, split_batch: bool = True, **kwargs):
+    def __init__(
+        self, *args, virtual_processes: int = 0, whole_gradients: bool = False, split_batch: bool = True, **kwargs
+    ):
+        self.whole_gradients = whole_gradients
         shards = check_sharding()
         with patch_environment(accelerate_use_parallelism_config="false"):  # Accelerate refuses it on CPUs
             super().__init__(*args, **kwargs)
@@ -115,15 +118,15 @@ class TrainingAccelerator(Accelerator):
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        if self.scaler is None:  # which leaves such steps out
+        if self.scaler is None:  # a GradScaler skips such steps itself
             self._refuse_step_if_not_finite(norm)
         return norm
 
     def _refuse_step_if_not_finite(self, norm: torch.Tensor) -> None:
         """Keep gradients that are not finite out of the weights, without waiting for a GPU.
 
-        Fused optimizers leave weights and moments as they are if `found_inf` is 1, as GradScaler has them do; the run
-        stops at its next log line. Others take the step, but on a CPU the run stops before it.
+        Sets `found_inf`, as GradScaler does, so that a fused optimizer skips the step; the run stops at its next log
+        line. On a CPU it stops at once.
         """
         self.norms.append((self.steps_done + 1, norm))
         torch.ne(norm * 0 + self.found_inf, 0, out=self.found_inf)  # nan is not 0; once 1, it stays 1

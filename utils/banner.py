@@ -62,7 +62,7 @@ def cpu_name() -> str:
     return match[1] if match else platform.processor()
 
 
-def announce(
+def print_banner(
     accelerator: Accelerator,
     output_dir: str | os.PathLike,
     steps_per_epoch: int,

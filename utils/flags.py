@@ -10,7 +10,7 @@ from .console import is_local_main, stop
 # These flags may differ between machines. The data are compared by their fingerprint.
 PER_MACHINE = frozenset({"output_dir", "dataset", "cache_dir", "num_workers"})
 
-# When resuming, all flags must be the same but these, and those of the script in groups with `may_change=True`.
+# When resuming, all flags must be the same but these, and the script's in groups with `may_change=True`.
 MAY_CHANGE = PER_MACHINE | {
     *("gradient_accumulation_steps", "resume", "timeout_s", "checkpoint_every", "keep_checkpoints", "patience"),
     *("log_every", "log_with", "deterministic", "whole_gradients", "may_change"),

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from .console import plural, show, stop
 
 # Variables in which Kubeflow and SkyPilot state the size of the job, and the ones that torchrun sets.
-GUARANTEED_EQUAL = {
+PROMISED_SIZES = {
     "PET_NNODES": "GROUP_WORLD_SIZE",
     "PET_NPROC_PER_NODE": "LOCAL_WORLD_SIZE",
     "SKYPILOT_NUM_NODES": "GROUP_WORLD_SIZE",
@@ -90,22 +90,11 @@ def check_sharding() -> int | None:
         return None
     names = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     replicas, shards, *others = (int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in names)
-    processes, on_machine = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    asked = f"parallelism_config asks for {plural(replicas, 'replica')} of {plural(shards, 'shard')}"
     for name, size in zip(names[2:], others, strict=True):
         if size > 1:
             stop(f"parallelism_config: {name}_size {size} shares samples between processes: only dp sizes work here")
-    if not is_fsdp:
-        stop(f"{asked}, which needs distributed_type: FSDP, as in accelerate_configs/hsdp.yaml")
-    if replicas * shards != processes:
-        stop(f"{asked}, which needs {replicas * shards} processes, but {processes} run: change one of the three")
-    if shards == 1 < replicas:
-        stop(f"{asked}, so nothing is sharded: use ddp.yaml or multi_node.yaml")
-    if on_machine % shards and shards % on_machine:
-        stop(
-            f"{asked}, which would lie across machines of {plural(on_machine, 'process')}: dp_shard_size must divide "
-            "that number, or be a multiple of it"
-        )
+    if shards == 1 < replicas:  # nobody would broadcast the first weights
+        stop(f"parallelism_config asks for {replicas} replicas of 1 shard: use ddp.yaml or multi_node.yaml")
     return shards
 
 
@@ -120,15 +109,15 @@ def check_topology(accelerator: Accelerator) -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if started == 1 and tasks != "1":  # a sweep may mean it
         show(
-            f"warning: srun started {tasks} tasks, and each trains a model of its own; for one model, start one task "
+            f"warning: srun started {tasks} tasks, and each trains a separate model; for one model, start one task "
             "per machine with accelerate launch in it, as accelerate_configs/slurm does",
             "yellow",
         )
-    for promised, name in GUARANTEED_EQUAL.items():
+    for promised, name in PROMISED_SIZES.items():
         wanted, found = os.environ.get(promised, ""), os.environ.get(name, "1")
         if wanted.isdecimal() and wanted != found:
             stop(
-                f"{promised} is {wanted}, but {name} is {found}, so each machine would train a model of its own: start "
+                f"{promised} is {wanted}, but {name} is {found}, so each machine would train a separate model: start "
                 f"with torchrun (`accelerate launch` overwrites these variables), or unset {promised}"
             )
     options, config = requested_topology()

@@ -13,13 +13,13 @@ from .agree import same_on_all
 from .console import stop
 from .fingerprint import digest
 from .layout import Layout
-from .randomness import Stream, combine, random_normal, random_uniform, widest_float
+from .randomness import Purpose, combine, random_normal, random_uniform, widest_float
 from .sampler import GlobalSampler, MicroBatch
 
 
 @dataclasses.dataclass
 class Batch(MicroBatch):
-    """One micro-batch of one process: n samples, at least one; `indices`, `random_ids` and others are of MicroBatch.
+    """One micro-batch of one process: n samples, at least one; the other fields are inherited from MicroBatch.
 
     If the last step of an epoch has fewer samples than micro-batches, the remaining micro-batches get a stand-in: a
     real sample with weight zero, so that models never see an empty batch.
@@ -74,7 +74,7 @@ class Batch(MicroBatch):
     def rand(self, *shape: int, stream: int = 0) -> torch.Tensor:
         """Uniform random numbers in [0, 1), float32 (n, *shape), that depend only on (seed, epoch, sample, stream).
 
-        For dropout, noise and augmentation in the training loop; each use needs a `stream` of its own.
+        For dropout, noise and augmentation in the training loop; each use needs its own `stream`.
         """
         return random_uniform(combine(self.key, stream), self.random_ids, shape)
 
@@ -119,8 +119,6 @@ class GlobalLoader:
         drop_last: see GlobalSampler.
     """
 
-    newest_order: list | None = None  # the last epoch whose `order` was asked for, and a digest of it
-
     def __init__(
         self,
         dataset,
@@ -158,7 +156,7 @@ class GlobalLoader:
         self.stream_seed = seed
         if seed is None or self.name != kind:
             number = 0 if self.name == kind else int(digest(self.name), 16)
-            self.stream_seed = combine(-1 if seed is None else seed, number, Stream.LOADER)  # -1: no training seed
+            self.stream_seed = combine(-1 if seed is None else seed, number, Purpose.LOADER)  # -1: no training seed
         self.sums_gradients = shard is not None or layout.virtual_processes > 0
         self.sampler = GlobalSampler(
             min(len(dataset), max_samples or len(dataset)),
@@ -200,10 +198,9 @@ class GlobalLoader:
         Collective if `loss_weights` or `order` is set.
         """
         if self.sampler.order is not None:
-            self.newest_order = [epoch, digest(self.sampler.items(epoch)[0])]
-            same_on_all({f"order({epoch}) of the {self.name} loader": self.newest_order[1]})
+            same_on_all({f"order({epoch}) of the {self.name} loader": digest(self.sampler.items(epoch)[0])})
         grad_divisor = 1 if self.sums_gradients else self.sampler.num_slots
-        key = combine(self.stream_seed, epoch, Stream.SAMPLES)
+        key = combine(self.stream_seed, epoch, Purpose.SAMPLES)
         read = self._read(epoch, first_step)
         batches = (Batch(**vars(part), data=data, grad_divisor=grad_divisor, key=key) for part, data in read)
         return batches if self.loss_weights is None else self._weighted(batches)
@@ -251,7 +248,7 @@ class GlobalLoader:
     def describe(self) -> dict:
         """The size of the data and a fingerprint, which must be the same on all processes and when resuming.
 
-        The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of five items.
+        The fingerprint is the dataset's own if it has one, else a digest of all tensors, or of 16 items.
         With `order`, a digest of the first two epochs is added.
         """
         fingerprint = getattr(self.dataset, "fingerprint", None)
@@ -262,34 +259,6 @@ class GlobalLoader:
         if self.sampler.order is not None:
             facts["order"] = digest([self.sampler.items(epoch)[0] for epoch in (0, 1)])
         return facts
-
-    def last_sample(self) -> list | None:
-        """The sample that this process has read last, as ItemReader asks for it, and its digest, for `check_sample`."""
-        if self.reader is None or self.reader.newest is None:
-            return None
-        epoch, indices, random_ids = self.reader.newest
-        request = epoch, indices[-1:].tolist(), random_ids[-1:].tolist()
-        return [request, self.reader.digest_of(request)]
-
-    def check_sample(self, sample: list | None) -> None:
-        """Stop if the sample of a checkpoint is a different one today."""
-        if sample is None or self.reader is None:
-            return
-        request, saved = sample
-        now = self.reader.digest_of(request)
-        if "differs" not in (now, saved) and now != saved:
-            stop(
-                f"the training data have changed since the checkpoint was saved: the digest of item {request[1][0]} is "
-                f"{now}, not {saved}; restore them, or start a new run with another --output_dir"
-            )
-
-    def check_order(self, order: list | None) -> None:
-        """Stop if the order of a checkpoint's epoch, as in `newest_order`, is a different one today."""
-        if order is not None and (now := digest(self.sampler.items(order[0])[0])) != order[1]:
-            stop(
-                f"order({order[0]}) has changed since the checkpoint was saved: its digest is {now}, not {order[1]}; "
-                "restore it, or start a new run with another --output_dir"
-            )
 
     def settings(self) -> dict:
         """What decides, beside the data, which samples a step has."""

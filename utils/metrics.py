@@ -99,10 +99,10 @@ class Metrics:
             else:
                 weights = torch.stack(weights).to(values)
                 values = (values * weights).masked_fill(weights == 0, 0)
-                weights = add_columns(weights)
+                weights = sum_rows_pairwise(weights)
             is_bad = values * 0 != 0  # on CPUs 10 times faster than isfinite
             bad = is_bad.sum(1), torch.where(is_bad, torch.stack(indices), -1).amax(1)
-            self.sums.append((keys, torch.stack([add_columns(values), weights, *bad])))
+            self.sums.append((keys, torch.stack([sum_rows_pairwise(values), weights, *bad])))
 
     def reduce(self) -> dict[str, float]:
         """The means by name, losses first, and "samples", over all processes; then start again. Collective.
@@ -183,7 +183,7 @@ def exact_sum(terms: list[float]) -> list[float]:
     return parts
 
 
-def add_columns(terms: torch.Tensor) -> torch.Tensor:
+def sum_rows_pairwise(terms: torch.Tensor) -> torch.Tensor:
     """The sum of each row of `terms` (rows, columns), which it overwrites: (rows,).
 
     Halves are added elementwise: in torch.sum, strides decide the order of additions, and on GPUs the shape.

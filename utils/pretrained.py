@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from .console import stop
 from .parallel.shards import is_sharded, local_rows
 
 
@@ -32,24 +31,19 @@ def load_pretrained(model: nn.Module, source: str, head: str | None = None) -> N
         head: a last layer that keeps its weights if the file has none, or a different number of classes; None: all must
             fit.
     """
-    try:
-        if any(map(is_sharded, model.parameters())):
-            return load_rows(model, source)
-        if source.startswith("https://"):
-            state = torch.hub.load_state_dict_from_url(source, map_location="cpu", weights_only=True, check_hash=True)
-        elif source.endswith(".safetensors"):
-            state = safetensors.torch.load_file(source)
-        else:
-            state = torch.load(source, map_location="cpu", weights_only=True)
-        for entry in ("state_dict", "model"):  # beside an epoch and an optimizer, as many scripts save it
-            state = state[entry] if isinstance(state.get(entry), dict) else state
-        consume_prefix_in_state_dict_if_present(state, "module.")  # of DistributedDataParallel
-        if head:
-            new_head = {f"{head}.{name}": tensor for name, tensor in model.get_submodule(head).state_dict().items()}
-            if any(name not in state or state[name].shape != tensor.shape for name, tensor in new_head.items()):
-                state |= new_head
-        model.load_state_dict(state)
-    except Exception as error:  # no network, no such file, unknown format, different names, ...
-        # The first line of load_state_dict's error says only that there are errors.
-        reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
-        stop(f"--pretrained {source} cannot be read, or is for a different model: {reason}")
+    if any(map(is_sharded, model.parameters())):
+        return load_rows(model, source)
+    if source.startswith("https://"):
+        state = torch.hub.load_state_dict_from_url(source, map_location="cpu", weights_only=True, check_hash=True)
+    elif source.endswith(".safetensors"):
+        state = safetensors.torch.load_file(source)
+    else:
+        state = torch.load(source, map_location="cpu", weights_only=True)
+    for entry in ("state_dict", "model"):  # beside an epoch and an optimizer, as many scripts save it
+        state = state[entry] if isinstance(state.get(entry), dict) else state
+    consume_prefix_in_state_dict_if_present(state, "module.")  # of DistributedDataParallel
+    if head:
+        new_head = {f"{head}.{name}": tensor for name, tensor in model.get_submodule(head).state_dict().items()}
+        if any(name not in state or state[name].shape != tensor.shape for name, tensor in new_head.items()):
+            state |= new_head
+    model.load_state_dict(state)

@@ -1,8 +1,6 @@
 """The progress of a run on the screen, its times, and its peak memory."""
 
 import datetime
-import os
-import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -83,16 +81,12 @@ class Progress:
         show("  ".join(columns))
 
     def say_done(self, step: int, result: dict, folder: Path) -> None:
-        """Remove the bar; print the result of the last test, where the files are, and how to draw the curves."""
+        """Remove the bar; print the result of the last test, and where the files are."""
         if self.bar is not None:
             self.bar.close()
         numbers = {name: value for name, value in result.items() if is_number(value) and name != "samples"}
         shown = ", ".join(f"test {metric_text(name, value)}" for name, value in numbers.items()) or plural(step, "step")
-        line = f"done: {shown} in {self.train_s:.1f} s of training; the model and its numbers are in {folder}"
-        curves = Path(__file__).resolve().parents[1] / "tools" / "curves"
-        if curves.is_dir():  # a copy of this folder may be without it
-            line += f"; to draw them: {shlex.join(['python', os.path.relpath(curves), str(folder)])}"
-        show(line, "green")
+        show(f"done: {shown} in {self.train_s:.1f} s of training; the model and its numbers are in {folder}", "green")
 
     def summary(self, step: int) -> dict:
         """The times of this launch, for summary.json."""

@@ -35,7 +35,7 @@ def combine(*numbers):
     return key
 
 
-class Stream(enum.IntEnum):
+class Purpose(enum.IntEnum):
     """What random numbers are for: the last number of their key, so that no two uses have the same ones."""
 
     EPOCH = 1  # the generators, at its start

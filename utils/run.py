@@ -18,22 +18,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from .agree import on_main, same_on_all, same_result
-from .banner import announce, code_digests
+from .banner import code_digests, print_banner
 from .best import Best, is_number, to_python
 from .checkpoint import Checkpoints, save_model
 from .console import plural, show, stop
-from .failures.processes import end_process_group
+from .failures.processes import end_process_group, was_restarted
 from .failures.signals import StopSignal
 from .flags import MAY_CHANGE, with_defaults
 from .loader import Batch, GlobalLoader, describe_data
 from .metrics import Metrics
 from .parallel import same_state
 from .progress import Progress, peak_memory_gib
-from .randomness import Stream, combine, device_generators, seed_generators
+from .randomness import Purpose, combine, device_generators, seed_generators
 from .run_folder import RunFolder
 
 
-def must_match(args: argparse.Namespace, loaders: dict[str, GlobalLoader], data: dict) -> dict:
+def resume_facts(args: argparse.Namespace, loaders: dict[str, GlobalLoader], data: dict) -> dict:
     """What must be the same when resuming, by kind: all flags and facts of the data but MAY_CHANGE, and the loaders.
 
     Flags of the script that may change, too, are named in `args.may_change`.
@@ -73,6 +73,7 @@ class Run:
     def __init__(self, accelerator: Accelerator, args: argparse.Namespace):
         atexit.unregister(end_process_group)
         self.accelerator, self.args = accelerator, with_defaults(args)
+        self.args.resume |= was_restarted()  # nobody is there to type --resume
         self.stop_signal = StopSignal(accelerator)
         self.devices = device_generators(accelerator)
         self.best = Best(self.args.save_best, self.args.patience)
@@ -116,16 +117,16 @@ class Run:
         models = [part for part in checkpoint.values() if isinstance(part, nn.Module)]
         loaders, accelerator.loaders = accelerator.loaders, None  # a later one would not be compared when resuming
         data = same_on_all(describe_data(loaders) | (data or {}))
-        facts = must_match(args, loaders, data) | {"total_steps": total_steps}
+        facts = resume_facts(args, loaders, data) | {"total_steps": total_steps}
         path = self.folder.path
         self.checkpoints = Checkpoints(accelerator, path / "checkpoints", checkpoint, facts, args.keep_checkpoints)
-        self.step, self.extra = self.checkpoints.load()
-        self.best.load_state(self.extra)
-        train_loader.check_sample(self.extra.get("sample"))
-        train_loader.check_order(self.extra.get("order"))
+        self.step, self.run_state = self.checkpoints.load()
+        self.best.load_state(self.run_state)
         self._warn_of_changes()
-        self.metrics = Metrics(accelerator, self.extra.get("metrics"))
-        topology = announce(accelerator, path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts)
+        self.metrics = Metrics(accelerator, self.run_state.get("metrics"))
+        topology = print_banner(
+            accelerator, path, self.steps_per_epoch, total_steps, data, self.batch_size, model_parts
+        )
         summary = on_main(accelerator, lambda: self.folder.read_summary(self.step))
         if summary and (self.step == total_steps or summary["stopped_early"]):
             self.completed = summary
@@ -139,12 +140,14 @@ class Run:
         self.unsaved = [] if is_meant else self.unsaved
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         about = {"arguments": vars(args), "data": data, "total_steps": total_steps}
-        on_main(accelerator, lambda: self.folder.open(self.step, self.extra.get("metrics_bytes", 0), about, topology))
+        on_main(
+            accelerator, lambda: self.folder.open(self.step, self.run_state.get("metrics_bytes", 0), about, topology)
+        )
 
     def _warn_of_changes(self) -> None:
         """Warn if a resumed run will not be what the checkpoint's run would have been."""
         num_slots, self.code = self.train_loader.sampler.num_slots, code_digests()
-        before, code = self.extra.get("num_slots", num_slots), self.extra.get("code", self.code)
+        before, code = self.run_state.get("num_slots", num_slots), self.run_state.get("code", self.code)
         if before != num_slots and self.accelerator.is_main_process:
             show(
                 f"warning: a step had {plural(before, 'micro-batch')} and now has {num_slots}: random numbers in the "
@@ -194,7 +197,7 @@ class Run:
             return
         first = max(self.step - 1, 0) // self.steps_per_epoch
         for epoch in range(first, math.ceil(self.total_steps / self.steps_per_epoch)):
-            seed_generators(combine(self.args.seed, epoch, Stream.EPOCH), self.devices)
+            seed_generators(combine(self.args.seed, epoch, Purpose.EPOCH), self.devices)
             yield epoch
             self.stopped_early = self.step < self.total_steps and self.best.is_stuck(self.accelerator.is_main_process)
             if self.stopped_early:
@@ -234,7 +237,7 @@ class Run:
             self._step_done(epoch)
             if self.step == self.total_steps:
                 break
-        seed_generators(combine(self.args.seed, epoch, Stream.AFTER_EPOCH), self.devices)
+        seed_generators(combine(self.args.seed, epoch, Purpose.AFTER_EPOCH), self.devices)
 
     def _pass_on(self, batches: Iterator[Batch], is_free: bool = False, test_batch: int = 0) -> Iterator[Batch]:
         """Seed each micro-batch of a step, and have the StepRule watch those of the training; is_free: see there."""
@@ -256,6 +259,7 @@ class Run:
     def _seed_model(self, batch: Batch, test_batch: int = 0) -> None:
         """test_batch: 0 during training; the test batch's number, from 1, during testing."""
         self.accelerator.steps_done = self.step
+        self.accelerator.micro_batches += 1
         seed_generators(combine(self.args.seed, self.step, batch.slot, test_batch), self.devices)
 
     def _step_done(self, epoch: int) -> None:
@@ -275,7 +279,7 @@ class Run:
             self.log("train", epoch, **means, **self.learning_rates, **self.progress.since_last_line())
         # A run resumed at the end of an epoch begins with the test, so even a checkpoint saved after that test must
         # not hold its result.
-        self.extra = {"metrics_bytes": self.folder.metrics_bytes(), **self.best.state()}
+        self.run_state = {"metrics_bytes": self.folder.metrics_bytes(), **self.best.state()}
         due = self.step % args.checkpoint_every == 0 if args.checkpoint_every else epoch_ends
         if due or self.step == self.total_steps:
             self._save()
@@ -294,13 +298,12 @@ class Run:
             same_state.check(self.accelerator, models, self.warned, self.is_first_step)
 
     def _save(self) -> None:
-        seen = {"metrics": self.metrics.state(), "order": self.train_loader.newest_order}  # stops at a loss that is nan
+        state = {"metrics": self.metrics.state()}  # stops at a loss that is nan
         self.accelerator.check_norms()
         self._check_weights()
         self._warn_of_unsaved()
-        seen |= {"num_slots": self.train_loader.sampler.num_slots, "code": self.code}
-        seen["sample"] = self.train_loader.last_sample() if self.accelerator.is_main_process else None
-        self.checkpoints.save(self.step, {**self.extra, **seen}, self.folder.sync)
+        state |= {"num_slots": self.train_loader.sampler.num_slots, "code": self.code}
+        self.checkpoints.save(self.step, {**self.run_state, **state}, self.folder.sync)
 
     def log_train(self, batch: Batch, *, weights: torch.Tensor | None = None, **values: torch.Tensor) -> None:
         """Add a micro-batch to the means of the next log line: `run.log_train(batch, loss=losses, error_px=errors)`.
@@ -338,7 +341,7 @@ class Run:
         for number, window in enumerate(windows, 1):
             yield MicroBatches(window, functools.partial(self._pass_on, test_batch=number))
             self._stop_if_asked()
-        seed_generators(combine(self.args.seed, self.step, Stream.AFTER_TEST), self.devices)
+        seed_generators(combine(self.args.seed, self.step, Purpose.AFTER_TEST), self.devices)
 
     def new_metrics(self) -> Metrics:
         """Metrics for a test: `add` each batch, then `reduce`."""
@@ -380,9 +383,10 @@ class Run:
             if not self.step:
                 stop(sentence)
             self.accelerator.print(f"warning: {sentence}")
-        seed_generators(combine(self.args.seed, self.total_steps, Stream.AFTER_RUN), self.devices)
+        seed_generators(combine(self.args.seed, self.total_steps, Purpose.AFTER_RUN), self.devices)
         atexit.register(end_process_group)  # not after an error: NCCL would wait for the other ranks
         self.accelerator.loaders = {}  # a later run has its own
+        self.accelerator.micro_batches = 0  # what follows may take long
         if self.completed:
             return self.completed
         self.checkpoints.wait()

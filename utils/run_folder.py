@@ -79,10 +79,7 @@ class RunFolder:
         launch = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": step, **about_launch}
         content = {**about_run, "command": sys.argv, **describe_code(), "launches": [*(launches or []), launch]}
         path = self.path / "metrics.jsonl"
-        try:
-            self.metrics_file = open(path, "ab")  # noqa: SIM115  stays open
-        except OSError as error:  # it may belong to another user
-            stop(f"{path} cannot be written: {error.strerror}")
+        self.metrics_file = open(path, "ab")  # noqa: SIM115  stays open
         self.metrics_file.truncate(min(metrics_bytes, path.stat().st_size))
         self.metrics_file.seek(0, os.SEEK_END)
         write_json(self.path / "run.json", content)  # also flushes the folder, with the name of metrics.jsonl

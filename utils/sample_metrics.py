@@ -4,8 +4,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from .console import stop
-
 
 def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate the (n, ...) tensors of all processes to (N, ...), in rank order; n may differ. Collective.
@@ -24,18 +22,18 @@ def gather_samples(accelerator: Accelerator, parts: list[torch.Tensor]) -> torch
 
 
 class EvaluateMetrics:
-    """Gives each metric, by name or folder, every test sample once, in order; tried on `example` before training."""
+    """Computes each metric (Hub name or folder) over all test samples, once each and in order.
+
+    Each is tried on `example` before training.
+    """
 
     def __init__(self, names: list[str], example: list):
         import evaluate  # slow, and not every script's
 
         self.metrics, self.rows = [], []
         for name in names:
-            try:
-                self.metrics.append(evaluate.load(name, keep_in_memory=True))  # processes would wait for a file
-                self.metrics[-1].compute(predictions=example, references=example)
-            except Exception as error:  # no network, no such metric, one that needs other arguments, ...
-                stop(f"--metrics {name} fails with predictions like {example[-1]}: {' '.join(f'{error}'.split())}")
+            self.metrics.append(evaluate.load(name, keep_in_memory=True))  # processes would wait for a file
+            self.metrics[-1].compute(predictions=example, references=example)
 
     def add(self, batch, predictions: list, references: list) -> None:
         self.rows += [] if batch.is_stand_in else zip(batch.indices.tolist(), predictions, references, strict=True)

@@ -26,7 +26,7 @@ class MicroBatch:
 
 
 class WindowShuffle:
-    """A shuffled order of `length` items that a disk likes; a slice of it is computed when it is asked for.
+    """A shuffle that reads the disk in few places at a time; slices are computed on demand.
 
     Blocks of consecutive items are permuted, and then the items of each BLOCKS blocks, which are `window` items. So
     what is read at a time lies in BLOCKS places. Only the order of the blocks is kept in memory.
@@ -101,8 +101,6 @@ class GlobalSampler:
         drop_last: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
     ):
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if shuffle_window and (seed is None or order is not None):
             raise ValueError("shuffle_window needs a seed, and cannot be combined with order")
         self.dataset_length, self.batch_size, self.seed = length, batch_size, seed

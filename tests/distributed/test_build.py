@@ -56,6 +56,4 @@ def test_shards_have_the_numbers_of_one_process_and_no_process_holds_the_model(l
         assert built["peak_mib"] < 80  # of 150, of which a third is its shards
         assert loaded["peak_mib"] < 85
     stopped = launcher("cpu_fsdp", "--output_dir", "refused", "--pretrained", other, check=False, **options)
-    assert (
-        "other.safetensors cannot be read, or is for a different model: names or shapes differ: row" in stopped.stderr
-    )
+    assert "ValueError: names or shapes differ: row" in stopped.stderr

@@ -6,8 +6,6 @@ float64 of small_resnets.py.
 
 import contextlib
 import json
-import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils import agree
 from utils.accelerator import TrainingAccelerator
-from utils.failures.errors import explain, explain_errors
+from utils.failures.errors import explain
 from utils.layout import Layout
 from utils.parallel.fsdp import units, update_average
 
@@ -251,7 +249,7 @@ def test_any_model_is_sharded_and_has_the_numbers_of_a_whole_one(differences, mo
     assert len(gathered_alone) > 2  # the model and its blocks
 
 
-# By case of parameters.py, what a user can do instead: the same with DDP needs nothing else.
+# By case of parameters.py, a part of the error: what a user can do instead, or torch's message, which the guide has.
 REFUSED_UNDER_FSDP = {
     "tied after": "do so before",
     "hooked before": "use register_post_accumulate_grad_hook after prepare",
@@ -259,10 +257,10 @@ REFUSED_UNDER_FSDP = {
     "hooked by module": "use register_post_accumulate_grad_hook after prepare",
     "initialized at random after": "initialize before prepare",
     "reset after": "initialize before prepare",
-    "average of a list made before": "copy the weights after prepare",
-    "average of a model that is whole": "call shard(accelerator, average.module) after prepare",
-    "average by torch": "use shard and update_average",
-    "copied after": "copy it before prepare",
+    "average of a list made before": "got mixed torch.Tensor and DTensor",
+    "average of a model that is whole": "must match the size of tensor",
+    "average by torch": "got mixed torch.Tensor and DTensor",
+    "copied after": "FSDP does not support deepcopy",
     "lbfgs": "use DDP, or sizes that the number of shards divides",
 }
 
@@ -356,15 +354,10 @@ def test_calls_of_sharded_layers_are_compared_with_their_order(one_process_shard
     assert len(set(numbers)) == 4
 
 
-def test_a_weight_that_is_used_outside_of_its_module_is_explained(one_process_shards, monkeypatch, capsys):
+def test_a_weight_that_is_used_outside_of_its_module_is_an_error_of_torch(one_process_shards):
     model = one_process_shards.prepare(Plain())
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):
         model(torch.tensor([[0, 1, 2]]))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    explain_errors()
-    sys.excepthook(raised.type, raised.value, raised.tb)
-    error = capsys.readouterr().err
-    assert re.match(r"error: .* at tests/distributed/test_fsdp.py:\d+: ", error)
 
 
 def test_sparse_gradients_are_explained(one_process_shards):
@@ -503,9 +496,8 @@ def test_what_sharding_would_not_train_is_refused(one_process_shards, capsys):
         one_process_shards.clip_grad_norm_(models[1].parameters(), 1.0)
     capsys.readouterr()
     models[1].temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="scalar parameters"):
         one_process_shards.prepare(models[1], optimizers[1])
-    assert "0-dimensional parameters such as temperature" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         one_process_shards.backward(models[0](torch.ones(3)).sum(), inputs=[*models[0].parameters()])
     assert "accelerator.backward(inputs=...)" in capsys.readouterr().err
@@ -556,18 +548,17 @@ def penalise_gradients(accelerator):
 
 
 @pytest.mark.parametrize(
-    ("fails", "sentence"),
+    ("fails", "message"),
     [
-        (penalise_gradients, "as by a second derivative (a gradient penalty): "),
-        (step_with(torch.optim.Rprop), "needs whole tensors, and FSDP has shards of rows"),
-        (step_with(torch.optim.Adafactor), "needs whole tensors, and FSDP has shards of rows"),
+        (penalise_gradients, "out of bounds for storage of size 0"),
+        (step_with(torch.optim.Rprop), "require placement changes"),
+        (step_with(torch.optim.Adafactor), "require placement changes|Cannot find device mesh"),
     ],
     ids=["second derivative", "Rprop", "Adafactor"],
 )
-def test_what_fsdp_cannot_do_is_a_sentence(one_process_shards, fails, sentence):
-    with pytest.raises(RuntimeError) as raised:
+def test_what_fsdp_cannot_do_is_an_error_of_torch(one_process_shards, fails, message):
+    with pytest.raises(RuntimeError, match=message):
         fails(one_process_shards)
-    assert sentence in explain(raised.value)
 
 
 def test_an_optimizer_that_makes_its_state_at_once_is_created_from_shards(one_process_shards, capsys):

@@ -105,17 +105,13 @@ def warm_up(steps):
     return schedule
 
 
-def test_a_longer_run_is_the_run_that_was_as_long_from_its_start(train, tmp_path, capsys, monkeypatch):
+def test_a_longer_run_is_the_run_that_was_as_long_from_its_start(train, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.lr_scheduler, "OneCycleLR", warm_up(6))
         assert train("whole") is None
         assert train("run", "--num_epochs", 1) is None
         assert train("run", "--num_epochs", 2, "--resume") is None
         assert contents(tmp_path / "run") == contents(tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.lr_scheduler, "OneCycleLR", warm_up(2))
-        assert train("run", "--num_epochs", 3, "--resume") == 2
-    assert "scheduler.factors.0 was " in capsys.readouterr().err
 
 
 def truncate(file):
@@ -348,7 +344,7 @@ def test_no_process_waits_for_a_main_process_that_cannot_write_the_log(launcher,
     flags = ["--dataset", small_mnist, "--output_dir", "run", "--timeout_s", 100]
     done = launcher("cpu_ddp", *flags, check=False)
     assert done.returncode != 0
-    assert "error: run/metrics.jsonl cannot be written: Is a directory" in done.stderr
+    assert "error: run/metrics.jsonl: Is a directory" in done.stderr
     assert "lost another process" not in done.stderr
 
 

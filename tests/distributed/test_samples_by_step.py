@@ -5,7 +5,6 @@ pytest tests/distributed/test_samples_by_step.py -n 0 -rP -m slow    # the table
 
 import collections
 import itertools
-import shutil
 
 import numpy as np
 import pyarrow
@@ -90,21 +89,3 @@ def test_killed_and_resumed_on_others_each_step_has_the_same_samples(
             assert index in expected.indices
     assert len(set(digests.values())) == len(digests) == length
     print(f"{data}, window {window}, {config}: {len(launches)} launches, {len(found)} steps of the same samples")
-
-
-@pytest.mark.slow
-def test_data_that_have_changed_since_the_checkpoint_are_refused(launcher, tmp_path, folder):
-    mine = shutil.copytree(folder, tmp_path / "data")
-    flags = ["--data", "tar", "--folder", mine, "--checkpoint_every", 1, "--output_dir", "run"]
-    options = {"script": "samples_by_step", "check": False}
-    assert launcher("cpu", *flags, "--die_after", 20, **options).returncode
-    run = tmp_path / "run"
-    manifest, _ = run_reader.checkpoint(run_reader.last_checkpoint(run))
-    (_, (index,), _), _ = manifest["extra"]["sample"]
-    for number, part in enumerate(np.split(np.arange(ITEMS), [1, 30, 31, 90])):
-        if index in part:  # one sample among equals is another one: neither the first nor the last of the data
-            others = [(f"{n}.bin", bytes(8) if n == index else (b"%08d" % n)) for n in part]
-            write_tar(mine / f"{number}.tar", others)
-    done = launcher("cpu", *flags, "--resume", **options)
-    assert done.returncode
-    assert f"the training data have changed since the checkpoint was saved: the digest of item {index}" in done.stderr

@@ -221,7 +221,7 @@ def test_the_norm_for_clipping_has_the_same_bits_however_rows_are_sharded(thread
 def test_columns_are_added_in_the_same_order_for_any_strides():
     terms = torch.randn(16, 513, generator=torch.Generator().manual_seed(0))
     other_strides = terms.T.contiguous().T
-    assert torch.equal(vp.add_columns(other_strides), vp.add_columns(terms))
+    assert torch.equal(vp.sum_rows_pairwise(other_strides), vp.sum_rows_pairwise(terms))
 
 
 def test_a_step_rounds_alike_wherever_a_tensor_is_cut():

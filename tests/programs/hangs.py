@@ -24,22 +24,21 @@ def until(name):
         time.sleep(0.01)  # endless loop
 
 
-accelerator.steps_done = 7
+accelerator.steps_done, accelerator.micro_batches = 7, 1
 if rank == 1:
     until("first")
 torch.distributed.all_reduce(ones)  # first
 print(f"rank {rank} goes on", flush=True)
 
-accelerator.steps_done = 8
+accelerator.steps_done, accelerator.micro_batches = 8, 2
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 if rank == 0:
     Path("pid").write_text(str(os.getpid()))
-    time.sleep(1)  # second: here the watchdog has seen it last
     os.kill(os.getpid(), signal.SIGSTOP)
 model(ones).sum().backward()  # backward
 print(f"rank {rank} goes on", flush=True)
 
-accelerator.steps_done = 9
+accelerator.steps_done, accelerator.micro_batches = 9, 3
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 torch.distributed.all_reduce(ones)  # third

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -204,11 +205,6 @@ def test_presets_equal_torchvisions_and_flags_count_beside_them(monkeypatch):
         (["--batch_size", 1], "makes micro-batches of 1: BatchNorm needs 2 images or more"),
         (["--batch_size", 6, "--gradient_accumulation_steps", 2, "--mixup", 0.2], "cutmix an even number"),
         (["--min_crop", 1.005], "must be at least 0.01 and at most 1.0, got 1.005"),
-        (["--batch_size", 8, "--metrics", "no_such_metric"], "--metrics no_such_metric fails with predictions like 9"),
-        (
-            ["--batch_size", 8, "--metrics", ROOT / "examples" / "character_error_rate"],
-            "fails with predictions like 9: ",
-        ),
         (["--flip", 1.005], "must be at least 0.0 and at most 1.0, got 1.005"),
     ],
 )
@@ -239,7 +235,7 @@ def test_pretrained_weights_run_no_code(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", fetch)
     for source in (str(file), "https://example.org/w.pth"):
-        with pytest.raises(SystemExit):
+        with pytest.raises(pickle.UnpicklingError):
             load_pretrained(nn.Linear(1, 1), source)
         assert not (tmp_path / "trapped").exists()
     torch.load(file, weights_only=False)
@@ -261,11 +257,11 @@ def test_pretrained_weights_but_not_the_last_layer(tmp_path):
     assert torch.equal(model.fc.weight, source.fc.weight)
     torch.save({name: tensor for name, tensor in source.state_dict().items() if name != "bn1.bias"}, tmp_path / "part")
     for other, file in ((nn.Sequential(), "w.pth"), (model, "part")):
-        with pytest.raises(SystemExit):
+        with pytest.raises((AttributeError, RuntimeError)):
             load_pretrained(other, str(tmp_path / file), head="fc")
 
 
-def test_pretrained_weights_are_found_in_files_as_people_have_them(tmp_path, capsys):
+def test_pretrained_weights_are_found_in_files_as_people_have_them(tmp_path):
     source, file = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), tmp_path / "w.pth"
     weights = source.state_dict()
     body = {name: tensor for name, tensor in weights.items() if not name.startswith("1.")}
@@ -284,9 +280,8 @@ def test_pretrained_weights_are_found_in_files_as_people_have_them(tmp_path, cap
         assert torch.equal(model[0].weight, source[0].weight)
         expected = head if content == {"model": body} else source[1].state_dict()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in model[1].state_dict().items())
-    with pytest.raises(SystemExit):
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "1.weight", "1.bias"'):
         load_pretrained(model, str(file))
-    assert 'Missing key(s) in state_dict: "1.weight", "1.bias"' in capsys.readouterr().err
 
 
 def test_model_and_moving_average_are_tested_in_the_precision_of_the_run(run_4_blocks, monkeypatch):

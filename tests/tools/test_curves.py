@@ -3,13 +3,10 @@
 import builtins
 import json
 import math
-import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from PIL import Image
 
 from tools import curves
@@ -206,14 +203,3 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, command, monkeypat
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     assert command("a") == (2, "error: drawing needs matplotlib: pip install -r scripts/requirements.txt\n")
-
-
-@pytest.mark.slow
-def test_the_command_at_the_end_of_a_run_draws_it(train, tmp_path, capfd, monkeypatch):
-    """From any folder, also where the name of the run's folder has a space."""
-    monkeypatch.chdir(tmp_path)
-    assert train("my run") is None
-    command = capfd.readouterr().out.splitlines()[-1].partition("; to draw them: python ")[2]
-    assert command.startswith(f"{os.path.relpath(ROOT)}/tools/curves ")
-    subprocess.run(f"{sys.executable} {command}", shell=True, check=True, cwd=tmp_path)
-    assert (tmp_path / "my run" / "curves.png").is_file()

@@ -176,14 +176,6 @@ def test_requirements_that_are_not_met(tmp_path, monkeypatch):
     assert found == {"no-such-package": (None, ">=1"), "ruff": ("0.1", "~=9.0")}
 
 
-@pytest.mark.parametrize(
-    ("version", "tested"),
-    [("2.10.0a0+nv25.11", "2.10"), ("2.12.1", "2.10"), ("2.13.0+cpu", "2.14"), ("2.16.0", "2.14")],
-)
-def test_the_nearest_of_the_tested_versions_of_torch(version, tested):
-    assert doctor.nearest(version) == tested
-
-
 def test_the_oldest_tested_version_is_the_bound():
     (bound,) = re.findall(r"^torch>=(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.M)
     assert doctor.TESTED[0] == bound

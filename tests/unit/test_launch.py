@@ -1,6 +1,7 @@
 """make_accelerator: the flags it reads, trackers, the time-out, and what must be done before NCCL starts."""
 
 import copy
+import datetime
 import math
 import os
 import sys
@@ -12,7 +13,6 @@ import pytest
 import torch
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from conftest import ROOT
 from fakes import fake_accelerator
 from torch import nn
 from torch.distributed import distributed_c10d
@@ -59,10 +59,10 @@ def handed_over(monkeypatch):
 
         def refuse(**options):
             taken.update(options)
-            raise ValueError
+            raise NotImplementedError
 
         monkeypatch.setattr(launch, "TrainingAccelerator", refuse)
-        with pytest.raises(SystemExit):
+        with pytest.raises(NotImplementedError):
             make_accelerator(*args, **kwargs)
         return taken
 
@@ -98,16 +98,6 @@ def test_the_command_to_continue_names_the_folder_that_was_made(monkeypatch):
     assert resume_command(args.output_dir).endswith(end)
     assert resume_command(accelerator.project_dir).endswith(end)
     assert sys.argv == ["train.py", "--lr", "1"]
-
-
-def test_what_another_launcher_left_in_the_environment_stops_the_run(monkeypatch, launcher):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    done = launcher.python(ROOT / "scripts" / "mnist_mlp.py", check=False)
-    assert done.returncode == 2
-    assert "error: Accelerate cannot start with this config file, these flags and this environment: " in done.stderr
-    assert "MASTER_ADDR" in done.stderr
 
 
 def test_flags_that_a_parser_lacks_have_defaults(monkeypatch):
@@ -162,12 +152,12 @@ def test_deterministic_algorithms_are_set_before_nccl_and_cublas_start(monkeypat
         found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8")
         found.append(not torch.backends.cudnn.benchmark)
         found.append(not torch.utils.deterministic.fill_uninitialized_memory)
-        raise ValueError
+        raise NotImplementedError
 
     monkeypatch.setattr(launch, "TrainingAccelerator", start)
     torch.use_deterministic_algorithms(False)
     try:
-        with pytest.raises(SystemExit):
+        with pytest.raises(NotImplementedError):
             make_accelerator(run_flags(**flags))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -204,7 +194,9 @@ def test_the_users_own_handlers_replace_the_defaults(handed_over):
     own = DistributedDataParallelKwargs(static_graph=True)
     handed = handed_over(run_flags(), kwargs_handlers=[own])
     assert handler(handed, DistributedDataParallelKwargs) is own
-    assert handler(handed, InitProcessGroupKwargs)
+    assert handler(handed, InitProcessGroupKwargs).timeout.total_seconds() == pytest.approx(600, abs=0.01)
+    own = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=7))
+    assert handler(handed_over(run_flags(), kwargs_handlers=[own]), InitProcessGroupKwargs) is own
 
 
 def test_a_schedule_counts_steps_and_neither_micro_batches_nor_processes(monkeypatch):
@@ -258,19 +250,10 @@ def test_a_tracker_of_the_users_own_logs_beside_the_flags(handed_over):
 def test_a_tracker_that_is_not_there_stops_the_run(monkeypatch, capsys):
     """Accelerate leaves one out that is not installed, and says so at log level debug only."""
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [])
-    for flag, sentence in (
-        ("wandb", "error: --log_with wandb needs a package that is not installed: pip install wandb"),
-        (
-            "wandbb",
-            "error: Accelerate cannot start with this config file, these flags and this environment: "
-            "Unsupported logging capability: wandbb. Choose between ['all', ",
-        ),
-    ):
-        with pytest.raises(SystemExit):
-            make_accelerator(run_flags(log_with=flag))
-        error = capsys.readouterr().err
-        assert error.startswith(sentence)
-        assert error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        make_accelerator(run_flags(log_with="wandb"))
+    sentence = "error: --log_with wandb needs a package that is not installed: pip install wandb\n"
+    assert capsys.readouterr().err == sentence
 
 
 @pytest.mark.parametrize(
@@ -350,14 +333,6 @@ def test_the_user_sets_the_threads_or_they_are_a_share_of_the_cores(monkeypatch,
     assert torch.get_num_threads() == 2
     launch.set_cpu_threads(1)
     assert torch.get_num_threads() == 1
-
-
-def test_a_run_that_the_launcher_restarted_resumes(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    args = run_flags(resume=False)
-    make_accelerator(args)
-    assert args.resume is True
 
 
 def test_restarts_need_a_folder_and_a_store_of_their_own(monkeypatch, capsys):

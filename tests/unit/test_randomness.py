@@ -73,6 +73,12 @@ def test_random_normal_has_the_moments_of_a_normal_distribution():
     assert abs((numbers**4).mean() - 3) < 5 * (96 / count) ** 0.5
 
 
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+def test_random_normal_is_finite_at_the_ends_of_the_uniform_numbers(monkeypatch, uniform):
+    monkeypatch.setattr(randomness, "random_uniform", lambda key, indices, shape: torch.full((1, *shape), uniform))
+    assert randomness.random_normal(0, torch.arange(1), (1,)).isfinite().all()
+
+
 def test_seeded_generators_repeat_their_numbers():
     def draw():
         return float(torch.rand(())), random.random(), np.random.rand()

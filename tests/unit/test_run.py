@@ -122,6 +122,12 @@ def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
     assert not (tmp_path / "short" / "model_best.safetensors").exists()
 
 
+def test_a_run_whose_patience_ends_in_its_last_test_did_not_stop_early(start, tmp_path):
+    assert start(Regression(RESULTS, epochs=5), save_best="max:score", patience=3) is None
+    found = summary(tmp_path / "run")
+    assert (found["step"], found["stopped_early"]) == (20, False)
+
+
 def test_patience_ends_the_run_with_all_that_a_run_leaves(start, tmp_path, capsys):
     flags = {"save_best": "max:score", "patience": 3, "checkpoint_every": 3}
     assert start(Regression(RESULTS), **flags) is None
@@ -390,14 +396,12 @@ def test_a_run_that_ends_before_its_last_step_says_so(start, tmp_path, capsys, l
     assert (tmp_path / "run" / "model.safetensors").exists() == (code is None)
 
 
-def test_the_last_sample_and_the_order_of_a_checkpoint_are_compared_when_resuming(start, monkeypatch):
-    compared = {}
-    for name in ("check_sample", "check_order"):
-        monkeypatch.setattr(GlobalLoader, name, lambda _, saved, name=name: compared.setdefault(name, []).append(saved))
-    assert start(scripted(stops=True, order=lambda _: torch.arange(40))) == EXIT_REQUEUE
-    assert start(scripted(order=lambda _: torch.arange(40)), resume=True) is None
-    assert [first for first, _ in compared.values()] == [None, None]
-    assert [len(saved) for _, saved in compared.values()] == [2, 2]
+def test_a_run_that_the_launcher_restarted_resumes(start, monkeypatch):
+    assert start(scripted(stops=True)) == EXIT_REQUEUE
+    assert start(scripted()) == 2  # the folder holds a run
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert start(scripted()) is None
 
 
 def test_a_learning_rate_for_each_optimizer(start, tmp_path):

@@ -83,11 +83,6 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def nearest(version: str) -> str:
-    """The tested version of torch that is nearest to this one."""
-    return min(TESTED, key=lambda tested: abs(int(tested.split(".")[1]) - int(version.split(".")[1])))
-
-
 def count_driver_gpus() -> int:
     """The GPUs that nvidia-smi lists, including those hidden from torch; 0 if it is missing, fails or hangs."""
     try:
@@ -184,7 +179,7 @@ def main() -> int:
     for name, why, command in others:
         show(f"{name + '.yaml':<16}{why}\n    {command}")
     version = metadata.version("torch")
-    show(f"\ntorch {version}: the tests run with {' and '.join(TESTED)}, of which {nearest(version)} is nearer\n")
+    show(f"\ntorch {version}: tested with {' and '.join(TESTED)}\n")
     found = sorted(problems(facts), reverse=True)
     if args.gpus:
         found += measure_gpus(args.stand_ins)

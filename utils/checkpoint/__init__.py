@@ -11,7 +11,6 @@ checkpoints/step_00000938/
 This file: when a run saves and loads. state.py: how objects become tensors and JSON. folder.py: files on the disk.
 """
 
-import functools
 import itertools
 import json
 import re
@@ -56,8 +55,6 @@ from .state import (
     ObjectState,
     OptimizerState,
     differences,
-    digest_of_factors,
-    factor_functions,
     files_to_write,
     name_parameters,
     tensor_parts,
@@ -71,8 +68,8 @@ class Checkpoints:
     Args:
         state: by name, whatever has a state_dict, as `prepare` returned it.
         facts: what must be the same when resuming, by kind: "flags", "data", ... A checkpoint with others is refused,
-            and one of different models, optimizers, schedules or precision. "total_steps" may change where no schedule
-            depends on it.
+            and one of different models, optimizers, settings of schedules or precision. "total_steps" may change where
+            no setting of a schedule depends on it.
         keep: how many of the newest checkpoints to keep; 0: all.
 
     Raises:
@@ -88,24 +85,19 @@ class Checkpoints:
         if accelerator.scaler is not None:
             state = {**state, "scaler": accelerator.scaler}
         for name, instance in state.items():  # without the wrappers of `prepare`
-            file = f"{name}.safetensors"
-            if not re.fullmatch(r"[\w.-]*\w", name) or re.search(RANK, file):
-                stop(f"{name!r} in the checkpoint is not a valid file name: use another, such as model")
             if isinstance(instance, nn.Module):
                 self.models[name] = accelerator.unwrap_model(instance, keep_torch_compile=False)
             elif isinstance(instance, (AcceleratedOptimizer, torch.optim.Optimizer)):
                 self.optimizers[name] = getattr(instance, "optimizer", instance)
-            elif hasattr(instance, "state_dict") and hasattr(instance, "load_state_dict"):
-                self.objects[name] = instance.scheduler if isinstance(instance, AcceleratedScheduler) else instance
             else:
-                stop(f"{name} cannot be saved: a {type(instance).__name__} has no state_dict and load_state_dict")
+                self.objects[name] = instance.scheduler if isinstance(instance, AcceleratedScheduler) else instance
         names = self.names = name_parameters(self.models, self.optimizers)
         # Models first: after a test, FSDP has some whole parameters, which no optimizer knows. Asking for the state of
         # a model shards them again.
         self.entries = {name: ModelState(model) for name, model in self.models.items()}
         self.entries |= {name: OptimizerState(optimizer, names) for name, optimizer in self.optimizers.items()}
         self.entries |= {name: ObjectState(name, instance) for name, instance in self.objects.items()}
-        self.must_match = self._must_match(facts.get("total_steps", 0))
+        self.must_match = self._must_match()
         is_sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.num_processes > 1
         self.is_split = is_sharded or self.must_match["models"] != {n: self.entries[n].must_match for n in self.models}
         self.saved_step = None
@@ -114,30 +106,23 @@ class Checkpoints:
         self.rows: FirstRows = {}
         self.save_time_s = 0.0  # how long training waited
 
-    def _must_match(self, total_steps: int) -> dict:
-        """All that must be the same when resuming, as JSON: `facts`, and what is known of each object. Collective.
-
-        Args:
-            total_steps: schedules are compared up to this step.
-        """
+    def _must_match(self) -> dict:
+        """All that must be the same when resuming, as JSON: `facts`, and what is known of each object. Collective."""
         known = {name: {} for name in self.entries}
         for others in gather_object([{name: entry.must_match for name, entry in self.entries.items()}]):
             for name in known:  # the stages of a pipeline have some of the parameters each
                 known[name] |= others[name]
-        for name, schedule in self.objects.items():
-            if functions := factor_functions(schedule):
-                known[name]["factors"] = [digest_of_factors(function, total_steps) for function in functions]
-        kinds = {**self.facts, "total_steps": total_steps, "checkpoint": ", ".join(sorted(known))}
+        kinds = {"total_steps": 0, **self.facts, "checkpoint": ", ".join(sorted(known))}
         kinds |= {"precision": self.accelerator.mixed_precision}
         kinds |= {"models": {name: known.pop(name) for name in self.models}, "state": known}
         return json.loads(json.dumps(kinds, default=str))  # tuples become lists
 
-    def save(self, step: int, extra: dict, sync: Callable[[], None] | None = None) -> None:
+    def save(self, step: int, run_state: dict, sync: Callable[[], None] | None = None) -> None:
         """Copy the state after `step` steps; a thread writes it to the disk. Collective.
 
         Args:
-            extra: JSON of the main process.
-            sync: called first by the thread, to flush the files that `extra` refers to.
+            run_state: JSON of the main process.
+            sync: called first by the thread, to flush the files that `run_state` refers to.
 
         Raises:
             SystemExit: on every rank, if the previous checkpoint could not be written or had a parameter that is not
@@ -171,7 +156,7 @@ class Checkpoints:
                 "num_processes": self.accelerator.num_processes,
                 "torch": torch.__version__,
                 "state": {name: saved for name, saved in state.items() if name not in self.models},
-                "extra": extra,
+                "extra": run_state,
             }
         if is_main or rank in others:
             files, self.rows = files_to_write(tensors, shares[rank], rank)
@@ -237,7 +222,7 @@ class Checkpoints:
         """Load the newest whole checkpoint, also on a different number of processes. Collective.
 
         Returns:
-            Its step and its extra; (0, {}) where there is none.
+            Its step and its run_state; (0, {}) where there is none.
 
         Raises:
             SystemExit: on every rank, if there are checkpoints and none is whole, or if it does not fit; or if a rank
@@ -263,40 +248,45 @@ class Checkpoints:
     def _read_newest(self) -> tuple[Path, dict, SavedFiles] | None:
         """The path, manifest and tensors of the newest intact checkpoint; None if there is none at all. Collective.
 
-        Damaged ones are skipped with a warning that names the file, and renamed to damaged_step_*. All processes read
-        the files, and each checks the SHA-256 of some of them.
+        Rank 0 finds it. All processes read exactly that one, or stop.
         """
         accelerator = self.accelerator
-        paths = on_main(accelerator, lambda: list_checkpoints(self.folder))
+        newest = on_main(accelerator, self._find_newest)
         seen, is_split = zip(*gather_object([(self.folder.parent.exists(), self.is_split)]), strict=True)
-        if (paths or any(is_split)) and not all(seen):
+        if (newest or any(is_split)) and not all(seen):
             stop(f"rank {seen.index(False)} does not see {self.folder.parent}: {NEED_ONE_FOLDER}")
-        share = slice(accelerator.process_index, None, accelerator.num_processes)
+        if newest is None:
+            return None
+        name, manifest = newest
+        path, rank = self.folder / name, accelerator.process_index
+        share = slice(rank, None, accelerator.num_processes) if rank else slice(0)  # rank 0 has checked all files
+        problem, files = None, {}
+        try:
+            own, files = read_checkpoint(path, share)
+            problem = None if own == manifest else "it has a different one"
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        for rank, reason in enumerate(gather_object([problem])):
+            if reason:
+                stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
+        return path, manifest, files
+
+    def _find_newest(self) -> tuple[str, dict] | None:
+        """The name and manifest of the newest intact checkpoint; others get a warning, and another name."""
+        paths = list_checkpoints(self.folder)
         for number, path in enumerate(paths):
-            manifest, files, damage = try_to_read(self.folder / path.name, share)
-            found = gather_object([(manifest, damage)])
-            manifest, damage = found[0]
-            is_same = [other == manifest for other, _ in found]
-            if damage is None and not all(is_same):
-                # Rank 0 alone decides whether a checkpoint is damaged: the others may have another folder.
-                damage = on_main(accelerator, lambda path=path: try_to_read(path)[2])
-                rank = is_same.index(False)
-                if damage is None:
-                    reason = found[rank][1] or "it has a different one"
-                    stop(f"{path} is intact, but rank {rank} cannot read it ({reason}): {NEED_ONE_FOLDER}")
-            if isinstance(damage, OtherFormat):
+            try:
+                manifest, _ = read_checkpoint(path)
+            except OtherFormat as error:
                 stop(
-                    f"{path} cannot be resumed: {damage}; nothing is changed: resume with that version, or start a new "
+                    f"{path} cannot be resumed: {error}; nothing is changed: resume with that version, or start a new "
                     "run with another --output_dir"
                 )
-            if isinstance(damage, OSError):
-                stop(f"{damage.filename or path}: {damage.strerror or damage}")
-            if damage is not None:
-                if accelerator.is_main_process:
-                    show(f"warning: {path} is skipped: {damage}", "yellow")
+            except ValueError as damage:
+                show(f"warning: {path} is skipped: {damage}", "yellow")
                 continue
-            on_main(accelerator, functools.partial(rename_damaged, paths[:number]))
-            return path, manifest, files
+            rename_damaged(paths[:number])
+            return path.name, manifest
         if paths:
             stop(
                 f"none of the {len(paths)} checkpoints in {self.folder} is intact: start a new run with another "
@@ -305,11 +295,17 @@ class Checkpoints:
         return None
 
     def _check_fits(self, saved: dict, step: int) -> None:
-        """Stop at the first kind of difference: the others follow from it. Collective."""
-        before, total_steps = saved["total_steps"], self.must_match["total_steps"]
-        now = self._must_match(before)
-        if total_steps < step:
-            now["total_steps"] = total_steps
+        """Stop at the first kind of difference: the others follow from it."""
+        before, total_steps, now = saved["total_steps"], self.must_match["total_steps"], dict(self.must_match)
+        if total_steps >= step:
+            now["total_steps"] = before
+        if total_steps != before and self.accelerator.is_main_process:
+            # Its curve is not that of a run which was as long from its start: a cosine has begun to end.
+            show(
+                f"warning: the run had {before} steps and now has {total_steps}: a function of the step and of their "
+                "number, as in LambdaLR, goes on with another learning rate",
+                "yellow",
+            )
         for kind in now | saved:
             path = "" if kind in ("flags", "models", "state") else kind
             reasons = differences(saved.get(kind), now.get(kind), path)
@@ -368,11 +364,3 @@ def broadcast(accelerator: Accelerator, tensor: torch.Tensor | None, shape: torc
         received.copy_(tensor)
     torch.distributed.broadcast(received.flatten().view(torch.uint8), rank)  # backends lack some dtypes
     return received
-
-
-def try_to_read(path: Path, share: slice = slice(None)) -> tuple[dict, SavedFiles, Exception | None]:
-    """As `read_checkpoint`, and what is wrong with the checkpoint, if anything."""
-    try:
-        return *read_checkpoint(path, share), None
-    except (OSError, ValueError) as error:
-        return {}, {}, error

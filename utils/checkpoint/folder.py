@@ -18,7 +18,7 @@ from torch import distributed
 
 from ..atomic_files import fsync
 
-FORMAT = 3
+FORMAT = 4
 NEED_ONE_FOLDER = (
     "all machines need to see one --output_dir to resume a run, or to shard or split a model (to resume a run of whole "
     "models, a copy of it on each machine will do)"
@@ -119,7 +119,7 @@ def write_checkpoint(
 
     Args:
         keep: 0 keeps all.
-        messages: None: no other rank has files of its own.
+        messages: None: no other rank writes files.
 
     Raises:
         OSError, CheckpointError: it could not be written, and no part of it is left.
@@ -230,7 +230,7 @@ def checksum(manifest: dict) -> str:
 
 
 def copy_to_cpu(tensors: Tensors, copies: Tensors) -> Tensors:
-    """Contiguous copies on the CPU, each in memory of its own, as safetensors needs them.
+    """Contiguous copies on the CPU that share no memory, as safetensors needs them.
 
     Reuses the memory of the earlier `copies`: new memory takes three times as long, because the system clears it.
     Copies of GPU tensors are page-locked, so that all of them can be queued and waited for once.

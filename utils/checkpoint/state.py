@@ -5,10 +5,7 @@ number of processes saved, sharded or not. `must_match` describes the object bef
 same when resuming.
 """
 
-import copy
-import hashlib
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -30,9 +27,6 @@ class ModelState:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        for name, value in model.state_dict().items():
-            if not isinstance(value, torch.Tensor):
-                stop(f"{name} of a model cannot be saved: it is a {type(value).__name__}, not a tensor like a buffer")
         check_dtypes(model.state_dict())
         self.must_match = {name: type_and_shape(tensor) for name, tensor in self.save()[0].items()}
 
@@ -120,30 +114,6 @@ class ObjectState:
         if isinstance(self.instance, LRScheduler) and state.keys() != self.instance.state_dict().keys():
             raise ValueError(f"it has {', '.join(state)}")
         self.instance.load_state_dict(state)
-
-
-def factor_functions(schedule) -> list[Callable[[int], float]]:
-    """The functions of LambdaLR and MultiplicativeLR, also inside of SequentialLR and ChainedScheduler."""
-    if not isinstance(schedule, LRScheduler):
-        return []
-    inner = getattr(schedule, "_schedulers", [])  # no public API
-    return [*getattr(schedule, "lr_lambdas", []), *(function for part in inner for function in factor_functions(part))]
-
-
-def digest_of_factors(function: Callable[[int], float], total_steps: int) -> str | None:
-    """A digest of a learning rate's factors at steps 0 to `total_steps`: at each of the first 500, and 500 later ones.
-
-    None if they cannot be known ahead: they are random, or there is an error, also in copying the function's state.
-    """
-    steps = [*range(min(total_steps + 1, 500)), *range(500, total_steps + 1, max(total_steps // 500, 1))]
-    try:
-        # Without the last digits, which differ between machines. Calling a copy leaves an object's own state alone.
-        copies = copy.deepcopy(function), copy.deepcopy(function)
-        first, second = ([f"{float(copied(step)):.6g}" for step in steps] for copied in copies)
-    except Exception:  # of any type: it is the user's
-        return None
-    digest = hashlib.sha256(" ".join(first).encode()).hexdigest()[:16]
-    return f"SHA-256 {digest} at steps 0 to {total_steps}" if first == second else None
 
 
 def take_out_tensors(state, tensors: Tensors, path: str):

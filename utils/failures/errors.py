@@ -1,4 +1,4 @@
-"""What to say instead of a traceback, if a library fails for a reason that a user can do something about."""
+"""What to say beside a traceback, if a library fails for a reason that a user can do something about."""
 
 import os
 import re
@@ -26,7 +26,7 @@ LIBRARY_ERRORS = {
     # gloo raises plain RuntimeErrors, which begin with the line of its source: [.../gloo/transport/tcp/pair.cc:545]
     r"(?ims)^(?=Dist\w*Error:|RuntimeError: .*(/gloo/\S+\]|NCCL)).*"
     "(connection (closed|reset|refused)|broken pipe|time(d )?out|unreachable|no route|remote process"
-    "|unhandled system error|communicator was aborted)": "{rank} lost another process at {line}: {reason}{about_lost}",
+    "|unhandled system error|communicator was aborted)": "{rank} lost another process at {line}: {reason}{to_continue}",
     # If the dataset raises an error in a worker, its text begins differently.
     r"(?m)^RuntimeError: DataLoader worker \(pid": "{reason}: if memory ran out, use fewer --num_workers",
     r"rebuild_storage_fd.*\n(Connection\w*|BrokenPipe|FileNotFound|EOF)Error:": (
@@ -36,26 +36,11 @@ LIBRARY_ERRORS = {
     r"(?m)^RuntimeError: .*allocate shared memory": (
         "/dev/shm is full: enlarge it (docker run --shm-size 8g), or use fewer --num_workers"
     ),
-    "got mixed torch.Tensor and DTensor": (
-        "a sharded weight meets a whole tensor at {line}: FSDP gathers a weight only while its module is called, so "
-        "call the module, or raise fsdp_min_num_params of the config file above the module's parameters. For averages, "
-        "use shard and update_average of utils/parallel/fsdp.py, or copy the weights after prepare"
-    ),
-    "out of bounds for storage of size 0": (
-        "the gathered copy of a sharded weight was used at {line} after FSDP had freed it, as by a second derivative "
-        "(a gradient penalty): compute the inner gradient in the forward pass of the whole model, with "
-        "fsdp_min_num_params of the config file above the model's parameters, or use DDP"
-    ),
-    "in-place operations that require placement changes are not supported|Cannot find device mesh from args": (
-        "an operation at {line} needs whole tensors, and FSDP has shards of rows; of the optimizers, those work that "
-        "compute each number by itself, such as AdamW and SGD: use one of them, or DDP"
-    ),
-    "FSDP does not support deepcopy": "a sharded model is copied at {line}: copy it before prepare, and prepare both",
     "chunk_cat.*Sparse|and sparse": "FSDP and --virtual_processes need dense gradients: sparse=False, or DDP alone",
 }
 
 
-def explain(error: BaseException, line: str | None = None, about_lost: Callable[[], str] = str) -> str | None:
+def explain(error: BaseException, line: str | None = None, to_continue: Callable[[], str] = str) -> str | None:
     """The sentence for an error, described by the functions that were called and by the end of its traceback.
 
         main read ... recv_bytes
@@ -63,7 +48,7 @@ def explain(error: BaseException, line: str | None = None, about_lost: Callable[
 
     Args:
         line: the line of code; by default the one in the traceback.
-        about_lost: returns what else is known about a lost process.
+        to_continue: returns the end of the sentence about a lost process.
 
     Returns:
         The sentence in LIBRARY_ERRORS, with what is in braces filled in; None if there is none.
@@ -81,7 +66,7 @@ def explain(error: BaseException, line: str | None = None, about_lost: Callable[
         line=line or own_line(reversed(frames)),
         reason=reason.rstrip(". "),
         requested=f", which requested {size[1]}" if size else "",
-        about_lost=about_lost() if "{about_lost}" in sentence else "",
+        to_continue=to_continue() if "{to_continue}" in sentence else "",
     )
 
 
@@ -94,8 +79,8 @@ def own_line(frames: Iterable[tuple]) -> str:
     return "an unknown line"
 
 
-def explain_errors(about_lost: Callable[[], str] = str) -> None:
-    """From now on, print one line instead of a traceback for LIBRARY_ERRORS; all others keep their traceback.
+def explain_errors(to_continue: Callable[[], str] = str) -> None:
+    """From now on, end the traceback of LIBRARY_ERRORS, of which the last lines are printed, with a sentence.
 
     Every process with the error prints it, since theirs may differ, and reports it to the launcher.
     """
@@ -104,7 +89,8 @@ def explain_errors(about_lost: Callable[[], str] = str) -> None:
         if issubclass(kind, KeyboardInterrupt):
             if is_local_main():
                 show("stopped by Ctrl-C: nothing was saved", "yellow", sys.stderr)
-        elif sentence := explain(error, about_lost=about_lost):
+        elif sentence := explain(error, to_continue=to_continue):
+            sys.stderr.write("".join(traceback.format_exception(error, limit=-2)))
             show_error(sentence)
         else:
             hook.other_hook(kind, error, trace)

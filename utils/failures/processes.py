@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import torch.distributed.nn.functional  # noqa: F401  imported later, its default arguments would keep the group alive
 from accelerate.utils import gather_object
 from torch import distributed
 
@@ -60,19 +61,16 @@ def was_restarted() -> bool:
 
 
 def end_process_group() -> None:
-    """End the process group, after the watchdog, which reads its store.
+    """End the process group, and wait for gloo's threads, which end with the last reference to it.
 
-    gloo's threads end with the last reference to the group, which FSDP's modules keep. One that still had to free the
-    tensors of the last collective while the interpreter ends would abort the process (before Python 3.14).
+    FSDP's modules keep one. A thread of gloo that frees tensors after the interpreter has shut down aborts the process
+    (before Python 3.14).
     """
     if distributed.is_initialized():
-        from .watchdog import Watchdog
-
-        Watchdog.end()
         distributed.destroy_process_group()
         rests, end = 0, time.monotonic() + 10
         while rests < 2 and time.monotonic() < end:
-            time.sleep(0.005)  # without the interpreter's lock, which they need
+            time.sleep(0.005)  # releases the GIL, which those threads need
             rests = 0 if is_gloo_running() else rests + 1
 
 

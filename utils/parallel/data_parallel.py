@@ -46,7 +46,7 @@ class DataParallel(nn.DataParallel):
 
 
 class SumOfParameters(nn.Module):
-    """The model, with a forward pass that gives each parameter a gradient of zeros: the last one first."""
+    """The model, with a forward pass that gives a zero gradient to every parameter, in reverse order."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -134,8 +134,8 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     average.module)` after `prepare`.
 
     Raises:
-        SystemExit: if the config file asks for what this does not do, or the model has a parameter without dimensions,
-            which has no rows to share.
+        SystemExit: if the config file asks for what this does not do.
+        ValueError: by torch, if the model has a parameter without dimensions, which has no rows to share.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
@@ -143,8 +143,6 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
 
     if isinstance(model, FSDPModule):
         return
-    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
-        stop(f"FSDP cannot shard 0-dimensional parameters such as {scalars[0]}: give it shape (1,)")
     if not any(parameter.is_meta for parameter in model.parameters()):
         _, ranks, differing = compare(bits_of(accelerator, dict(model.named_parameters())))
         if differing:
@@ -260,8 +258,6 @@ def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
     for pair in zip(*([*part.parameters(), *part.buffers()] for part in (average, model)), strict=True):
         # Not as DTensors: a model also has plain buffers, and torch does not accept mixed lists.
         shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in pair]
-        if shards[0].shape != shards[1].shape:
-            stop("the average of a sharded model is whole: call shard(accelerator, average.module) after prepare")
         (to_average if decay and shards[0].is_floating_point() else to_copy).append(shards)
     if to_average:
         torch._foreach_lerp_(*zip(*to_average, strict=True), 1 - decay)

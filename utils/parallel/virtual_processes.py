@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from ..console import plural, stop
 from ..launched import data_parallel_gpus
-from ..metrics import add_columns
+from ..metrics import sum_rows_pairwise
 from .shards import is_sharded, local_rows
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
@@ -485,8 +485,8 @@ def total_norm(accelerator: Accelerator, parameters: list[nn.Parameter]) -> torc
         squares = own.abs().to(torch.promote_types(own.abs().dtype, torch.float32)).square()
         squares = squares.reshape(own.shape[0] if own.ndim else 1, math.prod(gradient.shape[1:]))
         sums.append(squares.new_zeros(gradient.shape[0] if gradient.ndim else 1))
-        sums[-1][first : first + len(squares)] = add_columns(squares)
+        sums[-1][first : first + len(squares)] = sum_rows_pairwise(squares)
     sums = torch.cat(sums)
     if any(map(is_sharded, gradients)):  # zeros and one number each, so the order does not matter
         dist.all_reduce(sums, group=accelerator.mesh.get_group("shards"))
-    return add_columns(sums[None]).sqrt()[0]
+    return sum_rows_pairwise(sums[None]).sqrt()[0]
