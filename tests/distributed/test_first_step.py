@@ -134,10 +134,12 @@ LATER = {"thawed later", "late"}
 )
 def test_what_depends_on_the_topology_is_said_and_no_right_program_is_stopped(launcher, topology):
     config, flags = TOPOLOGIES[topology]
-    done = launcher(config, "--cases", *SAID, *flags, script=ROOT / "tests" / "programs" / "first_step")
+    # Virtual processes need each prepared model under a name of its own.
+    cases = [case for case in SAID if case != "in one module" or topology not in VIRTUAL]
+    done = launcher(config, "--cases", *cases, *flags, script=ROOT / "tests" / "programs" / "first_step")
     runs = json.loads(done.stdout.partition("SAID ")[2].splitlines()[0])
-    for case, expected in SAID.items():
-        said, last_step = "\n".join(runs[case]["said"]), runs[case]["last_step"]
+    for case in cases:
+        expected, said, last_step = SAID[case], "\n".join(runs[case]["said"]), runs[case]["last_step"]
         sentences = [sentence for sentence, topologies in expected if topology in topologies]
         for sentence in sentences:
             assert sentence in said, (case, said)

@@ -225,7 +225,7 @@ def micro_batch(case, accelerator, model, bare, optimizer, schedule, batch_norms
             optimizer.zero_grad()
         if case.startswith("model.zero_grad"):
             bare.zero_grad()
-        if case == "changed on rank 1" and accelerator.process_index == 1:
+        if case == "changed on rank 1" and accelerator.process_index == 1 and accelerator.sync_gradients:
             with torch.no_grad():
                 next(model.parameters()).mul_(1.1)
     if case == "changed by a method":

@@ -175,17 +175,14 @@ class StepRule:
         if not self.is_compared:
             return {}
         checkpoints, tensors, state = self.checkpoints, {}, {}
-        for optimizer in checkpoints.optimizers.values():
-            for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
-                name = checkpoints.names[id(parameter)]
-                tensors["weight", name], state["gradient", name] = parameter, None
-                tensors |= {("gradient", name): parameter.grad} if parameter.grad is not None else {}
+        optimizers = [*checkpoints.optimizers.values(), *self.accelerator._optimizers]
+        for parameter in [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]:
+            key = checkpoints.names.get(id(parameter), "a parameter"), id(parameter)
+            tensors[("weight", *key)], state[("gradient", *key)] = parameter, None
+            tensors |= {("gradient", *key): parameter.grad} if parameter.grad is not None else {}
         for name, (buffer, module) in buffers_of(checkpoints.models).items():
-            if (
-                module.training
-                and not isinstance(module, nn.SyncBatchNorm)
-                and not getattr(module, "is_averaged", False)
-            ):
+            is_mean = isinstance(module, nn.SyncBatchNorm) or getattr(module, "is_averaged", False)
+            if module.training and not is_mean:
                 tensors["object" if isinstance(module, AveragedModel) else "buffer", name, buffer.shape] = buffer
         for owner, part in {**checkpoints.optimizers, **checkpoints.objects}.items():
             kind = "object" if owner in checkpoints.optimizers or isinstance(part, LRScheduler) else "own object"
