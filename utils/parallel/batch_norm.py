@@ -49,7 +49,8 @@ class BatchNorms:
 
     Args:
         kinds: further classes of layers that have running statistics, such as a codebook of your own: their
-            floating-point buffers are averaged, and others, such as counts, go on once per step.
+            floating-point buffers are averaged over the micro-batches, so counts of samples are 1/P of a step's, and
+            others, such as the number of steps, go on once per step.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, *kinds: type[nn.Module]):
