@@ -126,7 +126,7 @@ class TrainingAccelerator(Accelerator):
         """Keep gradients that are not finite out of the weights, without waiting for a GPU.
 
         Sets `found_inf`, as GradScaler does, so that a fused optimizer skips the step; the run stops at its next log
-        line. On a CPU it stops at once.
+        line. Other optimizers take the step, but on a CPU the run stops before it.
         """
         self.norms.append((self.steps_done + 1, norm))
         torch.ne(norm * 0 + self.found_inf, 0, out=self.found_inf)  # nan is not 0; once 1, it stays 1

@@ -92,7 +92,6 @@ def make_accelerator(
         from .parallel.virtual_processes import use_virtual_processes
 
         use_virtual_processes(accelerator)
-    check_batch_size(accelerator, getattr(settings, "batch_size", None))
     set_cpu_threads(cpu_threads or (1 if settings.virtual_processes else None))
     set_seed(settings.seed)
     if is_new_folder:  # the name contains a time and a process id: all ranks use the main process's
@@ -159,16 +158,6 @@ def abort_process_group() -> None:
         distributed.distributed_c10d._abort_process_group()
         for group in groups:
             group.shutdown()
-
-
-def check_batch_size(accelerator: TrainingAccelerator, batch_size: int | None) -> None:
-    """Check that each micro-batch of a step gets a sample."""
-    micro_batches = accelerator.layout.num_slots
-    if accelerator.layout.split_batch and batch_size is not None and batch_size < micro_batches:
-        stop(
-            f"--batch_size {batch_size} is less than the {micro_batches} micro-batches of a step (processes x "
-            f"accumulation steps): use {micro_batches} or more"
-        )
 
 
 def set_cpu_threads(cpu_threads: int | None) -> None:

@@ -17,7 +17,8 @@ from accelerate.utils import DistributedType
 
 from .console import plural, show, stop
 
-# Variables in which Kubeflow and SkyPilot state the size of the job, and the ones that torchrun sets.
+# Variables in which Kubeflow and SkyPilot state the size of the job, and the ones that torchrun sets
+# (huggingface/accelerate#3414).
 PROMISED_SIZES = {
     "PET_NNODES": "GROUP_WORLD_SIZE",
     "PET_NPROC_PER_NODE": "LOCAL_WORLD_SIZE",
@@ -70,7 +71,7 @@ def wants_cpu() -> bool:
 
 
 def check_gpus() -> None:
-    """Stop if processes would share a GPU. Call it before the process group exists: NCCL's error does not say so."""
+    """Stop if processes would share a GPU (huggingface/accelerate#2246). Call it before the process group exists."""
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if 0 < gpus < processes and not wants_cpu():
         stop(
@@ -107,7 +108,7 @@ def check_topology(accelerator: Accelerator) -> None:
             f"{started} separate models: use accelerate_configs/cpu_ddp.yaml for several processes on the CPU"
         )
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if started == 1 and tasks != "1":  # a sweep may mean it
+    if started == 1 and tasks != "1":  # huggingface/accelerate#1239; a sweep may mean it
         show(
             f"warning: srun started {tasks} tasks, and each trains a separate model; for one model, start one task "
             "per machine with accelerate launch in it, as accelerate_configs/slurm does",

@@ -153,10 +153,7 @@ class GlobalLoader:
             stop("a loader is part of the run, which compares its data when resuming: make it before run.start")
         if self.name in accelerator.loaders:
             stop(f"two loaders are named {self.name!r}: give the second a name, as in GlobalLoader(..., name='other')")
-        self.stream_seed = seed
-        if seed is None or self.name != kind:
-            number = 0 if self.name == kind else int(digest(self.name), 16)
-            self.stream_seed = combine(-1 if seed is None else seed, number, Purpose.LOADER)  # -1: no training seed
+        self.stream_seed = stream_seed(seed, self.name, kind)
         self.sums_gradients = shard is not None or layout.virtual_processes > 0
         self.sampler = GlobalSampler(
             min(len(dataset), max_samples or len(dataset)),
@@ -169,12 +166,9 @@ class GlobalLoader:
         )
         if len(self) == 0:
             stop(f"--batch_size {batch_size} is more than the {self.sampler.length} items of an epoch: use fewer")
-        self.tensors, self.reader, device = None, None, accelerator.device
-        is_plain = gives_its_tensors(dataset) and collate_fn is None
-        free_bytes = torch.cuda.mem_get_info(device)[0] if is_plain and device.type == "cuda" else float("inf")
-        if is_plain and sum(tensor.nbytes for tensor in dataset.tensors) <= free_bytes / 4:
-            self.tensors = [tensor.to(device) for tensor in dataset.tensors]
-        else:
+        self.reader, device = None, accelerator.device
+        self.tensors = tensors_on_device(dataset, device) if collate_fn is None else None
+        if self.tensors is None:
             from .items import ItemReader  # not needed for images in memory
 
             self.reader = ItemReader(dataset, collate_fn, self.stream_seed, deterministic, num_workers, device)
@@ -273,6 +267,23 @@ def describe_data(loaders: dict[str, GlobalLoader]) -> dict:
     orders = {f"{name}_order": facts["order"] for name, facts in described.items() if "order" in facts}
     fingerprints = dict.fromkeys(facts["fingerprint"] for facts in described.values())
     return {**items, **orders, "fingerprint": "-".join(fingerprints)}
+
+
+def stream_seed(seed: int | None, name: str, kind: str) -> int:
+    """The seed of a loader: of training its own, of a test, or of a further loader, one that depends on the name."""
+    if seed is not None and name == kind:
+        return seed
+    number = 0 if name == kind else int(digest(name), 16)
+    return combine(-1 if seed is None else seed, number, Purpose.LOADER)  # -1: no training seed
+
+
+def tensors_on_device(dataset, device: torch.device) -> list[torch.Tensor] | None:
+    """The tensors of a TensorDataset, on the device; None for other data, and if a GPU has too little free memory."""
+    if not gives_its_tensors(dataset):
+        return None
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
+    is_small = sum(tensor.nbytes for tensor in dataset.tensors) <= free_bytes / 4
+    return [tensor.to(device) for tensor in dataset.tensors] if is_small else None
 
 
 def gives_its_tensors(dataset) -> bool:

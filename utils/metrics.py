@@ -131,6 +131,18 @@ class Metrics:
 
     def _over_processes(self) -> tuple[dict[str, list[list[float]]], int]:
         """By metric, the weighted sum and the sum of the weights, by `exact_sum`; and the number of samples."""
+        own, bad = self._own_sums()
+        by_rank = gather_object([(own, self.samples, bad)])
+        self._stop_if_bad([found for *_, bad in by_rank for found in bad])
+        everyone = [sums for sums, _, _ in by_rank]
+        # In a pipeline, only the last stage has losses.
+        if self.accelerator.layout.split_batch and {} in everyone and any(everyone):
+            stop(f"rank {everyone.index({})} added no metrics and others did: add them on every rank")
+        samples = self.saved["samples"] + sum(samples for _, samples, _ in by_rank)
+        return add_sums([*everyone, self.saved["sums"]]), samples
+
+    def _own_sums(self) -> tuple[dict[str, list[list[float]]], list[tuple[str, int, int, int]]]:
+        """The sums of this process, and the losses that are not finite, for `_stop_if_bad`."""
         self._add_up()
         keys = [key for keys, _ in self.sums for key in keys]
         columns = torch.cat([sums for _, sums in self.sums], dim=1).T.tolist() if keys else []  # waits for the device
@@ -140,20 +152,7 @@ class Metrics:
             own[name][1].append(weight)
             if num_bad and is_loss(name):
                 bad.append((step, name, int(num_bad), int(sample)))
-        own = {name: [*map(exact_sum, pair)] for name, pair in own.items()}
-        by_rank = gather_object([(own, self.samples, bad)])
-        self._stop_if_bad([found for *_, bad in by_rank for found in bad])
-        everyone = [sums for sums, _, _ in by_rank]
-        # In a pipeline, only the last stage has losses.
-        if self.accelerator.layout.split_batch and {} in everyone and any(everyone):
-            stop(f"rank {everyone.index({})} added no metrics and others did: add them on every rank")
-        everyone.append(self.saved["sums"])
-        names = sorted({name for sums in everyone for name in sums}, key=lambda name: (not is_loss(name), name))
-        total = {}
-        for name in names:
-            pairs = zip(*(sums[name] for sums in everyone if name in sums), strict=True)
-            total[name] = [exact_sum([*map(float, itertools.chain(*parts))]) for parts in pairs]
-        return total, self.saved["samples"] + sum(samples for _, samples, _ in by_rank)
+        return {name: [*map(exact_sum, pair)] for name, pair in own.items()}, bad
 
     def _stop_if_bad(self, bad: list[tuple[int, str, int, int]]) -> None:
         """bad: the step, the loss, how many samples and the index of one, of each micro-batch that has some."""
@@ -168,6 +167,16 @@ class Metrics:
             f"the {loss} is not finite {when}, for {plural(count, 'sample')} with these indices in the data: {shown}; "
             "the last checkpoint is from before it"
         )
+
+
+def add_sums(everyone: list[dict]) -> dict[str, list[list[float]]]:
+    """Add the sums of processes by metric, losses first; a number may be a string."""
+    names = sorted({name for sums in everyone for name in sums}, key=lambda name: (not is_loss(name), name))
+    total = {}
+    for name in names:
+        pairs = zip(*(sums[name] for sums in everyone if name in sums), strict=True)
+        total[name] = [exact_sum([*map(float, itertools.chain(*parts))]) for parts in pairs]
+    return total
 
 
 def exact_sum(terms: list[float]) -> list[float]:

@@ -45,7 +45,11 @@ def resume_facts(args: argparse.Namespace, loaders: dict[str, GlobalLoader], dat
 
 
 class MicroBatches(list):
-    """The micro-batches of a step. Whenever they are iterated, they pass `around(batches)`, an iterator over them."""
+    """The micro-batches of a step. To iterate over them is to pass `around(batches)`, which seeds each.
+
+    So two passes over them draw the same numbers. A slice is a list without this: a pipeline, which gets slices, draws
+    on from the first micro-batch's seed.
+    """
 
     def __init__(self, batches: Iterable[Batch], around: Callable[[Iterator[Batch]], Iterator[Batch]]):
         super().__init__(batches)

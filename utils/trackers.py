@@ -9,7 +9,7 @@ from .console import stop
 def check_trackers(*wanted) -> list:
     """Combine the arguments, each a tracker, a list of trackers or None, into one list.
 
-    Stops at uninstalled trackers, which Accelerate would silently leave out.
+    Stops at uninstalled trackers, which Accelerate leaves out: huggingface/accelerate#520.
     """
     trackers = []
     for value in wanted:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from torch import distributed
 from torch.multiprocessing.reductions import rebuild_storage_fd
 
 from utils import launch
 from utils.failures import errors
 from utils.failures.errors import explain, explain_errors, own_line
+from utils.launch import install_error_hooks
 
 
 def an_array_that_does_not_fit() -> MemoryError:
@@ -112,3 +114,60 @@ def test_an_error_in_a_backward_pass_is_at_the_line_of_the_script():
     with pytest.raises(AttributeError) as error:
         functions["backward"](loss=None)
     assert own_line(reversed([*traceback.walk_tb(error.tb)])) == f"{os.path.relpath(__file__)}:{line}"
+
+
+# --- a process that is lost -------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """What rank 1 says of an error."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def say(error, **args):
+        install_error_hooks(SimpleNamespace(**args))
+        sys.excepthook(type(error), error, None)
+        return capsys.readouterr().err
+
+    return say
+
+
+GLOO = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:545] "
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "shown"),
+    [
+        (RuntimeError, "Connection closed by peer [10.0.0.3]:64. This is typically ...", "peer [10.0.0.3]:64"),
+        (RuntimeError, "Read error [10.0.0.1]:64: Connection reset by peer", None),
+        (RuntimeError, "Timed out waiting 8001ms for recv operation to complete", None),
+        (RuntimeError, "NCCL communicator was aborted on rank 0.", None),
+        (distributed.DistStoreError, "wait timeout after 4000ms, keys: /x", None),
+        (distributed.DistNetworkError, "Connect to [10.0.0.11]:64: No route to host", None),
+        (distributed.DistBackendError, "unhandled system error (run with NCCL_DEBUG=INFO for details)", None),
+    ],
+)
+def test_a_lost_process_is_one_line(said, kind, words, shown):
+    is_of_gloo = kind is RuntimeError and "NCCL" not in words
+    error = kind(GLOO + words if is_of_gloo else words)
+    *_, sentence = said(error, resume=False, output_dir="runs/new").splitlines(keepends=True)
+    assert re.match(r"error: rank 1 on \S+ lost another process at an unknown line: ", sentence)
+    assert f"{(shown or words).rstrip('.')}; to continue: " in sentence
+    assert sentence.endswith(" --output_dir runs/new --resume\n")
+    assert "to continue" not in said(error)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        RuntimeError("DataLoader timed out after 5 seconds"),
+        RuntimeError("connection reset by peer"),  # of a database that a dataset reads
+        TimeoutError("timed out"),
+        KeyError("connection closed"),
+        RuntimeError(GLOO + "op.preamble.length <= op.nbytes. 8 vs 4"),
+        distributed.DistBackendError("NCCL error: invalid usage"),
+    ],
+)
+def test_any_other_error_keeps_its_traceback(said, bug):
+    assert type(bug).__name__ in said(bug).splitlines()[0]

@@ -66,6 +66,9 @@ def by_step(processes, accumulation, epoch, first_step=0, **options):
     return steps
 
 
+# --- how a step is cut ------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize("seed", [5, None])
 def test_virtual_processes_get_the_same_parts_on_any_number_of_processes(processes, seed):
@@ -378,6 +381,14 @@ def test_an_epoch_takes_8_bytes_per_item():
     items, random_ids = GlobalSampler(1000, 10, seed=0).items(0)
     assert items.data_ptr() == random_ids.data_ptr()
     assert items.nbytes == 8000
+
+
+def test_a_batch_with_fewer_samples_than_micro_batches_has_the_same_mean():
+    (step, *_) = by_step(2, 2, 0, dataset=Squares(), batch_size=3)
+    assert [batch.is_stand_in for batch in step] == [False, False, False, True]
+    values = {int(i): float(i) for i in indices(step)}
+    parts = [batch.mean_loss(batch.indices.float()) for batch in step]
+    assert float(sum(parts)) / 4 == pytest.approx(sum(values.values()) / 3)
 
 
 def test_the_scale_of_loss_weights_changes_no_loss():

@@ -107,6 +107,9 @@ SCORES = {4: 0.5, 8: 0.9, 12: 0.2, 16: 0.8, 20: 0.9, 24: 1.0}
 RESULTS = {step: {"score": score, "f1": score, "confusion": [[1]]} for step, score in SCORES.items()}
 
 
+# --- the best result, and patience ------------------------------------------------------------
+
+
 def test_the_best_model_is_kept_beside_the_last(start, tmp_path):
     assert start(Regression(RESULTS, epochs=5), save_best="max:score") is None
     assert start(Regression(RESULTS, epochs=2), "short") is None
@@ -396,12 +399,29 @@ def test_a_run_that_ends_before_its_last_step_says_so(start, tmp_path, capsys, l
     assert (tmp_path / "run" / "model.safetensors").exists() == (code is None)
 
 
+# --- resuming, and what a loop draws ----------------------------------------------------------
+
+
 def test_a_run_that_the_launcher_restarted_resumes(start, monkeypatch):
     assert start(scripted(stops=True)) == EXIT_REQUEUE
     assert start(scripted()) == 2  # the folder holds a run
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert start(scripted()) is None
+
+
+def test_the_watchdog_counts_the_micro_batches_of_training_and_tests_and_nothing_after_the_run(start, monkeypatch):
+    counted, seed_model = [], Run._seed_model
+
+    def count(run, *args, **kwargs):
+        seed_model(run, *args, **kwargs)
+        counted.append(run.accelerator.micro_batches)
+
+    monkeypatch.setattr(Run, "_seed_model", count)
+    script = Regression(epochs=2)
+    assert start(script) is None
+    assert counted == [*range(1, 2 * (4 + 3) + 1)]  # 4 steps and 3 batches of the test per epoch
+    assert script.run.accelerator.micro_batches == 0
 
 
 def test_a_learning_rate_for_each_optimizer(start, tmp_path):
@@ -510,6 +530,9 @@ def test_what_a_script_draws_is_the_same_when_resumed(start, monkeypatch, step, 
     assert [len(set(numbers)) for numbers in zip(*whole.drawn.values(), strict=True)] == [6 + 12] * 5
 
 
+# --- mistakes of a loop -----------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("accumulation", [2, 5])
 def test_accumulate_that_was_forgotten_is_an_error(start, accumulation):
     with pytest.raises(RuntimeError, match="gradient accumulation is out of step"):
@@ -588,6 +611,9 @@ def test_a_loop_that_is_left_by_break_has_not_done_its_last_step(start, tmp_path
     assert summary(tmp_path / "run")["step"] == 2
 
 
+# --- data that changed ------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("train", "test", "said"), [(47, 47, "data.train was 48"), (48, 47, "data.test was 48")])
 def test_data_with_an_item_less_in_its_middle_is_other_data(start, capsys, train, test, said):
     """The ends are the same, and the steps of an epoch are as many as before."""
@@ -661,6 +687,9 @@ def test_a_second_loader_is_part_of_the_run(start, capsys, changed, said):
         assert start(whole, "whole") is None
         assert first.read | resumed.read == whole.read
         assert len(set(itertools.chain(*list(whole.read.values())[:3]))) == 50  # an epoch of the second loader
+
+
+# --- numbers of steps, and complete runs ------------------------------------------------------
 
 
 class Normalised:

@@ -54,6 +54,7 @@ from .state import (
     ModelState,
     ObjectState,
     OptimizerState,
+    assign_parts,
     differences,
     files_to_write,
     name_parameters,
@@ -138,16 +139,10 @@ class Checkpoints:
             saved, state[name] = entry.save()
             if saved is not None:
                 tensors[f"{name}.safetensors"] = saved
-        rank, is_main = self.accelerator.process_index, self.accelerator.is_main_process
         non_tensors = {name: state[name]["non_tensors"] for name in self.optimizers}
         by_rank = gather_object([(tensor_parts(tensors), non_tensors)])
-        shares, taken = [], set()
-        for parts, _ in by_rank:
-            shares.append(parts - taken)
-            taken |= parts
-        others = [other for other in range(1, len(shares)) if shares[other]]
-        manifest, name_of_save = None, f"checkpoint/{next(self.numbers)}"
-        if is_main:
+        manifest = None
+        if self.accelerator.is_main_process:
             for _, non_tensors in reversed(by_rank):  # the stages of a pipeline have some of the parameters each
                 for name, saved in non_tensors.items():
                     state[name]["non_tensors"] = {**state[name]["non_tensors"], **saved}
@@ -158,16 +153,23 @@ class Checkpoints:
                 "state": {name: saved for name, saved in state.items() if name not in self.models},
                 "extra": run_state,
             }
-        if is_main or rank in others:
-            files, self.rows = files_to_write(tensors, shares[rank], rank)
-            self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
-            messages = SaveMessages(name_of_save, others, self.timeout_s) if others else None
-            self.writing = Future()
-            # Not a daemon: the interpreter waits for it at its end.
-            arguments = self.writing, step, manifest, messages, sync
-            self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
-            self.thread.start()
+        self._start_writing(step, tensors, assign_parts([parts for parts, _ in by_rank]), manifest, sync)
         self.save_time_s += time.perf_counter() - began
+
+    def _start_writing(self, step: int, tensors: Files, shares: list[set], manifest: dict | None, sync) -> None:
+        """Copy this process's share of the tensors, if it has one; a thread writes it to the disk."""
+        rank, name_of_save = self.accelerator.process_index, f"checkpoint/{next(self.numbers)}"
+        others = [other for other in range(1, len(shares)) if shares[other]]
+        if rank > 0 and rank not in others:
+            return
+        files, self.rows = files_to_write(tensors, shares[rank], rank)
+        self.copies = {file: copy_to_cpu(content, self.copies.get(file, {})) for file, content in files.items()}
+        messages = SaveMessages(name_of_save, others, self.timeout_s) if others else None
+        self.writing = Future()
+        # Not a daemon: the interpreter waits for it at its end.
+        arguments = self.writing, step, manifest, messages, sync
+        self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        self.thread.start()
 
     def _write(self, writing: Future, step: int, manifest: dict | None, messages, sync) -> None:
         """Runs in the thread."""

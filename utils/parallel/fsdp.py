@@ -23,7 +23,7 @@ from ..randomness import combine, generators_restored, seed_generators
 from .same_state import bits_of
 from .shards import local_rows
 
-HOOKS = (
+HOOKS = (  # meta-pytorch/torchrec#4268
     "FSDP calls no hooks set by register_hook or before prepare: use register_post_accumulate_grad_hook after prepare, "
     "where parameter.grad is a shard of the average over the processes"
 )
@@ -175,7 +175,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     ids = [*map(id, model.parameters())]
 
     def check(*_) -> None:
-        """Runs before the first forward pass, which would undo ties made after prepare."""
+        """Runs before the first forward pass, which would undo ties made after prepare: facebookresearch/lingua#75."""
         if [*map(id, model.parameters())] != ids:
             stop("FSDP does not see parameters that are tied or replaced after prepare: do so before")
         handle.remove()
