@@ -61,8 +61,6 @@ CONTENTS = [
     {"a": 1, "b": 2},
     {"a": 2, "b": 1},
     np.array(["a", None], object),
-    [[1], [2]],
-    [[1, 2]],
     Item(1, [2]),
     Item(1, [3]),
     Slotted(1),
