@@ -112,7 +112,7 @@ SAID = {
     "schedule": [],
     "average, each time": [("average.n_averaged changed between two", SEVERAL)],
     "average": [],
-    "own average, each time": [("warning: own changed between two", SEVERAL)],
+    "own average, each time": [("warning: own changed with each micro-batch", SEVERAL)],
     "own average": [],
     "noise, put back": [],
     "loss.backward": [("changed without accelerator.backward", SEVERAL)],
