@@ -134,7 +134,7 @@ class StepRule:
             now = self._state()
             self._stop_if(changed(self.after, now, "gradient"), f"the gradient of {{}} {ONCE}")
             self._stop_if(changed(self.after, now, "object"), f"{{}} {ONCE}")
-            advice = "if it follows the steps, as a moving average does, update it under `if accelerator.sync_gradients:`"
+            advice = "if it follows the steps, as averages do, update it under `if accelerator.sync_gradients:`"
             self._warn_if(changed(self.after, now, "own object"), f"{{}} changed with each micro-batch: {advice}")
         yield
         self.after = self._state()
