@@ -38,6 +38,7 @@ BROADCAST = DDP - VIRTUAL  # buffers
 
 CODES = [
     ("model.codes changed in one micro-batch, of", SEVERAL),
+    ("which --virtual_processes cannot add up", VIRTUAL),
     ("model.codes differs between processes", {"DDP"}),
     ("model.codes differs between rank 0 and rank", {"FSDP", "HSDP"}),
 ]
