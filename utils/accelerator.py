@@ -10,7 +10,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
 from torch import distributed
 
-from .console import stop
+from .console import show, stop
 from .failures.processes import end_process_group
 from .launched import check_sharding, data_parallel_gpus
 from .layout import Layout
@@ -70,6 +70,13 @@ class TrainingAccelerator(Accelerator):
             stop("accelerator.backward(inputs=...) gives sharded models no gradients: omit it, and use zero_grad")
         with self.watch_backward(), self.around_backward():
             super().backward(loss, **kwargs)
+
+    def print(self, *words, **options):
+        """As in Accelerate, but the run goes on if nobody reads what it prints, as in `python train.py | head -1`."""
+        if options:
+            super().print(*words, **options)
+        elif self.is_local_main_process:
+            show(" ".join(map(str, words)))
 
     def end_training(self):
         end_process_group()

@@ -133,7 +133,7 @@ def train(args, case: str) -> None:
     outside = nn.Parameter(torch.ones(1))
     more = [outside] if case in ("outside", "outside, frozen") else []
     outside.requires_grad_(case != "outside, frozen")
-    momentum = 0.9 if "optimizer" in case else 0.0
+    momentum = 0.9 if "optimizer" in case or case == "in an object" else 0.0
     optimizer = torch.optim.SGD([*model.parameters(), *more], 0.1, momentum)
     bare, average = model, AveragedModel(model) if case.startswith("average") else None
     if case == "codebook, compiled":
