@@ -104,7 +104,8 @@ class Run:
         Args:
             total_steps: optimizer steps of the whole run.
             checkpoint: everything a checkpoint must hold, by name, as `prepare` returned it: models, optimizers,
-                schedulers, moving averages, and any other object with state_dict and load_state_dict.
+                schedulers, moving averages, and any other object with state_dict and load_state_dict. None under a
+                name: an optimizer or scheduler is left out on purpose.
             data: further facts about the data, which must be the same on all processes and when resuming, for run.json
                 and the banner; a "fingerprint" replaces the loaders'.
             model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
@@ -221,7 +222,7 @@ class Run:
                 self._check_accumulation(batch.micro_step + 1 == loader.sampler.accumulation)
 
     def steps(self, loader: GlobalLoader, epoch: int) -> Iterator[list[Batch]]:
-        """As `batches`, but yield all micro-batches of a step as a list. Collective."""
+        """As `batches`, but yield all micro-batches of a step as a list, for phases of your own. Collective."""
         for step in self._steps(loader, epoch):
             step = MicroBatches(step, functools.partial(self._pass_on, is_free=True))
             self._seed_model(step[0])
