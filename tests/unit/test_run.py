@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -376,6 +377,9 @@ def test_gradients_that_are_not_finite_end_the_run_at_its_next_log_line(start, t
 def test_no_checkpoint_follows_a_step_that_was_left_out(start, tmp_path, capsys):
     """A fused step whose gradients are not finite leaves the weights as they are: a resume goes on before it."""
     assert start(scripted(gradient_scale=math.inf), log_every=4, checkpoint_every=2) == 2
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":  # the end of a process waits for it
+            thread.join()
     assert "the norm of the gradients is not finite in step 1: " in capsys.readouterr().err
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
