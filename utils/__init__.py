@@ -52,8 +52,7 @@ parallel/: for a config file, or for a script that needs it.
 
     data_parallel      nn.DataParallel (dp.yaml); DistributedDataParallel that adds in the same order in all launches
     fsdp               sharded models (fsdp.yaml, cpu_fsdp.yaml)
-    first_step         what would make numbers depend on the number of processes, seen in the first step
-    same_weights       checks that all processes have the same weights, before a checkpoint
+    same_state         comparisons that find what would silently make numbers depend on the topology
     virtual_processes  --virtual_processes: the same bits on any number of processes
     shards             which rows of a sharded tensor a process has
     batch_norm         BatchNorm statistics over all processes

@@ -10,7 +10,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
 from torch import distributed
 
-from .console import stop
+from .console import show, stop
 from .failures.processes import end_process_group
 from .launched import check_sharding, data_parallel_gpus
 from .layout import Layout
@@ -21,6 +21,8 @@ class TrainingAccelerator(Accelerator):
 
     steps_done = 0  # by the run
     micro_batches = 0  # begun in this launch, also of tests; for the watchdog
+    sharded_calls = 0  # a number for the order in which FSDP's units ran
+    of_earlier_runs = ()  # what prepare returned before the last run.start
 
     def __init__(
         self, *args, virtual_processes: int = 0, whole_gradients: bool = False, split_batch: bool = True, **kwargs
@@ -32,6 +34,7 @@ class TrainingAccelerator(Accelerator):
         self.norms = collections.deque(maxlen=10_000)  # (step, norm) of clipped gradients since the last log line
         self.found_inf = torch.zeros((), dtype=torch.float32, device=self.device)  # 1 as soon as one is not finite
         self.around_backward = contextlib.nullcontext  # returns the context manager of every backward pass
+        self.watch_backward = contextlib.nullcontext  # another one around it, of the run's StepRule
         self.loaders = {}  # by name; None after run.start
         if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
             plugin = FullyShardedDataParallelPlugin()  # Accelerate would use DDP
@@ -65,8 +68,15 @@ class TrainingAccelerator(Accelerator):
     def backward(self, loss, **kwargs):
         if self.is_fsdp2 and kwargs.get("inputs") is not None:
             stop("accelerator.backward(inputs=...) gives sharded models no gradients: omit it, and use zero_grad")
-        with self.around_backward():
+        with self.watch_backward(), self.around_backward():
             super().backward(loss, **kwargs)
+
+    def print(self, *words, **options):
+        """As in Accelerate, but the run goes on if nobody reads what it prints, as in `python train.py | head -1`."""
+        if options:
+            super().print(*words, **options)
+        elif self.is_local_main_process:
+            show(" ".join(map(str, words)))
 
     def end_training(self):
         end_process_group()
@@ -85,7 +95,6 @@ class TrainingAccelerator(Accelerator):
                 from .parallel.data_parallel import fix_buckets
 
                 fix_buckets(part)
-                part.averaged = {parameter for parameter in part.parameters() if parameter.requires_grad}
         return model
 
     def no_sync(self, model):
@@ -136,7 +145,7 @@ class TrainingAccelerator(Accelerator):
 
     def check_norms(self) -> None:
         """Stop if the norm of clipped gradients was not finite in a step; waits for the GPU."""
-        if self.found_inf:
+        if self.norms and self.found_inf:
             step = next((step for step, norm in self.norms if not norm.isfinite()), self.steps_done)
             stop(
                 f"the norm of the gradients is not finite in step {step}: train with a smaller learning rate, or in a "

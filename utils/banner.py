@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from torch import distributed
 
 from . import VERSION
-from .console import plural, printable
+from .console import plural
 from .launched import data_parallel_gpus, requested_topology
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "numpy")
@@ -98,7 +98,7 @@ def print_banner(
         f"data          {', '.join(f'{name} {value}' for name, value in data.items())}\n"
         f"output        {output_dir}"
     )
-    accelerator.print(printable(banner), flush=True)
+    accelerator.print(banner)
     return topology | (model_parts.notes if model_parts else {})
 
 

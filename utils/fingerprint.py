@@ -6,9 +6,13 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from .console import is_local_main, show
+
+NOT_COMPARED = set()  # kinds of objects that a warning has named
+
 
 def digest(content) -> str:
-    """16 hex digits of nested tensors, arrays, images, numbers and strings; other objects count by their type."""
+    """16 hex digits of nested tensors, arrays, images, numbers, strings, and public attributes of other objects."""
     sha = hashlib.sha256()
     update(sha, content)
     return sha.hexdigest()[:16]
@@ -23,8 +27,8 @@ def update(sha, content) -> None:
         sha.update(flat.numpy() if content.ndim else repr(content.item()).encode())
     elif isinstance(content, np.ndarray):
         sha.update(f"{content.dtype}{content.shape}".encode() + content.tobytes())
-    elif isinstance(content, Mapping):
-        for name in content:
+    elif isinstance(content, Mapping) or hasattr(content, "keys"):  # also a graph of torch_geometric
+        for name in content.keys():  # noqa: SIM118
             sha.update(repr(name).encode())
             update(sha, content[name])
     elif isinstance(content, (list, tuple)):
@@ -35,5 +39,15 @@ def update(sha, content) -> None:
         sha.update(f"{content!r},".encode())
     elif hasattr(content, "tobytes"):  # an image of PIL
         sha.update(content.tobytes())
+    elif isinstance(content, (set, frozenset)):
+        update(sha, sorted(map(digest, content)))
     else:
-        sha.update(type(content).__qualname__.encode())
+        kind = type(content).__qualname__
+        names = getattr(content, "__dataclass_fields__", None) or getattr(content, "__dict__", {})
+        has_address = " at 0x" in repr(content)
+        sha.update((kind if names or has_address else repr(content)).encode())
+        # Private ones may be caches, handles, or lead back to the object.
+        update(sha, {name: getattr(content, name) for name in names if not name.startswith("_")})
+        if not names and has_address and kind not in NOT_COMPARED and is_local_main():
+            show(f"warning: items with a {kind} are not compared between processes and when resuming", "yellow")
+        NOT_COMPARED.add(kind)

@@ -30,6 +30,7 @@ class Batch(MicroBatch):
     key: int  # seed of the epoch's random numbers
     weights: torch.Tensor | None = None  # (n,): weight of each sample in mean losses; None: all equal
     step_weight: torch.Tensor | None = None  # sum of the weights over the whole step
+    mean_loss_calls = 0  # of all batches
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -54,6 +55,7 @@ class Batch(MicroBatch):
                 if the model only returns the mean over this micro-batch: exact if the model averages over samples, or
                 over what `loss_weights` counts (such as tokens that are not padding).
         """
+        Batch.mean_loss_calls += 1
         if losses.ndim == 0:
             losses = losses.expand(len(self))
         if losses.shape != self.indices.shape:

@@ -162,7 +162,7 @@ class Metrics:
         of_step = [row for step, name, *row in bad if (step, name) == (first_step, loss)]
         count, samples = sum(n for n, _ in of_step), sorted(sample for _, sample in of_step)[:10]
         shown = ", ".join(map(str, samples)) + ", ..." * (count > len(samples))
-        when = f"at step {first_step}" if self.test_after is None else f"in the test after step {self.test_after}"
+        when = f"in step {first_step}" if self.test_after is None else f"in the test after step {self.test_after}"
         stop(
             f"the {loss} is not finite {when}, for {plural(count, 'sample')} with these indices in the data: {shown}; "
             "the last checkpoint is from before it"

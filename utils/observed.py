@@ -19,8 +19,9 @@ __all__ = ["VERSION", "Batch", "Checkpoints", "GlobalLoader", "Run"]
 
 
 def let_processes_differ() -> None:
-    """From now on, weights and results that differ between processes do not end a run: they are what prove reports."""
-    runs.same_weights.check, runs.same_result = lambda *_: None, lambda numbers: numbers
+    """From now on, what differs between processes or micro-batches, or is not saved, ends no run: prove reports it."""
+    runs.same_state.check, runs.same_state.stop = lambda *_: None, lambda _: None
+    runs.same_result = lambda numbers: numbers
 
 
 def items_per_epoch(loader: GlobalLoader) -> int:

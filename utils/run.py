@@ -27,8 +27,7 @@ from .failures.signals import StopSignal
 from .flags import MAY_CHANGE, with_defaults
 from .loader import Batch, GlobalLoader, describe_data
 from .metrics import Metrics
-from .parallel import same_weights
-from .parallel.first_step import FirstStep, check_parameters
+from .parallel import same_state
 from .progress import Progress, peak_memory_gib
 from .randomness import Purpose, combine, device_generators, seed_generators
 from .run_folder import RunFolder
@@ -46,20 +45,18 @@ def resume_facts(args: argparse.Namespace, loaders: dict[str, GlobalLoader], dat
 
 
 class MicroBatches(list):
-    """The micro-batches of a step. To iterate over them is to call `seed(batch)` before each.
+    """The micro-batches of a step. To iterate over them is to pass `around(batches)`, which seeds each.
 
     So two passes over them draw the same numbers. A slice is a list without this: a pipeline, which gets slices, draws
     on from the first micro-batch's seed.
     """
 
-    def __init__(self, batches: Iterable[Batch], seed: Callable[[Batch], None]):
+    def __init__(self, batches: Iterable[Batch], around: Callable[[Iterator[Batch]], Iterator[Batch]]):
         super().__init__(batches)
-        self.seed = seed
+        self.around = around
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in super().__iter__():
-            self.seed(batch)
-            yield batch
+        return self.around(super().__iter__())
 
 
 class Run:
@@ -86,7 +83,7 @@ class Run:
         self.best = Best(self.args.save_best, self.args.patience)
         self.folder = RunFolder(accelerator, Path(args.output_dir), self.args.resume)
         self.step, self.summary, self.speeds = 0, {}, {}
-        self.stopped_early = False
+        self.stopped_early, self.is_first_step = False, True
         self.last_test = {}
         self.completed = None
 
@@ -107,7 +104,8 @@ class Run:
         Args:
             total_steps: optimizer steps of the whole run.
             checkpoint: everything a checkpoint must hold, by name, as `prepare` returned it: models, optimizers,
-                schedulers, moving averages, and any other object with state_dict and load_state_dict.
+                schedulers, moving averages, and any other object with state_dict and load_state_dict. None under a
+                name: an optimizer or scheduler is left out on purpose.
             data: further facts about the data, which must be the same on all processes and when resuming, for run.json
                 and the banner; a "fingerprint" replaces the loaders'.
             model_parts: a parallel.pipeline.ModelParts, if the processes share the model.
@@ -117,6 +115,8 @@ class Run:
         accelerator, args = self.accelerator, self.args
         self.total_steps, self.steps_per_epoch = total_steps, len(train_loader)
         self.samples_per_epoch = train_loader.num_samples
+        is_meant = any(part is None for part in checkpoint.values())
+        checkpoint = {name: part for name, part in checkpoint.items() if part is not None}
         self.batch_size, self.state, self.model_parts = train_loader.sampler.batch_size, checkpoint, model_parts
         self.train_loader = train_loader
         models = [part for part in checkpoint.values() if isinstance(part, nn.Module)]
@@ -142,6 +142,7 @@ class Run:
 
             batch_norm.check(models, train_loader.sampler)
         self._attach(models)
+        self.unsaved = [] if is_meant else self.unsaved
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         about = {"arguments": vars(args), "data": data, "total_steps": total_steps}
         on_main(
@@ -162,15 +163,25 @@ class Run:
         if changed and self.accelerator.is_main_process:
             show(f"warning: changed since the checkpoint was saved: {', '.join(changed)}", "yellow")
 
+    def _warn_of_unsaved(self) -> None:
+        """Warn once if a resumed run would begin anew with an optimizer that has a state, or a schedule."""
+        names = [type(part).__name__ for part in self.unsaved if getattr(part, "state", True)]
+        self.unsaved = []
+        if names and self.accelerator.is_main_process:
+            show(
+                f"warning: run.start(checkpoint=...) lacks {', '.join(names)} from accelerator.prepare: a resumed run "
+                'would begin anew with it; if you mean that, give None under its name: {..., "optimizer": None}',
+                "yellow",
+            )
+
     def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks and the trackers that this run needs. Collective."""
         accelerator, args = self.accelerator, self.args
-        self.first_step = None  # the processes of a pipeline share the model
-        if self.model_parts is None:
-            check_parameters(accelerator, self.checkpoints.optimizers, self.checkpoints.names)
-            self.first_step = FirstStep(accelerator, {name: self.state[name] for name in self.checkpoints.models})
-        if accelerator.layout.is_hsdp:  # nobody has broadcast the first weights
-            self._check_weights()
+        self.unsaved, self.warned, has_whole_models = [], set(), self.model_parts is None
+        if has_whole_models:  # the processes of a pipeline share the model
+            self.unsaved = same_state.check_prepared(accelerator, self.checkpoints)
+        is_compared = has_whole_models and self.train_loader.sampler.accumulation > 1
+        self.step_rule = same_state.StepRule(accelerator, self.checkpoints, is_compared)
         if args.save_best or args.patience:
             accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")
         if accelerator.layout.virtual_processes:
@@ -205,19 +216,15 @@ class Run:
         generators of torch, Python and NumPy are seeded by its position in the run: dropout in a model or mixup in the
         loop is the same when resumed, and the same on P processes as on one process with P accumulation steps.
         """
-        optimizers = self.checkpoints.optimizers.values()
-        if loader.sampler.num_slots > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-            stop("LBFGS needs all micro-batches of a step in its closure: use `run.steps` instead of `run.batches`")
         for step in self._steps(loader, epoch):
-            for batch in step:
-                self._seed_model(batch)
+            for batch in self._pass_on(step):
                 yield batch
                 self._check_accumulation(batch.micro_step + 1 == loader.sampler.accumulation)
 
     def steps(self, loader: GlobalLoader, epoch: int) -> Iterator[list[Batch]]:
-        """As `batches`, but yield all micro-batches of a step as a list. Collective."""
+        """As `batches`, but yield all micro-batches of a step as a list, for phases of your own. Collective."""
         for step in self._steps(loader, epoch):
-            step = MicroBatches(step, self._seed_model)
+            step = MicroBatches(step, functools.partial(self._pass_on, is_free=True))
             self._seed_model(step[0])
             yield step
             self._check_accumulation(is_last=True)
@@ -237,6 +244,16 @@ class Run:
                 break
         seed_generators(combine(self.args.seed, epoch, Purpose.AFTER_EPOCH), self.devices)
 
+    def _pass_on(self, batches: Iterator[Batch], is_free: bool = False, test_batch: int = 0) -> Iterator[Batch]:
+        """Seed each micro-batch of a step, and have the StepRule watch those of the training; is_free: see there."""
+        for number, batch in enumerate(batches, 1):
+            self._seed_model(batch, test_batch)
+            if test_batch == 0:
+                self.step_rule.begin(batch, number == 1, is_free)
+            yield batch
+            if test_batch == 0:
+                self.step_rule.end(number == self.train_loader.sampler.accumulation)
+
     def _check_accumulation(self, is_last: bool) -> None:
         if self.accelerator.sync_gradients != is_last:
             raise RuntimeError(
@@ -252,9 +269,9 @@ class Run:
 
     def _step_done(self, epoch: int) -> None:
         """Count a step; then log, save and stop if due. Collective."""
-        if self.first_step and self.first_step.handles:
-            self.first_step.end()
+        if self.is_first_step:
             self._check_weights()
+            self.is_first_step = self.step_rule.is_compared = False
         samples_before = self.step % self.steps_per_epoch * self.batch_size
         self.step += 1
         self.progress.step_done(min(self.batch_size, self.samples_per_epoch - samples_before))
@@ -283,11 +300,13 @@ class Run:
     def _check_weights(self) -> None:
         if self.accelerator.num_processes > 1 and self.model_parts is None:
             models = {name: self.state[name] for name in self.checkpoints.models}
-            same_weights.check(self.accelerator, models, self.first_step)
+            same_state.check(self.accelerator, models, self.warned, self.is_first_step)
 
     def _save(self) -> None:
         state = {"metrics": self.metrics.state()}  # stops at a loss that is nan
+        self.accelerator.check_norms()
         self._check_weights()
+        self._warn_of_unsaved()
         state |= {"num_slots": self.train_loader.sampler.num_slots, "code": self.code}
         self.checkpoints.save(self.step, {**self.run_state, **state}, self.folder.sync)
 
@@ -298,7 +317,7 @@ class Run:
             values: (n,), one per sample; each metric is the mean over the micro-batches that have it.
             weights: (n,); None: losses have the batch's weights, and in other metrics all samples count equally.
         """
-        self.metrics.add(batch, weights=weights, step=self.step, **values)
+        self.metrics.add(batch, weights=weights, step=self.step + 1, **values)
 
     def log(self, split: str, epoch: int, **metrics: float) -> None:
         """Write a line of your own to metrics.jsonl, the screen and the trackers.
@@ -325,7 +344,7 @@ class Run:
         """As `test_batches`, but yield lists of the loader's `accumulation` micro-batches. Collective."""
         windows = zip(*[loader.epoch()] * loader.sampler.accumulation, strict=True)
         for number, window in enumerate(windows, 1):
-            yield MicroBatches(window, functools.partial(self._seed_model, test_batch=number))
+            yield MicroBatches(window, functools.partial(self._pass_on, test_batch=number))
             self._stop_if_asked()
         seed_generators(combine(self.args.seed, self.step, Purpose.AFTER_TEST), self.devices)
 
@@ -364,6 +383,11 @@ class Run:
         Returns:
             The content of summary.json; also if the run was already complete.
         """
+        if not self.completed and not self.stopped_early and self.step < self.total_steps:
+            sentence = f"the run ends at step {self.step} of {self.total_steps}: loop over run.epochs and run.batches"
+            if not self.step:
+                stop(sentence)
+            self.accelerator.print(f"warning: {sentence}")
         seed_generators(combine(self.args.seed, self.total_steps, Purpose.AFTER_RUN), self.devices)
         atexit.register(end_process_group)  # not after an error: NCCL would wait for the other ranks
         self.accelerator.loaders = {}  # a later run has its own

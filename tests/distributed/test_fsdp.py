@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from utils import agree
 from utils.accelerator import TrainingAccelerator
 from utils.failures.errors import explain
 from utils.layout import Layout
-from utils.parallel.first_step import FirstStep
 from utils.parallel.fsdp import units, update_average
 
 CHECKPOINTS = ["--checkpoint_every", 2, "--keep_checkpoints", 0, "--log_every", 1]
@@ -325,12 +325,33 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
-def test_one_write_into_a_gathered_weight_is_seen(one_process_shards):
-    """Of a unit of its own, which has no gathered copy before its first forward pass."""
+def test_a_write_into_a_gathered_weight_is_an_error(one_process_shards, capsys):
+    """Of a unit of its own, too, whose gathered copy is freed after its forward pass."""
     model = one_process_shards.prepare(nn.Sequential(nn.Linear(4, 4), Clipped(4, 4)))
-    first_step = FirstStep(one_process_shards, {"model": model})
-    model(torch.ones(1, 4))
-    assert first_step.written == {"model.1.weight"}
+    with pytest.raises(SystemExit):
+        model(torch.ones(1, 4))
+    assert "the forward pass writes into 1.weight: FSDP gathers a copy" in capsys.readouterr().err
+
+
+def test_weights_that_differ_before_they_are_sharded_are_an_error(one_process_shards, monkeypatch, capsys):
+    """Unlike DDP, FSDP copies none from rank 0: half of each matrix would be rank 1's."""
+    model = nn.Linear(3, 2)
+    monkeypatch.setattr(agree, "gather_object", lambda mine: [*mine, ("beta", {**mine[0][1], "bias": 7})])
+    with pytest.raises(SystemExit):
+        one_process_shards.prepare(model)
+    assert "error: bias differs between rank 1 on beta and rank 0 on " in capsys.readouterr().err
+
+
+def test_calls_of_sharded_layers_are_compared_with_their_order(one_process_shards):
+    model = one_process_shards.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    numbers = []
+    for calls in ([0, 1], [1, 0], [0], [], [0, 1]):
+        one_process_shards.sharded_calls = 0
+        for place in calls:
+            model[place](torch.ones(1, 4))
+        numbers.append(one_process_shards.sharded_calls)
+    assert numbers[0] == numbers[-1]
+    assert len(set(numbers)) == 4
 
 
 def test_a_weight_that_is_used_outside_of_its_module_is_an_error_of_torch(one_process_shards):

@@ -13,9 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils import agree
-from utils.parallel import same_weights
+from utils.parallel import same_state
 from utils.parallel.data_parallel import fix_buckets
-from utils.parallel.first_step import FirstStep
 
 PROGRAM = ROOT / "tests" / "programs" / "drifting"
 
@@ -29,15 +28,26 @@ def test_a_test_result_of_each_processs_own_samples_stops_the_run(launcher):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mistake", "name"), [("weights", "fc2.weight"), ("gradients", "fc1.weight")])
-def test_replicas_that_differ_stop_the_run(launcher, small_mnist, mistake, name):
-    """At the start, or after the first step."""
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("weights", ["fc2.weight differs between rank 2", "unlike DDP, FSDP copies no weights"]),
+        (
+            "gradients",
+            [
+                "the processes have different weights: model.fc1.weight differs between rank 0 and rank 2",
+                "HSDP copies no weights between replicas",
+            ],
+        ),
+    ],
+)
+def test_replicas_that_differ_stop_the_run(launcher, small_mnist, mistake, said):
+    """Before they are sharded, or after the first step."""
     flags = ["--dataset", small_mnist, "--num_epochs", 1, "--output_dir", "run", "--mistake", mistake]
     program = ROOT / "tests" / "programs" / "replicas"
     done = launcher("cpu_hsdp", *flags, script=program, check=False)
     assert done.returncode != 0
-    assert f"the processes have different weights: model.{name} differs between rank 0 and rank 2" in done.stderr
-    assert "HSDP copies no weights between replicas" in done.stderr
+    assert all(sentence in done.stderr for sentence in said)
     assert "train epoch" not in done.stdout
     assert not list(launcher.folder.glob("run/checkpoints/step_*"))
 
@@ -46,13 +56,14 @@ def test_replicas_that_differ_stop_the_run(launcher, small_mnist, mistake, name)
 def compared(capsys, monkeypatch):
     """What is said if rank 1 of 2 has the first models, and rank 0 the second."""
 
-    def compare(theirs, ours, **more):
-        gathered = []
+    def compare(theirs, ours, warned=None, is_first=False, **more):
+        gathered, warned = [], set() if warned is None else warned
         monkeypatch.setattr(agree, "gather_object", lambda mine: gathered.extend(mine) or gathered[::-1])
         for rank, models in ((1, theirs), (0, ours)):
-            accelerator = fake_accelerator(2, rank=rank, **more)
-            same_weights.check(accelerator, models, FirstStep(accelerator, models))
-        return capsys.readouterr().err
+            accelerator = fake_accelerator(2, rank=rank, sharded_calls=0, **more)
+            same_state.check(accelerator, models, warned, is_first)
+        captured = capsys.readouterr()
+        return captured.out + captured.err
 
     return compare
 
@@ -83,29 +94,39 @@ def test_one_bit_of_one_weight_of_the_second_model_is_found(compared, capsys, dt
         ({}, 4, True),
     ],
 )
-def test_buffers_that_no_forward_pass_makes_equal_again_are_named(compared, capsys, options, virtual, is_refused):
+def test_buffers_that_differ_are_named_and_stop_the_run_if_no_forward_pass_makes_them_equal(
+    compared, capsys, options, virtual, is_refused
+):
     ours = nn.Sequential(nn.BatchNorm1d(3))
     ours[0].weight.data[0] = math.nan
-    ours.register_buffer("cache", torch.zeros(1), persistent=False)
     theirs = copy.deepcopy(ours)
-    theirs.cache += 1
     theirs[0].running_mean.fill_(7)
+    warned = set()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         pair = [ours, theirs] if options is None else [DistributedDataParallel(m, **options) for m in (ours, theirs)]
+        models = {"model": pair[1]}, {"model": pair[0]}
         with pytest.raises(SystemExit) if is_refused else contextlib.nullcontext():
-            compared({"model": pair[1]}, {"model": pair[0]}, virtual_processes=virtual)
+            said = compared(*models, warned=warned, virtual_processes=virtual)
+            assert "warning: model.0.running_mean differs between processes" in said
+            assert compared(*models, warned=warned, virtual_processes=virtual) == ""  # once
     finally:
         dist.destroy_process_group()
     said = capsys.readouterr().err
     assert ("model.0.running_mean differs between rank 0 and rank 1" in said) is is_refused
 
 
-def test_a_weight_that_only_one_forward_pass_writes_has_the_cure_for_it(monkeypatch):
-    model, first_step = nn.Linear(3, 2), FirstStep(fake_accelerator(2), {})
-    for written, sentence in ((True, "The forward pass writes into it"), (False, "nothing else may change a weight")):
-        monkeypatch.setattr(same_weights, "gather_object", lambda mine, written=written: [*mine, written])
-        assert sentence in same_weights.cause("model.weight", model.weight, model, first_step, was_called=True)
+def test_buffers_that_no_checkpoint_has_are_compared_after_the_first_step_where_their_shape_is_the_same(compared):
+    """One that grows with the samples is a cache; one that differs later may be that of a test."""
+    ours = nn.Linear(1, 1)
+    ours.register_buffer("mean", torch.zeros(1), persistent=False)
+    ours.register_buffer("cache", torch.zeros(1), persistent=False)
+    theirs = copy.deepcopy(ours)
+    theirs.mean.fill_(1)
+    theirs.cache = torch.ones(2)
+    models = {"model": theirs}, {"model": ours}
+    assert compared(*models) == ""
+    assert "warning: model.mean differs between processes" in compared(*models, is_first=True)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """make_accelerator: the flags it reads, trackers, the time-out, and what must be done before NCCL starts."""
 
+import argparse
 import copy
 import datetime
 import math
@@ -369,3 +370,19 @@ def test_gradients_that_are_not_finite_stay_out_of_weights_and_moments(capsys, k
     assert "the norm of the gradients is not finite in step 2: " in capsys.readouterr().err
     after = [model.state_dict(), optimizer.state_dict()["state"]]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_run_goes_on_without_a_reader_of_what_the_script_prints(monkeypatch, capfd):
+    """As `python train.py | head -1`, which ended a run at its banner."""
+    accelerator = launch.make_accelerator(argparse.Namespace(output_dir="run"), cpu_threads=1)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        accelerator.print("a", 1)
+        accelerator.print("again")
+        monkeypatch.undo()
+    accelerator.print("b", 2)
+    captured = capfd.readouterr()
+    assert "warning: the run goes on without output" in captured.err
+    assert captured.out.endswith("b 2\n")

@@ -114,7 +114,7 @@ def test_the_same_bits_on_any_number_of_processes_and_when_resuming_on_another(t
         assert over(threads, monkeypatch, after, train([], saved, reduce=False)) == states[:1] * after
 
 
-@pytest.mark.parametrize(("test_after", "when"), [(None, "at step 3"), (40, "in the test after step 40")])
+@pytest.mark.parametrize(("test_after", "when"), [(None, "in step 3"), (40, "in the test after step 40")])
 def test_one_bad_sample_on_one_of_two_processes_stops_both(threads, monkeypatch, capsys, test_after, when):
     def on(rank, accelerator):
         stats = Metrics(accelerator, test_after=test_after)
@@ -304,7 +304,7 @@ def test_a_bad_loss_names_its_step_and_samples(accelerator, capsys, bad, call, n
     with pytest.raises(SystemExit):
         getattr(stats, call)()
     error = capsys.readouterr().err
-    assert f"the {name} is not finite at step 5, for 2 samples with these indices in the data: " in error
+    assert f"the {name} is not finite in step 5, for 2 samples with these indices in the data: " in error
     assert "data: 33, ...;" in error or "data: 22, ...;" in error  # one of each micro-batch
 
 
@@ -336,5 +336,5 @@ def test_over_three_processes(launcher):
     """Samples in the order of the ranks, one of which has none; a bad loss stops all of them."""
     words = ["-m", "torch.distributed.run", "--nproc-per-node", 3, "--master-port", free_port()]
     done = launcher.python(*words, ROOT / "tests" / "programs" / "gather_metrics.py")
-    sentence = "error: the loss is not finite at step 9, for 1 sample with these indices in the"
+    sentence = "error: the loss is not finite in step 9, for 1 sample with these indices in the"
     assert done.stderr.count(f"{sentence} data: 5;") == 1  # said once

@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import functools
 import itertools
 import math
 import random
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from utils import launch, progress
 from utils.best import Best, metric_direction
 from utils.failures.signals import EXIT_REQUEUE
 from utils.loader import GlobalLoader
-from utils.parallel.first_step import FirstStep
+from utils.parallel import same_state
 from utils.run import Run
 
 
@@ -333,7 +335,7 @@ def test_a_logged_loss_that_is_not_finite_gets_into_no_checkpoint(start, tmp_pat
         Run, "log_train", lambda run, batch, loss: log_train(run, batch, loss=loss, x_loss=loss * math.nan)
     )
     assert start(Small(counted=True), log_every=4, checkpoint_every=1) == 2
-    assert "the x_loss is not finite at step 0" in capsys.readouterr().err
+    assert "the x_loss is not finite in step 1" in capsys.readouterr().err
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
@@ -372,11 +374,33 @@ def test_gradients_that_are_not_finite_end_the_run_at_its_next_log_line(start, t
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
-def test_the_first_step_is_looked_at_once(start, monkeypatch):
-    ends, end = [], FirstStep.end
-    monkeypatch.setattr(FirstStep, "end", lambda first_step: ends.append(first_step) or end(first_step))
-    assert start(scripted()) is None
-    assert len(ends) == 1
+def test_no_checkpoint_follows_a_step_that_was_left_out(start, tmp_path, capsys):
+    """A fused step whose gradients are not finite leaves the weights as they are: a resume goes on before it."""
+    assert start(scripted(gradient_scale=math.inf), log_every=4, checkpoint_every=2) == 2
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":  # the end of a process waits for it
+            thread.join()
+    assert "the norm of the gradients is not finite in step 1: " in capsys.readouterr().err
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def test_states_are_compared_in_the_first_step_of_a_launch_alone(start, monkeypatch):
+    """With one micro-batch per step never: each comparison would wait for a GPU."""
+    compared = []
+    monkeypatch.setattr(same_state, "bits_of", lambda _, tensors: compared.append(tensors) or {})
+    assert start(Small()) is None
+    assert len(compared) == 1  # of objects, when the run starts
+    assert start(Small(), folder="other", gradient_accumulation_steps=2) is None
+    assert len(compared) == 1 + 1 + 4 * 2  # as each begins and ends, before and after its backward pass
+
+
+@pytest.mark.parametrize(("leave_at", "code"), [(1, 2), (2, None)])
+def test_a_run_that_ends_before_its_last_step_says_so(start, tmp_path, capsys, leave_at, code):
+    """An own `break` after a test is as good as --patience, but a loop over the loader itself makes no steps."""
+    assert start(Small(leave_at=leave_at)) == code
+    captured = capsys.readouterr()
+    assert f"the run ends at step {leave_at - 1} of 4: " in captured.out + captured.err
+    assert (tmp_path / "run" / "model.safetensors").exists() == (code is None)
 
 
 # --- resuming, and what a loop draws ----------------------------------------------------------
@@ -540,6 +564,12 @@ def test_without_accumulation_steps_accumulate_may_be_left_out(start):
 class EvaluatedSeveralTimes:
     """L-BFGS, whose closure computes one micro-batch."""
 
+    def closure(self, accelerator, model, optimizer, batch):
+        optimizer.zero_grad()
+        loss = batch.mean_loss((model(batch.data[0]) - 1).square().squeeze(1))
+        accelerator.backward(loss)
+        return loss
+
     def __call__(self, args):
         accelerator = launch.make_accelerator(args, cpu_threads=1)
         self.run = run = Run(accelerator, args)
@@ -549,7 +579,8 @@ class EvaluatedSeveralTimes:
         run.start(loader, None, 1, checkpoint={"model": model, "optimizer": optimizer})
         for epoch in run.epochs():
             for batch in run.batches(loader, epoch):
-                optimizer.step(lambda batch=batch: model(batch.data[0]).sum())
+                with accelerator.accumulate(model):
+                    optimizer.step(functools.partial(self.closure, accelerator, model, optimizer, batch))
         run.finish()
 
 
@@ -557,7 +588,7 @@ def test_lbfgs_may_take_single_micro_batches_only_where_these_are_whole_steps(st
     """Accelerate calls its closure for the last micro-batch of a step only, which would train on that one alone."""
     assert start(EvaluatedSeveralTimes()) is None
     assert start(EvaluatedSeveralTimes(), folder="other", gradient_accumulation_steps=2) == 2
-    assert "use `run.steps`" in capsys.readouterr().err
+    assert "some micro-batches of a step had accelerator.backward, and one had none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 1), (1, 2), (2, 1)])

@@ -49,7 +49,8 @@ class BatchNorms:
 
     Args:
         kinds: further classes of layers that have running statistics, such as a codebook of your own: their
-            floating-point buffers are averaged, and others, such as counts, go on once per step.
+            floating-point buffers are averaged over the micro-batches, so counts of samples are 1/P of a step's, and
+            others, such as the number of steps, go on once per step.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, *kinds: type[nn.Module]):
@@ -57,7 +58,7 @@ class BatchNorms:
         layers = [layer for layer in model.modules() if isinstance(layer, (_BatchNorm, *kinds))]
         self.layers = [layer for layer in layers if next(layer.buffers(recurse=False), None) is not None]
         for layer in self.layers:
-            layer.is_averaged = False  # not yet: for FirstStep
+            layer.is_averaged = False  # not yet: for StepRule
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 module.broadcast_buffers = False

@@ -4,6 +4,7 @@ Under HSDP, each machine, or part of it, has a replica of the model, which is sh
 """
 
 import dataclasses
+import functools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,8 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..agree import compare
 from ..console import stop
 from ..randomness import combine, generators_restored, seed_generators
+from .same_state import bits_of
 from .shards import local_rows
 
 HOOKS = (  # meta-pytorch/torchrec#4268
@@ -140,6 +143,13 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
 
     if isinstance(model, FSDPModule):
         return
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        _, ranks, differing = compare(bits_of(accelerator, dict(model.named_parameters())))
+        if differing:
+            stop(
+                f"{next(iter(differing))} differs between {ranks[0]} and {ranks[1]}, and unlike DDP, FSDP copies no "
+                "weights: all processes must make or load them, from the same seed or file"
+            )
     plugin, dynamo = accelerator.state.fsdp_plugin, accelerator.state.dynamo_plugin
     is_set = {key: getattr(plugin, key) for key in ("cpu_ram_efficient_loading", "activation_checkpointing")}
     is_set["offload_params"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy) and accelerator.device.type == "cpu"
@@ -152,7 +162,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
         "offload_policy": plugin.cpu_offload,
     }
     model.to(memory_format=torch.contiguous_format)  # fully_shard takes no other; images may stay channels_last
-    for module, policy in policies(model, plugin, accelerator.device.type).items():
+    for number, (module, policy) in enumerate(policies(model, plugin, accelerator.device.type).items()):
         whole = list(module.parameters())
         fully_shard(module, mp_policy=policy, **options)
         for parameter, replacement in zip(whole, module.parameters(), strict=True):
@@ -160,6 +170,8 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
                 redirect_to_shard(parameter, replacement)
         if dynamo.backend == DynamoBackend.NO:
             module.register_forward_hook(refuse_freed)
+            module.register_forward_hook(refuse_written, prepend=True)
+            module.register_forward_pre_hook(functools.partial(count_call, accelerator, number))
     ids = [*map(id, model.parameters())]
 
     def check(*_) -> None:
@@ -171,6 +183,27 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(check, prepend=True)
     if dynamo.backend != DynamoBackend.NO:
         model.compile(**dynamo.to_kwargs())
+
+
+def count_call(accelerator: Accelerator, number: int, *_) -> None:
+    """Add a unit's call to a number that differs between processes if they have called others, or in another order.
+
+    FSDP would gather halves of two layers of one size into one (numbers off by a factor of 2), or hang.
+    """
+    accelerator.sharded_calls = zlib.crc32(b"%d" % number, accelerator.sharded_calls)
+
+
+def refuse_written(module: nn.Module, *_) -> None:
+    """Stop if the forward pass has written into a weight, as nn.Embedding(max_norm=...) does."""
+    state = module._get_fsdp_state()
+    # In older versions of torch a module has one group, or None.
+    groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+    for parameter in [parameter for group in groups if group for parameter in group.fsdp_params]:
+        if parameter._unsharded_param._version > 0:
+            stop(
+                f"the forward pass writes into {parameter._param_fqn}: FSDP gathers a copy of a weight for it, so what "
+                "is written there is lost; write after optimizer.step(), under torch.no_grad()"
+            )
 
 
 def refuse_freed(module: nn.Module, _, output) -> None:

@@ -223,8 +223,6 @@ class GradientSum:
         gradients = self._take(self.parameters)
         if not gradients and not self.exchanges:  # a different model's backward pass
             return
-        if self.collected_at == self.accelerator.step:
-            refuse_second_backward()
         self.collected_at = self.accelerator.step
         if not self.accelerator.sync_gradients:
             self._push(self.nodes, gradients)
@@ -241,6 +239,9 @@ class GradientSum:
         """Take the gradients of this backward pass from the parameters."""
         gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         gradients = {p: gradient for p, gradient in gradients.items() if gradient._version != self.versions.get(p)}
+        if gradients and self.collected_at == self.accelerator.step:
+            refuse_second_backward()
+        refuse_old_gradients(not self.versions.keys().isdisjoint(gradients))
         for parameter in gradients:
             parameter.grad = None
         return gradients
@@ -366,12 +367,15 @@ class ShardedGradientSum:
 
     def prepare(self) -> None:
         """Call it before each backward pass."""
+        self.versions = self._versions()
         for p in [p for p in self.unhooked if hasattr(p, "_unsharded_param") and p.unsharded_param.requires_grad]:
             p.unsharded_param.register_post_accumulate_grad_hook(lambda _, p=p: self.used.add(p))
             self.unhooked.remove(p)
 
     def collect(self) -> None:
         """Call it after each backward pass."""
+        versions = self._versions()
+        refuse_old_gradients(any(versions.get(p, version) != version for p, version in self.versions.items()))
         if not self.accelerator.sync_gradients:  # the sum is in `sums`
             for parameter in self.parameters:
                 parameter.sharded_param.grad = None
@@ -379,6 +383,10 @@ class ShardedGradientSum:
             self.collected_at = self.accelerator.step
             self._forget_unused()
             self.used.clear()
+
+    def _versions(self) -> dict:
+        with_gradient = [p for p in self.parameters if p.sharded_param.grad is not None]
+        return {p: local_rows(p.sharded_param.grad)[0]._version for p in with_gradient}
 
     def _forget_unused(self) -> None:
         """Remove the gradients, zeros, of parameters that no process used in this step: AdamW must skip them."""
@@ -408,9 +416,18 @@ def add_gradients(left: dict, right: dict) -> dict:
 
 def refuse_second_backward():
     raise RuntimeError(
-        "with --virtual_processes a model takes one backward pass per micro-batch: add its losses, "
-        "and call accelerator.backward once"
+        "with --virtual_processes a model takes one forward and one backward pass per micro-batch: give it all inputs "
+        "in one forward pass, add the losses, and call accelerator.backward once"
     )
+
+
+def refuse_old_gradients(has_some: bool) -> None:
+    """Stop if a backward pass has added to gradients from before it, which would count once per process."""
+    if has_some:
+        stop(
+            "a backward pass adds to gradients of the last step, which --virtual_processes cannot: call zero_grad "
+            "after each optimizer.step()"
+        )
 
 
 def sum_gradients_by_tree(
