@@ -100,10 +100,11 @@ class Draw:
 
     line: str
     name: str
-    digest: str
+    state: str  # digest of the generator's state before
     rows: int
-    is_per_sample: bool
+    is_per_sample: bool  # it has a row for each sample of a batch
     in_model: bool = False
+    is_repeated: bool = False  # each row is replaced by numbers of its sample, the same in every run
 
 
 @dataclass
@@ -245,3 +246,4 @@ class Batch:
     content: Any = None  # kept, so that its memory is not used again
     number: int = 0
     is_tested: bool = False
+    draws: dict[str, int] = field(default_factory=dict)  # their numbers, by the state of the generator before

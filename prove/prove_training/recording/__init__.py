@@ -18,7 +18,7 @@ from .. import imports
 from ..records import Plan, Record, Step
 from ..sandbox import slowness
 from ..text import CannotTell, without_colours
-from . import data, evaluations, files, global_loader, models, processes, same_work, starting, where
+from . import data, evaluations, files, global_loader, models, noise, processes, same_work, starting, where
 
 SECONDS_TO_END = 4  # what the script may take after its last epoch
 
@@ -46,7 +46,7 @@ class Recording:
 
     def install(self) -> None:
         """Put all wrappers in place, before the script is imported."""
-        for part in (same_work, data, models, evaluations, processes, starting, files, global_loader):
+        for part in (same_work, data, models, noise, evaluations, processes, starting, files, global_loader):
             part.install(self)
         pid = os.getpid()  # and not that of a data worker
         os._exit = lambda status: self.end_by_exit(status) if os.getpid() == pid else self.exit(status)

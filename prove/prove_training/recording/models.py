@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, optimizer
 
-from ..records import Draw, MicroBatch
+from ..records import MicroBatch
 from ..tensors import MAX_ENTRIES, digest, local, sampled, whole
 from .where import before, wrap
 
@@ -21,8 +21,6 @@ STEPS_WITHOUT_LOADER = 10
 DISK = 0.5  # of the free space may be taken by shared weights
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
-DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
-DRAWS_IN_PLACE = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
 WRAPPERS = re.compile(r"\b(_forward_module|_orig_mod|module)\.")  # in names of parameters
 torch_load = torch.load  # before it is wrapped
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # layers for which train() and eval() matter
@@ -154,7 +152,8 @@ class Models:
             self.without_optimizer += 1
             if self.without_optimizer > STEPS_WITHOUT_LOADER:
                 recording.stop(f"{STEPS_WITHOUT_LOADER} backward passes, and no optimizer of torch.optim")
-        draws = self.batches.draws() or bool(step.drawn)  # also from a generator of its own
+        # Also from a generator of the script's own.
+        draws = self.batches.draws() or not all(draw.is_repeated for draw in step.drawn)
         if not step.micro_batches:
             # Without a loader they may be of the evaluation.
             recording.evaluations.end(draws and not recording.facts.loaders)
@@ -202,17 +201,6 @@ class Models:
                 step.micro_batches[-1].losses.append((total, count, line))
 
         loss.register_hook(note)
-
-    def drawn(self, name: str, numbers) -> None:
-        """The script has drawn random numbers, after a batch was read."""
-        batches = self.batches
-        if batches.is_reading or self.recording.facts.is_exact or not isinstance(numbers, torch.Tensor):
-            return
-        if numbers.ndim and (read := batches.used + batches.fresh):
-            rows = [len(batch.digests or ()) for batch in read]
-            drawn = Draw(self.recording.where.line(), name, digest(numbers), len(numbers), len(numbers) in rows)
-            drawn.in_model = self.depth > 0
-            self.recording.step.drawn.append(drawn)
 
     def before_zero_grad(self, *_, **__) -> None:
         step = self.recording.step
@@ -435,14 +423,6 @@ def install_optimizers(models: Models) -> None:
                 models.recording.step.scaler.append(name)
                 (models.unscaled.add if name == "unscale_" else models.unscaled.discard)(id(optimizer))
             return original(scaler, optimizer, *args, **kwargs)
-
-    for name in (*DRAWS, *DRAWS_IN_PLACE):
-
-        @wrap(torch.Tensor if name in DRAWS_IN_PLACE else torch, name)
-        def draw(original, *args, name=name, **kwargs):
-            numbers = original(*args, **kwargs)
-            models.drawn(name, numbers)
-            return numbers
 
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
 

@@ -57,6 +57,7 @@ class Comparison:
         self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
         self.facts, self.is_exact = ranks[0].facts, reference.facts.is_exact
         self.compared, self.not_compared = set(), {}  # subjects; subjects and why not
+        self.factors_of_noise = []  # of the gradients in the steps that draw random numbers, and the line that draws
         self.has_drifted = False  # a state that is not shared comes from steps with other weights of the samples
         self.has_repeated = False  # a step had a sample twice, which a state of the script may remember
         self.has_rest = False  # a step had fewer samples: a queue that is gathered has an end within a step after it
@@ -149,3 +150,9 @@ def ranks_differ(entries: tuple, kind: str) -> str:
         if names:
             return f"{named(names)}: ranks 0 and {rank}"
     return ""
+
+
+def same_state(comparison: Comparison) -> bool:
+    """Whether torch's generators are in one state on all ranks when a pass over the training data begins."""
+    states = zip(*(rank.passes for rank in comparison.ranks), strict=False)
+    return any(len({each.random for each in passes}) == 1 for passes in states if passes[0].in_training)

@@ -36,6 +36,11 @@ def findings(comparison: Comparison) -> Findings:
             break
         for finding in _step(comparison, number, one, of_ranks):
             found.setdefault(finding.kind or finding.message, finding)
+    if (factors := comparison.factors_of_noise) and not all(close(each, factors[0][0], 1e-2) for each, _ in factors):
+        comparison.compared.discard("gradients")
+        why = f"the loop draws random numbers, and not for each sample alone ({factors[0][1]})"
+        comparison.not_compared["gradients"] = why
+        found.pop("factor", None)  # by chance, in some steps only
     for kind in ("factor", "gradient") if "token_weights" in found else ():
         found.pop(kind, None)  # a step of which one process has all tokens shows a factor
     yield from found.values()
@@ -59,14 +64,11 @@ def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step
         return
     if steps[0].in_step:  # the optimizer averages them
         steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
-    facts, of_ranks = comparison.facts, sum(map(samples_of, steps), collections.Counter())
-    draws = next((each.line for one in (expected, *steps) for each in one.micro_batches if each.draws), "")
-    is_compared = bool(facts.loaders and of_ranks and samples_of(expected) == of_ranks and not draws)
-    findings = _gradients(comparison, number, expected, steps, is_compared)
-    if draws and facts.loaders:
-        if comparison.is_exact:
-            yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
-        comparison.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
+    of_ranks = sum(map(samples_of, steps), collections.Counter())
+    is_compared = are_known(comparison, of_ranks) and samples_of(expected) == of_ranks
+    findings, is_compared = _gradients(comparison, number, expected, steps, is_compared)
+    if comparison.is_exact and (line := noise_of((expected, *steps))):
+        yield Finding("draws", "random numbers", "the loop draws random numbers", number, line)
     findings += _losses(comparison, number, expected, steps)
     if not findings and not steps[0].in_step and (differing := ranks_differ(steps, "at_step")):
         message = f"{differing} have different gradients after clipping"
@@ -103,27 +105,50 @@ def _not_reduced(comparison: Comparison, number: int, steps: tuple[Step, ...]) -
     yield Finding(kind, "gradient", message, number, line)
 
 
+def are_known(comparison: Comparison, samples: collections.Counter) -> bool:
+    """Whether the digests of a step tell its samples apart. Without a loader they are of what the model is given."""
+    return bool(samples) and (bool(comparison.facts.loaders) or 2 * len(samples) > samples.total())
+
+
+def noise_of(steps: tuple[Step, ...]) -> str:
+    """The line of a draw of random numbers, first of one that is not by sample, or of the backward pass after it."""
+    drawn = sorted((draw for step in steps for draw in step.drawn), key=lambda draw: draw.is_repeated)
+    others = [micro.line for step in steps for micro in step.micro_batches if micro.draws]
+    if others and (not drawn or drawn[0].is_repeated):
+        return others[0]
+    return drawn[0].line if drawn else ""
+
+
 def _gradients(
     comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], is_compared: bool
-) -> list[Finding | Note]:
-    """Findings of the gradients before clipping, if no state of the script may remember other samples."""
+) -> tuple[list[Finding | Note], bool]:
+    """Findings of the gradients before clipping, and whether they were compared.
+
+    They are not where a state of the script may remember other samples, and where random numbers may be drawn by the
+    place in the batch: then only equal gradients, or one factor in all steps, show something.
+    """
     totals = [total_weight(rank, step) for rank, step in zip(comparison.ranks, steps, strict=True)]
     by_hand = factor_by_hand(steps)
     if all(total is not None and close(total * by_hand, 1.0) for total in totals):
         comparison.compared.add("averaged gradients")
     may_remember = remembers(comparison, expected, steps)
+    if is_compared and (noise := noise_of((expected, *steps))):
+        factor = one_factor(factors_of(comparison, expected, steps))
+        is_compared = not math.isnan(factor)
+        if is_compared or not is_rest(comparison, expected):
+            comparison.factors_of_noise.append((factor, noise))
     findings = list(_gradient(comparison, number, expected, steps)) if is_compared else []
     has_means = all(total is not None and close(total, 1.0) for total in totals)
     is_wrong = findings[0].kind == "factor" if findings else has_means and not is_compared
     if is_wrong and close(by_hand, comparison.processes):
         message = f"the processes' gradients are added up, and not divided by {comparison.processes}"
-        return [Finding("summed", "gradient", message, number, steps[0].collectives[-1][1])]
+        return [Finding("summed", "gradient", message, number, steps[0].collectives[-1][1])], is_compared
     if may_remember and [each.kind for each in findings] == ["gradient"] and not comparison.is_exact:
         why = "a step had a sample twice, or fewer samples, which a state of the script may remember"
         comparison.not_compared.setdefault("gradients after it", why)
         comparison.has_drifted = True
-        return []
-    return findings
+        return [], is_compared
+    return findings, is_compared
 
 
 def remembers(comparison: Comparison, expected: Step, steps: tuple[Step, ...]) -> bool:
@@ -186,27 +211,20 @@ def _gradient(
     comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
 ) -> Findings:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
-    values, found, factors = getattr(expected, kind_of), getattr(steps[0], kind_of), {}
-    limit, tolerance = rounding(values), TOLERANCE
-    if comparison.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
-        limit, tolerance = 0.0, 0.0
-    for name, value in values.items():
-        if name not in found:
-            message = f"{name} has a gradient on 1 process only"
-            yield Finding("unused", "gradient", message, number, steps[0].line)
-        elif is_other(value, found[name], limit, tolerance):
-            factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
-            factors[name] = math.nan if is_other(factor * value, found[name], limit, TOLERANCE) else factor
+    found = getattr(steps[0], kind_of)
+    for name in getattr(expected, kind_of).keys() - found.keys():
+        yield Finding("unused", "gradient", f"{name} has a gradient on 1 process only", number, steps[0].line)
+    factors = factors_of(comparison, expected, steps, kind_of)
     if not factors:
         comparison.compared.add("gradients")
         return
     if steps[0].in_step:
         comparison.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
-    first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
+    first, line, kind = one_factor(factors), steps[0].micro_batches[-1].line, "gradient"
     message = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
     may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
-    if all(close(factor, first, 1e-2) for factor in factors.values()) and not may_remember:
+    if not math.isnan(first) and not may_remember:
         message, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
         totals = [total_weight(rank, step) or 0.0 for rank, step in zip(comparison.ranks, steps, strict=True)]
         is_before, micro = kind_of == "gradients", steps[0].micro_batches[-1]
@@ -224,6 +242,27 @@ def _gradient(
         # Else _losses reports it.
         message = f"the last step of an epoch: {message}, a mean of means over unequal parts"
         yield Note("gradient", message, number, line)
+
+
+def factors_of(
+    comparison: Comparison, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
+) -> dict[str, float]:
+    """For each parameter whose gradient differs: the factor between the two, or NaN if there is none."""
+    values, found, factors = getattr(expected, kind_of), getattr(steps[0], kind_of), {}
+    limit, tolerance = rounding(values), TOLERANCE
+    if comparison.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
+        limit, tolerance = 0.0, 0.0
+    for name, value in values.items():
+        if name in found and is_other(value, found[name], limit, tolerance):
+            factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
+            factors[name] = math.nan if is_other(factor * value, found[name], limit, TOLERANCE) else factor
+    return factors
+
+
+def one_factor(factors: dict[str, float]) -> float:
+    """The factor of all parameters; NaN if they have several or none."""
+    first = next(iter(factors.values()), 1.0)
+    return first if all(close(factor, first, 1e-2) for factor in factors.values()) else math.nan
 
 
 def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
