@@ -27,6 +27,7 @@ class Plan:
     stop_after_save: bool = False
     clock: int = 1  # how many times as fast the clocks are
     whole_batches: bool = False  # each process has as many samples in a step as the reference
+    own_gradients: bool = False  # DistributedDataParallel does not average them
     seeds_own: bool = False  # generators that the items have themselves are seeded, too
     same_share: bool = False  # each process reads the samples of rank 0
     shorter: list[str] = field(default_factory=list)  # loaders of tests that end early
@@ -144,6 +145,7 @@ class Evaluation:
     after: int  # steps
     line: str
     samples: dict[str, list[str]] = field(default_factory=dict)  # by loader
+    inputs: list[str] = field(default_factory=list)  # of a script without loaders: digests of their rows
     collectives: list[tuple[str, str]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     draws: bool = False

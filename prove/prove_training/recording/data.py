@@ -12,7 +12,7 @@ from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, dataloader
 
 from ..records import Batch, Loader, Part, Pass
-from ..tensors import digest, places, rows, tensors_in
+from ..tensors import digest, places, rows, rows_of_inputs
 from ..text import CannotTell
 from .same_work import TAG, Tagged, cut, generator_states, micro_batch, seeded
 from .where import wrap
@@ -142,8 +142,8 @@ class Batches:
 
     def model_called(self, inputs: list) -> None:
         """A model is called with gradients; in a script without a loader, its inputs are the samples."""
-        if not self.loaders and (tensors := tensors_in(inputs)):
-            self.used.append(Batch(None, rows(tensors[:1])))
+        if not self.loaders and (samples := rows_of_inputs(inputs)):
+            self.used.append(Batch(None, samples))
         found = self._holding(inputs)
         last = {batch.source.key: batch.number for batch in found}
         self.used += found

@@ -21,6 +21,7 @@ STEPS_WITHOUT_LOADER = 10
 DISK = 0.5  # of the free space may be taken by shared weights
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
+WITH_WEIGHTS = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 WRAPPERS = re.compile(r"\b(_forward_module|_orig_mod|module)\.")  # in names of parameters
 torch_load = torch.load  # before it is wrapped
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # layers for which train() and eval() matter
@@ -40,9 +41,9 @@ class Models:
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The script itself calls a model, not another model."""
-        recording = self.recording
+        recording, inputs = self.recording, [*args, *kwargs.values()]
         if not torch.is_grad_enabled():
-            return recording.evaluations.begin(model)
+            return recording.evaluations.begin(model, inputs)
         if recording.facts.has_saved:
             recording.end()
         if id(model) not in self.models:
@@ -65,7 +66,7 @@ class Models:
             recording.facts.around_ddp.append(recording.where.line())
         if isinstance(model, DistributedDataParallel):
             recording.step.syncs = model.require_backward_grad_sync
-        self.batches.model_called([*args, *kwargs.values()])
+        self.batches.model_called(inputs)
 
     def modes(self, own: list[nn.Parameter]) -> dict[int, bool]:
         """For each model with some of these parameters, and layers for which it matters: whether any is training."""
@@ -185,6 +186,8 @@ class Models:
             if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
                 count = int((target != kwargs.get("ignore_index", -100)).sum())
         step, line, weight = self.recording.step, self.recording.where.line(), kwargs.get("weight")
+        if name in WITH_WEIGHTS and len(args) > 2:
+            weight = args[2]
         is_class = isinstance(target, torch.Tensor) and not target.is_floating_point()
         targets = [each.tolist() for each in target.unique(return_counts=True)] if is_class else [[], []]
 
@@ -333,6 +336,13 @@ def load_shared(parameters: list, states: list[dict], weights: list, known: list
                 copy_into(state[name], value)
 
 
+def not_averaged(_state, bucket):
+    """A hook of DistributedDataParallel that leaves each process its own gradients."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 def install(recording) -> None:
     models = recording.models
 
@@ -353,6 +363,8 @@ def install(recording) -> None:
     @wrap(DistributedDataParallel, "__init__")
     def init_ddp(original, ddp, module, device_ids=None, output_device=None, *args, **kwargs):
         original(ddp, module, None, None, *args, **kwargs)
+        if recording.plan.own_gradients:
+            ddp.register_comm_hook(None, not_averaged)
         models.in_ddp[id(module)] = module
         recording.facts.ddp.append(recording.where.line())
 

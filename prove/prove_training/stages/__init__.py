@@ -137,6 +137,16 @@ def first_line(step: Step) -> str:
 # Of several
 
 
+def has_samples(comparison: Comparison, expected: Step, steps: tuple[Step, ...]) -> bool:
+    """Whether all processes together have the samples of one process in a step, by digests that tell them apart.
+
+    Without a loader these are digests of what the model is given, and may all be equal.
+    """
+    of_ranks = sum(map(samples_of, steps), collections.Counter())
+    are_told_apart = bool(comparison.facts.loaders) or 2 * len(of_ranks) > of_ranks.total()
+    return bool(of_ranks) and are_told_apart and samples_of(expected) == of_ranks
+
+
 def ranks_differ(entries: tuple, kind: str) -> str:
     """What differs between two ranks, as "weight and 2 others: ranks 0 and 1"; "" if nothing does."""
     first = getattr(entries[0], kind)

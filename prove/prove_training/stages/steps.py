@@ -17,6 +17,7 @@ from . import (
     Note,
     close,
     first_line,
+    has_samples,
     largest_step,
     named,
     ranks_differ,
@@ -25,6 +26,7 @@ from . import (
 )
 from .single import OF_BATCH_NORM, total_weight, usual_micro_batches, weights
 
+NOTHING = 10 * EPSILON  # the norm of gradients that are rounding alone, and no multiple of each other
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 
 
@@ -64,8 +66,7 @@ def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step
         return
     if steps[0].in_step:  # the optimizer averages them
         steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
-    of_ranks = sum(map(samples_of, steps), collections.Counter())
-    is_compared = are_known(comparison, of_ranks) and samples_of(expected) == of_ranks
+    is_compared = has_samples(comparison, expected, steps)
     findings, is_compared = _gradients(comparison, number, expected, steps, is_compared)
     if comparison.is_exact and (line := noise_of((expected, *steps))):
         yield Finding("draws", "random numbers", "the loop draws random numbers", number, line)
@@ -103,11 +104,6 @@ def _not_reduced(comparison: Comparison, number: int, steps: tuple[Step, ...]) -
         message += f": averaged after micro-batch {first} of {len(syncs)}, and not after the last one"
     kind, line = ("around_ddp", facts.around_ddp[0]) if facts.around_ddp else ("not_reduced", steps[0].line)
     yield Finding(kind, "gradient", message, number, line)
-
-
-def are_known(comparison: Comparison, samples: collections.Counter) -> bool:
-    """Whether the digests of a step tell its samples apart. Without a loader they are of what the model is given."""
-    return bool(samples) and (bool(comparison.facts.loaders) or 2 * len(samples) > samples.total())
 
 
 def noise_of(steps: tuple[Step, ...]) -> str:
@@ -212,7 +208,7 @@ def _gradient(
 ) -> Findings:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
     found = getattr(steps[0], kind_of)
-    for name in getattr(expected, kind_of).keys() - found.keys():
+    for name in [name for name in getattr(expected, kind_of) if name not in found]:
         yield Finding("unused", "gradient", f"{name} has a gradient on 1 process only", number, steps[0].line)
     factors = factors_of(comparison, expected, steps, kind_of)
     if not factors:
@@ -222,6 +218,10 @@ def _gradient(
         comparison.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
     first, line, kind = one_factor(factors), steps[0].micro_batches[-1].line, "gradient"
+    largest = max(map(norm_of, [*getattr(expected, kind_of).values(), *found.values()]))
+    if math.isnan(first) and largest < NOTHING:
+        comparison.not_compared["gradients"] = f"they are rounding alone, as where all inputs are equal ({line})"
+        return
     message = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
     may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
     if not math.isnan(first) and not may_remember:
@@ -282,6 +282,40 @@ def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -
         ):
             return f": the difference is a multiple of the {name}, as of a penalty that grows with the batch"
     return ""
+
+
+def with_cause(reference: Record, own: list[Record], finding: Finding | Note) -> Finding | Note:
+    """A finding of gradients, with its cause if each process divides by a number of its own samples.
+
+    Args:
+        own: the records of processes that keep the gradients of their own samples.
+    """
+    number = finding.step or 0
+    if finding.kind != "gradient" or not all(len(record.steps) >= number > 0 for record in own):
+        return finding
+    parts = shares(reference.steps[number - 1], tuple(record.steps[number - 1] for record in own))
+    if not parts:
+        return finding
+    message = "each process divides by a sum over its own samples, such as of targets, masks or weights: its mean "
+    message += f"counts 1/{len(own)}, and should count {', '.join(f'{part:.3g}' for part in parts)} by rank"
+    return Finding("token_weights", "loss weights", message, number, finding.line)
+
+
+def shares(expected: Step, steps: tuple[Step, ...]) -> list[float]:
+    """By which weights the processes' own gradients add up to the gradient on one process; [] if by none.
+
+    They are the parts of a total, such as of all tokens, where each process has divided by its own part.
+    """
+    limit, every = rounding(expected.gradients), [step.own or step.gradients for step in steps]
+    names = [name for name, value in expected.gradients.items() if norm_of(value) > limit]
+    if not names or not all(set(names) <= set(gradients) for gradients in every):
+        return []
+    found = torch.stack([torch.cat([gradients[name][1:] for name in names]) for gradients in every], 1)
+    right = torch.cat([expected.gradients[name][1:] for name in names])
+    parts = torch.linalg.lstsq(found, right[:, None]).solution[:, 0]
+    rest = float(torch.linalg.vector_norm(found @ parts - right) / torch.linalg.vector_norm(right))
+    is_sum = len(right) > 4 * len(steps) and rest < TOLERANCE and bool((parts > 0).all())
+    return parts.tolist() if is_sum and close(float(parts.sum()), 1.0) else []
 
 
 def targets_of(steps: tuple[Step, ...]) -> collections.Counter:
