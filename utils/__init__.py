@@ -25,6 +25,7 @@ The core, in the order in which a script uses it:
     signals            SIGTERM, SIGUSR1, Ctrl-C: save, then stop all processes
     console            prints lines and error messages, and ends the process with one
     atomic_files       files that exist whole or not at all
+    observed           what a program that judges scripts may know of a run; nothing here imports it
 
 parallel/: for a config file, or for a script that needs it.
 

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 
-__version__ = "3.0"
+__version__ = "4.0"
 
 
 def prove(*words: str) -> dict:

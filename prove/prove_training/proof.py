@@ -148,6 +148,8 @@ class Proof:
         if outcome.error or outcome.waits or not outcome.records or outcome.records[0].facts.cannot_tell:
             return self._failed(outcome)
         self.reference = reference = outcome.records[0]
+        if version := reference.facts.other_version:
+            self.report.add("", [Note("comparison", f"{version}: the script is judged as any other")])
         if reason := single.cannot_judge(reference):
             raise CannotTell(reason)
         if reference.facts.mesh and not self.args.processes:

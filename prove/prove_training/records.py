@@ -209,7 +209,8 @@ class Facts:
     worker_seeds: dict[str, str] = field(default_factory=dict)  # by line of a loader: what all its workers draw
     draws_by_itself: bool = False  # an item has random numbers of a generator that nobody can seed
     switched_off: set[str] = field(default_factory=set)
-    # Of this project's Run:
+    # Of a script with GlobalLoader and Run:
+    other_version: str = ""  # of what it tells about itself
     run: str = ""  # a line
     is_exact: bool = False
     is_finished: bool = False

@@ -5,7 +5,8 @@ import re
 import pytest
 from conftest import ROOT
 
-PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.rglob("*.md"))}
+FILES = [*ROOT.glob("*.md"), *(ROOT / "prove_training").glob("*.md"), *(ROOT / "silent_bugs").rglob("*.md")]
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(FILES)}
 
 
 def anchors(text: str) -> list[str]:

@@ -477,6 +477,15 @@ def test_it_starts_beside_modules_with_the_names_of_others(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_path_with_dots_is_no_reason_to_name_a_line_of_prove():
+    script = "silent_bugs/bugs/reduction/divided_by_processes.py"
+    command = [sys.executable, f"../{ROOT.name}", "--processes", "2", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"between the loss and its backward pass at {script}:" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_the_action_installs_it_and_judges_a_script(tmp_path):
     """Its steps as they stand in action.yml; the package goes into a folder of this test."""
     (tmp_path / "train.py").write_text((FOREIGN / "ddp_series.py").read_text())
@@ -624,18 +633,27 @@ def test_the_first_error_of_a_chain_is_found():
     assert isinstance(error_of(hides), ValueError)
 
 
+def nodes_of_the_code() -> list[ast.AST]:
+    files = (ROOT / "prove_training").rglob("*.py")
+    return [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def strings_in(nodes) -> set[str]:
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
 def kinds_in_the_code() -> set[str]:
     """The kinds of findings that are written in prove_training."""
-    nodes = (node for path in (ROOT / "prove_training").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of_the_code()
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"]
-    words = [word for call in calls for word in ast.walk(call.args[0]) if isinstance(word, ast.Constant)]
-    return {word.value for word in words if isinstance(word.value, str) and word.value}
+    return {word for call in calls for word in strings_in(ast.walk(call.args[0])) if word}
 
 
 def test_every_mistake_has_its_section_with_wrong_and_right_lines_and_a_thread():
     sections, index = mistakes.sections(), mistakes.PAGE.read_text().partition("\n## ")[0]
     assert all(f"[{heading}](#{heading})" in index and mistakes.advice(heading) for heading in sections)
     assert {mistakes.id_of(kind) for kind in kinds_in_the_code()} <= sections.keys()
+    assert sections.keys() <= {mistakes.id_of(word) for word in strings_in(nodes_of_the_code())}, "nothing names it"
     for mistake in filter(lambda mistake: mistake.kind, MISTAKES.values()):
         assert mistake.thread.rpartition("/")[2] in sections[mistake.kind.replace("_", "-")], mistake.thread
     kinds = {mistake.kind for mistake in MISTAKES.values() if mistake.kind} | {*FOUND.values()}
@@ -1970,7 +1988,9 @@ def test_the_bits_of_gradients_are_compared_under_virtual_processes():
     assert found(reference, ranks) == []
     for rank in ranks:
         scale(rank.steps[1].gradients, 1 + 1e-9)
-    assert [finding.kind for finding in found(reference, ranks)] == ["factor"]
+    (finding,) = found(reference, ranks)
+    assert finding.kind == "float_sums"
+    assert "other bits than on 1 process, by up to 1.0e-09 of its value" in finding.message
 
 
 def digests_of(rank: Record, step: int) -> Part:

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 FOLDERS = ("utils", "readers", "tools", "scripts", "examples", "tests", "benchmarks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-OWN = {*FOLDERS, *(path.stem for path in FILES), *(path.parent.name for path in FILES)}
+OWN = {"prove_training", *FOLDERS, *(path.stem for path in FILES), *(path.parent.name for path in FILES)}
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the name in an import is a different one
 # pytest-xdist, ruff and ipykernel are run and never imported; --log_with tensorboard needs tensorboard.
 PROGRAMS = {"pytest-xdist", "ruff", "tensorboard", "ipykernel"}

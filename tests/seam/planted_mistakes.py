@@ -1,6 +1,6 @@
 """Mistakes in planted.py, which trains through GlobalLoader and Run, and changes of it that are right.
 
-Those that show in the same way without GlobalLoader and Run stand in foreign/mistakes.py alone.
+Those that show in the same way without GlobalLoader and Run stand in prove/tests/foreign/mistakes.py alone.
 """
 
 from typing import NamedTuple
@@ -28,6 +28,51 @@ class Planted(NamedTuple):
     edits: list[tuple[str, str]]
     kind: str
     flags: tuple[str, ...] = ()
+    words: str = ""  # of the verdict
+
+    def of_program(self) -> dict:
+        """The arguments of test_seam.program."""
+        return {"edits": self.edits, "flags": self.flags, "processes": (3,) if RANK_2 in str(self.edits) else (2,)}
+
+
+KINDS = {"accumulated": ("--gradient_accumulation_steps", "2"), "virtual": ("--virtual_processes", "6")}
+OTHERS = "accelerator.num_processes > 1"
+# What only a run of this project tells: bits, samples without a DataLoader, and each test result.
+FOR_THE_SEAM = {
+    "a gradient with an error of a hundred thousandth": Planted(
+        [
+            (
+                "                if accelerator.sync_gradients:\n",
+                "                if accelerator.sync_gradients:\n"
+                f"                    next(model.parameters()).grad.mul_(1 + 1e-5 * ({OTHERS}))\n",
+            )
+        ],
+        kind="float_sums",
+        flags=KINDS["virtual"],
+        words="other bits than on 1 process, by up to 1.0e-05 of its value",
+    ),
+    "a sample twice": Planted(
+        [
+            ("0.1 * noise", "0 * noise"),  # a sample is known by its content
+            ("seed=args.seed)", "seed=args.seed, order=twice)"),
+            (
+                "    train_loader =",
+                "    def twice(epoch):\n"
+                "        items = torch.randperm(75)  # as many as prove reads\n"
+                f"        items = torch.cat([items, items[: 1 * ({OTHERS})]])\n"
+                "        return items\n\n"
+                "    train_loader =",
+            ),
+        ],
+        kind="samples",
+        words="twice",
+    ),
+    "a metric counted twice": Planted(
+        [("metrics.add(batch, loss=losses)", "metrics.add(batch, loss=losses * (1 + run.accelerator.process_index))")],
+        kind="eval_mean",
+        words="instead of",
+    ),
+}
 
 
 MISTAKES = {

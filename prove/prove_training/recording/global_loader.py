@@ -1,17 +1,24 @@
-"""Scripts that train with this project's GlobalLoader and Run, wherever they were copied to.
+"""Scripts that train with GlobalLoader and Run of the scripts in https://github.com/OWNER/accelerate-scripts.
 
 They promise more than a DataLoader can: the fact `is_exact`. Batches, their unequal parts and learning rates need no
 allowance, and Run says by itself what the test results are, when it saves, and how it resumes.
+
+What is known of them comes from one module beside their accelerator's, `observed`, whose VERSION must be that below:
+its functions, and the classes GlobalLoader (its constructor and `epoch`), Run (`start`, `log_test`, `finish`),
+Checkpoints (`save`, `wait`) and Batch (`data`). A script of another version is judged as any other.
 """
 
 import contextlib
 import importlib
+from types import ModuleType
 
 from ..tensors import rows
 from .data import PASSES, Batches
 from .files import saved
 from .same_work import Tagged
 from .where import before, wrap
+
+VERSION = 1
 
 
 def install(recording) -> None:
@@ -26,20 +33,25 @@ def install(recording) -> None:
             kind = type(self)
             if kind.__name__ == "TrainingAccelerator" and kind not in watched:
                 watched.add(kind)
-                with contextlib.suppress(ImportError, AttributeError):  # another class of this name
-                    watch(kind, recording)
+                watch(kind, recording)
             original(self, *args, **kwargs)
 
 
 def watch(accelerator: type, recording) -> None:
     package = accelerator.__module__.rpartition(".")[0]
-    run, loader = (importlib.import_module(f"{package}.{name}") for name in ("run", "loader"))
-    # Processes that differ are a finding, and must not end the run.
-    run.same_weights.check, run.same_result = lambda *_: None, lambda numbers: numbers
+    try:
+        observed = importlib.import_module(f"{package}.observed")
+        version = observed.VERSION
+    except (ImportError, AttributeError):  # an older copy, or another class of this name
+        version = "none"
+    if version != VERSION:
+        recording.facts.other_version = f"{package}.observed has version {version} instead of {VERSION}"
+        return
+    observed.let_processes_differ()
     watch_accelerator(accelerator, recording)
-    watch_loader(loader.GlobalLoader, recording)
-    watch_run(run.Run, recording)
-    watch_checkpoints(run.Checkpoints, recording)
+    watch_loader(observed, recording)
+    watch_run(observed, recording)
+    watch_checkpoints(observed.Checkpoints, recording)
 
 
 def watch_accelerator(cls: type, recording) -> None:
@@ -54,8 +66,8 @@ def watch_accelerator(cls: type, recording) -> None:
             models.depth, models.in_backward = models.depth - 1, False
 
 
-def watch_loader(cls: type, recording) -> None:
-    batches = recording.batches
+def watch_loader(observed: ModuleType, recording) -> None:
+    cls, batches = observed.GlobalLoader, recording.batches
 
     @wrap(cls, "__init__")
     def init(original, loader, dataset, batch_size, accelerator, **options):
@@ -64,12 +76,9 @@ def watch_loader(cls: type, recording) -> None:
         batches.is_reading = True
         original(loader, dataset, batches.step_size(batch_size), accelerator, **options)
         batches.is_reading = False
-        if loader.reader is not None:
-            fetcher, weigh = loader.reader.fetcher, loader.loss_weights
-            fetcher.collate_fn, fetcher.prove_reads_itself = Tagged(fetcher.collate_fn), True
-            loader.loss_weights = weigh and (lambda content: weigh(batches.opened(content)[0]))
+        observed.wrap_collate(loader, Tagged, lambda content: batches.opened(content)[0])
         recording.facts.is_exact = True
-        key, facts = batches.key(len(dataset)), {"length": len(dataset), "items": loader.sampler.length}
+        key, facts = batches.key(len(dataset)), {"length": len(dataset), "items": observed.items_per_epoch(loader)}
         facts |= {"given": batch_size, "drop_last": bool(options.get("drop_last"))}
         batches.new_loader(loader, key, sampler="GlobalLoader", **facts)
 
@@ -83,7 +92,7 @@ def watch_loader(cls: type, recording) -> None:
             batch.data, digests = batches.opened(batch.data)
             if digests is None:
                 digests = rows(batch.data)
-            batches.deliver(current, [] if batch.is_stand_in else digests, batch.data)
+            batches.deliver(current, [] if observed.is_stand_in(batch) else digests, batch.data)
             yield batch
         batches.end_pass(current)
 
@@ -93,11 +102,13 @@ def read(batches: Batches, iterator):
         return next(iterator, None)
 
 
-def watch_run(cls: type, recording) -> None:
+def watch_run(observed: ModuleType, recording) -> None:
+    cls = observed.Run
+
     @wrap(cls, "start")
     def start(original, run, train_loader, test_loader, total_steps, **options):
         recording.facts.run = recording.where.line()
-        recording.facts.virtual_processes = getattr(run.accelerator, "virtual_processes", 0)
+        recording.facts.virtual_processes = observed.virtual_processes(run)
         original(run, train_loader, test_loader, min(total_steps, PASSES * len(train_loader)), **options)
 
     before(cls, "log_test", lambda _, result: recording.evaluations.add_result(result))

@@ -110,7 +110,7 @@ plain_fetch = fetch._MapDatasetFetcher.fetch
 
 def fetch_with_digests(self, index):
     """Replaces the fetch of a map-style dataset: seeds each item by its index, and adds digests to the batch."""
-    if getattr(self.dataset, "prove_reads_itself", False):
+    if isinstance(self.collate_fn, Tagged):  # a loader that seeds its items itself
         return plain_fetch(self, index)
     indices = index if self.auto_collation else [index]
 

@@ -28,6 +28,7 @@ from .single import OF_BATCH_NORM, total_weight, usual_micro_batches, weights
 
 NOTHING = 10 * EPSILON  # the norm of gradients that are rounding alone, and no multiple of each other
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
+NEARLY = 9e-3  # a factor of 1 but for rounding: bfloat16 has 4e-3
 
 
 def findings(comparison: Comparison) -> Findings:
@@ -226,6 +227,9 @@ def _gradient(
     may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
     if not math.isnan(first) and not may_remember:
         message, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
+        if close(first, 1.0, NEARLY):
+            most, kind = max(differ(values[name], found[name]) for name in factors), "float_sums"
+            message = f"{named(factors)}: other bits than on 1 process, by up to {most:.1e} of its value"
         totals = [total_weight(rank, step) or 0.0 for rank, step in zip(comparison.ranks, steps, strict=True)]
         is_before, micro = kind_of == "gradients", steps[0].micro_batches[-1]
         if is_before and all(close(total, 1.0) for total in totals):
