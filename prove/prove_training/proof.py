@@ -299,7 +299,7 @@ class Proof:
             raise CannotTell(found[0].message)
         if any(finding.kind == "items" for finding in found) and self._seeds_items(processes, outcome.records[0]):
             return self._compare(processes)
-        if self._is_refused(name, outcome):
+        if self._is_refused(processes, outcome):
             return True
         if comparison is None:
             self.report.add(name, found)
@@ -364,12 +364,13 @@ class Proof:
         self._repeat(self.reference.facts)
         return True
 
-    def _is_refused(self, name: str, outcome: Outcome) -> bool:
-        """Whether the script refuses this number of processes, and others were compared."""
+    def _is_refused(self, processes: int, outcome: Outcome) -> bool:
+        """Whether the script refuses this number of processes, and not the first one."""
+        name = plural(processes, "process")
         if outcome.error and self.plan.own_batch_size and "shape" in outcome.error.lower():
             raise CannotTell(f"the model is made for one batch size, and prove divides it: {outcome.error}")
         if refuses(outcome):
-            if len(self.counts) == 1:
+            if processes == self.processes[0]:
                 raise CannotTell(f"it refuses {name}: {outcome.error}")
             self.report.line(name, f"not compared, it refuses them: {outcome.error}")
             return True

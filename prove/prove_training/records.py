@@ -207,6 +207,7 @@ class Facts:
     draws_items: bool = False
     draws_others: bool = False  # an item has random numbers of NumPy or Python
     worker_seeds: dict[str, str] = field(default_factory=dict)  # by line of a loader: what all its workers draw
+    ignores_index: bool = False  # an item is made of random numbers alone
     draws_by_itself: bool = False  # an item has random numbers of a generator that nobody can seed
     switched_off: set[str] = field(default_factory=set)
     # Of a script with GlobalLoader and Run:

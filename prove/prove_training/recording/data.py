@@ -131,13 +131,11 @@ class Batches:
         """What the script gets of a batch, and the digests of its samples."""
         if not (isinstance(content, tuple) and len(content) == 4 and isinstance(content[0], str) and content[0] == TAG):
             return content, None
-        _, content, digests, is_random = content
-        if is_random:
-            facts = self.recording.facts
-            facts.draws_items |= is_random == "torch"
-            facts.draws_others |= is_random == "other"
-            facts.draws_by_itself |= is_random == "own"
-            facts.switched_off.add("random augmentation (it is seeded per sample)")
+        _, content, digests, found = content
+        for fact in found:
+            setattr(self.recording.facts, fact, True)
+        if found:
+            self.recording.facts.switched_off.add("random augmentation (it is seeded per sample)")
         return content, digests
 
     def model_called(self, inputs: list) -> None:

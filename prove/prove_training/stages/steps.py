@@ -208,8 +208,8 @@ def _gradient(
     comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
 ) -> Findings:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
-    found = getattr(steps[0], kind_of)
-    for name in [name for name in getattr(expected, kind_of) if name not in found]:
+    values, found = getattr(expected, kind_of), getattr(steps[0], kind_of)
+    for name in [name for name in values if name not in found]:
         yield Finding("unused", "gradient", f"{name} has a gradient on 1 process only", number, steps[0].line)
     factors = factors_of(comparison, expected, steps, kind_of)
     if not factors:
@@ -219,7 +219,7 @@ def _gradient(
         comparison.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
     first, line, kind = one_factor(factors), steps[0].micro_batches[-1].line, "gradient"
-    largest = max(map(norm_of, [*getattr(expected, kind_of).values(), *found.values()]))
+    largest = max(map(norm_of, [*values.values(), *found.values()]))
     if math.isnan(first) and largest < NOTHING:
         comparison.not_compared["gradients"] = f"they are rounding alone, as where all inputs are equal ({line})"
         return
