@@ -386,11 +386,15 @@ class Proof:
             comparison.compared.discard("learning rates")
             why = "the script counts its steps by its batch size, which prove divides"
             comparison.not_compared["learning rates"] = why
-        if "gradient" in kinds:
+        # Of gradients with random numbers, only a cause that is known makes a finding.
+        numbers = [number for factor, number, _ in comparison.factors_of_noise if factor != factor][:1]
+        lines = [self.reference.steps[number - 1].micro_batches[-1].line for number in numbers]
+        found_more = [Finding("gradient", "gradient", "", *place) for place in zip(numbers, lines, strict=True)]
+        if "gradient" in kinds or found_more:
             plan = replace(self.plan, **self.repeat, own_gradients=True)
             own = self.runs(comparison.processes, plan).records
-            found = [steps.with_cause(self.reference, own, finding) for finding in found]
-        return found
+            found = [steps.with_cause(self.reference, own, finding) for finding in [*found, *found_more]]
+        return [finding for finding in found if finding not in found_more]
 
     def _counts_its_batches(self, processes: int) -> bool:
         """Whether the learning rates are those of one process if each process has batches as large.

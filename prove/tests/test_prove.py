@@ -35,13 +35,36 @@ from torch.utils.data import (
 )
 
 from prove_training import command, imports, mistakes, proof, prove, resuming, runs
-from prove_training.recording import Recording, data, files, first_of_chain, pretended_gpu, same_work, starting, where
+from prove_training.recording import (
+    Recording,
+    data,
+    files,
+    first_of_chain,
+    noise,
+    pretended_gpu,
+    same_work,
+    starting,
+    where,
+)
 from prove_training.recording.models import load_shared
-from prove_training.records import Draw, Evaluation, Facts, Loader, MicroBatch, Part, Pass, Plan, Record, Save, Step
+from prove_training.records import (
+    Batch,
+    Draw,
+    Evaluation,
+    Facts,
+    Loader,
+    MicroBatch,
+    Part,
+    Pass,
+    Plan,
+    Record,
+    Save,
+    Step,
+)
 from prove_training.runs import Outcome
 from prove_training.stages import Comparison, Finding, Note, several, single, steps, unfinished
 from prove_training.stages.evaluations import differing, explained, share, suspects
-from prove_training.tensors import sampled
+from prove_training.tensors import differ, sampled
 from prove_training.text import CannotTell
 from silent_bugs.run import find_cases
 from tests.corpus import FOUND, NOTED
@@ -241,10 +264,10 @@ def test_what_is_for_one_machine_alone_is_a_note(prove_it):
 
 UNUSUAL = {
     "plain": (3, "cannot tell: the script trains on one process only"),
-    "gan": (3, "cannot tell: gradients: the loop draws random numbers before gan.py:26"),
+    "gan": (0, "proven: the same samples, gradients"),
     "lbfgs": (3, "cannot tell: LBFGS computes the loss several times"),
     "generated_data": (3, "nothing wrong found; not compared: samples and gradients; the same averaged gradients"),
-    "diffusion": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
+    "diffusion": (0, "proven: the same samples, gradients, learning rates and weights on"),
     "contrastive": (0, "proven: the same samples, gradients"),
     "queued_reduction": (0, "proven: the same samples, gradients"),
     "reads_ahead": (0, "proven: the same samples, gradients"),
@@ -289,7 +312,15 @@ UNUSUAL = {
     "tested_by_all_in_shares": (0, "proven: the same samples, gradients, learning rates, weights and evaluations on"),
     "tested_on_rank_0": (1, "wrong: after 7 steps rank 0 calls DistributedDataParallel.forward, and rank 1 does not"),
     "gathered_in_one_piece": (0, "proven: the same samples, gradients, learning rates, weights and evaluations on"),
-    "noise_of_its_own": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
+    "noise_of_its_own": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "noise_by_hand": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "noise_by_place": (3, "nothing wrong found; not compared: gradients; the same samples, averaged gradients"),
+    "batches_by_position": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "asks_for_its_group": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "replaces_its_streams": (2, "fails: on one process, replaces_its_streams.py:16: ValueError: no data"),
+    "counts_integers_on_the_gpu": (0, "proven: the same samples, gradients, learning rates and weights on"),
+    "steps_by_its_batch": (0, "proven: the same samples, gradients and weights on"),
+    "items_ignore_their_index": (3, "nothing wrong found; not compared: samples, gradients"),
     "for_two_gpus_at_least": (0, "proven: the same samples, gradients"),
     "for_two_processes_with_gpus": (3, "cannot tell: it refuses one process with a pretended GPU: for_two_proc"),
     "for_two_gpus_each": (3, "cannot tell: it refuses one process with a pretended GPU: for_two_gpus_each.py:14"),
@@ -1618,6 +1649,8 @@ def test_noise_is_the_same_only_if_it_is_in_each_of_three_steps_or_more(same, ki
     for rank in ranks:
         every_step([replace(rank, steps=rank.steps[:same])], drawn=drawn("a"))
     assert [finding.kind for finding in found(reference, ranks)] == kinds
+    ranks[2].steps[same].drawn = drawn("after a batch of another length")
+    assert [finding.kind for finding in found(reference, ranks)] == kinds
     ranks[2].steps[same - 1].drawn = drawn("another")
     assert found(reference, ranks) == []
 
@@ -1631,6 +1664,88 @@ def test_a_test_of_a_part_of_the_samples_is_told_unless_the_parts_are_added_up(o
         test.samples = {"loader": ["of training"] * 100, "test": [*map(str, range(samples))]}
         record.evaluations.append(test)
     assert [finding.kind for finding in share(Comparison(reference, ranks))] == kinds * (not calls)
+
+
+@pytest.mark.parametrize("others", [0.5, 0.7])
+def test_a_factor_of_gradients_with_noise_is_trusted_if_all_steps_have_it(others):
+    (reference,), ranks = made_up(), made_up(2)
+    every_step(ranks, drawn=drawn("a"))
+    for rank in ranks:
+        for number, step in enumerate(rank.steps):
+            step.drawn = [Draw("train.py:8", "rand", f"{rank.rank} {number}", 1, is_per_sample=False)]
+            scale(step.gradients, others if number else 0.5)
+            step.at_step = step.gradients
+    both = Comparison(reference, ranks)
+    assert [each.kind for each in several.findings(both)] == ["factor"] * (others == 0.5)
+    assert ("random numbers" in both.not_compared["gradients"]) == (others != 0.5)
+
+
+def test_gradients_that_are_rounding_alone_are_no_finding():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        for step in record.steps:
+            values = [1e-8, 2e-8, 3e-8] if record is reference else [2e-8, 1e-8, 1e-8]
+            step.gradients = step.at_step = {"weight": sampled(torch.tensor(values))}
+    both = Comparison(reference, ranks)
+    assert [each.kind for each in several.findings(both)] == []
+    assert both.not_compared["gradients"].startswith("they are rounding alone")
+
+
+def test_own_gradients_show_by_which_parts_of_a_sum_each_process_divides():
+    (reference,), ranks = made_up(), made_up(2)
+    own = [torch.tensor([float(rank), 1.0, *range(9)]) ** (rank + 1) for rank in range(2)]
+    for rank, gradient in zip(ranks, own, strict=True):
+        rank.steps[1].gradients = {"weight": sampled(gradient)}
+    finding = Finding("gradient", "gradient", "not a multiple", 2, "train.py:9")
+    for right, kind in ((0.25 * own[0] + 0.75 * own[1], "token_weights"), (own[0] + own[1], "gradient")):
+        reference.steps[1].gradients = {"weight": sampled(right)}
+        assert steps.with_cause(reference, ranks, finding).kind == kind
+    reference.steps[1].gradients = {"weight": sampled(right.sin())}
+    assert steps.with_cause(reference, ranks, finding) == finding
+
+
+def test_noise_of_a_sample_is_the_same_in_each_part_of_a_batch(tmp_path):
+    recording, drawn = made_recording(tmp_path, processes=1), []
+    for samples in (["a", "b", "c"], ["c", "a"], ["b"]):
+        batch = Batch(Pass("loader"), samples)
+        recording.batches.fresh, recording.step = [batch], Step()
+        draws, rows = noise.Noise(recording), len(samples)
+        shifts = torch.tensor([[ord(sample)] for sample in samples], dtype=torch.float)
+        made = [
+            draws.draw(torch.randn, "randn", (rows, 2), {}),
+            draws.draw(torch.rand, "rand", (rows,), {"generator": torch.Generator().manual_seed(rows)}),
+            draws.draw(torch.randint, "randint", (3, 9, (rows,)), {}),
+            draws.draw(torch.randint_like, "randint_like", (torch.zeros(rows), 4), {}),
+            draws.draw(torch.normal, "normal", (shifts, 0.5), {}),
+            draws.draw(torch.bernoulli, "bernoulli", (shifts / 200,), {}),
+            draws.draw(torch.Tensor.uniform_, "uniform_", (torch.empty(rows, 2), 5.0, 6.0), {}),
+            draws.draw(torch.Tensor.exponential_, "exponential_", (torch.empty(rows),), {"lambd": 2.0}),
+        ]
+        assert [draw.is_repeated for draw in recording.step.drawn] == [True] * len(made)
+        drawn.append([dict(zip(samples, numbers.tolist(), strict=True)) for numbers in made])
+    for whole, *parts in zip(*drawn, strict=True):
+        assert whole == parts[0] | parts[1]
+        assert whole["a"] != whole["b"] or set(map(float, whole.values())) <= {
+            0.0,
+            1.0,
+            2.0,
+            3.0,
+            4.0,
+            5.0,
+            6.0,
+            7.0,
+            8.0,
+        }
+    assert len({str(row) for row in drawn[0][0].values()}) == 3
+    assert 90 < drawn[0][4]["a"][0] < 105
+    assert all(5 <= each <= 6 for row in drawn[0][6].values() for each in row)
+    state = torch.get_rng_state()
+    first = draws.draw(torch.randn, "randn", (1,), {})
+    torch.set_rng_state(state)
+    assert torch.equal(draws.draw(torch.randn, "randn", (1,), {}), first), "as a checkpointed part draws again"
+    assert not torch.equal(draws.draw(torch.randn, "randn", (1,), {}), first)
+    draws.draw(torch.randn, "randn", (7, 2), {})
+    assert not recording.step.drawn[-1].is_repeated
 
 
 def test_numbers_for_a_single_sample_may_be_the_same():
@@ -1768,10 +1883,15 @@ def verdict(ranks: list[Record], waits=(), is_strict: bool = True) -> tuple[int,
     args = argparse.Namespace(
         script=Path("train.py"), format="json", processes=(2,), resume_flags=None, timeout_s=60, strict=is_strict
     )
-    outcomes = iter(
-        [Outcome([reference], None, Path(), [], [], [[]]), Outcome(ranks, None, Path(), list(waits), [], [[], []])]
-    )
-    return proof.Proof(args, lambda *_: next(outcomes), proof.Report(args)).verdict()
+    outcomes = [
+        Outcome([reference], None, Path(), [], [], [[]]),
+        Outcome(ranks, None, Path(), list(waits), [], [[], []]),
+    ]
+
+    def run(*_) -> Outcome:
+        return outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
+
+    return proof.Proof(args, run, proof.Report(args)).verdict()
 
 
 def test_a_wrong_evaluation_does_not_condemn_the_training():
@@ -1783,6 +1903,14 @@ def test_a_wrong_evaluation_does_not_condemn_the_training():
     assert proven.wrong([finding, Finding("samples", "samples", "no")])[1] == words.partition(";")[0]
 
 
+def draw_by_place(ranks: list[Record]) -> None:
+    """Random numbers, and with them gradients, that are others than on one process."""
+    for step in (step for rank in ranks for step in rank.steps):
+        step.micro_batches[0].draws = True
+        add(step.gradients, [1.0, 0.0, 0.0])
+        step.at_step = step.gradients
+
+
 def test_what_was_not_compared_is_not_proven():
     same = "the same samples, gradients, learning rates and weights on 1 and 2 processes"
     assert verdict(made_up(2)) == (0, f"proven: {same}")
@@ -1790,14 +1918,15 @@ def test_what_was_not_compared_is_not_proven():
     for rank in ranks:
         for step in rank.steps:
             step.micro_batches[0].draws = True
+    assert verdict(ranks)[1] == f"proven: {same}", "random numbers that change nothing"
+    draw_by_place(ranks)
     code, words = verdict(ranks)
     assert (code, words[:50]) == (3, "nothing wrong found; not compared: gradients; the ")
 
 
 def test_what_was_not_compared_ends_with_3_only_if_asked():
     ranks = made_up(2)
-    for step in (step for rank in ranks for step in rank.steps):
-        step.micro_batches[0].draws = True
+    draw_by_place(ranks)
     for is_strict in (True, False):
         assert verdict(ranks, is_strict=is_strict)[0] == 3 * is_strict
 
@@ -2075,6 +2204,52 @@ def test_samples_that_one_process_does_not_read_do_not_count_twice():
     assert [finding.kind for finding in several.findings(Comparison(reference, ranks))][:1] == ["samples"]
 
 
+def test_any_of_two_models_may_stay_in_evaluation_mode():
+    (record,) = made_up()
+    for number, step in enumerate(record.steps):
+        step.modes = {0: True, 1: number < 2}
+    assert [(each.kind, each.step) for each in single.findings(record)] == [("train_mode", 3)]
+
+
+@pytest.mark.parametrize(("prefix", "notes"), [("_orig_mod.", 1), ("", 0)])
+def test_names_of_a_compiled_model_are_a_note(prefix, notes):
+    (reference,), ranks = made_up(), made_up(2)
+    ranks[0].saves = [Save("torch.save", 2, "last.pt", "train.py:9", prefix=prefix)]
+    assert [each.kind for each in found(reference, ranks)] == [""] * notes
+
+
+@pytest.mark.parametrize(("missing", "kinds"), [(5, []), (6, ["samples"])])
+def test_as_many_samples_as_a_batch_are_missing(missing, kinds):
+    (reference,), ranks = made_up(), made_up(2)
+    for rank in ranks:
+        rank.facts.loaders["loader"].drop_last = True
+    for number in range(missing):
+        digests_of(ranks[number % 2], number // 2).digests.pop()
+    assert [each.kind for each in found(reference, ranks)] == kinds
+
+
+def test_the_process_is_named_that_tests_other_weights():
+    (reference,), ranks = made_up(), made_up(3)
+    for record in (reference, *ranks):
+        record.evaluations.append(evaluation(said=[f"loss 0.{record.rank + len(ranks)}"]))
+    reference.evaluations[0].said = ["loss 0.5"]
+    ranks[2].evaluations[0].models = {1: 0.75}
+    (suspect,) = suspects(Comparison(reference, ranks))
+    finding = explained(Comparison(reference, ranks), suspect)
+    assert (finding.kind, "on rank 2 than on rank 0" in finding.message) == ("eval_weights", True)
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("module.bias", "module."), ("bias", "")])
+def test_a_prefix_is_one_of_all_names(name, prefix):
+    assert files.described({"model": {"module.weight": torch.ones(1), name: torch.ones(1)}})["prefix"] == prefix
+
+
+def test_a_number_that_is_none_is_only_equal_to_another_one():
+    none, one = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 1.0])
+    assert (differ(none, none), differ(one, one)) == (0.0, 0.0)
+    assert (differ(none, one), differ(one, none)) == (torch.inf, torch.inf)
+
+
 def test_the_step_from_which_on_a_model_trains_in_evaluation_mode_is_named():
     (record,) = made_up()
     for step in record.steps[2:]:
@@ -2212,6 +2387,10 @@ def test_the_epoch_of_a_run_that_resumes_is_compared():
     digests_of(resumed, 0).digests = [f"other {number}" for number in range(6)]
     (finding,) = resuming.compare(whole, resumed, 2)
     assert finding.message == "the epoch has the order of epoch 2, and not of 1"
+    digests_of(resumed, 0).digests = [str(number) for number in range(6)]
+    (finding,) = resuming.compare(whole, resumed, 2)
+    assert finding.message == "the epoch after the checkpoint has the order of the first one"
+    digests_of(resumed, 0).digests = [f"other {number}" for number in range(6)]
     resumed.passes[0].epoch = None
     assert [each.kind for each in resuming.compare(whole, resumed, 2)] == [""]
 
@@ -2261,7 +2440,11 @@ def test_random_items_are_the_same_in_each_process_and_told_as_random():
     fetcher = argparse.Namespace(auto_collation=True, dataset=Random(), collate_fn=list)
     state = torch.get_rng_state()
     tag, items, digests, is_random = same_work.fetch_with_digests(fetcher, [0, 1])
-    assert is_random == "torch"
+    assert is_random == {"draws_items", "ignores_index"}
+    fetcher.dataset.__class__.__getitem__ = lambda _, index: torch.rand(3) + index
+    del fetcher.has_read_twice
+    assert same_work.fetch_with_digests(fetcher, [0, 1])[3] == {"draws_items"}
+    fetcher.dataset.__class__.__getitem__ = lambda *_: torch.rand(3)
     assert tag == same_work.TAG
     torch.rand(5)
     again = argparse.Namespace(auto_collation=True, dataset=Random(), collate_fn=list)

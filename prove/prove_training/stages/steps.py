@@ -39,9 +39,9 @@ def findings(comparison: Comparison) -> Findings:
             break
         for finding in _step(comparison, number, one, of_ranks):
             found.setdefault(finding.kind or finding.message, finding)
-    if (factors := comparison.factors_of_noise) and not all(close(each, factors[0][0], 1e-2) for each, _ in factors):
+    if (factors := comparison.factors_of_noise) and not all(close(each, factors[0][0], 1e-2) for each, *_ in factors):
         comparison.compared.discard("gradients")
-        why = f"the loop draws random numbers, and not for each sample alone ({factors[0][1]})"
+        why = f"the loop draws random numbers, and not for each sample alone ({factors[0][2]})"
         comparison.not_compared["gradients"] = why
         found.pop("factor", None)  # by chance, in some steps only
     for kind in ("factor", "gradient") if "token_weights" in found else ():
@@ -133,7 +133,7 @@ def _gradients(
         factor = one_factor(factors_of(comparison, expected, steps))
         is_compared = not math.isnan(factor)
         if is_compared or not is_rest(comparison, expected):
-            comparison.factors_of_noise.append((factor, noise))
+            comparison.factors_of_noise.append((factor, number, noise))
     findings = list(_gradient(comparison, number, expected, steps)) if is_compared else []
     has_means = all(total is not None and close(total, 1.0) for total in totals)
     is_wrong = findings[0].kind == "factor" if findings else has_means and not is_compared
@@ -300,8 +300,9 @@ def with_cause(reference: Record, own: list[Record], finding: Finding | Note) ->
     parts = shares(reference.steps[number - 1], tuple(record.steps[number - 1] for record in own))
     if not parts:
         return finding
-    message = "each process divides by a sum over its own samples, such as of targets, masks or weights: its mean "
-    message += f"counts 1/{len(own)}, and should count {', '.join(f'{part:.3g}' for part in parts)} by rank"
+    shares_of_ranks = " and ".join(f"{part:.3g}" for part in parts)
+    message = f"each process has the mean over its own targets, mask or weights: they count 1/{len(own)} each, and "
+    message += f"should count {shares_of_ranks}"
     return Finding("token_weights", "loss weights", message, number, finding.line)
 
 
