@@ -89,7 +89,8 @@ class Report:
             self.say(f"note: {note.stage}: {note.message}{place}", "yellow")
         for finding in self.findings:
             self.say(f"what to do: {advice(finding.kind, self.framework)}")
-            for line in correction(finding.kind) if self.framework in ("", "By hand") else ():
+            has_own = advice(finding.kind, self.framework) != advice(finding.kind)  # which the example does not show
+            for line in correction(finding.kind) if self.framework in ("", "By hand") and not has_own else ():
                 self.say(f"  {line}")
         self.say(verdict, {PROVEN: "green", CANNOT_TELL: "yellow"}.get(code, "red"))
         if self.format != "text":
