@@ -1691,6 +1691,59 @@ def test_gradients_that_are_rounding_alone_are_no_finding():
     assert both.not_compared["gradients"].startswith("they are rounding alone")
 
 
+def test_batches_without_a_loader_are_compared_if_their_rows_can_be_told_apart():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record.facts.loaders = {}
+    both = Comparison(reference, ranks)
+    assert list(several.findings(both)) == []
+    assert both.compared >= {"samples", "gradients"}
+    for record, samples in ((reference, "aaaa01"), (ranks[0], "aa0"), (ranks[1], "aa1")):
+        for number in range(4):
+            digests_of(record, number).digests = [*samples]
+    both = Comparison(reference, ranks)
+    assert [each.kind for each in several.findings(both)] == []
+    assert not both.compared & {"samples", "gradients"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, ["eval_share"]),
+        ({"inputs": ["c", "a"]}, []),
+        ({"said": ["loss 0.5"]}, []),
+        ({"draws": True}, []),
+        ({"collectives": [("all_reduce", "train.py:22")]}, []),
+        ({"inputs": ["0", "a", "c"]}, []),  # a row of the training
+    ],
+)
+def test_a_test_without_a_loader_is_of_all_processes_or_told_to_be_of_rank_0(changes, kinds):
+    (reference,), ranks = made_up(), made_up(2)
+    for record, rows in ((reference, "ab"), (ranks[0], "ac"), (ranks[1], "bd")):
+        record.evaluations = [Evaluation(2, "train.py:20", inputs=[*rows], said=["loss 0.5"] * (record is ranks[0]))]
+    vars(ranks[1].evaluations[0]).update(changes)
+    assert [each.kind for each in share(Comparison(reference, ranks))] == kinds
+
+
+def test_items_that_ignore_their_index_are_the_same_only_by_equal_generators():
+    (reference,), ranks = made_up(), made_up(2)
+    for record in (reference, *ranks):
+        record.facts.ignores_index = True
+        for number in range(4):
+            digests_of(record, number).digests = [str(6 * number + index) for index in range(6)]
+        record.passes[0].random = f"state {record.rank}"
+    both = Comparison(reference, ranks)
+    assert [each.kind for each in several.findings(both)] == []
+    assert both.not_compared["samples"].startswith("its items are random numbers")
+    ranks[1].passes[0].random = ranks[0].passes[0].random
+    assert [each.kind for each in several.findings(Comparison(reference, ranks))] == ["all_the_data"]
+    reference.steps += [replace(step) for step in reference.steps]
+    for step in reference.steps[4:]:
+        micro = step.micro_batches[0]
+        step.micro_batches = [replace(micro, samples=[replace(micro.samples[0], number=1)])]
+    assert [each.kind for each in single.findings(reference)] == []
+
+
 def test_own_gradients_show_by_which_parts_of_a_sum_each_process_divides():
     (reference,), ranks = made_up(), made_up(2)
     own = [torch.tensor([float(rank), 1.0, *range(9)]) ** (rank + 1) for rank in range(2)]
@@ -1737,6 +1790,7 @@ def test_noise_of_a_sample_is_the_same_in_each_part_of_a_batch(tmp_path):
             8.0,
         }
     assert len({str(row) for row in drawn[0][0].values()}) == 3
+    assert all(3 <= number < 9 for number in drawn[0][2].values())
     assert 90 < drawn[0][4]["a"][0] < 105
     assert all(5 <= each <= 6 for row in drawn[0][6].values() for each in row)
     state = torch.get_rng_state()
