@@ -1312,6 +1312,22 @@ def test_a_printed_number_is_a_result_only_if_it_repeats_and_depends_on_the_samp
     assert [each.kind for each in made._evaluations(comparison)] == kinds
 
 
+def test_evaluations_without_a_loader_that_differ_are_not_called_the_same(made_up_proof):
+    def outcome(said: str, processes: int = 1) -> Outcome:
+        ranks = made_up(processes)
+        for rank in ranks:
+            rank.evaluations.append(Evaluation(2, "train.py:20", said=[said]))
+        return Outcome(ranks, None, Path(), [], [], [])
+
+    one = "accuracy 0.70"
+    made = made_up_proof([outcome("accuracy 0.75", 2), outcome(one), outcome(one), outcome(one, 2)])
+    (made.reference,) = outcome(one).records
+    assert made._compare(2)
+    assert ("evaluations" in made.compared, "evaluations" in made.not_compared) == (False, True)
+    assert made._compare(2)
+    assert "evaluations" in made.compared
+
+
 def test_items_with_generators_of_their_own_are_compared_when_these_are_seeded(made_up_proof):
     first, again, ranks = made_up(2), made_up(2), made_up(2)
     for step in (step for record in first for step in record.steps):
@@ -1753,7 +1769,9 @@ def test_own_gradients_show_by_which_parts_of_a_sum_each_process_divides():
     for right, kind in ((0.25 * own[0] + 0.75 * own[1], "token_weights"), (own[0] + own[1], "gradient")):
         reference.steps[1].gradients = {"weight": sampled(right)}
         assert steps.with_cause(reference, ranks, finding).kind == kind
-    reference.steps[1].gradients = {"weight": sampled(right.sin())}
+    plane = torch.linalg.qr(torch.stack(own, 1))[0]
+    rest = right.sin() - plane @ (plane.T @ right.sin())
+    reference.steps[1].gradients = {"weight": sampled(0.25 * own[0] + 0.75 * own[1] + 100 * rest)}
     assert steps.with_cause(reference, ranks, finding) == finding
 
 
