@@ -29,10 +29,11 @@ class Planted(NamedTuple):
     kind: str
     flags: tuple[str, ...] = ()
     words: str = ""  # of the verdict
+    processes: int = 2
 
     def of_program(self) -> dict:
         """The arguments of test_seam.program."""
-        return {"edits": self.edits, "flags": self.flags, "processes": (3,) if RANK_2 in str(self.edits) else (2,)}
+        return {"edits": self.edits, "flags": self.flags, "processes": (self.processes,)}
 
 
 KINDS = {"accumulated": ("--gradient_accumulation_steps", "2"), "virtual": ("--virtual_processes", "6")}
@@ -183,6 +184,7 @@ MISTAKES = {
     "a learning rate of the second group on rank 2": Planted(
         [*TWO_GROUPS, ("    model = Net()", f"    model = Net()\n    factor = 1 + ({RANK_2})")],
         kind="schedule_alone",
+        processes=3,
     ),
     "a gradient of the second group on rank 2": Planted(
         [
@@ -196,6 +198,7 @@ MISTAKES = {
             ),
         ],
         kind="clipped",
+        processes=3,
     ),
     "the optimizer's state scaled by what this process saw": Planted(
         [
@@ -218,6 +221,7 @@ MISTAKES = {
             )
         ],
         kind="eval_mean",
+        processes=3,
     ),
 }
 AVERAGE = [
