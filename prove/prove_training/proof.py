@@ -255,7 +255,10 @@ class Proof:
             yield {"without_gpu": True}, lambda again: True
         if outcome.error and re.search(NO_GROUP, " ".join([outcome.error, *outcome.log[-2:]])):
             # It makes a group on several processes only, or asks for that of torchrun.
-            yield {"makes_group": True}, lambda again: again.error != outcome.error
+            yield (
+                {"makes_group": True},
+                lambda again: not re.search("(?i)initiali[sz]|process group", again.error or ""),
+            )
         if facts.asked > 1 and not self.plan.asked and self.runs.written(facts.asked):
             yield {"asked": facts.asked}, lambda again: True
         if facts.asks and not (facts.ddp or facts.accelerate):

@@ -65,6 +65,20 @@ def test_a_gpu_is_pretended_to_a_script_that_asks_for_one_and_does_not_train_wit
     assert (made.plan.without_gpu, made.pretends_gpu) == (pretends, pretends)
 
 
+@pytest.mark.parametrize(
+    ("error", "again", "makes"),
+    [
+        ("Default process group has not been initialized", None, True),
+        ("ValueError: distributed training must be initialized first", "FileNotFoundError: data", True),
+        ("torch.distributed is not initialized", "trying to initialize the default process group twice!", False),
+        ("FileNotFoundError: data", None, False),
+    ],
+)
+def test_a_group_is_made_for_a_script_that_asks_for_it_in_any_words(error, again, makes):
+    made = first_run(lambda plan: (again if plan.makes_group else error, True), ddp=[])
+    assert made.plan.makes_group == makes
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_more_devices_are_pretended_only_to_a_script_that_trains_with_them(trains):
     made = first_run(lambda plan: (None, bool(plan.devices) and trains))
