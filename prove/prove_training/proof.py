@@ -26,9 +26,9 @@ LAST_LINES = 12  # of what a process printed
 ACCUMULATION = ["--gradient_accumulation_steps", "2"]  # of a script of this project
 OF_TRAINING = ("initial weights", "gradient", "loss weights", "clipping", "learning rate", "weights")
 OF_GPUS = r"\b(?:lib)?cuda|nvidia|\bgpus?\b|\btriton\b|\baccelerator device\b"
-OF_DEVICES = r"(?i)\bcpu\b|\bdevices?\b|ZeroDivision|Finished|SimpleNamespace"  # it may be the pretended device's
+OF_DEVICES = r"(?i)\bcpu\b|_cpu\b|\bdevices?\b|ZeroDivision|Finished|SimpleNamespace"  # perhaps of a pretended GPU
 OF_NETWORKS = ("urlopen", "connectionerror", "gaierror", "maxretry", "localentrynotfound", "offlinemode", "connect to")
-NO_GROUP = "process group has not been initialized"
+NO_GROUP = r"(?i)(not|n't|must|be|needs?|requires?|before)\b.{0,40}\binitiali[sz]|init_process_group|is_initialized"
 OF_LAUNCH = "--local_rank"  # a flag that torchrun does not add
 MISSING_VARIABLE = r"KeyError: '([A-Z_]*(?:RANK|PROC|LOCALID|TASK|SIZE|GPU|NODE)[A-Z_]*)'"  # of a launcher
 PROVEN, WRONG, FAILS, CANNOT_TELL = 0, 1, 2, 3
@@ -89,7 +89,8 @@ class Report:
             self.say(f"note: {note.stage}: {note.message}{place}", "yellow")
         for finding in self.findings:
             self.say(f"what to do: {advice(finding.kind, self.framework)}")
-            for line in correction(finding.kind) if self.framework in ("", "By hand") else ():
+            has_own = advice(finding.kind, self.framework) != advice(finding.kind)  # which the example does not show
+            for line in correction(finding.kind) if self.framework in ("", "By hand") and not has_own else ():
                 self.say(f"  {line}")
         self.say(verdict, {PROVEN: "green", CANNOT_TELL: "yellow"}.get(code, "red"))
         if self.format != "text":
@@ -145,26 +146,8 @@ class Proof:
             CannotTell: with the reason.
         """
         outcome = self._first_run()
-        if outcome.waits or (outcome.error or "").startswith("it did not end"):
-            stands = "".join(f", and stands at {place.partition(' at ')[2]}" for place in outcome.waits)
-            limit = f"{self.args.timeout_s:g} s{stands} (--timeout_s sets a longer time)"
-            raise CannotTell(f"on one process it did not end in {limit}")
-        if outcome.records and (reason := outcome.records[0].facts.cannot_tell):
-            raise CannotTell(reason)
-        if outcome.error:
-            if (found := unfinished(1, outcome)).kind != "fails":
-                return self.wrong(self.report.add("1 process", [found]))
-            error = outcome.error + self._hints(outcome)
-            if refuses(outcome) and not self.plan.without_gpu and has_run(self.runs(self.processes[0], self.plan)):
-                raise CannotTell(f"it refuses one process, with which prove begins: {error}")
-            self.report.log(outcome)
-            if is_about_gpus(outcome.error):
-                raise CannotTell(f"it needs a GPU: {outcome.error}")
-            if self.plan.without_gpu and re.search(OF_DEVICES, outcome.error):
-                raise CannotTell(f"on a GPU that prove pretends, {error}")
-            if refuses(outcome) and self.plan.without_gpu:
-                raise CannotTell(f"it refuses one process with a pretended GPU: {error}")
-            return FAILS, f"fails: on one process, {error}"
+        if outcome.error or outcome.waits or not outcome.records or outcome.records[0].facts.cannot_tell:
+            return self._failed(outcome)
         self.reference = reference = outcome.records[0]
         if version := reference.facts.other_version:
             self.report.add("", [Note("comparison", f"{version}: the script is judged as any other")])
@@ -176,16 +159,46 @@ class Proof:
         self.report.line("1 process", f"{plural(len(reference.steps), 'step')}, the reference")
         self.report.add("", single.findings(reference))
         if all(map(self._compare, self.processes)) and not self.report.findings:
-            if reference.facts.run:
-                words = ["--output_dir", "resumed_by_prove", "--checkpoint_every", "3"]
-                self._resume(words, [*words, "--resume", *(self.args.resume_flags or "").split()])
-            elif self.args.resume_flags is not None:
-                self._resume([], self.args.resume_flags.split())
-            buffer = single.changing_buffer(reference) if reference.facts.run else ""
-            if buffer and ACCUMULATION[0] not in self.args.flags:
-                self._accumulate(buffer)
-        if self.report.findings:
-            return self.wrong(self.report.findings)
+            self._start_again(reference)
+        return self.wrong(self.report.findings) if self.report.findings else self._right()
+
+    def _failed(self, outcome: Outcome) -> tuple[int, str]:
+        """The verdict where the script does not come to its end on one process."""
+        if outcome.waits or (outcome.error or "").startswith("it did not end"):
+            stands = "".join(f", and stands at {place.partition(' at ')[2]}" for place in outcome.waits)
+            limit = f"{self.args.timeout_s:g} s{stands} (--timeout_s sets a longer time)"
+            raise CannotTell(f"on one process it did not end in {limit}")
+        if outcome.records and (reason := outcome.records[0].facts.cannot_tell):
+            raise CannotTell(reason)
+        if (found := unfinished(1, outcome)).kind != "fails":
+            return self.wrong(self.report.add("1 process", [found]))
+        error, pretends = outcome.error + self._hints(outcome), self.plan.without_gpu
+        if refuses(outcome) and not pretends and has_run(self.runs(self.processes[0], self.plan)):
+            raise CannotTell(f"it refuses one process, with which prove begins: {error}")
+        self.report.log(outcome)
+        reasons = {
+            f"it needs a GPU: {outcome.error}": is_about_gpus(outcome.error),
+            f"on a GPU that prove pretends, {error}": pretends and re.search(OF_DEVICES, outcome.error),
+            f"it refuses one process with a pretended GPU: {error}": pretends and refuses(outcome),
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise CannotTell(reason)
+        return FAILS, f"fails: on one process, {error}"
+
+    def _start_again(self, reference: Record) -> None:
+        """Compare runs that resume, and runs with more micro-batches, of a script in which nothing is wrong so far."""
+        if reference.facts.run:
+            words = ["--output_dir", "resumed_by_prove", "--checkpoint_every", "3"]
+            self._resume(words, [*words, "--resume", *(self.args.resume_flags or "").split()])
+        elif self.args.resume_flags is not None:
+            self._resume([], self.args.resume_flags.split())
+        buffer = single.changing_buffer(reference) if reference.facts.run else ""
+        if buffer and ACCUMULATION[0] not in self.args.flags:
+            self._accumulate(buffer)
+
+    def _right(self) -> tuple[int, str]:
+        """The verdict where nothing is wrong."""
         reasons = [f"{subject}: {why}" for subject, why in self.not_compared.items()]
         if not self.compared & {"gradients", "averaged gradients"}:
             same = f" (the same: {join_compared(self.compared)})" if self.compared else ""
@@ -240,8 +253,12 @@ class Proof:
         steps, sizes = outcome.records and outcome.records[0].steps, given_sizes(outcome.records)
         if is_about_gpus(outcome.error):
             yield {"without_gpu": True}, lambda again: True
-        if NO_GROUP in (outcome.error or ""):  # it makes one on several processes only
-            yield {"makes_group": True}, lambda again: True
+        if outcome.error and re.search(NO_GROUP, " ".join([outcome.error, *outcome.log[-2:]])):
+            # It makes a group on several processes only, or asks for that of torchrun.
+            yield (
+                {"makes_group": True},
+                lambda again: not re.search("(?i)initiali[sz]|process group", again.error or ""),
+            )
         if facts.asked > 1 and not self.plan.asked and self.runs.written(facts.asked):
             yield {"asked": facts.asked}, lambda again: True
         if facts.asks and not (facts.ddp or facts.accelerate):
@@ -280,13 +297,37 @@ class Proof:
             self.report.add("", [Note("comparison", message)])
 
     def _compare(self, processes: int) -> bool:
-        """Compare a run on several processes. Returns whether nothing is wrong.
+        """Compare a run on several processes. Returns whether nothing is wrong."""
+        name, (outcome, comparison, found) = plural(processes, "process"), self._run_several(processes)
+        if comparison is None and isinstance(found[0], Note):
+            raise CannotTell(found[0].message)
+        if any(finding.kind == "items" for finding in found) and self._seeds_items(processes, outcome.records[0]):
+            return self._compare(processes)
+        if self._is_refused(processes, outcome):
+            return True
+        if comparison is None:
+            self.report.add(name, found)
+            self.report.log(outcome)
+            return False
+        found = self.report.add(name, self._looked_into(comparison, found))
+        if not any(finding.stage == "samples" for finding in found):
+            found += self.report.add(name, self._evaluations(comparison))
+        if found and any(finding.stage != "evaluation" for finding in found):
+            return False
+        if not found and "evaluations" not in comparison.not_compared and evaluations.are_compared(comparison):
+            comparison.compared.add("evaluations")
+        self.report.line("" if found else name, f"the same {join_compared(comparison.compared) or 'course'}")
+        self.counts.append(processes)
+        self.compared |= comparison.compared
+        self.not_compared |= comparison.not_compared
+        return not found
+
+    def _run_several(self, processes: int) -> tuple[Outcome, Comparison | None, list]:
+        """A run on several processes, and what it shows.
 
         In the last comparison, each process runs as if it had a machine of its own, with LOCAL_RANK 0. If a mistake
         appears only then, it depends on LOCAL_RANK: it is reported together with what one machine showed.
         """
-        name, is_first = plural(processes, "process"), processes == self.processes[0]
-        one_per_machine = not (is_first or self.script_spawns)
 
         def run(one_per_machine: bool):
             outcome = self.runs(processes, replace(self.plan, **self.repeat, machines=one_per_machine))
@@ -294,6 +335,7 @@ class Proof:
             problem = next((each for each in found if each.kind or comparison is None), None)
             return outcome, comparison, found, problem
 
+        one_per_machine = processes != self.processes[0] and not self.script_spawns
         outcome, comparison, found, problem = run(one_per_machine)
         if outcome.records and not (outcome.records[0].facts.ddp or self.report.framework):
             self.report.framework = "By hand"
@@ -309,54 +351,68 @@ class Proof:
                 message = f"{problem.message}, if each process has a machine of its own: LOCAL_RANK is 0 on each"
                 others = problem.stage, message, problem.step, problem.line
                 found.append(Finding(kind, *others) if kind else Note(*others))
-        if comparison is None and isinstance(found[0], Note):
-            raise CannotTell(found[0].message)
-        if any(each.kind == "items" for each in found) and is_augmented(outcome.records[0]):
-            again = self.runs(processes, replace(self.plan, **self.repeat, same_share=True))
-            first, *others = ([each.read for each in trained_passes(record)[:1]] for record in again.records)
-            if first not in others and not self.plan.seeds_own:
-                self.plan.seeds_own = True
-                self.reference = self.runs(1, self.plan).records[0]
-                self._repeat(self.reference.facts)
-                return self._compare(processes)
-            if first not in others:
-                raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
+        return outcome, comparison, found
+
+    def _seeds_items(self, processes: int, record: Record) -> bool:
+        """Whether items differ by random numbers that can be seeded, and will be from now on."""
+        if not is_augmented(record):
+            return False
+        again = self.runs(processes, replace(self.plan, **self.repeat, same_share=True))
+        first, *others = ([each.read for each in trained_passes(record)[:1]] for record in again.records)
+        if first in others:
+            return False
+        if self.plan.seeds_own:
+            raise CannotTell("the samples have random numbers that prove cannot repeat, different on each process")
+        self.plan.seeds_own = True
+        self.reference = self.runs(1, self.plan).records[0]
+        self._repeat(self.reference.facts)
+        return True
+
+    def _is_refused(self, processes: int, outcome: Outcome) -> bool:
+        """Whether the script refuses this number of processes, and not the first one."""
+        name = plural(processes, "process")
         if outcome.error and self.plan.own_batch_size and "shape" in outcome.error.lower():
             raise CannotTell(f"the model is made for one batch size, and prove divides it: {outcome.error}")
         if refuses(outcome):
-            if is_first:
+            if processes == self.processes[0]:
                 raise CannotTell(f"it refuses {name}: {outcome.error}")
             self.report.line(name, f"not compared, it refuses them: {outcome.error}")
             return True
         if outcome.error and self.pretends_gpu:
             raise CannotTell(f"it asks for an accelerator, and with a pretended one {name} fail: {outcome.error}")
-        if comparison is None:
-            self.report.add(name, found)
-            self.report.log(outcome)
-            return False
-        if any(each.kind == "schedule" for each in found) and self._counts_its_batches(processes):
-            found = [each for each in found if each.kind != "schedule"]
+        return False
+
+    def _looked_into(self, comparison: Comparison, found: list) -> list:
+        """Findings after further runs, which show the cause of one, or that it comes from what prove has changed."""
+        kinds = [finding.kind for finding in found]
+        if "schedule" in kinds and self._counts_its_batches(comparison.processes):
+            found = [finding for finding in found if finding.kind != "schedule"]
             comparison.compared.discard("learning rates")
             why = "the script counts its steps by its batch size, which prove divides"
             comparison.not_compared["learning rates"] = why
-        found = self.report.add(name, found)
-        if not any(finding.stage == "samples" for finding in found):
-            found += self.report.add(name, self._evaluations(comparison))
-        if found and any(finding.stage != "evaluation" for finding in found):
-            return False
-        if not found and evaluations.are_compared(comparison):
-            comparison.compared.add("evaluations")
-        self.report.line("" if found else name, f"the same {join_compared(comparison.compared) or 'course'}")
-        self.counts.append(processes)
-        self.compared |= comparison.compared
-        self.not_compared |= comparison.not_compared
-        return not found
+        # Of gradients with random numbers, only a cause that is known makes a finding.
+        numbers = [number for factor, number, _ in comparison.factors_of_noise if factor != factor][:1]
+        lines = [self.reference.steps[number - 1].micro_batches[-1].line for number in numbers]
+        found_more = [Finding("gradient", "gradient", "", *place) for place in zip(numbers, lines, strict=True)]
+        if "gradient" in kinds or found_more:
+            plan = replace(self.plan, **self.repeat, own_gradients=True)
+            own = self.runs(comparison.processes, plan).records
+            found = [steps.with_cause(self.reference, own, finding) for finding in [*found, *found_more]]
+        return [finding for finding in found if finding not in found_more]
 
     def _counts_its_batches(self, processes: int) -> bool:
-        """Whether the learning rates are those of one process if each process has batches as large, of more data."""
-        again = self.runs(processes, replace(self.plan, whole_batches=True, limit=self.plan.limit * processes))
-        found = steps.learning_rates(Comparison(self.reference, again.records)) if again.records else ()
-        return not any(finding.kind for finding in found)
+        """Whether the learning rates are those of one process if each process has batches as large.
+
+        Then it has more data, or it makes fewer steps, which a script may count that does not divide its batches.
+        """
+        for limit, stride in ((self.plan.limit * processes, 1), (self.plan.limit, processes)):
+            again = self.runs(processes, replace(self.plan, whole_batches=True, limit=limit)).records
+            if not again or (stride > 1 and given_sizes(again) != given_sizes([self.reference])):
+                continue
+            expected = replace(self.reference, steps=self.reference.steps[::stride])
+            if not any(finding.kind for finding in steps.learning_rates(Comparison(expected, again))):
+                return True
+        return False
 
     def _evaluations(self, comparison: Comparison) -> list[Finding]:
         if comparison.reference.facts.run:  # its results are known
@@ -380,8 +436,10 @@ class Proof:
             if suspect.key in results - noise:
                 return [evaluations.explained(comparison, suspect)]
             if suspect.key not in noise:
-                notes.append(Note("output", f"{suspect.says}: of rank 0 alone, or of samples without a DataLoader"))
-        return notes[:1]
+                why = "of rank 0 alone, or of samples without a DataLoader"
+                notes.append(Note("output", f"{suspect.says}: {why}"))
+                comparison.not_compared["evaluations"] = why
+        return list(evaluations.share(comparison)) or notes[:1]
 
     def _resume(self, flags_before: list[str], flags: list[str]) -> None:
         """Interrupt the script after its first checkpoint, then after its next one; and go on with more processes."""

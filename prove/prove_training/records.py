@@ -27,6 +27,7 @@ class Plan:
     stop_after_save: bool = False
     clock: int = 1  # how many times as fast the clocks are
     whole_batches: bool = False  # each process has as many samples in a step as the reference
+    own_gradients: bool = False  # DistributedDataParallel does not average them
     seeds_own: bool = False  # generators that the items have themselves are seeded, too
     same_share: bool = False  # each process reads the samples of rank 0
     shorter: list[str] = field(default_factory=list)  # loaders of tests that end early
@@ -100,10 +101,11 @@ class Draw:
 
     line: str
     name: str
-    digest: str
+    state: str  # digest of the generator's state before
     rows: int
-    is_per_sample: bool
+    is_per_sample: bool  # it has a row for each sample of a batch
     in_model: bool = False
+    is_repeated: bool = False  # each row is replaced by numbers of its sample, the same in every run
 
 
 @dataclass
@@ -143,6 +145,7 @@ class Evaluation:
     after: int  # steps
     line: str
     samples: dict[str, list[str]] = field(default_factory=dict)  # by loader
+    inputs: list[str] = field(default_factory=list)  # of a script without loaders: digests of their rows
     collectives: list[tuple[str, str]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     draws: bool = False
@@ -204,6 +207,7 @@ class Facts:
     draws_items: bool = False
     draws_others: bool = False  # an item has random numbers of NumPy or Python
     worker_seeds: dict[str, str] = field(default_factory=dict)  # by line of a loader: what all its workers draw
+    ignores_index: bool = False  # an item is made of random numbers alone
     draws_by_itself: bool = False  # an item has random numbers of a generator that nobody can seed
     switched_off: set[str] = field(default_factory=set)
     # Of a script with GlobalLoader and Run:
@@ -246,3 +250,4 @@ class Batch:
     content: Any = None  # kept, so that its memory is not used again
     number: int = 0
     is_tested: bool = False
+    draws: dict[str, int] = field(default_factory=dict)  # their numbers, by the state of the generator before

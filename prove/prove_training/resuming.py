@@ -65,7 +65,7 @@ def compare(whole: Record, resumed: Record, done: int, has_gradients: bool = Tru
             found.append(Note("resume", message, done + 1, first.line))
     elif not resumed.facts.has_saved and (missing := later_samples(whole, resumed, done)):
         found.append(wrong("samples", f"{plural(missing, 'sample')} of the next epoch are skipped"))
-    draws = any(micro.draws for each in (first, expected) for micro in each.micro_batches)
+    draws = any(step.drawn or any(micro.draws for micro in step.micro_batches) for step in (first, expected))
     if not found and has_gradients and not draws and (names := differing("gradients")):
         message = f"{named(names)}: a different gradient from the same weights and samples: "
         found.append(wrong("gradient", f"{message}something else is not restored"))

@@ -54,6 +54,12 @@ def rows(content) -> list[str]:
     return [digest(row) for row in zip(*tensors_in(content), strict=False)]
 
 
+def rows_of_inputs(inputs) -> list[str]:
+    """The same for what a model is given: its tensors that have as many rows as the first one."""
+    tensors = tensors_in(inputs)
+    return rows([tensor for tensor in tensors if len(tensor) == len(tensors[0])])
+
+
 def norm_of(recorded: torch.Tensor) -> float:
     return float(recorded[0])
 

@@ -67,7 +67,7 @@ FOUND = {
     "bugs/reduction/own_valid_labels": "token_weights",
     "bugs/reduction/trains_in_eval_mode": "train_mode",
     "bugs/reduction/unfrozen_after_wrapping": "not_reduced",
-    "bugs/reduction/weights_of_classes": "gradient",
+    "bugs/reduction/weights_of_classes": "token_weights",
     "bugs/reduction/zero_grad_missing": "zero_grad",
     "bugs/resume/accumulated_gradient_is_lost": "resume",
     "bugs/resume/assigned_after_the_optimizer": "resume",

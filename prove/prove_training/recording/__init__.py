@@ -3,6 +3,7 @@
 `main` is called in a process of its own, which `runs.py` has forked; each process leaves a Record (`records.py`).
 """
 
+import contextlib
 import os
 import random
 import runpy
@@ -18,7 +19,7 @@ from .. import imports
 from ..records import Plan, Record, Step
 from ..sandbox import slowness
 from ..text import CannotTell, without_colours
-from . import data, evaluations, files, global_loader, models, processes, same_work, starting, where
+from . import data, evaluations, files, global_loader, models, noise, processes, same_work, starting, where
 
 SECONDS_TO_END = 4  # what the script may take after its last epoch
 
@@ -46,7 +47,7 @@ class Recording:
 
     def install(self) -> None:
         """Put all wrappers in place, before the script is imported."""
-        for part in (same_work, data, models, evaluations, processes, starting, files, global_loader):
+        for part in (same_work, data, models, noise, evaluations, processes, starting, files, global_loader):
             part.install(self)
         pid = os.getpid()  # and not that of a data worker
         os._exit = lambda status: self.end_by_exit(status) if os.getpid() == pid else self.exit(status)
@@ -90,11 +91,12 @@ class Recording:
                 self.facts.untrained, self.facts.schedules = self.models.untrained(), len(self.models.schedules)
                 self.facts.strips_prefix = self.where.has("'module.", '"module.')
                 self.facts.loads = bool(self.saves) and self.where.has("load_state")
-                self.record.printed = getattr(sys.stdout, "last", "")
+                self.record.printed = self.evaluations.last_line
                 path = Path(self.plan.output, f"record_{self.rank}.pt")
                 self.torch_save(self.record, path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
-            sys.stdout.flush()
+            with contextlib.suppress(Exception):  # of a stream of the script's own
+                sys.stdout.flush()
             self.exit(1 if error or self.facts.cannot_tell else 0)
 
 
@@ -139,7 +141,7 @@ def main(plan: Plan, rank: int, script: str, module: str | None, flags: list[str
         shown.stack[:] = [
             frame for frame in shown.stack if not frame.filename.startswith((where.OWN_FOLDER, "<frozen"))
         ]
-        sys.stderr.writelines(shown.format())  # the script may have another print() on some ranks
+        os.write(2, "".join(shown.format()).encode(errors="replace"))  # sys.stderr and print() may be the script's own
         frames = traceback.extract_tb(raised.__traceback__)
         place = recording.where.last_of(frames)
         words = without_colours(str(raised)).strip().splitlines() or [""]

@@ -12,7 +12,7 @@ from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, dataloader
 
 from ..records import Batch, Loader, Part, Pass
-from ..tensors import digest, places, rows, tensors_in
+from ..tensors import digest, places, rows, rows_of_inputs
 from ..text import CannotTell
 from .same_work import TAG, Tagged, cut, generator_states, micro_batch, seeded
 from .where import wrap
@@ -131,19 +131,17 @@ class Batches:
         """What the script gets of a batch, and the digests of its samples."""
         if not (isinstance(content, tuple) and len(content) == 4 and isinstance(content[0], str) and content[0] == TAG):
             return content, None
-        _, content, digests, is_random = content
-        if is_random:
-            facts = self.recording.facts
-            facts.draws_items |= is_random == "torch"
-            facts.draws_others |= is_random == "other"
-            facts.draws_by_itself |= is_random == "own"
-            facts.switched_off.add("random augmentation (it is seeded per sample)")
+        _, content, digests, found = content
+        for fact in found:
+            setattr(self.recording.facts, fact, True)
+        if found:
+            self.recording.facts.switched_off.add("random augmentation (it is seeded per sample)")
         return content, digests
 
     def model_called(self, inputs: list) -> None:
         """A model is called with gradients; in a script without a loader, its inputs are the samples."""
-        if not self.loaders and (tensors := tensors_in(inputs)):
-            self.used.append(Batch(None, rows(tensors[:1])))
+        if not self.loaders and (samples := rows_of_inputs(inputs)):
+            self.used.append(Batch(None, samples))
         found = self._holding(inputs)
         last = {batch.source.key: batch.number for batch in found}
         self.used += found
@@ -275,51 +273,52 @@ def install_loaders(batches: Batches) -> None:
         of_accelerate = sys._getframe(2).f_globals.get("__name__", "").startswith("accelerate.")
         is_refused = batch_size is not None and (type(batch_size) is not int or batch_size < 1)
         if of_accelerate or batches.is_reading or is_refused:
-            return original(loader, dataset, batch_size, *args, **kwargs)
-        if (again := made_again()) is not None:  # by arguments that may be those of the script
+            original(loader, dataset, batch_size, *args, **kwargs)
+        elif (again := made_again()) is not None:  # by arguments that may be those of the script
             size = again.batch_size if kwargs.get("batch_sampler") is None else batch_size
             original(loader, again.dataset, size, *args, **kwargs)
             loader.prove_key = again.prove_key
             made = {"sampler": type(loader.sampler).__name__, "drop_last": drops_last(loader)}
             vars(batches.loaders[loader.prove_key]).update(made)
-            return
-        names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
-        own = names.get("batch_sampler")
-        given = batch_size if own is None else None
-        if own is None and not batches.cut_indices(names.get("sampler")):
-            dataset = batches.cut(dataset)
-        _, length, is_part = batches.cuts.get(id(dataset), (None, None, False))
-        key = batches.key(length)
-        if given is not None:
-            is_whole = names.get("sampler") is None and not is_part
-            batch_size = batches.batch_size(given, key, is_whole)
-        elif isinstance(getattr(own, "batch_size", None), int):
-            own.batch_size = batches.batch_size(own.batch_size, key)
-        if batches.plan.without_gpu:
-            kwargs["pin_memory"] = False
-        if kwargs.get("num_workers", 0):
-            if seeds := seeds_of_workers(kwargs.get("worker_init_fn")):
-                batches.recording.facts.worker_seeds[batches.recording.where.line()] = seeds
-            kwargs |= {"num_workers": 1, "multiprocessing_context": "fork"}  # spawned ones have no wrappers
-        original(loader, dataset, batch_size, *args, **kwargs)
-        if isinstance(loader.dataset, torch_data.IterableDataset):
-            loader.collate_fn = Tagged(loader.collate_fn, are_batches=loader.batch_size is None)
-        sampler = loader.sampler if own is None else getattr(own, "sampler", own)
-        kind = type(sampler).__name__
-        batches.new_loader(
-            loader,
-            key,
-            given=given,
-            length=length,
-            items=None if length is None else len(loader.dataset),
-            is_part=is_part,
-            sampler=kind,
-            drop_last=drops_last(loader),
-            shuffles=getattr(sampler, "shuffle", kind == "RandomSampler"),
-            is_iterable=isinstance(loader.dataset, torch_data.IterableDataset),
-        )
-        with contextlib.suppress(AttributeError):
-            sampler.prove_key = loader.prove_key
+        else:
+            make_loader(batches, original, loader, dataset, batch_size, args, kwargs)
+
+
+def make_loader(batches: Batches, original, loader, dataset, batch_size: int | None, args: tuple, kwargs: dict) -> None:
+    """A loader of the script, of less data, in batches that the processes share."""
+    names = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
+    own = names.get("batch_sampler")
+    given = batch_size if own is None else None
+    if own is None and not batches.cut_indices(names.get("sampler")):
+        dataset = batches.cut(dataset)
+    _, length, is_part = batches.cuts.get(id(dataset), (None, None, False))
+    key = batches.key(length)
+    if given is not None:
+        batch_size = batches.batch_size(given, key, is_whole=names.get("sampler") is None and not is_part)
+    elif isinstance(getattr(own, "batch_size", None), int):
+        own.batch_size = batches.batch_size(own.batch_size, key)
+    original(loader, dataset, batch_size, *args, **with_one_worker(batches, kwargs))
+    is_iterable = isinstance(loader.dataset, torch_data.IterableDataset)
+    if is_iterable:
+        loader.collate_fn = Tagged(loader.collate_fn, are_batches=loader.batch_size is None)
+    sampler = loader.sampler if own is None else getattr(own, "sampler", own)
+    kind = type(sampler).__name__
+    facts = {"given": given, "length": length, "is_part": is_part, "sampler": kind, "is_iterable": is_iterable}
+    facts |= {"items": None if length is None else len(loader.dataset), "drop_last": drops_last(loader)}
+    batches.new_loader(loader, key, shuffles=getattr(sampler, "shuffle", kind == "RandomSampler"), **facts)
+    with contextlib.suppress(AttributeError):
+        sampler.prove_key = loader.prove_key
+
+
+def with_one_worker(batches: Batches, options: dict) -> dict:
+    """The options of a loader that has at most one worker, which is forked: spawned ones have no wrappers."""
+    if batches.plan.without_gpu:
+        options = options | {"pin_memory": False}
+    if not options.get("num_workers", 0):
+        return options
+    if seeds := seeds_of_workers(options.get("worker_init_fn")):
+        batches.recording.facts.worker_seeds[batches.recording.where.line()] = seeds
+    return options | {"num_workers": 1, "multiprocessing_context": "fork"}
 
 
 def drops_last(loader: DataLoader) -> bool:

@@ -5,6 +5,7 @@ import logging
 import sys
 
 from ..records import Evaluation
+from ..tensors import rows_of_inputs
 from .where import wrap
 
 OF_TRAINING = ("optim", ".step(", ".fit(", "Trainer", ".learn(", ".train(", "backward")  # words of a script that trains
@@ -17,8 +18,9 @@ class Evaluations:
     def __init__(self, recording):
         self.recording, self.batches = recording, recording.batches
         self.current = None
+        self.last_line = ""  # that was printed, and is not empty
 
-    def begin(self, model) -> None:
+    def begin(self, model, inputs: list) -> None:
         """A model is called without gradients."""
         if not self.recording.models.optimizers and not self.recording.where.has(*OF_TRAINING):
             self.recording.stop("the script has no optimizer: it calls a model, and trains none")
@@ -27,6 +29,8 @@ class Evaluations:
         if id(model) not in self.current.models:
             parameters = [each for each in model.parameters() if not hasattr(each, "full_tensor")]
             self.current.models[id(model)] = sum(float(each.double().sum()) for each in parameters)
+        if not self.recording.facts.loaders:
+            self.current.inputs += rows_of_inputs(inputs)
         for batch in self.batches.fresh:
             if not batch.is_tested:
                 samples = self.current.samples.setdefault(batch.source.key, [])
@@ -78,7 +82,6 @@ class Listener:
 
     def __init__(self, stream, evaluations: Evaluations):
         self.stream, self.evaluations, self.rest = stream, evaluations, ""
-        self.last = ""  # line that is not empty
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -88,6 +91,6 @@ class Listener:
         self.rest = self.rest[-MOST_OUTPUT:]
         for line in lines:
             if line.strip():
-                self.last = line.strip()[:200]
+                self.evaluations.last_line = line.strip()[:200]
                 self.evaluations.said(line)
         return self.stream.write(text)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, optimizer
 
-from ..records import Draw, MicroBatch
+from ..records import MicroBatch
 from ..tensors import MAX_ENTRIES, digest, local, sampled, whole
 from .where import before, wrap
 
@@ -21,8 +21,7 @@ STEPS_WITHOUT_LOADER = 10
 DISK = 0.5  # of the free space may be taken by shared weights
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 LOSSES += ("binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss", "poisson_nll_loss")
-DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
-DRAWS_IN_PLACE = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+WITH_WEIGHTS = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 WRAPPERS = re.compile(r"\b(_forward_module|_orig_mod|module)\.")  # in names of parameters
 torch_load = torch.load  # before it is wrapped
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # layers for which train() and eval() matter
@@ -42,9 +41,9 @@ class Models:
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The script itself calls a model, not another model."""
-        recording = self.recording
+        recording, inputs = self.recording, [*args, *kwargs.values()]
         if not torch.is_grad_enabled():
-            return recording.evaluations.begin(model)
+            return recording.evaluations.begin(model, inputs)
         if recording.facts.has_saved:
             recording.end()
         if id(model) not in self.models:
@@ -67,7 +66,7 @@ class Models:
             recording.facts.around_ddp.append(recording.where.line())
         if isinstance(model, DistributedDataParallel):
             recording.step.syncs = model.require_backward_grad_sync
-        self.batches.model_called([*args, *kwargs.values()])
+        self.batches.model_called(inputs)
 
     def modes(self, own: list[nn.Parameter]) -> dict[int, bool]:
         """For each model with some of these parameters, and layers for which it matters: whether any is training."""
@@ -154,7 +153,8 @@ class Models:
             self.without_optimizer += 1
             if self.without_optimizer > STEPS_WITHOUT_LOADER:
                 recording.stop(f"{STEPS_WITHOUT_LOADER} backward passes, and no optimizer of torch.optim")
-        draws = self.batches.draws() or bool(step.drawn)  # also from a generator of its own
+        # Also from a generator of the script's own.
+        draws = self.batches.draws() or not all(draw.is_repeated for draw in step.drawn)
         if not step.micro_batches:
             # Without a loader they may be of the evaluation.
             recording.evaluations.end(draws and not recording.facts.loaders)
@@ -186,6 +186,8 @@ class Models:
             if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
                 count = int((target != kwargs.get("ignore_index", -100)).sum())
         step, line, weight = self.recording.step, self.recording.where.line(), kwargs.get("weight")
+        if name in WITH_WEIGHTS and len(args) > 2:
+            weight = args[2]
         is_class = isinstance(target, torch.Tensor) and not target.is_floating_point()
         targets = [each.tolist() for each in target.unique(return_counts=True)] if is_class else [[], []]
 
@@ -202,17 +204,6 @@ class Models:
                 step.micro_batches[-1].losses.append((total, count, line))
 
         loss.register_hook(note)
-
-    def drawn(self, name: str, numbers) -> None:
-        """The script has drawn random numbers, after a batch was read."""
-        batches = self.batches
-        if batches.is_reading or self.recording.facts.is_exact or not isinstance(numbers, torch.Tensor):
-            return
-        if numbers.ndim and (read := batches.used + batches.fresh):
-            rows = [len(batch.digests or ()) for batch in read]
-            drawn = Draw(self.recording.where.line(), name, digest(numbers), len(numbers), len(numbers) in rows)
-            drawn.in_model = self.depth > 0
-            self.recording.step.drawn.append(drawn)
 
     def before_zero_grad(self, *_, **__) -> None:
         step = self.recording.step
@@ -345,6 +336,13 @@ def load_shared(parameters: list, states: list[dict], weights: list, known: list
                 copy_into(state[name], value)
 
 
+def not_averaged(_state, bucket):
+    """A hook of DistributedDataParallel that leaves each process its own gradients."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 def install(recording) -> None:
     models = recording.models
 
@@ -365,6 +363,8 @@ def install(recording) -> None:
     @wrap(DistributedDataParallel, "__init__")
     def init_ddp(original, ddp, module, device_ids=None, output_device=None, *args, **kwargs):
         original(ddp, module, None, None, *args, **kwargs)
+        if recording.plan.own_gradients:
+            ddp.register_comm_hook(None, not_averaged)
         models.in_ddp[id(module)] = module
         recording.facts.ddp.append(recording.where.line())
 
@@ -435,14 +435,6 @@ def install_optimizers(models: Models) -> None:
                 models.recording.step.scaler.append(name)
                 (models.unscaled.add if name == "unscale_" else models.unscaled.discard)(id(optimizer))
             return original(scaler, optimizer, *args, **kwargs)
-
-    for name in (*DRAWS, *DRAWS_IN_PLACE):
-
-        @wrap(torch.Tensor if name in DRAWS_IN_PLACE else torch, name)
-        def draw(original, *args, name=name, **kwargs):
-            numbers = original(*args, **kwargs)
-            models.drawn(name, numbers)
-            return numbers
 
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
 

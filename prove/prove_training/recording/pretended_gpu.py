@@ -75,7 +75,17 @@ class OnCpu(TorchFunctionMode):
             args = (args[0], *(on_cpu(each) for each in args[1:]))
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError as error:
+            first = args[0] if args else None
+            if "not implemented for '" not in str(error) or not is_of_integers(first):
+                raise
+            return function(first.double(), *args[1:], **kwargs).to(first.dtype)  # as GPUs do, for example torch.histc
+
+
+def is_of_integers(value) -> bool:
+    return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def on_cpu(device):

@@ -114,25 +114,26 @@ def fetch_with_digests(self, index):
         return plain_fetch(self, index)
     indices = index if self.auto_collation else [index]
 
-    def read(item):
-        seed = 1000 + hash(item) % 2**31
+    def read(item, seed_of=None):
+        seed = 1000 + hash(item if seed_of is None else seed_of) % 2**31
         for generator in generators_in(self.dataset) if seeds_own_generators else ():
             seed_generator(generator, seed)
         with seeded(seed):
             return self.dataset[item]
 
     items = [read(item) for item in indices]
-    digests = [digest(item) for item in items]
-    is_random = ""
+    digests, found = [digest(item) for item in items], set()
     if not hasattr(self, "has_read_twice"):
         self.has_read_twice = True
         state = torch.get_rng_state()
         if digest(self.dataset[indices[0]]) != digests[0]:
-            is_random = "other" if torch.equal(state, torch.get_rng_state()) else "torch"
+            found.add("draws_others" if torch.equal(state, torch.get_rng_state()) else "draws_items")
+            if digests[0] != digests[-1] == digest(read(indices[0], seed_of=indices[-1])):
+                found.add("ignores_index")
         items[0] = read(indices[0])  # an item may have been changed in place
         if digest(items[0]) != digests[0]:
-            is_random = "own"
-    return TAG, self.collate_fn(items if self.auto_collation else items[0]), digests, is_random
+            found.add("draws_by_itself")
+    return TAG, self.collate_fn(items if self.auto_collation else items[0]), digests, found
 
 
 class Tagged:
@@ -143,7 +144,7 @@ class Tagged:
 
     def __call__(self, items):
         digests = rows(items) if self.are_batches else [digest(item) for item in items]
-        return TAG, self.collate_fn(items), digests, False
+        return TAG, self.collate_fn(items), digests, set()
 
 
 def install(recording) -> None:

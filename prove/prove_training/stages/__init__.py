@@ -57,6 +57,8 @@ class Comparison:
         self.reference, self.ranks, self.processes = reference, ranks, len(ranks)
         self.facts, self.is_exact = ranks[0].facts, reference.facts.is_exact
         self.compared, self.not_compared = set(), {}  # subjects; subjects and why not
+        # Of the gradients in the steps that draw random numbers: the factor, the step, and the line that draws.
+        self.factors_of_noise = []
         self.has_drifted = False  # a state that is not shared comes from steps with other weights of the samples
         self.has_repeated = False  # a step had a sample twice, which a state of the script may remember
         self.has_rest = False  # a step had fewer samples: a queue that is gathered has an end within a step after it
@@ -136,6 +138,16 @@ def first_line(step: Step) -> str:
 # Of several
 
 
+def has_samples(comparison: Comparison, expected: Step, steps: tuple[Step, ...]) -> bool:
+    """Whether all processes together have the samples of one process in a step, by digests that tell them apart.
+
+    Without a loader these are digests of what the model is given, and may all be equal.
+    """
+    of_ranks = sum(map(samples_of, steps), collections.Counter())
+    are_told_apart = bool(comparison.facts.loaders) or 2 * len(of_ranks) > of_ranks.total()
+    return bool(of_ranks) and are_told_apart and samples_of(expected) == of_ranks
+
+
 def ranks_differ(entries: tuple, kind: str) -> str:
     """What differs between two ranks, as "weight and 2 others: ranks 0 and 1"; "" if nothing does."""
     first = getattr(entries[0], kind)
@@ -149,3 +161,9 @@ def ranks_differ(entries: tuple, kind: str) -> str:
         if names:
             return f"{named(names)}: ranks 0 and {rank}"
     return ""
+
+
+def same_state(comparison: Comparison) -> bool:
+    """Whether torch's generators are in one state on all ranks when a pass over the training data begins."""
+    states = zip(*(rank.passes for rank in comparison.ranks), strict=False)
+    return any(len({each.random for each in passes}) == 1 for passes in states if passes[0].in_training)

@@ -1,15 +1,17 @@
 """Compares the numbers that a script prints, logs or passes to Run after each evaluation."""
 
 import collections
+import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..records import Evaluation
 from ..text import plural
-from . import Comparison, Finding, Findings, close, trained_on
+from . import Comparison, Finding, Findings, close, samples_of, trained_on
 
 RESULTS = 1e-4  # tolerance of a result that Run has logged
 CUTS = 3  # calls of gather_for_metrics; fewer are not in each batch, and cut no repeated samples
@@ -79,10 +81,26 @@ def share(comparison: Comparison) -> Findings:
             sum(len(samples) for key, samples in test.samples.items() if key not in trained)
             for test in (expected, ranks[0])
         )
-        if total and own < 0.9 * total and not any(rank.collectives for rank in ranks):
+        are_added = any(rank.collectives for rank in ranks)
+        if total and own < 0.9 * total and not are_added:
             message = f"rank 0 sees {own} of {total} samples, and nothing adds up the parts of the processes"
             yield Finding("eval_share", "evaluation", message, None, ranks[0].line)
             return
+        if not are_added and (found := _share_without_loader(comparison, ranks)):
+            yield found
+            return
+
+
+def _share_without_loader(comparison: Comparison, ranks: list[Evaluation]) -> Finding | None:
+    """A result of what rank 0 alone has tested, where other processes have tested something else, and said nothing."""
+    trained = {sample for record in comparison.ranks for step in record.steps for sample in samples_of(step)}
+    own, *others = (collections.Counter(row for row in test.inputs if row not in trained) for test in ranks)
+    says = [NUMBER.search(" ".join(test.said)) for test in ranks]
+    is_of_all = functools.reduce(operator.or_, others, own) == own
+    if is_of_all or not (own and says[0]) or any(says[1:]) or any(test.draws for test in ranks):
+        return None
+    tested = f"{own.total()} rows, and nothing adds up the {sum(map(collections.Counter.total, others))} of the others"
+    return Finding("eval_share", "evaluation", f"rank 0 tells a result of {tested}", None, ranks[0].line)
 
 
 def explained(comparison: Comparison, suspect: Suspect) -> Finding:

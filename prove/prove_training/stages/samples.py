@@ -14,10 +14,12 @@ from . import (
     Findings,
     Note,
     first_line,
+    has_samples,
     is_look,
     largest_step,
     parts_of,
     passes_of,
+    same_state,
     samples_of,
     whole_passes,
 )
@@ -29,19 +31,19 @@ def findings(comparison: Comparison) -> Findings:
     if not comparison.facts.loaders:
         yield from _own_batches(comparison)
         return
-    found, said, passes = [passes_of(rank) for rank in comparison.ranks], set(), passes_of(comparison.reference)
-    whole = set.intersection(*map(whole_passes, (comparison.reference, *comparison.ranks)))
+    said, passes = set(), passes_of(comparison.reference)
     if not passes:
         comparison.not_compared["samples"] = UNKNOWN
     for (key, number), expected in passes.items():
         if number > 0 and not comparison.facts.is_complete:
             continue
-        parts = [collections.Counter(rank.get((key, number), [])) for rank in found]
-        read = {digest for rank in comparison.ranks for digest in _read(rank, key, number)}
-        for finding in _pass(comparison, key, collections.Counter(expected), parts, (key, number) in whole, read):
-            if finding.message not in said:
-                said.add(finding.message)
-                yield finding
+        epoch = Epoch(comparison, key, number, expected)
+        result = next(filter(None, (rule(epoch) for rule in RULES)), None)
+        if isinstance(result, str):
+            comparison.not_compared["samples"] = result
+        elif result and result.message not in said:
+            said.add(result.message)
+            yield result
     yield from _same_epoch(comparison)
     if "samples" not in comparison.not_compared:
         comparison.compared.add("samples")
@@ -65,63 +67,149 @@ def _read(rank: Record, key: str, number: int) -> Iterator[str]:
     return itertools.chain.from_iterable(batch or () for batch in batches)
 
 
-def _pass(comparison: Comparison, key: str, expected: collections.Counter, parts, is_whole: bool, read: set[str]):
-    loader = comparison.facts.loaders.get(key) or comparison.reference.facts.loaders.get(key, Loader(""))
-    line, union = loader.line, sum(parts, collections.Counter())
-    if not union or not expected:
-        comparison.not_compared["samples"] = UNKNOWN
-        return
-    extra, missing = union - expected, expected - union
-    is_whole = is_whole and read.isdisjoint(missing)  # the script may count its steps by its own size of batches
-    is_stream = loader.is_iterable and len(parts[0]) > 2
-    if all(part == parts[0] for part in parts) and (is_stream or parts[0].total() >= 0.9 * expected.total()):
-        count = comparison.processes
-        message = f"each of the {count} processes trains on the same samples: each counts {count} times"
-        yield Finding("stream" if is_stream else "all_the_data", "samples", message, 1, line)
-        return
-    shared, batch = (union - functools.reduce(operator.or_, parts)).total(), largest_step(comparison.reference)
-    is_batched = loader.line and loader.given is None  # by the script
-    is_once = max(expected.values()) == 1  # and not by a sampler that goes on without an end
-    if shared > batch and is_once and not loader.is_iterable and (is_batched or loader.is_part or not is_whole):
-        message = f"{shared} of {union.total()} samples of an epoch count twice"
-        yield Finding("samples", "samples", message, None, line)
-        return
-    if loader.line and (loader.is_iterable or loader.given is None) and (extra or missing):
+class Epoch:
+    """The samples of a pass over the training data, on one process and on several.
+
+    Args:
+        key, number: of the pass.
+        expected: the samples on one process.
+    """
+
+    def __init__(self, comparison: Comparison, key: str, number: int, expected: list[str]):
+        self.comparison, self.key, self.expected = comparison, key, collections.Counter(expected)
+        self.loader = comparison.facts.loaders.get(key) or comparison.reference.facts.loaders.get(key, Loader(""))
+        self.parts = [collections.Counter(passes_of(rank).get((key, number), [])) for rank in comparison.ranks]
+        self.union = sum(self.parts, collections.Counter())
+        self.extra, self.missing = self.union - self.expected, self.expected - self.union
+        self.shared = (self.union - functools.reduce(operator.or_, self.parts)).total()  # by several processes
+        self.unknown = [digest for digest in self.extra if digest not in self.expected]
+        self.batch = largest_step(comparison.reference)
+        # The script may count its steps by its own size of batches, and not train on all that it reads.
+        read = {digest for rank in comparison.ranks for digest in _read(rank, key, number)}
+        are_whole = ((key, number) in whole_passes(record) for record in (comparison.reference, *comparison.ranks))
+        self.is_whole = all(are_whole) and read.isdisjoint(self.missing)
+        self.is_made_by_script = bool(self.loader.line) and self.loader.given is None  # its batches
+
+    def finding(self, kind: str, message: str, step: int | None = None) -> Finding:
+        return Finding(kind, "samples", message, step, self.loader.line)
+
+
+def _nothing_known(epoch: Epoch) -> str | None:
+    return None if epoch.union and epoch.expected else UNKNOWN
+
+
+def _same_on_all(epoch: Epoch) -> Finding | str | None:
+    """All processes read the same. Items that ignore their index are only the same by the seeds that prove gives."""
+    parts, comparison = epoch.parts, epoch.comparison
+    is_stream = epoch.loader.is_iterable and len(parts[0]) > 2
+    is_all = is_stream or parts[0].total() >= 0.9 * epoch.expected.total()
+    if not is_all or any(part != parts[0] for part in parts):
+        return None
+    if comparison.facts.ignores_index and not same_state(comparison):
+        return f"its items are random numbers, whatever their index ({epoch.loader.line})"
+    message = f"each of the {len(parts)} processes trains on the same samples: each counts {len(parts)} times"
+    return epoch.finding("stream" if is_stream else "all_the_data", message, 1)
+
+
+def _overlapping_parts(epoch: Epoch) -> Finding | None:
+    """Parts that the script makes itself; a sampler that goes on without an end has each sample several times."""
+    loader, is_once = epoch.loader, max(epoch.expected.values()) == 1
+    is_by_hand = epoch.is_made_by_script or loader.is_part or not epoch.is_whole
+    if epoch.shared > epoch.batch and is_once and not loader.is_iterable and is_by_hand:
+        return epoch.finding("samples", f"{epoch.shared} of {epoch.union.total()} samples of an epoch count twice")
+    return None
+
+
+def _made_by_script(epoch: Epoch) -> str | None:
+    loader = epoch.loader
+    if loader.line and (loader.is_iterable or epoch.is_made_by_script) and (epoch.extra or epoch.missing):
         why = "it is an IterableDataset" if loader.given else "the batches are not made by DataLoader"
-        comparison.not_compared["samples"] = f"{why} ({line})"
-        return
-    unknown = [digest for digest in extra if digest not in expected]
-    is_small = not unknown and extra.total() <= batch  # what is repeated to fill the last batch
-    is_divided_twice = is_whole and is_small and missing.total() >= max(batch, expected.total() // 3)
-    if (extra or missing) and (loader.is_part or not is_whole) and not is_divided_twice:
-        why = "each process makes its own part of the data" if is_whole else "an epoch trains on a part of its data"
-        comparison.not_compared["samples"] = f"{why} ({line})"
-        return
-    dropped = loader.items - expected.total() if loader.drop_last and loader.items else 0
-    tests = [test.samples for test in comparison.reference.evaluations]  # a teacher sees the samples that it teaches
-    tested = {each for samples in tests for other, some in samples.items() if other != key for each in some}
-    if leaked := tested.intersection(unknown):
+        return f"{why} ({loader.line})"
+    return None
+
+
+def _part_of_the_data(epoch: Epoch) -> str | None:
+    """A part by hand, or an epoch that ends early; but not a part of what a sampler divides as well."""
+    is_small = not epoch.unknown and epoch.extra.total() <= epoch.batch  # what is repeated to fill the last batch
+    lacks_part = epoch.missing.total() >= max(epoch.batch, epoch.expected.total() // 3)
+    is_divided_twice = epoch.is_whole and is_small and lacks_part
+    is_part = (epoch.extra or epoch.missing) and (epoch.loader.is_part or not epoch.is_whole)
+    if not is_part or is_divided_twice:
+        return None
+    why = "each process makes its own part of the data" if epoch.is_whole else "an epoch trains on a part of its data"
+    return f"{why} ({epoch.loader.line})"
+
+
+def _tested_samples(epoch: Epoch) -> Finding | None:
+    """Samples of the training data of another process; a teacher sees the samples that it teaches."""
+    tests = [test.samples for test in epoch.comparison.reference.evaluations]
+    tested = {each for samples in tests for other, some in samples.items() if other != epoch.key for each in some}
+    if leaked := tested.intersection(epoch.unknown):
         message = f"{plural(len(leaked), 'sample')} of the evaluation on rank 0 are trained on by other processes"
-        yield Finding("split", "samples", message, None, line)
-    elif len(unknown) > dropped and missing:
-        message = f"{plural(len(unknown), 'item')} of {union.total()} are not among those of 1 process"
-        yield Finding("items", "samples", message, None, line)
-    elif missing and (missing.total() >= batch or not loader.drop_last or comparison.is_exact):
-        message = f"{missing.total()} of {expected.total()} samples of an epoch are in no process's part"
-        yield Finding("samples", "samples", message, None, line)
-    elif unknown and not missing and not shared:
-        comparison.not_compared["samples"] = f"the processes read samples that one process does not ({line})"
-    elif extra.total() > batch or (extra and comparison.is_exact):
-        message = f"{min(extra.total(), expected.total())} of {expected.total()} samples of an epoch count twice"
-        yield Finding("samples", "samples", message, None, line)
-    elif extra and not unknown:
-        is_own = loader.sampler == "DistributedSampler" or not comparison.facts.accelerate
-        who = loader.sampler if is_own else "Accelerate"
-        message = f"in the last step of an epoch {who} repeats {plural(extra.total(), 'sample')}, so that all "
-        yield Note("samples", message + "processes have as many: drop_last=True leaves it out", None, line)
+        return epoch.finding("split", message)
+    return None
+
+
+def _other_items(epoch: Epoch) -> Finding | None:
+    loader = epoch.loader
+    dropped = loader.items - epoch.expected.total() if loader.drop_last and loader.items else 0
+    if len(epoch.unknown) > dropped and epoch.missing:
+        message = f"{plural(len(epoch.unknown), 'item')} of {epoch.union.total()} are not among those of 1 process"
+        return epoch.finding("items", message)
+    return None
+
+
+def _missing_samples(epoch: Epoch) -> Finding | None:
+    missing = epoch.missing.total()
+    if missing and (missing >= epoch.batch or not epoch.loader.drop_last or epoch.comparison.is_exact):
+        message = f"{missing} of {epoch.expected.total()} samples of an epoch are in no process's part"
+        return epoch.finding("samples", message)
+    return None
+
+
+def _more_samples(epoch: Epoch) -> str | None:
+    if epoch.unknown and not epoch.missing and not epoch.shared:
+        return f"the processes read samples that one process does not ({epoch.loader.line})"
+    return None
+
+
+def _repeated_samples(epoch: Epoch) -> Finding | None:
+    extra, count = epoch.extra.total(), epoch.expected.total()
+    if extra > epoch.batch or (extra and epoch.comparison.is_exact):
+        return epoch.finding("samples", f"{min(extra, count)} of {count} samples of an epoch count twice")
+    return None
+
+
+def _filled_batch(epoch: Epoch) -> Note | None:
+    if not epoch.extra or epoch.unknown:
+        return None
+    is_own = epoch.loader.sampler == "DistributedSampler" or not epoch.comparison.facts.accelerate
+    who, samples = epoch.loader.sampler if is_own else "Accelerate", plural(epoch.extra.total(), "sample")
+    message = f"in the last step of an epoch {who} repeats {samples}, so that all processes have as many: "
+    return Note("samples", f"{message}drop_last=True leaves it out", None, epoch.loader.line)
+
+
+RULES = (  # the first that applies to an epoch ends it: with a finding, or with a text why it cannot be compared
+    _nothing_known,
+    _same_on_all,
+    _overlapping_parts,
+    _made_by_script,
+    _part_of_the_data,
+    _tested_samples,
+    _other_items,
+    _missing_samples,
+    _more_samples,
+    _repeated_samples,
+    _filled_batch,
+)
 
 
 def _own_batches(comparison: Comparison) -> Findings:
+    """Batches without a loader: cut by position, all processes together have those of one process; else drawn."""
+    made = zip(comparison.steps_of_ranks(), comparison.reference.steps, strict=False)
+    if all(has_samples(comparison, expected, steps) for (_, steps), expected in made):
+        comparison.compared.add("samples")
+        return
     comparison.not_compared["samples and gradients with 1 process"] = "the script draws its own batches"
     on_one = samples_of(comparison.reference.steps[0]).total()
     total = sum(samples_of(rank.steps[0]).total() for rank in comparison.ranks)

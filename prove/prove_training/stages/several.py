@@ -1,8 +1,9 @@
 """Compares several processes with one: all stages, in the order in which things happen."""
 
 import collections
+import itertools
 
-from . import Comparison, Finding, Findings, Note, close, first_line, ranks_differ, samples, single, steps
+from . import Comparison, Finding, Findings, Note, close, first_line, ranks_differ, same_state, samples, single, steps
 
 
 def findings(comparison: Comparison) -> Findings:
@@ -35,33 +36,42 @@ def _initial_weights(comparison: Comparison) -> Findings:
 
 
 def _draws(comparison: Comparison) -> Findings:
-    """The same random numbers for the samples of different processes."""
-    by_line = {}
+    """The same random numbers for the samples of different processes: the first of these that is found."""
+    finders = (_noise, _worker_seeds, _augmentation)
+    yield from itertools.islice(itertools.chain.from_iterable(find(comparison) for find in finders), 1)
+
+
+def _noise(comparison: Comparison) -> Findings:
+    """Three draws by sample from generators in one state. Their shapes may differ, as by padding, and then the later
+    states differ, too."""
+    by_line = collections.defaultdict(list)
     for number, of_ranks in comparison.steps_of_ranks():
         for draws in zip(*(step.drawn for step in of_ranks), strict=False):
             is_per_sample = all(draw.is_per_sample and draw.rows > 1 for draw in draws)
-            if is_per_sample and len({(draw.line, draw.rows) for draw in draws}) == 1:
-                by_line.setdefault(draws[0].line, []).append((number, draws))
-    for line, found in by_line.items():
-        if len(found) > 2 and all(len({draw.digest for draw in draws}) == 1 for _, draws in found):
-            number, (draw, *_) = found[0]
-            message = f"{draw.name} draws the same numbers on all processes, for different samples"
-            if draw.in_model or len(comparison.facts.optimizers) > 1:
-                yield Note("random numbers", f"{message}: seed + rank gives each its own", number, line)
-            else:
-                yield Finding("same_noise", "random numbers", message, number, line)
-            return
+            if is_per_sample and len({(draw.line, draw.state) for draw in draws}) == 1:
+                by_line[draws[0].line].append((number, draws[0]))
+    for line, ((number, draw), *others) in by_line.items():
+        message = f"{draw.name} draws the same numbers on all processes, for different samples"
+        if len(others) < 2:
+            continue
+        if draw.in_model or len(comparison.facts.optimizers) > 1:
+            yield Note("random numbers", f"{message}: seed + rank gives each its own", number, line)
+        else:
+            yield Finding("same_noise", "random numbers", message, number, line)
+
+
+def _worker_seeds(comparison: Comparison) -> Findings:
     seeds = [rank.facts.worker_seeds for rank in comparison.ranks]
     for line in seeds[0] if comparison.facts.draws_others else ():
         if all(each.get(line) == seeds[0][line] for each in seeds):
             message = "worker_init_fn gives the workers of each process the same numbers, and in each epoch"
             yield Finding("worker_seeds", "random numbers", message, None, line)
-            return
-    if any(record.facts.draws_items for record in (comparison.reference, *comparison.ranks)):
-        states = zip(*(rank.passes for rank in comparison.ranks), strict=False)
-        if any(len({each.random for each in passes}) == 1 for passes in states if passes[0].in_training):
-            message = "the augmentation draws the same numbers on all processes: seed + rank gives each its own"
-            yield Note("random numbers", message)
+
+
+def _augmentation(comparison: Comparison) -> Findings:
+    if any(record.facts.draws_items for record in (comparison.reference, *comparison.ranks)) and same_state(comparison):
+        message = "the augmentation draws the same numbers on all processes: seed + rank gives each its own"
+        yield Note("random numbers", message)
 
 
 def _plateaus(comparison: Comparison) -> Findings:

@@ -47,7 +47,8 @@ def findings(record: Record) -> Findings:
     yield from _untrained(record)
     yield from _order(record)
     for number, step in enumerate(record.steps, 1):
-        yield from _accumulation(record, number, step)
+        for find in OF_A_STEP:
+            yield from find(record, number, step)
     yield from _schedule(record)
     yield from _saves(record)
     yield from _evaluations(record)
@@ -158,6 +159,8 @@ def _evaluations(record: Record) -> Findings:
 
 def _order(record: Record) -> Findings:
     passes, message = passes_of(record), "each epoch has the same order"
+    if record.facts.ignores_index:  # the same by the seeds that prove gives
+        return
     for (key, number), samples in passes.items():
         before = passes.get((key, number - 1))
         if before is None or samples != before[: len(samples)] or len(set(samples)) < 2 or is_look(before, samples):
@@ -171,56 +174,76 @@ def _order(record: Record) -> Findings:
             yield Note("samples", f"the training data are not shuffled: {message}", None, line)
 
 
-def _accumulation(record: Record, number: int, step: Step) -> Findings:
-    micro, usual, facts = step.micro_batches, usual_micro_batches(record), record.facts
-    if step.holds and len(facts.optimizers) == 1:
+def _held(record: Record, number: int, step: Step) -> Findings:
+    if step.holds and len(record.facts.optimizers) == 1:
         message = "the gradients of the step before are still there when the next one begins"
         yield Finding("zero_grad", "gradient", message, number, first_line(step))
+
+
+def _two_epochs(record: Record, number: int, step: Step) -> Findings:
     epochs = epochs_of(step)
-    if len({key for key, _ in epochs}) == 1 and len(epochs) > 1:
-        message = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
-        if len(micro) > window(record, number):
-            if not fills_windows(record):
-                yield Finding("leftover", "gradient", message, number, first_line(step))
-        else:  # by a counter that goes on
-            yield Note("gradient", f"a step {message}", None, first_line(step))
-    if [call for call in step.scaler if call != "scale twice"][:1] == ["clip"] and "step" in step.scaler:
+    if len({key for key, _ in epochs}) != 1 or len(epochs) == 1:
+        return
+    message = "has micro-batches of two epochs: those that were left at the end of one are added to the next"
+    if len(step.micro_batches) <= window(record, number):  # by a counter that goes on
+        yield Note("gradient", f"a step {message}", None, first_line(step))
+    elif not fills_windows(record):
+        yield Finding("leftover", "gradient", message, number, first_line(step))
+
+
+def _scaled(_record: Record, number: int, step: Step) -> Findings:
+    calls = [call for call in step.scaler if call != "scale twice"]
+    if calls[:1] == ["clip"] and "step" in calls:
         message = "the gradients are still multiplied by GradScaler when they are clipped"
         yield Finding("clip_scaled", "clipping", message, number, step.clips[0][1])
     if "scale twice" in step.scaler:
         message = "a loss that GradScaler has scaled is scaled again, and its gradient unscaled once"
         yield Finding("scaled_twice", "loss weights", message, number, first_line(step))
+
+
+def _too_early(record: Record, number: int, step: Step) -> Findings:
+    """A step before all gradients are there."""
     if step.is_pending:
         message = "FSDP still has gradients that are not reduced when the optimizer steps"
         yield Finding("not_reduced", "gradient", message, number, step.line)
     if number == 1 and steps_too_early(record):
-        message = f"the first step has 1 micro-batch, and the next one {usual}: "
+        message = f"the first step has 1 micro-batch, and the next one {usual_micro_batches(record)}: "
         message += "a step comes after the first micro-batch instead of the last"
         yield Finding("first_step", "gradient", message, number, step.line)
+
+
+def _clipped(_record: Record, number: int, step: Step) -> Findings:
     if step.clips_nothing:
         message = "no parameter is clipped: what is passed has none, as a generator that was read before"
         yield Finding("clip_nothing", "clipping", message, number, step.clips_nothing)
-    done, line = step.clips[0] if step.clips else (len(micro), "")
-    if done < len(micro):
-        message = f"clipped after {done} of {len(micro)} micro-batches"
-        yield Finding("clip_early", "clipping", message, number, line)
-    total = total_weight(record, step)
+    count = len(step.micro_batches)
+    done, line = step.clips[0] if step.clips else (count, "")
+    if done < count:
+        yield Finding("clip_early", "clipping", f"clipped after {done} of {count} micro-batches", number, line)
+
+
+def _divided(record: Record, number: int, step: Step) -> Findings:
+    """The sum of the losses of a step's micro-batches must be divided once, by their number."""
+    total, count, usual = total_weight(record, step), len(step.micro_batches), usual_micro_batches(record)
     if total is None:
         return
-    if usual > 1 and len(micro) == usual and len(epochs) <= 1:
+    if usual > 1 and count == usual and len(epochs_of(step)) <= 1:
         if close(total, usual):
             message = f"{usual} times what it should be: the mean over {usual} micro-batches is a sum"
             yield Finding("not_divided", "loss weights", message, number, first_line(step))
         elif close(total, 1 / usual):
             message = f"{1 / usual:.4g} times what it should be: divided by {usual} micro-batches twice"
             yield Finding("divided_twice", "loss weights", message, number, first_line(step))
-    is_shorter = len(micro) < usual and not steps_too_early(record) and not fills_windows(record)
-    if is_shorter and close(total, len(micro) / usual):
-        message = f"{total:.4g} times what it should be: {plural(len(micro), 'micro-batch')}, divided by {usual}"
-        if who := "Accelerate" if facts.accelerate else facts.framework:
+    is_shorter = count < usual and not steps_too_early(record) and not fills_windows(record)
+    if is_shorter and close(total, count / usual):
+        message = f"{total:.4g} times what it should be: {plural(count, 'micro-batch')}, divided by {usual}"
+        if who := "Accelerate" if record.facts.accelerate else record.facts.framework:
             yield Note("loss weights", f"the last step of an epoch is {message}, by {who}", number, first_line(step))
         else:
             yield Finding("last_step", "loss weights", message, number, first_line(step))
+
+
+OF_A_STEP = (_held, _two_epochs, _scaled, _too_early, _clipped, _divided)
 
 
 def fills_windows(record: Record) -> bool:

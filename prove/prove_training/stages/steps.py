@@ -17,6 +17,7 @@ from . import (
     Note,
     close,
     first_line,
+    has_samples,
     largest_step,
     named,
     ranks_differ,
@@ -25,6 +26,7 @@ from . import (
 )
 from .single import OF_BATCH_NORM, total_weight, usual_micro_batches, weights
 
+NOTHING = 10 * EPSILON  # the norm of gradients that are rounding alone, and no multiple of each other
 TOLERANCE = 1e-3  # of a gradient or weight, relative to its largest entry
 NEARLY = 9e-3  # a factor of 1 but for rounding: bfloat16 has 4e-3
 
@@ -37,6 +39,11 @@ def findings(comparison: Comparison) -> Findings:
             break
         for finding in _step(comparison, number, one, of_ranks):
             found.setdefault(finding.kind or finding.message, finding)
+    if (factors := comparison.factors_of_noise) and not all(close(each, factors[0][0], 1e-2) for each, *_ in factors):
+        comparison.compared.discard("gradients")
+        why = f"the loop draws random numbers, and not for each sample alone ({factors[0][2]})"
+        comparison.not_compared["gradients"] = why
+        found.pop("factor", None)  # by chance, in some steps only
     for kind in ("factor", "gradient") if "token_weights" in found else ():
         found.pop(kind, None)  # a step of which one process has all tokens shows a factor
     yield from found.values()
@@ -60,14 +67,10 @@ def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step
         return
     if steps[0].in_step:  # the optimizer averages them
         steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
-    facts, of_ranks = comparison.facts, sum(map(samples_of, steps), collections.Counter())
-    draws = next((each.line for one in (expected, *steps) for each in one.micro_batches if each.draws), "")
-    is_compared = bool(facts.loaders and of_ranks and samples_of(expected) == of_ranks and not draws)
-    findings = _gradients(comparison, number, expected, steps, is_compared)
-    if draws and facts.loaders:
-        if comparison.is_exact:
-            yield Finding("draws", "random numbers", "the loop draws random numbers", number, draws)
-        comparison.not_compared["gradients"] = f"the loop draws random numbers before {draws}"
+    is_compared = has_samples(comparison, expected, steps)
+    findings, is_compared = _gradients(comparison, number, expected, steps, is_compared)
+    if comparison.is_exact and (line := noise_of((expected, *steps))):
+        yield Finding("draws", "random numbers", "the loop draws random numbers", number, line)
     findings += _losses(comparison, number, expected, steps)
     if not findings and not steps[0].in_step and (differing := ranks_differ(steps, "at_step")):
         message = f"{differing} have different gradients after clipping"
@@ -104,27 +107,45 @@ def _not_reduced(comparison: Comparison, number: int, steps: tuple[Step, ...]) -
     yield Finding(kind, "gradient", message, number, line)
 
 
+def noise_of(steps: tuple[Step, ...]) -> str:
+    """The line of a draw of random numbers, first of one that is not by sample, or of the backward pass after it."""
+    drawn = sorted((draw for step in steps for draw in step.drawn), key=lambda draw: draw.is_repeated)
+    others = [micro.line for step in steps for micro in step.micro_batches if micro.draws]
+    if others and (not drawn or drawn[0].is_repeated):
+        return others[0]
+    return drawn[0].line if drawn else ""
+
+
 def _gradients(
     comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], is_compared: bool
-) -> list[Finding | Note]:
-    """Findings of the gradients before clipping, if no state of the script may remember other samples."""
+) -> tuple[list[Finding | Note], bool]:
+    """Findings of the gradients before clipping, and whether they were compared.
+
+    They are not where a state of the script may remember other samples, and where random numbers may be drawn by the
+    place in the batch: then only equal gradients, or one factor in all steps, show something.
+    """
     totals = [total_weight(rank, step) for rank, step in zip(comparison.ranks, steps, strict=True)]
     by_hand = factor_by_hand(steps)
     if all(total is not None and close(total * by_hand, 1.0) for total in totals):
         comparison.compared.add("averaged gradients")
     may_remember = remembers(comparison, expected, steps)
+    if is_compared and (noise := noise_of((expected, *steps))):
+        factor = one_factor(factors_of(comparison, expected, steps))
+        is_compared = not math.isnan(factor)
+        if is_compared or not is_rest(comparison, expected):
+            comparison.factors_of_noise.append((factor, number, noise))
     findings = list(_gradient(comparison, number, expected, steps)) if is_compared else []
     has_means = all(total is not None and close(total, 1.0) for total in totals)
     is_wrong = findings[0].kind == "factor" if findings else has_means and not is_compared
     if is_wrong and close(by_hand, comparison.processes):
         message = f"the processes' gradients are added up, and not divided by {comparison.processes}"
-        return [Finding("summed", "gradient", message, number, steps[0].collectives[-1][1])]
+        return [Finding("summed", "gradient", message, number, steps[0].collectives[-1][1])], is_compared
     if may_remember and [each.kind for each in findings] == ["gradient"] and not comparison.is_exact:
         why = "a step had a sample twice, or fewer samples, which a state of the script may remember"
         comparison.not_compared.setdefault("gradients after it", why)
         comparison.has_drifted = True
-        return []
-    return findings
+        return [], is_compared
+    return findings, is_compared
 
 
 def remembers(comparison: Comparison, expected: Step, steps: tuple[Step, ...]) -> bool:
@@ -187,27 +208,24 @@ def _gradient(
     comparison: Comparison, number: int, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
 ) -> Findings:
     """Compare gradients before clipping, or those that the optimizer gets: "at_step"."""
-    values, found, factors = getattr(expected, kind_of), getattr(steps[0], kind_of), {}
-    limit, tolerance = rounding(values), TOLERANCE
-    if comparison.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
-        limit, tolerance = 0.0, 0.0
-    for name, value in values.items():
-        if name not in found:
-            message = f"{name} has a gradient on 1 process only"
-            yield Finding("unused", "gradient", message, number, steps[0].line)
-        elif is_other(value, found[name], limit, tolerance):
-            factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
-            factors[name] = math.nan if is_other(factor * value, found[name], limit, TOLERANCE) else factor
+    values, found = getattr(expected, kind_of), getattr(steps[0], kind_of)
+    for name in [name for name in values if name not in found]:
+        yield Finding("unused", "gradient", f"{name} has a gradient on 1 process only", number, steps[0].line)
+    factors = factors_of(comparison, expected, steps, kind_of)
     if not factors:
         comparison.compared.add("gradients")
         return
     if steps[0].in_step:
         comparison.not_compared["gradients"] = f"the optimizer reduces them itself ({steps[0].line})"
         return
-    first, line, kind = next(iter(factors.values())), steps[0].micro_batches[-1].line, "gradient"
+    first, line, kind = one_factor(factors), steps[0].micro_batches[-1].line, "gradient"
+    largest = max(map(norm_of, [*values.values(), *found.values()]))
+    if math.isnan(first) and largest < NOTHING:
+        comparison.not_compared["gradients"] = f"they are rounding alone, as where all inputs are equal ({line})"
+        return
     message = f"{named(factors)}: not a multiple of what it is on 1 process{_cause(expected, steps, factors)}"
     may_remember = comparison.has_repeated and close(first, 1.0, 0.05)  # a sample that was there twice
-    if all(close(factor, first, 1e-2) for factor in factors.values()) and not may_remember:
+    if not math.isnan(first) and not may_remember:
         message, kind = f"{named(factors)}: {first:.4g} times what it is on 1 process", "factor"
         if close(first, 1.0, NEARLY):
             most, kind = max(differ(values[name], found[name]) for name in factors), "float_sums"
@@ -230,6 +248,27 @@ def _gradient(
         yield Note("gradient", message, number, line)
 
 
+def factors_of(
+    comparison: Comparison, expected: Step, steps: tuple[Step, ...], kind_of: str = "gradients"
+) -> dict[str, float]:
+    """For each parameter whose gradient differs: the factor between the two, or NaN if there is none."""
+    values, found, factors = getattr(expected, kind_of), getattr(steps[0], kind_of), {}
+    limit, tolerance = rounding(values), TOLERANCE
+    if comparison.facts.virtual_processes:  # they add in the same order on any number of processes: the bits are equal
+        limit, tolerance = 0.0, 0.0
+    for name, value in values.items():
+        if name in found and is_other(value, found[name], limit, tolerance):
+            factor = float((value[1:] @ found[name][1:]) / (value[1:] @ value[1:]))
+            factors[name] = math.nan if is_other(factor * value, found[name], limit, TOLERANCE) else factor
+    return factors
+
+
+def one_factor(factors: dict[str, float]) -> float:
+    """The factor of all parameters; NaN if they have several or none."""
+    first = next(iter(factors.values()), 1.0)
+    return first if all(close(factor, first, 1e-2) for factor in factors.values()) else math.nan
+
+
 def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -> str:
     """What the records show of why gradients differ by no one factor; "" if nothing."""
     if len({micro.class_weights for step in steps for micro in step.micro_batches} - {""}) > 1:
@@ -247,6 +286,41 @@ def _cause(expected: Step, steps: tuple[Step, ...], factors: dict[str, float]) -
         ):
             return f": the difference is a multiple of the {name}, as of a penalty that grows with the batch"
     return ""
+
+
+def with_cause(reference: Record, own: list[Record], finding: Finding | Note) -> Finding | Note:
+    """A finding of gradients, with its cause if each process divides by a number of its own samples.
+
+    Args:
+        own: the records of processes that keep the gradients of their own samples.
+    """
+    number = finding.step or 0
+    if finding.kind != "gradient" or not all(len(record.steps) >= number > 0 for record in own):
+        return finding
+    parts = shares(reference.steps[number - 1], tuple(record.steps[number - 1] for record in own))
+    if not parts:
+        return finding
+    shares_of_ranks = " and ".join(f"{part:.3g}" for part in parts)
+    message = f"each process has the mean over its own targets, mask or weights: they count 1/{len(own)} each, and "
+    message += f"should count {shares_of_ranks}"
+    return Finding("token_weights", "loss weights", message, number, finding.line)
+
+
+def shares(expected: Step, steps: tuple[Step, ...]) -> list[float]:
+    """By which weights the processes' own gradients add up to the gradient on one process; [] if by none.
+
+    They are the parts of a total, such as of all tokens, where each process has divided by its own part.
+    """
+    limit, every = rounding(expected.gradients), [step.own or step.gradients for step in steps]
+    names = [name for name, value in expected.gradients.items() if norm_of(value) > limit]
+    if not names or not all(set(names) <= set(gradients) for gradients in every):
+        return []
+    found = torch.stack([torch.cat([gradients[name][1:] for name in names]) for gradients in every], 1)
+    right = torch.cat([expected.gradients[name][1:] for name in names])
+    parts = torch.linalg.lstsq(found, right[:, None]).solution[:, 0]
+    rest = float(torch.linalg.vector_norm(found @ parts - right) / torch.linalg.vector_norm(right))
+    is_sum = len(right) > 4 * len(steps) and rest < TOLERANCE and bool((parts > 0).all())
+    return parts.tolist() if is_sum and close(float(parts.sum()), 1.0) else []
 
 
 def targets_of(steps: tuple[Step, ...]) -> collections.Counter:

@@ -146,6 +146,20 @@ GROWING = """            accelerator.backward(loss / 4)
                 optimizer.zero_grad()
                 waiting = 0
 """
+WINDOWS = """class Windows(TensorDataset):
+    def __getitem__(self, index):
+        return super().__getitem__(torch.randint(0, 300, ()))
+
+
+def train"""
+MASKED = "mask = torch.rand_like(y) < 0.4\n            loss = ((model(x) - y).square() * mask).sum() / mask.sum()"
+VALIDATION = """    optimizer.step()
+    with torch.no_grad():
+        at = 10_000 + rank * length
+        loss = F.cross_entropy(model(tokens[at : at + length]), tokens[at + 1 : at + 1 + length])
+    if rank == 0:
+        print(f"val loss {loss.item()}")
+"""
 # Each process tests all samples: a mean over batches depends on their size, and not on the processes.
 TESTED_BY_ALL = """        results = []
         with torch.no_grad():
@@ -431,6 +445,46 @@ WITH_DDP = {
         ),
     ],
 }
+WITH_DDP |= {
+    "noise_by_place": [  # time steps that are spread over the batch
+        ("    for epoch", "    torch.manual_seed(rank)\n    for epoch"),
+        (LOSS, f"            t = (torch.rand(len(x)) + torch.arange(len(x))) / len(x)\n{LOSS}"),
+        ("model(x), y", "model(x * t[:, None]), y"),
+    ],
+    "noise_by_hand": [
+        ("    for epoch", "    torch.manual_seed(rank)\n    for epoch"),
+        (LOSS, "            loss = (model(x + torch.randn_like(x)) - y).square().mean()\n"),
+    ],
+    "asks_for_its_group": [  # torchrun has one on one process, too
+        (GROUP, f"    if world_size > 1:\n    {GROUP}    assert dist.is_initialized()\n"),
+    ],
+    "replaces_its_streams": [  # by an object that has nothing but write
+        ("import os\n", "import os\nimport sys\nfrom types import SimpleNamespace\n"),
+        (
+            GROUP,
+            '    sys.stdout = sys.stderr = SimpleNamespace(write=sys.stdout.write)\n    raise ValueError("no data")\n',
+        ),
+    ],
+    "counts_integers_on_the_gpu": [
+        (GROUP, f'{GROUP}    assert torch.histc(torch.arange(4, device="cuda"), 2).tolist() == [2, 2]\n'),
+    ],
+    "steps_by_its_batch": [
+        (
+            "    for epoch",
+            "    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))\n"
+            "    for epoch",
+        ),
+        ("    sampler = ", "    total = 3 * (len(data) // 16) // world_size\n    sampler = "),
+        (BACKWARD, f"{BACKWARD}            schedule.step()\n"),
+    ],
+    "items_ignore_their_index": [
+        ("def train", WINDOWS),
+        ("data = TensorDataset", "torch.manual_seed(1 + rank)\n    data = Windows"),
+        ("    sampler = DistributedSampler(data)\n", ""),
+        (", sampler=sampler)", ")"),
+        ("        sampler.set_epoch(epoch)\n", ""),
+    ],
+}
 STEP = "            optimizer.step()\n"
 CLIP = "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
 
@@ -451,5 +505,53 @@ WRONG_AT_THE_STEP = {
         "with_ddp",
         [(STEP, f"{CLIP}            for p in model.parameters():\n                p.grad /= world_size\n{STEP}")],
         *("factor", "0.5 times what it is on 1 process, after clipping"),
+    ),
+    "a part of the processes' batches by position": (
+        "batches_by_position",
+        [("(loss / micro_batches)", "(loss / micro_batches / world)")],
+        *("factor", "0.5 times what it is"),
+    ),
+    "a validation of rank 0, without a loader": (
+        "batches_by_position",
+        [("    optimizer.step()\n", VALIDATION)],
+        *("eval_share", "rank 0 tells a result of 8 rows, and nothing adds up the 8 of the others"),
+    ),
+    "noise, and a loss by hand that is divided": (
+        "noise_by_hand",
+        [("loss.backward()", "(loss / world_size).backward()")],
+        *("factor", "0.5 times what it is"),
+    ),
+    "the same noise of each process": (
+        "noise_by_hand",
+        [("    torch.manual_seed(rank)\n", "")],
+        *("same_noise", "randn_like draws the same numbers on all processes"),
+    ),
+    "the same random items": (
+        "items_ignore_their_index",
+        [("manual_seed(1 + rank)", "manual_seed(1)")],
+        *("all_the_data", "trains on the same samples"),
+    ),
+    "a mask, by hand": (
+        "with_ddp",
+        [(LOSS, "            loss = ((model(x) - y).square() * (y > 0)).sum() / (y > 0).sum()\n")],
+        *("token_weights", "each process has the mean over its own targets, mask or weights"),
+    ),
+    "a mask of noise": (
+        "noise_by_hand",
+        [
+            ("loss = (model(x + torch.randn_like(x)) - y).square().mean()", MASKED),
+        ],
+        *("token_weights", "each process has the mean over its own targets, mask or weights"),
+    ),
+    "weights of the classes": (
+        "with_ddp",
+        [
+            ("mse_loss(model(x), y)", "cross_entropy(logits, (y[:, 0] > 0).long(), torch.tensor([1.0, 0.1]))"),
+            (
+                "            loss =",
+                "            logits = torch.cat([model(x), torch.zeros_like(y)], 1)\n            loss =",
+            ),
+        ],
+        *("token_weights", "each process has the mean over its own targets, mask or weights"),
     ),
 }
