@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = [*(ROOT / "utils").rglob("*.py"), *(ROOT / "readers").rglob("*.py")]
+MODULES = [*(ROOT / "utils").rglob("*.py")]
 
 
 def lines_of(module: str) -> int:
     """The lines of a module of utils/, such as `parallel/ddp`, or of a whole folder, such as `checkpoint/`."""
-    folder = ROOT if module == "readers/" else ROOT / "utils"
+    folder = ROOT / "utils"
     files = (folder / module).rglob("*.py") if module.endswith("/") else [folder / f"{module}.py"]
     return sum(len(file.read_text().splitlines()) for file in files)
 

@@ -14,10 +14,10 @@ from run_reader import lines, losses
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from readers.text import learn_tokenizer, load_tokenizer
 from scripts.transformer import Transformer, generate
 from tests.docs.pages import blocks, guide
 from utils.console import printable
+from utils.data.text import learn_tokenizer, load_tokenizer
 from utils.parallel import fsdp
 from utils.sampler import GlobalSampler
 
