@@ -358,7 +358,7 @@ def test_tokens_that_are_there_are_used_as_they_are(tmp_path, capsys):
     assert data.bits_per_byte(torch.tensor(1.0)) == {}  # the length of the text is unknown
     assert test_data.num_targets == len(test) - 1
     assert found.to_str() == tokenizer.to_str()
-    assert f"{len(train)} tokens and {len(test)} tokens of uint16" in capsys.readouterr().out
+    assert f"{len(train)} tokens of uint16 and {len(test)} tokens of uint16" in capsys.readouterr().out
     assert not (tmp_path / "cache").exists()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -46,10 +47,9 @@ def list_files(dataset: str | Path) -> tuple[dict[str, str], list[str]]:
     if os.path.isdir(dataset):
         with stop_if_unreadable(str(dataset)):
             add(str(dataset), "", tuple(map(str, Path(os.path.realpath(dataset)).parents)))
-    beside = [name for name in files if BESIDE_DATA.fullmatch(name.rpartition("/")[2].lower())]
-    if len(beside) == len(files):
-        beside = []
-    return {name: files[name] for name in sorted(files.keys() - beside)}, sorted(beside)
+    beside = sorted(name for name in files if BESIDE_DATA.fullmatch(name.rpartition("/")[2].lower()))
+    beside = beside if len(beside) < len(files) else []
+    return {name: files[name] for name in sorted(files.keys() - beside)}, beside
 
 
 def find_split(dataset: str, name: str) -> tuple[str, int]:
@@ -78,12 +78,8 @@ def choose_splits(dataset: str, splits: dict) -> tuple[dict, list[str]]:
 def find_data(dataset: str, kinds: dict[str, str], other: str, cache_dir: str | None) -> tuple[str, dict, list[str]]:
     """The kind of a dataset, its splits "train" and "test" or "": all (see `choose_splits`), and what is left out.
 
-    Args:
-        dataset: a folder, or a Hub id.
-        kinds: what files are by the end of their names, and `other`: what all others are.
-
-    Returns:
-        A split of kind "rows" is a `datasets.Dataset`, also of parquet and CSV files; of others, {name: path}.
+    `kinds` says what files are by the end of their names, and `other` what all others are. Parquet and CSV files and a
+    Hub id are "rows", of which a split is a `datasets.Dataset`; of others it is {name: path}.
     """
     files, left_out = list_files(dataset)
     found = {name: next((kinds[end] for end in kinds if name.lower().endswith(end)), other) for name in files}
@@ -95,10 +91,8 @@ def find_data(dataset: str, kinds: dict[str, str], other: str, cache_dir: str | 
         splits.setdefault(find_split(dataset, name)[0], {})[name] = path
     if "" in splits and len(splits) > 1:
         named = next(name for name in files if name not in splits[""])
-        stop(
-            f"--dataset {dataset}: the name of {named} says its split, and that of {next(iter(splits['']))} does not: "
-            "move all files into folders train/ and test/, or all into one folder train/"
-        )
+        words = f"the name of {named} says its split, and that of {next(iter(splits['']))} does not"
+        stop(f"--dataset {dataset}: {words}: move all files into folders train/ and test/, or all into train/")
     if kind in ("parquet", "csv", None):
         kind, splits = "rows", load_rows(dataset, kind, splits, cache_dir)
     splits, others = choose_splits(dataset, splits)
@@ -118,18 +112,16 @@ def load_rows(dataset: str, kind: str | None, files: dict[str, dict[str, str]], 
         if not kind:
             return datasets.load_dataset(dataset, cache_dir=cache_dir)
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would ask the Hub, for 3 s or more without a network
-        # Else the texts "NA" and "null" are left out.
-        options = {"keep_default_na": False} if kind == "csv" else {}
+        paths = {split or "whole": [*map(os.path.abspath, files[split].values())] for split in files}
+        options = {"keep_default_na": False} if kind == "csv" else {}  # else the texts "NA" and "null" are left out
         if kind == "parquet":  # for all files, `datasets` takes the names of the classes of the first
-            paths = [path for of_split in files.values() for path in of_split.values()]
-            features = [datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path)) for path in paths]
-            classes = {str([kind for kind in each.values() if hasattr(kind, "names")]): each for each in features}
+            schemas = map(pyarrow.parquet.read_schema, itertools.chain(*paths.values()))
+            features = [datasets.Features.from_arrow_schema(schema).values() for schema in schemas]
+            classes = {str([feature for feature in each if hasattr(feature, "names")]) for each in features}
             if len(classes) > 1:
                 raise ValueError(f"its files number their classes differently: {' and '.join(classes)}")
         # A name with [brackets] would be taken for a pattern, and match others.
-        paths = {
-            split or "whole": [glob.escape(os.path.abspath(file)) for file in files[split].values()] for split in files
-        }
+        paths = {split: [*map(glob.escape, of_split)] for split, of_split in paths.items()}
         rows = datasets.load_dataset(kind, data_files=paths, cache_dir=cache_dir, **options)
         return {split: rows[split or "whole"] for split in files}
     except Exception as error:  # some twenty types; all of them mean that there is no data

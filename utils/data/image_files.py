@@ -35,23 +35,18 @@ def list_images(dataset: str, splits: dict[str, dict[str, str]]) -> dict:
         # A caption or a list beside the images would else be found when it is decoded, after hours.
         if (suffix := Path(name).suffix.lower()) and suffix not in Image.registered_extensions():
             stop(f"--dataset {dataset}: {name} is not an image that Pillow opens: convert it, or remove it")
-    classes = {name: number for number, name in enumerate(sorted({name.split("/")[-2] for name in names}))}
-    # As strings at first: `datasets` would look at each image.
-    features = datasets.Features({"image": datasets.Value("string"), "label": datasets.ClassLabel(names=[*classes])})
-    rows = {}
+    classes = datasets.ClassLabel(names=sorted({name.split("/")[-2] for name in names}))
+    features, rows = datasets.Features(image=datasets.Value("string"), label=classes), {}
     for split, files in splits.items():
         paths = sorted(files.values())
-        columns = {"image": paths, "label": [classes[path.rsplit("/", 2)[1]] for path in paths]}
+        columns = {"image": paths, "label": classes.str2int([path.split("/")[-2] for path in paths])}
+        # Paths are strings at first: of images, `datasets` would look at each.
         rows[split] = datasets.Dataset.from_dict(columns, features).cast_column("image", datasets.Image())
     return rows
 
 
 def read_image(cell: dict, use: Callable):
-    """`use(image)` of the image in a cell {"bytes", "path"}, upright; if it is not rotated, not decoded yet.
-
-    Raises:
-        UnreadableItem: with the name of the file, if it cannot be decoded.
-    """
+    """`use(image)` of the image in a cell {"bytes", "path"}, upright; if it is not rotated, not decoded yet."""
     try:
         with Image.open(cell["path"] if cell["bytes"] is None else io.BytesIO(cell["bytes"])) as image:
             is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1  # phones turn by EXIF
@@ -62,12 +57,8 @@ def read_image(cell: dict, use: Callable):
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An image of any mode with 8 bits as RGB; transparent pixels become white, as on a page.
-
-    Raises:
-        ValueError: for 16 bits and more, which Pillow would clip at 255.
-    """
-    if image.mode not in EIGHT_BITS:
+    """An image of any mode with 8 bits as RGB; transparent pixels become white, as on a page."""
+    if image.mode not in EIGHT_BITS:  # Pillow would clip them at 255
         raise ValueError(f"its pixels, of Pillow's mode {image.mode}, have more than 8 bits: save it with 8")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
@@ -112,12 +103,8 @@ def crop_and_resize(image: Image.Image, box: tuple[float, float, float, float], 
 class ImageFiles(Dataset):
     """A map-style dataset whose images are decoded when they are read; an item is (transform(image), label).
 
-    Args:
-        split: a Split of images.
-        transform: turns a PIL image of any mode, which is not decoded yet, into a uint8 tensor (3, H, W); see
-            `crop_and_resize`. It may draw from the global generators of torch, Python and NumPy, which GlobalLoader
-            seeds for each item.
-        deterministic: promises that `transform` does not draw random numbers.
+    `transform` turns a PIL image, which is not decoded yet, into a uint8 tensor (3, H, W), as `crop_and_resize` does.
+    Unless it is `deterministic`, GlobalLoader seeds the global generators of torch, Python and NumPy for each item.
     """
 
     def __init__(self, split, transform: Callable, deterministic: bool = False):

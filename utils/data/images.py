@@ -50,21 +50,20 @@ def load_splits(
 ) -> tuple[Split, Split]:
     """The train and test split of a dataset; nothing is decoded.
 
-    Args:
-        dataset: a folder of parquet files, of tar files (see tar_files), or of images as train/<class>/* and
-            test/<class>/*; or a Hub id. For the names of splits, see files. MNIST needs no network.
-        image_column, label_column: of rows; None: the only Image and ClassLabel column, or else the integers `label`.
-        cache_dir: for what is made once; None: in the cache of Hugging Face.
+    A dataset is a folder of parquet files, of tar files (see tar_files), or of images as train/<class>/* and
+    test/<class>/*; or a Hub id. MNIST needs no network. The columns are the only ones of an Image and a ClassLabel, or
+    else the integers `label`.
     """
     folder = str(MNIST_FOLDER) if dataset == MNIST and MNIST_FOLDER.is_dir() else dataset
     kind, splits, left_out = find_data(folder, KINDS, "images", cache_dir)
     if {*splits} != {"train", "test"}:
         stop(f"--dataset {dataset} needs train and one of {TEST_SPLITS}, such as train/<class>/1.png")
     if kind == "tar":
-        from .tar_files import load_tar_splits
+        from .tar_files import load_tar_split
 
-        class_files = [left_out.pop(left_out.index(name)) for name in CLASSES if name in left_out]
-        found = load_tar_splits(dataset, splits, class_files, image_column, label_column, cache_dir)
+        options = [Path(dataset, name) for name in CLASSES if name in left_out], image_column, label_column, cache_dir
+        left_out = [name for name in left_out if name not in CLASSES]
+        found = [load_tar_split([*splits[name].values()], *options) for name in ("train", "test")]
         found = [Split(dataset, rows, "image", *labels) for rows, *labels in found]
     else:
         if kind == "images":
@@ -83,19 +82,13 @@ def find_columns(rows, dataset: str, image_column: str | None, label_column: str
     import datasets
 
     columns = {name: getattr(kind, "dtype", type(kind).__name__) for name, kind in rows.features.items()}
-    images, classes = (
-        [name for name, kind in rows.features.items() if isinstance(kind, wanted)]
-        for wanted in (datasets.Image, datasets.ClassLabel)
-    )
-    images, classes = (
-        [image_column] if image_column else images,
-        [label_column] if label_column else classes or ["label"],
-    )
-    if [len(images), len(classes)] != [1, 1] or not {*images, *classes} <= {*columns}:
+    images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
+    classes = [name for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)] or ["label"]
+    images, classes = [image_column] if image_column else images, [label_column] if label_column else classes
+    found = [rows.features.get(names[0]) for names in (images, classes) if len(names) == 1]
+    if len(found) != 2 or not isinstance(found[0], datasets.Image) or "int" not in getattr(found[1], "dtype", ""):
         stop(f"--dataset {dataset} has the columns {columns}: choose by --image_column and --label_column")
     image_column, label_column = *images, *classes
-    if not isinstance(rows.features[image_column], datasets.Image) or "int" not in columns[label_column]:
-        stop(f"--dataset {dataset} has the columns {columns}; it needs one with images, and one with integers")
     for column in (image_column, label_column):
         if missing := rows.data.column(column).null_count:
             stop(f"--dataset {dataset} has {plural(missing, 'row')} without {column}: remove them")
@@ -110,9 +103,7 @@ def name_classes(train: Split, test: Split) -> list[Split]:
     labels = torch.cat([train.labels, test.labels])
     most = len(train.classes or range(MOST_CLASSES))
     if not len(labels) or labels.min() < 0 or labels.max() >= most:
-        stop(
-            f"--dataset {train.dataset} has labels that are not from 0 to {most - 1}: {labels.unique().tolist()!s:.99}"
-        )
+        stop(f"--dataset {train.dataset} has labels that are not from 0 to {most - 1}: {labels.unique()}")
     if unknown := {*test.labels.tolist()} - {*train.labels.tolist()}:
         stop(f"--dataset {train.dataset} has the label {min(unknown)} in test, but not in train")
     classes = train.classes or [str(label) for label in range(int(labels.max()) + 1)]
@@ -134,7 +125,7 @@ def decode_pgm(files: list[bytes | None]) -> np.ndarray | None:
     header = re.match(rb"P5\s([1-9]\d*)\s([1-9]\d*)\s255\s", files[0] or b"")
     if not header:
         return None
-    width, height = int(header[1]), int(header[2])
+    width, height = map(int, header.groups())
     length = header.end() + width * height
     if any(file is None or len(file) != length or not file.startswith(header[0]) for file in files):
         return None

@@ -26,31 +26,22 @@ from .files import stop_if_unreadable
 FORMAT = 3  # of the files in the cache
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff", "avif", "jp2", "mpo")
 LABELS = ("cls", "json", "txt")  # the first of these that a sample has
-OPEN_FILES = 128  # at a time in one process
 
 
 class TarFiles(Dataset):
     """A map-style dataset of the samples in tar files: the members `KEY.EXTENSION` with one key are one sample.
 
-    The key ends at the first dot of the file's name, and includes its folders. The tar files are scanned once, into a
-    table of the members' places in the cache. A sample is then read with `pread`.
+    The key ends at the first dot of the file's name, and includes its folders. The files are scanned once, into a table
+    in the cache of the members' places.
 
     Args:
         paths: tar files that are not compressed. Their samples are the items, in this order.
         decode: function of the sample, {"__url__": file, "__key__": str, "jpg": bytes, ...} by extension in lower
             case. A ValueError, OSError or KeyError ends the run with the name of the sample. None: items are samples.
         extensions: read only these, and those that end with one, such as "input.jpg"; None: all.
-        cache_dir: None: beside the cache of Hugging Face.
     """
 
-    def __init__(
-        self,
-        paths: Iterable[Path | str],
-        decode: Callable | None = None,
-        *,
-        extensions: Iterable[str] | None = None,
-        cache_dir: str | None = None,
-    ):
+    def __init__(self, paths: Iterable[Path | str], decode: Callable | None = None, *, extensions=None, cache_dir=None):
         self.paths, self.decode, self.extensions = list(map(Path, paths)), decode, extensions and {*extensions}
         self.signatures = list(map(file_signature, self.paths))
         self.folder = cache_folder(cache_dir, "tar") / digest([FORMAT, self.signatures])
@@ -64,11 +55,11 @@ class TarFiles(Dataset):
         workers = min(len(self.paths), share_of_cores() * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         fork = multiprocessing.get_context("fork")
         with stop_at_unreadable_items(), ProcessPoolExecutor(workers, fork, obey_only_parent) as processes:
-            tables = [*processes.map(members_of, self.paths)]
-        first = 0
+            tables, first = [*processes.map(members_of, self.paths)], 0
         for number, table in enumerate(tables):
-            table["file"], table["sample"] = number, table["sample"] + first
-            first = max([first, *(table["sample"][-1:] + 1)])
+            table["file"] = number
+            table["sample"] += first
+            first = table["sample"].max(initial=first - 1) + 1
         np.save(self.folder / "members.npy", np.concatenate(tables))
 
     def __len__(self) -> int:
@@ -101,7 +92,7 @@ class TarFiles(Dataset):
         return sha.hexdigest()[:16]
 
 
-@functools.lru_cache(OPEN_FILES)
+@functools.lru_cache(128)  # files that are open at a time in one process
 def open_unchanged(path: str, size: int, mtime_ns: int):
     """The open file. Raises: ValueError, if it is not the one that was scanned."""
     file = open(path, "rb")  # noqa: SIM115  stays open
@@ -119,12 +110,9 @@ def split_name(name: bytes) -> tuple[str, str]:
 
 
 def members_of(path: Path) -> np.ndarray:
-    """The members of a tar file: name, offset, size, and number of the sample, in whose order they are.
+    """The members of a tar file, in the order of their samples.
 
     As in webdataset, files without an extension, or whose name begins with a dot, are passed over.
-
-    Raises:
-        UnreadableItem: if it is not a whole tar file, or two members have one name.
     """
     rows, samples, names, passed_over = [], {}, set(), []
     try:
@@ -161,35 +149,27 @@ def members_of(path: Path) -> np.ndarray:
 # Images with labels
 
 
-def load_tar_splits(
-    dataset: str,
-    splits: dict[str, dict[str, str]],
-    class_files: list[str],
-    image_column: str | None,
-    label_column: str | None,
-    cache_dir: str | None,
-) -> list[tuple[TarFiles, torch.Tensor, list[str] | None]]:
-    """The rows, the labels, int64 (N,), and the names of the classes of the train and test split.
+def load_tar_split(
+    paths: list[str], class_files: list[str], image_column: str | None, label_column: str | None, cache_dir: str | None
+) -> tuple[TarFiles, torch.Tensor, list[str] | None]:
+    """The rows, the labels, int64 (N,), and the names of the classes.
 
     A sample is an image and its label: the text of a `.cls` or `.txt`, or the entry `label` of a `.json`. A label is a
-    number, or a name in the first of `class_files`, which has one per line.
+    number, or a name in one of `class_files`, which has one per line.
     """
-    with stop_if_unreadable(f"{dataset}/{class_files}"):
+    if packed := [path for path in paths if not path.lower().endswith(".tar")]:
+        stop(f"--dataset: {packed[0]} is compressed, but must be read at any place: unpack it to a .tar")
+    with stop_if_unreadable(f"{class_files}"):
         if len(class_files) > 1:
             raise ValueError("only one of them may be there")
-        lines = [Path(dataset, name).read_text(encoding="utf-8").splitlines() for name in class_files]
-    classes = [line.strip() for line in (lines or [[]])[0] if line.strip()]
-    found, images = [], (image_column,) if image_column else IMAGES
-    for name in ("train", "test"):
-        paths, read_label = [*splits[name].values()], functools.partial(label_of, label_column, classes)
-        if packed := [path for path in paths if not path.lower().endswith(".tar")]:
-            stop(f"--dataset: {packed[0]} is compressed, but must be read at any place: unpack it to a .tar")
-        rows = TarFiles(paths, functools.partial(as_row, image_column), extensions=images, cache_dir=cache_dir)
-        labels = TarFiles(paths, read_label, extensions={*LABELS, label_column or "cls"}, cache_dir=cache_dir)
-        folder = rows.folder.with_name(digest([rows.folder.name, label_column, classes]))
-        build_once(folder, functools.partial(save_labels, labels, folder), "the labels of tar files")
-        found.append((rows, torch.from_numpy(np.load(folder / "labels.npy")), classes or None))
-    return found
+        classes = Path([*class_files, os.devnull][0]).read_text(encoding="utf-8").split("\n")
+    classes = [name.strip() for name in classes if name.strip()]
+    images, read_label = (image_column,) if image_column else IMAGES, functools.partial(label_of, label_column, classes)
+    rows = TarFiles(paths, functools.partial(as_row, image_column), extensions=images, cache_dir=cache_dir)
+    labels = TarFiles(paths, read_label, extensions={*LABELS, label_column or "cls"}, cache_dir=cache_dir)
+    folder = rows.folder.with_name(digest([rows.folder.name, label_column, classes]))
+    build_once(folder, functools.partial(save_labels, labels, folder), "the labels of tar files")
+    return rows, torch.from_numpy(np.load(folder / "labels.npy")), classes or None
 
 
 def save_labels(labels: TarFiles, folder: Path) -> None:
@@ -213,8 +193,8 @@ def label_of(label_column: str | None, classes: list[str], sample: dict) -> int:
         raise ValueError(f"it has no label: none of .{', .'.join(LABELS)}")
     label = sample[names[0]].decode().strip()
     if names[0].endswith("json"):
-        entries = json.loads(label)
-        label = entries[label_column or "label"] if isinstance(entries, dict) else entries
+        label = json.loads(label)
+        label = label[label_column or "label"] if isinstance(label, dict) else label
     if label in classes:
         return classes.index(label)
     if isinstance(label, bool) or not str(label).isdecimal():  # isdecimal: int() would take "-1" and 1.5, too

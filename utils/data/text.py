@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ PART = 2**17  # characters that are read at a time
 PIECE = 2**15  # characters; a longer document is tokenized in pieces of one to two times as many
 AT_ONCE = 64  # pieces that are tokenized together: an Encoding takes far more memory than its ids
 FORMAT = 6  # of the files in the cache
+PIECES = {"text": "string", "is_last": "bool", "is_test": "bool", "length": "int64"}  # columns, and their types
+PIECES |= {"name_hash": "int64", "text_hash": "int64"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 KINDS = dict.fromkeys([f"{end}{packed}" for end in (".jsonl", ".ndjson") for packed in ("", *COMPRESSIONS)], "lines")
 KINDS |= {".parquet": "parquet", ".csv": "csv"}
@@ -81,9 +84,7 @@ class PackedText(torch.utils.data.Dataset):
     Sequences may begin and end inside a document. Every token except the first is a target exactly once. An item is
     (inputs, targets), both int32 (context,). The last sequence is padded with EOS and IGNORE_INDEX.
 
-    Args:
-        file: the tokens, as numbers of `dtype`.
-        num_bytes: of the whole text in UTF-8; None: unknown, or the tokenizer loses a part of it.
+    `num_bytes` is the length of the whole text in UTF-8; None: unknown, or the tokenizer loses a part of it.
     """
 
     deterministic = True
@@ -103,10 +104,7 @@ class PackedText(torch.utils.data.Dataset):
         return F.pad(tokens[:-1], padding, value=self.eos), F.pad(tokens[1:], padding, value=IGNORE_INDEX)
 
     def bits_per_byte(self, losses: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The metric of losses in nats per token: its mean over all targets is the bits per byte of the whole text.
-
-        Empty for a tokenizer that loses a part of the text, such as the case of letters: its bits say less.
-        """
+        """The metric of losses in nats per token: its mean over all targets is the bits per byte of the whole text."""
         return {"bits_per_byte": losses * (self.tokens_per_byte / math.log(2))} if self.tokens_per_byte else {}
 
 
@@ -122,10 +120,8 @@ def count_targets(batch: list[torch.Tensor]) -> torch.Tensor:
 def find_sources(dataset: str, text_column: str | None, cache_dir: str | None) -> tuple[list, str | None, list[str]]:
     """Split, name and rows of each source of text, the column of the rows (None: files of text), and what is left out.
 
-    Args:
-        dataset: STDLIB, the sources of Python's standard library; a folder of text files, of JSON lines, which may be
-            compressed, of parquet or of CSV files; or a Hub id. For the names of splits, see files.
-        text_column: None: `text`, or else the only one with strings.
+    A dataset is STDLIB, the sources of Python's standard library; a folder of text, parquet or CSV files, or of JSON
+    lines, which may be compressed; or a Hub id. The column is `text`, or else the only one with strings.
     """
     if dataset == STDLIB:
         files, _ = list_files(sysconfig.get_path("stdlib"))
@@ -143,10 +139,7 @@ def find_sources(dataset: str, text_column: str | None, cache_dir: str | None) -
         first = next((entry for *_, file in sources for _, entry in read_lines(file)), {})
         columns = {name: isinstance(value, str | None) for name, value in first.items()}
     else:
-        columns = {
-            name: "string" in str(getattr(kind, "dtype", ""))
-            for name, kind in next(iter(splits.values())).features.items()
-        }
+        columns = {field.name: "string" in str(field.type) for field in sources[0][2].features.arrow_schema}
     names = [text_column] if text_column else ["text"] if "text" in columns else [*filter(columns.get, columns)]
     if len(names) != 1 or names[0] not in columns:
         stop(f"--dataset {dataset} has the columns {', '.join(columns)}: choose the one with text by --text_column")
@@ -161,7 +154,9 @@ def read_documents(sources: list, column: str | None) -> Iterator[tuple[str, byt
                 yield split, os.fsencode(name), read_parts(rows)
             continue
         is_file = isinstance(rows, str)
-        for number, text in read_lines(rows, column) if is_file else read_rows(rows, column):
+        batches = [] if is_file else rows.select_columns([column]).with_format("arrow").iter(256)
+        texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for number, text in read_lines(rows, column) if is_file else enumerate(texts):
             if not isinstance(text, str | None):  # `datasets` would write it as JSON, and take that for the text
                 stop(f"--dataset: {name}:{number} has {type(text).__name__} {text!r:.60} where the text should be")
             if text:
@@ -177,11 +172,6 @@ def read_parts(file: str) -> Iterator[str]:
             if "\0" in part:  # UTF-16, or not text at all
                 stop(f"--dataset: {file} is not a text file, it contains NUL bytes: remove it")
             yield part
-
-
-def read_rows(rows, column: str) -> Iterator[tuple[int, object]]:
-    batches = rows.select_columns([column]).with_format("arrow").iter(256)
-    return enumerate(itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches))
 
 
 def read_lines(file: str, column: str | None = None) -> Iterator[tuple[int, object]]:
@@ -243,10 +233,8 @@ def load_tokens(
 ) -> tuple[PackedText, PackedText, Tokenizer]:
     """The packed text for training and for testing, and the tokenizer; tokenized once, into files in the cache.
 
-    Args:
-        dataset: see `find_sources`; or a folder with train.bin and val.bin, as nanoGPT writes them, and tokenizer.json.
-        tokenizer_file: tokenizer.json; None: learn one with `vocabulary` tokens from the documents for training.
-        token_dtype: of train.bin and val.bin; None: uint16, or uint32 where the tokenizer has more than 65,536 tokens.
+    A dataset is as in `find_sources`; or a folder with train.bin and val.bin of `token_dtype`, as nanoGPT writes them,
+    and tokenizer.json. Without a tokenizer, one of `vocabulary` tokens is learned from the documents for training.
     """
     if Path(dataset, "train.bin").is_file():
         return load_prepared(dataset, tokenizer_file or f"{dataset}/tokenizer.json", context, token_dtype)
@@ -258,77 +246,77 @@ def load_tokens(
     # The tokenizer's own JSON: a pickled one differs from run to run.
     key = digest([FORMAT, column, signed, tokenizer.to_str() if tokenizer else vocabulary])
     folder = cache_folder(cache_dir, "tokens", key)
-
-    def build() -> dict:
-        show(f"tokenizing --dataset {dataset}, once, into {folder}")
-        return write_tokens(sources, column, tokenizer, vocabulary, folder)
-
+    build = functools.partial(write_tokens, dataset, sources, column, tokenizer, vocabulary, folder)
     manifest = build_once(folder, build, f"the tokens of --dataset {dataset}")
     announce(dataset, manifest["about"] + (f" of column {column}" if column else ""), left_out)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     train, test = (
-        PackedText(folder / f"{split}.bin", dtype_of(tokenizer), context, tokenizer.token_to_id(EOS), num_bytes)
+        PackedText(
+            folder / f"{split}.bin",
+            dtype_of(tokenizer.get_vocab_size()),
+            context,
+            tokenizer.token_to_id(EOS),
+            num_bytes,
+        )
         for split, num_bytes in manifest["bytes"].items()
     )
     return train, test, tokenizer
 
 
-def dtype_of(tokenizer: Tokenizer) -> str:
-    return "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
+def dtype_of(vocabulary: int) -> str:
+    return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
-def write_tokens(sources: list, column: str | None, tokenizer: Tokenizer | None, vocabulary: int, folder: Path) -> dict:
+def write_tokens(
+    dataset: str, sources: list, column: str | None, tokenizer: Tokenizer | None, vocabulary: int, folder: Path
+) -> dict:
     """Write train.bin, test.bin and tokenizer.json into `folder`; what `datasets` makes on the way there is removed."""
     import datasets
 
-    work, kinds = folder / "datasets", {"text": "string", "is_last": "bool", "is_test": "bool", "length": "int64"}
-    kinds |= {"name_hash": "int64", "text_hash": "int64"}
-    features = datasets.Features({name: datasets.Value(kind) for name, kind in kinds.items()})
+    show(f"tokenizing --dataset {dataset}, once, into {folder}")
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     arguments = {"sources": tuple(sources), "column": column}  # it would cut a list into shards
-    rows = datasets.Dataset.from_generator(
-        read_pieces, features, str(work), gen_kwargs=arguments, writer_batch_size=AT_ONCE
-    )
-    is_last = rows.data.column("is_last").to_numpy()
-    last = rows.data.table.drop_columns("text").filter(is_last).to_pydict()
-    is_test = np.array(last["is_test"], bool)
+    features = datasets.Features({name: datasets.Value(kind) for name, kind in PIECES.items()})
+    options = {"gen_kwargs": arguments, "cache_dir": str(folder / "datasets"), "writer_batch_size": AT_ONCE}
+    rows = datasets.Dataset.from_generator(read_pieces, features, **options)
+    columns = {name: rows.data.column(name).to_numpy() for name in PIECES if name != "text"}
+    is_last = columns["is_last"]
+    last = {name: column[is_last] for name, column in columns.items()}
+    is_test = last["is_test"]
     if sources[0][0] == "":  # a hash of the names decides; equal texts are on one side, by the first one's name
         _, first, which = np.unique(last["text_hash"], return_index=True, return_inverse=True)
-        order = np.argsort(np.array(last["name_hash"])[first], kind="stable")
+        order = np.argsort(last["name_hash"][first], kind="stable")
         is_test = np.isin(which, order[: math.ceil(len(order) * TEST_FRACTION)])
     if is_test.all() or not is_test.any():
-        stop("--dataset needs a non-empty document for training and one for testing")
+        stop(f"--dataset {dataset} needs a non-empty document for training and one for testing")
     if tokenizer is None:
-        step = 1 + int(np.array(last["length"])[~is_test].sum()) // LEARN_FROM
+        step = 1 + int(last["length"][~is_test].sum()) // LEARN_FROM
         texts = itertools.compress((parts for *_, parts in read_documents(sources, column)), ~is_test)
         tokenizer = learn_tokenizer(itertools.islice(itertools.chain.from_iterable(texts), 0, None, step), vocabulary)
     write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
 
     num_bytes, in_test = {}, is_test[np.cumsum(is_last) - is_last]
+    features = datasets.Features(
+        ids=[datasets.Value(dtype_of(tokenizer.get_vocab_size()))], bytes=datasets.Value("int64")
+    )
+    options = {"batched": True, "batch_size": AT_ONCE, "features": features, "remove_columns": rows.column_names}
+    options |= {"new_fingerprint": folder.name, "desc": "tokenizing"}  # else `map` pickles the tokenizer
     for split, wanted in (("train", ~in_test), ("test", in_test)):
-        tokens = rows.select(np.flatnonzero(wanted)).map(
-            functools.partial(encode, tokenizer),
-            batched=True,
-            batch_size=AT_ONCE,
-            features=datasets.Features(ids=[datasets.Value(dtype_of(tokenizer))], bytes=datasets.Value("int64")),
-            remove_columns=rows.column_names,
-            cache_file_name=str(work / f"{split}.arrow"),
-            new_fingerprint=folder.name,  # else `map` pickles the tokenizer
-            desc="tokenizing",
-        )
+        options["cache_file_name"] = str(folder / "datasets" / f"{split}.arrow")
+        tokens = rows.select(np.flatnonzero(wanted)).map(functools.partial(encode, tokenizer), **options)
         with open(folder / f"{split}.bin", "wb") as file:
-            file.write(np.array([tokenizer.token_to_id(EOS)], dtype_of(tokenizer)))
+            file.write(np.array([tokenizer.token_to_id(EOS)], dtype_of(tokenizer.get_vocab_size())))
             for chunk in tokens.data.column("ids").chunks:
                 file.write(chunk.flatten().to_numpy())
         num_bytes[split] = pyarrow.compute.sum(tokens.data.column("bytes")).as_py()
 
-    about, sample = (
-        f"{(~is_test).sum():,} documents for training, {is_test.sum():,} for testing",
-        rows[:AT_ONCE]["text"],
-    )
+    about = f"{(~is_test).sum():,} documents for training, {is_test.sum():,} for testing"
+    sample = rows[:AT_ONCE]["text"]
     if any(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, False) != text for text in sample):
         about += ", without bits_per_byte, as the tokenizer loses a part of the text,"
         num_bytes = dict.fromkeys(num_bytes)
-    shutil.rmtree(work)
+    shutil.rmtree(folder / "datasets")
     return {"bytes": num_bytes, "about": about}
 
 
@@ -336,25 +324,27 @@ def encode(tokenizer: Tokenizer, batch: dict) -> dict:
     """The tokens of pieces, with EOS after each document, and their length in UTF-8."""
     encodings = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
     ends = [[tokenizer.token_to_id(EOS)] * is_last for is_last in batch["is_last"]]
-    ids = [np.array(encoding.ids + end, dtype_of(tokenizer)) for encoding, end in zip(encodings, ends, strict=True)]
+    ids = [
+        np.array(encoding.ids + end, dtype_of(tokenizer.get_vocab_size()))
+        for encoding, end in zip(encodings, ends, strict=True)
+    ]
     return {"ids": ids, "bytes": [len(text.encode()) for text in batch["text"]]}
 
 
-def load_prepared(
-    dataset: str, tokenizer_file: str, context: int, dtype: str | None
-) -> tuple[PackedText, PackedText, Tokenizer]:
+def load_prepared(dataset: str, tokenizer_file: str, context: int, dtype: str | None) -> tuple:
     """Tokens as nanoGPT prepares them, as they are; without bits_per_byte, as the length of the text is unknown."""
     tokenizer, found = load_tokenizer(tokenizer_file), []
     size = Tokenizer.from_file(tokenizer_file).get_vocab_size()  # without EOS
-    dtype = dtype or ("uint16" if size <= 2**16 else "uint32")
     for path in (f"{dataset}/train.bin", f"{dataset}/val.bin"):
-        with stop_if_unreadable(path):
-            tokens = np.memmap(path, dtype, "r")  # raises ValueError for a part of a token
-            if len(tokens) < 2 or tokens.min() < 0 or tokens.max() >= size or not tokens[1::2].any():
-                about = f"{len(tokens)} tokens, {tokens.min()} to {tokens.max()}, of {size} of the tokenizer"
-                raise ValueError(f"read as {dtype}, it has {about}, or each second is 0: see --token_dtype")
-        found.append(PackedText(path, dtype, context, tokenizer.token_to_id(EOS), None))
+        with stop_if_unreadable(path):  # also a part of a token, and no token
+            data = PackedText(path, dtype or dtype_of(size), context, tokenizer.token_to_id(EOS), None)
+            if data.tokens.min() < 0 or data.tokens.max() >= size or not data.tokens[1::2].any():
+                about = f"from {data.tokens.min()} to {data.tokens.max()}, and the tokenizer has {size}"
+                raise ValueError(
+                    f"as {data.tokens.dtype}, its tokens are {about}, or each second is 0: see --token_dtype"
+                )
+        found.append(data)
     files, left_out = list_files(dataset)
     left_out += sorted({*files} - {"train.bin", "val.bin", "tokenizer.json"})
-    announce(dataset, " and ".join(f"{len(data.tokens):,} tokens" for data in found) + f" of {dtype}", left_out)
+    announce(dataset, " and ".join(f"{len(data.tokens):,} tokens of {data.tokens.dtype}" for data in found), left_out)
     return *found, tokenizer
