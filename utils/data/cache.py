@@ -36,7 +36,7 @@ def sample_digest(file: Path) -> list:
         return [size, digest([os.pread(content.fileno(), SAMPLE, start).hex() for start in starts])]
 
 
-def build_once(folder: Path, build: Callable[[], dict | None], description: str) -> dict | None:
+def build_once(folder: Path, build: Callable[[], dict | None]) -> dict | None:
     """What `build` returned when one process called it, with `folder` empty, to write files there.
 
     Several processes and several runs may need the folder at once. After a kill it is built anew, and also if one of
@@ -75,5 +75,6 @@ def build_once(folder: Path, build: Callable[[], dict | None], description: str)
         error = error.__cause__ if isinstance(error.__cause__, OSError) else error  # `datasets` wraps it
         if not isinstance(error, OSError):
             raise
-        where = f"{description} cannot be kept in {folder} ({error.filename or ''} {error.strerror or error})"
-        stop(f"{where}: choose a folder that can be written and locked with --cache_dir")
+        stop(
+            f"{error.filename or folder}: {error.strerror or error}: choose a folder to write and lock with --cache_dir"
+        )

@@ -31,8 +31,7 @@ LABELS = ("cls", "json", "txt")  # the first of these that a sample has
 class TarFiles(Dataset):
     """A map-style dataset of the samples in tar files: the members `KEY.EXTENSION` with one key are one sample.
 
-    The key ends at the first dot of the file's name, and includes its folders. The files are scanned once, into a table
-    in the cache of the members' places.
+    The key ends at the first dot of the file's name, and includes its folders. The files are scanned once.
 
     Args:
         paths: tar files that are not compressed. Their samples are the items, in this order.
@@ -45,7 +44,7 @@ class TarFiles(Dataset):
         self.paths, self.decode, self.extensions = list(map(Path, paths)), decode, extensions and {*extensions}
         self.signatures = list(map(file_signature, self.paths))
         self.folder = cache_folder(cache_dir, "tar") / digest([FORMAT, self.signatures])
-        build_once(self.folder, self._scan, "the table of tar files")
+        build_once(self.folder, self._scan)
         self.members = np.load(self.folder / "members.npy")
         # The row of each sample's first member, and the number of rows.
         self.starts = np.flatnonzero(np.diff(self.members["sample"], prepend=-1, append=-1))
@@ -96,8 +95,7 @@ class TarFiles(Dataset):
 def open_unchanged(path: str, size: int, mtime_ns: int):
     """The open file. Raises: ValueError, if it is not the one that was scanned."""
     file = open(path, "rb")  # noqa: SIM115  stays open
-    about = os.fstat(file.fileno())
-    if (about.st_size, about.st_mtime_ns) != (size, mtime_ns):
+    if file_signature(path)[1:] != [size, mtime_ns]:
         raise ValueError("the file has changed during the run")
     return file
 
@@ -168,7 +166,7 @@ def load_tar_split(
     rows = TarFiles(paths, functools.partial(as_row, image_column), extensions=images, cache_dir=cache_dir)
     labels = TarFiles(paths, read_label, extensions={*LABELS, label_column or "cls"}, cache_dir=cache_dir)
     folder = rows.folder.with_name(digest([rows.folder.name, label_column, classes]))
-    build_once(folder, functools.partial(save_labels, labels, folder), "the labels of tar files")
+    build_once(folder, functools.partial(save_labels, labels, folder))
     return rows, torch.from_numpy(np.load(folder / "labels.npy")), classes or None
 
 

@@ -44,9 +44,8 @@ PIECES |= {"name_hash": "int64", "text_hash": "int64"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 KINDS = dict.fromkeys([f"{end}{packed}" for end in (".jsonl", ".ndjson") for packed in ("", *COMPRESSIONS)], "lines")
 KINDS |= {".parquet": "parquet", ".csv": "csv"}
-NO_TEXT = (".tsv", ".json", ".arrow", ".xlsx", ".sqlite", ".pkl", ".npy", ".npz", ".pdf", ".docx", ".epub")
-NO_TEXT += (".gz", ".zst", ".bz2", ".xz", ".lz4", ".7z", ".zip", ".tar", ".tgz")
-KINDS |= dict.fromkeys(NO_TEXT, "no text")  # each would be tokenized as the bytes that it has
+NO_TEXT = ".tsv .json .arrow .xlsx .sqlite .pkl .npy .npz .pdf .docx .epub .gz .zst .bz2 .xz .lz4 .7z .zip .tar .tgz"
+KINDS |= dict.fromkeys(NO_TEXT.split(), "no text")  # each would be tokenized as the bytes that it has
 
 
 def learn_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -247,7 +246,7 @@ def load_tokens(
     key = digest([FORMAT, column, signed, tokenizer.to_str() if tokenizer else vocabulary])
     folder = cache_folder(cache_dir, "tokens", key)
     build = functools.partial(write_tokens, dataset, sources, column, tokenizer, vocabulary, folder)
-    manifest = build_once(folder, build, f"the tokens of --dataset {dataset}")
+    manifest = build_once(folder, build)
     announce(dataset, manifest["about"] + (f" of column {column}" if column else ""), left_out)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     train, test = (
@@ -338,11 +337,10 @@ def load_prepared(dataset: str, tokenizer_file: str, context: int, dtype: str | 
     for path in (f"{dataset}/train.bin", f"{dataset}/val.bin"):
         with stop_if_unreadable(path):  # also a part of a token, and no token
             data = PackedText(path, dtype or dtype_of(size), context, tokenizer.token_to_id(EOS), None)
-            if data.tokens.min() < 0 or data.tokens.max() >= size or not data.tokens[1::2].any():
-                about = f"from {data.tokens.min()} to {data.tokens.max()}, and the tokenizer has {size}"
-                raise ValueError(
-                    f"as {data.tokens.dtype}, its tokens are {about}, or each second is 0: see --token_dtype"
-                )
+            first, last = data.tokens.min(), data.tokens.max()
+            if first < 0 or last >= size or not data.tokens[1::2].any():
+                about = f"tokens {first} to {last} of a tokenizer of {size}, or each second is 0"
+                raise ValueError(f"as {data.tokens.dtype}, it has {about}: see --token_dtype")
         found.append(data)
     files, left_out = list_files(dataset)
     left_out += sorted({*files} - {"train.bin", "val.bin", "tokenizer.json"})
