@@ -40,6 +40,13 @@ def train(texts, tmp_path, home):
     return train
 
 
+def test_a_test_of_some_sequences_counts_their_tokens_alone(train):
+    metrics = [lines(train(name, "--max_steps", 1, *flags), "test")[-1] for name, flags in
+               {"all": (), "one": ("--max_test_samples", 1)}.items()]  # fmt: skip
+    assert [line["samples"] for line in metrics] == [metrics[0]["samples"], 1]
+    assert metrics[0]["samples"] > 1
+
+
 def test_a_log_line_has_tokens_per_second_and_mfu_on_a_known_card(train, monkeypatch, capsys):
     monkeypatch.setattr("scripts.transformer.peak_tflops_of_run", lambda accelerator: 1e-3)
     train("run", "--max_steps", 1)
