@@ -220,6 +220,7 @@ def test_images_and_labels_are_a_split(tmp_path, label):
     assert train.source(3) == png(3)
     assert list(tmp_path.glob("cache/tar/*/labels.npy"))
     loader = GlobalLoader(train, 5, fake_accelerator(), seed=0, collate_fn=train.collate)
+    assert loader.describe()["fingerprint"] == train.split.rows.fingerprint
     assert sorted(int(pixel) for batch in loader for pixel in batch.data[0][:, 0, 0, 0]) == list(range(12))
 
 

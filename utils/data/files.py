@@ -11,11 +11,10 @@ from pathlib import Path
 from utils.console import is_local_main, show, stop
 
 # The words that `datasets` takes for splits.
-SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-}
+SPLIT_WORDS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(
+    ("validation", "valid", "val", "dev"), "validation"
+)
+SPLIT_WORDS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 TEST_SPLITS = ("test", "validation")  # the first of these that exists is used
 BESIDE_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|dataset_infos?)(\.\w+)?|(_success|_.*metadata|thumbs\.db|desktop\.ini)"

@@ -109,6 +109,7 @@ class ImageFiles(Dataset):
 
     def __init__(self, split, transform: Callable, deterministic: bool = False):
         self.split, self.transform, self.classes, self.deterministic = split, transform, split.classes, deterministic
+        self.fingerprint = getattr(split.rows, "fingerprint", None)  # of TarFiles; else GlobalLoader makes one
 
     def __len__(self) -> int:
         return len(self.split.labels)

@@ -37,11 +37,9 @@ class Split(NamedTuple):
     classes: list[str]
 
 
-def load_images(
-    dataset: str, image_column: str | None = None, label_column: str | None = None, cache_dir: str | None = None
-) -> tuple[LabelledImages, LabelledImages]:
+def load_images(dataset: str, **options) -> tuple[LabelledImages, LabelledImages]:
     """As `load_splits`, but decoded into memory. All images must have the same size."""
-    train_data, test_data = map(decode_split, load_splits(dataset, image_column, label_column, cache_dir))
+    train_data, test_data = map(decode_split, load_splits(dataset, **options))
     return train_data, test_data
 
 
