@@ -60,6 +60,7 @@ from utils.data.cache import build_once
 folder = Path(sys.argv[1])
 def build():
     (folder / "content").write_text("half")
+    (folder / "more").mkdir()
     print("building", flush=True)
     time.sleep(60)
 build_once(folder, build)
@@ -75,6 +76,7 @@ def test_after_a_kill_it_is_built_anew(tmp_path, capsys):
     process.communicate()
     assert build(folder) == {"text": "whole"}
     assert (folder / "content").read_text() == "whole"
+    assert sorted(os.listdir(folder)) == ["content", "manifest.json"]
     assert "is damaged or incomplete, and is built anew" in capsys.readouterr().out
     assert build(folder, "other") == {"text": "whole"}
 

@@ -235,6 +235,8 @@ def test_a_name_in_the_list_of_classes_is_the_number_of_its_line(tmp_path, capsy
         assert rows.labels.tolist() == [2, 0]
         assert rows.rows[1]["image"]["bytes"] == png(1)
     assert "left out" not in capsys.readouterr().out
+    (folder / "classes.txt").write_text("cat\ndog\n")  # the tar files have not changed
+    assert load_splits(str(folder))[0].labels.tolist() == [0, 1]
     (folder / "classnames.txt").write_text("cat\ndog\n")
     assert "only one of them may be there" in stops(capsys, load_splits, str(folder))
 
