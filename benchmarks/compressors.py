@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from readers.text import assign_splits, find_corpus, read_documents
+from utils.data.text import load_tokens
 
 
 def parse_args():
@@ -24,10 +24,8 @@ def parse_args():
 
 
 def measure(args) -> dict:
-    corpus = find_corpus(args.dataset)
-    test_mask, _ = assign_splits(read_documents(corpus))
-    documents = zip(read_documents(corpus), test_mask, strict=True)
-    text = "".join(part for document, of_test in documents if of_test for part in document.parts).encode()
+    _, test_data, tokenizer = load_tokens(args.dataset, None, 1024, 1, None)  # as transformer.py does
+    text = tokenizer.decode(test_data.tokens.tolist()).encode()
     summary, _ = common.run_script("transformer", "--dataset", args.dataset, "--max_steps", args.steps)
     return {
         "gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),

@@ -5,11 +5,10 @@
 Two workers each; guides/data_beyond_memory.md says how to use what is measured.
 
 - images, cold and warm: thousands of images/s, in a shuffled order and not decoded, from files of 50 kB and from tar
-  files of 1000 of them; cold: none of them in the cache of the operating system. TarFiles reads in a full permutation
-  or with a shuffle window of 4096 images. webdataset, where it is installed, reads the tar files from beginning to end,
-  with a shuffle buffer of 1000
-- tokens: MB/s from JSON lines to tokens on disk, with the same tokenizer: transformer.py's first run; `datasets.map` in
-  batches, with two processes
+  files of 1000 of them; cold: none of them in the cache of the operating system. webdataset, where it is installed,
+  reads the tar files from beginning to end, with a shuffle buffer of 1000
+- tokens: MB/s from JSON lines to tokens on disk, with the same tokenizer: transformer.py's first run; `datasets` alone,
+  load_dataset and map in batches, with two processes
 """
 
 import functools
@@ -29,9 +28,8 @@ from torch.utils.data import DataLoader, Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from readers.tar_files import TarFiles
-from readers.text import find_corpus, learn_tokenizer, read_documents, write_tokens
-from utils.sampler import WindowShuffle
+from utils.data.tar_files import TarFiles
+from utils.data.text import STDLIB, find_sources, learn_tokenizer, load_tokens, read_documents
 
 IMAGE = 50_000  # bytes
 PER_TAR = 1000
@@ -92,10 +90,8 @@ def read_all(loader, count: int, cold: list[Path] = ()) -> float:
     return count / seconds / 1000
 
 
-def loader_of(dataset: Dataset, window: int) -> DataLoader:
-    length = len(dataset)
-    order = WindowShuffle(length, window, 0)[0:length] if window else torch.randperm(length)
-    return DataLoader(dataset, 64, sampler=order.tolist(), num_workers=WORKERS)
+def loader_of(dataset: Dataset) -> DataLoader:
+    return DataLoader(dataset, 64, sampler=torch.randperm(len(dataset)).tolist(), num_workers=WORKERS)
 
 
 def webdataset_loader(tars: list[Path]) -> DataLoader | None:
@@ -112,10 +108,9 @@ def images(args, folder: Path) -> dict[str, dict]:
     files, tars = write_images(folder, args.images)
     dataset = TarFiles(tars, size_of, cache_dir=str(folder))
     loaders = {
-        "files": loader_of(Files(files), 0),
+        "files": loader_of(Files(files)),
         "webdataset": webdataset_loader(tars),
-        "TarFiles": loader_of(dataset, 0),
-        "TarFiles, window": loader_of(dataset, 4096),
+        "TarFiles": loader_of(dataset),
     }
     loaders = {way: loader for way, loader in loaders.items() if loader is not None}
     of_files = {way: files if way == "files" else tars for way in loaders}
@@ -127,9 +122,15 @@ def images(args, folder: Path) -> dict[str, dict]:
     return measured
 
 
+def stdlib_texts() -> list[str]:
+    """The sources of Python's standard library."""
+    sources, column, _ = find_sources(STDLIB, None, None)
+    return ["".join(parts) for *_, parts in read_documents(sources, column)]
+
+
 def write_text(file: Path, size: int) -> None:
     """JSON lines with sources of Python's standard library."""
-    texts = ["".join(document.parts) for document in read_documents(find_corpus("stdlib"))]
+    texts = stdlib_texts()
     with open(file, "w") as out:
         while out.tell() < size:
             for text in random.sample(texts, 100):
@@ -142,8 +143,8 @@ def tokens(args, folder: Path) -> dict[str, list[float]]:
     write_text(text, args.megabytes * 10**6)
     size = text.stat().st_size / 1e6
     datasets.disable_progress_bars()
-    documents = read_documents(find_corpus("stdlib"))
-    tokenizer = learn_tokenizer((part for document in documents for part in document.parts), 1024)
+    tokenizer = learn_tokenizer(stdlib_texts(), 1024)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
     def tokenize(rows: dict) -> dict:
         encodings = tokenizer.encode_batch_fast(rows["text"], add_special_tokens=False)
@@ -152,7 +153,7 @@ def tokens(args, folder: Path) -> dict[str, list[float]]:
     def by_transformer() -> float:
         with tempfile.TemporaryDirectory(dir=folder) as cache:
             began = time.perf_counter()
-            write_tokens(find_corpus(str(text.parent)), Path(cache), tokenizer, 1024)
+            load_tokens(str(text.parent), str(folder / "tokenizer.json"), 0, 128, cache)
             return size / (time.perf_counter() - began)
 
     def by_map() -> float:

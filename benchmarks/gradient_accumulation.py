@@ -31,9 +31,9 @@ from torch.utils.data import DataLoader, Subset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from readers.images_in_memory import load_images
 from scripts.gradient_accumulation import CellNet, count_ink_cells, losses_and_predictions
 from utils.accelerator import TrainingAccelerator
+from utils.data.images import load_images
 from utils.sampler import GlobalSampler
 
 NUM_IMAGES, BATCH, MEMORY_BATCH = 1069, 128, 16384

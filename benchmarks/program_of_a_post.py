@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from readers.images_in_memory import load_images
 from utils import launch
+from utils.data.images import load_images
 from utils.flags import ArgumentParser
 from utils.loader import GlobalLoader
 from utils.run import Run

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from readers.images_in_memory import MNIST, load_images
 from utils import flags, launch
+from utils.data.images import MNIST, load_images
 from utils.loader import GlobalLoader
 from utils.pretrained import load_pretrained
 from utils.run import Run

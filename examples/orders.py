@@ -23,7 +23,7 @@ from utils.run import Run
 def parse_args():
     parser = ArgumentParser(__doc__)
     add = parser.add_argument_group("training").add_argument
-    add("--order", choices=("balanced", "several_per_class", "similar_length"), default="balanced")
+    add("--order", choices=("balanced", "several_per_class", "similar_length", "in_windows"), default="balanced")
     add("--batch_size", type=positive_int, default=48, help="samples per step, over all processes")
     add = parser.add_argument_group("length and memory", may_change=True).add_argument
     add("--num_epochs", type=positive_int, default=2)
@@ -65,6 +65,18 @@ def similar_length(lengths, batch_size):
         indices, rest = indices[:whole], indices[whole:]
         batches = indices[lengths[indices].argsort(stable=True)].view(-1, batch_size)
         return torch.cat([batches[torch.randperm(len(batches))].flatten(), rest])
+
+    return order
+
+
+def in_windows(length, window, blocks=64):
+    """Windows of as many blocks of neighbours, in random order: what is read at a time lies in few places of a disk."""
+    size = -(-window // blocks)
+
+    def order(epoch):
+        starts = (torch.randperm(-(-length // size)) * size).split(blocks)
+        windows = [torch.cat([torch.arange(start, min(start + size, length)) for start in part]) for part in starts]
+        return torch.cat([items[torch.randperm(len(items))] for items in windows])
 
     return order
 
@@ -122,6 +134,7 @@ def main():
         "balanced": balanced(labels),
         "several_per_class": several_per_class(labels, 4),
         "similar_length": similar_length(lengths, args.batch_size),
+        "in_windows": in_windows(len(train_data), 128),
     }
     options = {"seed": args.seed, "order": orders[args.order], "collate_fn": pad}
     train_loader = GlobalLoader(train_data, args.batch_size, accelerator, **options)

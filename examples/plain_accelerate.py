@@ -1,4 +1,4 @@
-"""MNIST with Accelerate alone: nothing of utils/ or readers/, in one file.
+"""MNIST with Accelerate alone: nothing of utils/, in one file.
 
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml examples/plain_accelerate.py
 

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
-from readers.images_in_memory import load_images
 from utils import launch
+from utils.data.images import load_images
 from utils.flags import ArgumentParser, non_negative_float, positive_int
 from utils.loader import GlobalLoader
 from utils.run import Run

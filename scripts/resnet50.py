@@ -22,16 +22,16 @@ import torchvision
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models.resnet import Bottleneck
+from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
-from readers.image_files import CenterCrop, ImageFiles, RandomAugment, default_num_workers
-from readers.images_in_memory import load_splits
-from readers.tar_files import has_tar_files, load_tar_splits
 from utils import launch
 from utils.console import stop
+from utils.data.image_files import ImageFiles, crop_and_resize
+from utils.data.images import load_splits
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
-from utils.launched import data_parallel_gpus
+from utils.launched import data_parallel_gpus, share_of_cores
 from utils.loader import GlobalLoader
 from utils.parallel.batch_norm import BatchNorms
 from utils.parallel.fsdp import shard, supports_fused_step, update_average
@@ -66,8 +66,7 @@ def parse_args():
     data.add_argument("--dataset", default="ylecun/mnist", help="Hub id, or folder of parquet, images or tar files")
     data.add_argument("--image_column", metavar="NAME", help="column, or extension in tar files, if there are several")
     data.add_argument("--label_column", metavar="NAME", help="column, or extension or entry of .json in tar files")
-    data.add_argument("--cache_dir", metavar="FOLDER", help="for tables of tar files (default: Hugging Face's cache)")
-    data.add_argument("--shuffle_window", type=non_negative_int, default=0, help="shuffle N images at a time; 0: all")
+    data.add_argument("--cache_dir", metavar="FOLDER", help="for what is made once (default: Hugging Face's cache)")
     data.add_argument("--num_workers", type=non_negative_int, help="processes that decode (default: by the cores)")
     data.add_argument("--max_test_samples", type=non_negative_int, default=0, help="test on the first N images; 0: all")
     data.add_argument("--metrics", nargs="+", metavar="NAME|FOLDER", help="more test metrics, of the library evaluate")
@@ -137,16 +136,43 @@ def check_args(args, accelerator):
         stop("--bn sync depends on the number of processes, --virtual_processes must not: omit one of them")
 
 
+class Augment:
+    """torchvision's transforms for training. Their random numbers depend on (seed, epoch, image): see GlobalLoader."""
+
+    def __init__(self, args):
+        self.args, others = args, [v2.RandomHorizontalFlip(args.flip)]
+        if args.trivial_augment:  # one random operation at a random strength: https://arxiv.org/abs/2103.10158
+            others.append(v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR))
+        if args.erase:  # a rectangle of the mean colour: https://arxiv.org/abs/1708.04896
+            others.append(v2.RandomErasing(args.erase, value=[*map(round, MEAN)]))
+        self.others = v2.Compose(others)
+
+    def __call__(self, image):
+        """A PIL image to uint8 (3, H, W)."""
+        # The crop is drawn before the image is decoded, so that a large JPEG is decoded at a part of its size.
+        box = v2.RandomResizedCrop.get_params(image, (self.args.min_crop, 1.0), (3 / 4, 4 / 3))
+        return self.others(crop_and_resize(image, box, self.args.image_size))
+
+
+class CenterCrop:
+    """Resize the shorter side of a PIL image to `eval_resize`, and crop eval_size x eval_size from the center."""
+
+    def __init__(self, args):
+        self.args = args
+
+    def __call__(self, image):
+        """A PIL image to uint8 (3, H, W)."""
+        width, height = image.size
+        side = self.args.eval_size * min(width, height) / self.args.eval_resize
+        box = ((height - side) / 2, (width - side) / 2, side, side)
+        return crop_and_resize(image, box, self.args.eval_size)
+
+
 def load_data(args):
     """The training set, the test set, and their description for run.json."""
-    columns = args.image_column, args.label_column
-    if has_tar_files(args.dataset):
-        train_split, test_split = load_tar_splits(args.dataset, args.cache_dir, *columns)
-    else:
-        train_split, test_split = load_splits(args.dataset, *columns)
-    augment = RandomAugment(args.image_size, args.min_crop, args.flip, args.trivial_augment, args.erase)
-    train_data = ImageFiles(train_split, augment)
-    test_data = ImageFiles(test_split, CenterCrop(args.eval_size, args.eval_resize))
+    train_split, test_split = load_splits(args.dataset, args.image_column, args.label_column, args.cache_dir)
+    train_data = ImageFiles(train_split, Augment(args))
+    test_data = ImageFiles(test_split, CenterCrop(args), deterministic=True)
     return train_data, test_data, {"dataset": args.dataset, "classes": len(train_data.classes)}
 
 
@@ -286,14 +312,15 @@ def evaluate(model, loader, run, others=None) -> dict:
 
 
 def make_loaders(args, train_data, test_data, accelerator):
-    num_workers = default_num_workers(accelerator) if args.num_workers is None else args.num_workers
+    num_workers = args.num_workers
+    if num_workers is None:  # this process's share of the cores; none when training on the CPU, which needs them
+        num_workers = 0 if accelerator.device.type == "cpu" else min(16, share_of_cores())
     options = {"collate_fn": train_data.collate, "num_workers": num_workers}
     train_loader = GlobalLoader(
         train_data,
         args.batch_size,
         accelerator,
         seed=args.seed,
-        shuffle_window=args.shuffle_window,
         drop_last=True,  # a micro-batch of one image has no variance
         **options,
     )

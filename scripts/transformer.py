@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of utils/
 
-from readers.text import EOS, count_targets, load_tokenizer, load_tokens
 from utils import atomic_files, launch
 from utils.console import printable, stop
+from utils.data.text import EOS, count_targets, load_tokenizer, load_tokens
 from utils.flags import ArgumentParser, at_least, fraction, non_negative_float, non_negative_int, positive_int
 from utils.loader import GlobalLoader
 from utils.parallel import fsdp
@@ -50,9 +50,7 @@ def parse_args():
     data.add_argument("--token_dtype", choices=types, help="of train.bin and val.bin (default: by the tokenizer)")
     data.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: learn one from --dataset)")
     data.add_argument("--cache_dir", metavar="FOLDER", help="for the tokens (default: in Hugging Face's cache)")
-    data.add_argument(
-        "--shuffle_window", type=non_negative_int, default=0, help="shuffle N sequences at a time; 0: all"
-    )
+    data.add_argument("--max_test_samples", type=non_negative_int, default=0, help="test on N sequences; 0: all")
 
     model = parser.add_argument_group("model")
     model.add_argument("--vocabulary", type=at_least(257), default=1024, help="tokens of a learned tokenizer")
@@ -260,9 +258,9 @@ def main():
     data = load_tokens(args.dataset, args.tokenizer, *sizes, args.cache_dir, args.text_column, args.token_dtype)
     train_data, test_data, tokenizer = data
     # Each sequence is weighted by its number of targets, summed over the whole step before the first backward pass.
-    options = {"seed": args.seed, "shuffle_window": args.shuffle_window, "loss_weights": count_targets}
-    train_loader = GlobalLoader(train_data, args.batch_size, accelerator, **options)
-    test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator, loss_weights=count_targets)
+    options = {"loss_weights": count_targets}
+    train_loader = GlobalLoader(train_data, args.batch_size, accelerator, seed=args.seed, **options)
+    test_loader = GlobalLoader(test_data, TEST_BATCH_SIZE, accelerator, max_samples=args.max_test_samples, **options)
 
     vocabulary, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
     sizes = vocabulary, args.dim, args.layers, args.heads, args.dropout

@@ -57,6 +57,15 @@ parallel/: for a config file, or for a script that needs it.
     shards             which rows of a sharded tensor a process has
     batch_norm         BatchNorm statistics over all processes
     pipeline           a model split over several devices
+
+data/: where items come from. The other modules import nothing of it, so a copy can do without.
+
+    files              the files of a folder, the splits that their names say, and `datasets.load_dataset`
+    images             labelled images: their rows, or all of them decoded into memory
+    image_files        images of any size and format, decoded and cropped when they are read
+    text               documents, tokenized once and packed into sequences of tokens
+    tar_files          samples in tar files, as webdataset lays them out, read from their place
+    cache              folders that one process builds once, while the others wait
 """
 
-VERSION = "6"  # also in run.json: which version a copy has; to update one, replace the folder
+VERSION = "7"  # also in run.json: which version a copy has; to update one, replace the folder

@@ -100,7 +100,6 @@ class GlobalLoader:
         seed: shuffles by (seed, epoch), for training; None: dataset order, for testing.
         name: each loader of a run has its own, and its order and random numbers depend on (seed, name). None: "train"
             with a seed, "test" without.
-        shuffle_window: shuffle about so many items at a time, read from few places of the disk, instead of all items.
         order: function of the epoch that returns the indices of its items, int64 (n,), with the same n in each epoch;
             items may repeat or be missing. Before each call, the global generators of torch, Python and NumPy are
             seeded by (seed, epoch). The random numbers of an item then depend on its position instead of its index.
@@ -127,7 +126,6 @@ class GlobalLoader:
         *,
         seed: int | None = None,
         name: str | None = None,
-        shuffle_window: int = 0,
         order: Callable[[int], torch.Tensor] | None = None,
         collate_fn: Callable | None = None,
         num_workers: int = 0,
@@ -160,7 +158,6 @@ class GlobalLoader:
             batch_size,
             layout,
             seed=None if seed is None else self.stream_seed,
-            shuffle_window=shuffle_window,
             drop_last=drop_last,
             order=order,
         )
@@ -256,7 +253,7 @@ class GlobalLoader:
 
     def settings(self) -> dict:
         """What decides, beside the data, which samples a step has."""
-        names = ("batch_size", "shuffle_window", "drop_last")
+        names = ("batch_size", "drop_last")
         return {"seed": self.seed} | {name: getattr(self.sampler, name) for name in names}
 
 

@@ -1,8 +1,6 @@
 """Which items each process reads: the same samples in every step on any number of processes."""
 
-import bisect
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -25,51 +23,6 @@ class MicroBatch:
     slot: int  # index of the micro-batch within the step over all processes
 
 
-class WindowShuffle:
-    """A shuffle that reads the disk in few places at a time; slices are computed on demand.
-
-    Blocks of consecutive items are permuted, and then the items of each BLOCKS blocks, which are `window` items. So
-    what is read at a time lies in BLOCKS places. Only the order of the blocks is kept in memory.
-    """
-
-    BLOCKS = 64
-
-    def __init__(self, length: int, window: int, seed: int):
-        self.seed, self.device = seed, "cpu"
-        size = math.ceil(window / self.BLOCKS)
-        starts = self._permutation(math.ceil(length / size)) * size
-        sizes = (length - starts).clamp(max=size)
-        self.windows = torch.stack([starts, sizes]).split(self.BLOCKS, dim=1)
-        self.ends = list(itertools.accumulate(int(sizes.sum()) for _, sizes in self.windows))
-        self.newest = -1, None
-
-    def _permutation(self, length: int, *key: int) -> torch.Tensor:
-        return torch.randperm(length, generator=torch.Generator().manual_seed(combine(self.seed, *key)))
-
-    def _window(self, number: int) -> torch.Tensor:
-        if self.newest[0] != number:
-            blocks = self.windows[number].T.tolist()
-            items = torch.cat([torch.arange(start, start + size) for start, size in blocks])
-            self.newest = number, items[self._permutation(len(items), number)].to(self.device)
-        return self.newest[1]
-
-    def __getitem__(self, part: slice) -> torch.Tensor:
-        """The items at positions start to stop, int64 (stop - start,)."""
-        found = []
-        for number in range(bisect.bisect_right(self.ends, part.start), len(self.ends)):
-            end = self.ends[number]
-            window = self._window(number)
-            first = end - len(window)
-            found.append(window[max(part.start - first, 0) : part.stop - first])
-            if part.stop <= end:
-                break
-        return torch.cat(found)
-
-    def to(self, device) -> "WindowShuffle":
-        self.device = device
-        return self
-
-
 class GlobalSampler:
     """Assigns items to processes, for steps of `batch_size` items over all processes and accumulation steps.
 
@@ -85,7 +38,6 @@ class GlobalSampler:
     Args:
         layout: None: one process.
         seed: None: dataset order.
-        shuffle_window: 0: a permutation of all items; N: a WindowShuffle of about N items at a time.
         drop_last: skip a smaller last step, for BatchNorm, which fails on a micro-batch of one sample.
         order: function of the epoch that returns the indices of its items in order; see GlobalLoader.
     """
@@ -97,14 +49,11 @@ class GlobalSampler:
         layout: Layout | None = None,
         *,
         seed: int | None = None,
-        shuffle_window: int = 0,
         drop_last: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
     ):
-        if shuffle_window and (seed is None or order is not None):
-            raise ValueError("shuffle_window needs a seed, and cannot be combined with order")
         self.dataset_length, self.batch_size, self.seed = length, batch_size, seed
-        self.drop_last, self.order, self.shuffle_window = drop_last, order, shuffle_window
+        self.drop_last, self.order = drop_last, order
         self.length = length if order is None else None  # items per epoch
         if order is not None:
             self.length = len(self.items(0)[0])
@@ -120,13 +69,11 @@ class GlobalSampler:
             return self.length // self.batch_size
         return math.ceil(self.length / self.batch_size)
 
-    def items(self, epoch: int) -> tuple[torch.Tensor | WindowShuffle, torch.Tensor | WindowShuffle]:
+    def items(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices of an epoch in order, and their random ids; both int64 (length,)."""
         if self.order is None:
             if self.seed is None:
                 items = torch.arange(self.length)
-            elif self.shuffle_window:
-                items = WindowShuffle(self.length, self.shuffle_window, combine(self.seed, epoch))
             else:
                 items = torch.randperm(self.length, generator=torch.Generator().manual_seed(combine(self.seed, epoch)))
             return items, items  # one tensor: 8 bytes per item

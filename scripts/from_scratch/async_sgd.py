@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of ut
 
 from pictures import save_picture  # the file beside this one
 
-from readers.images_in_memory import load_images
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.banner import describe_topology
 from utils.console import plural, show, stop
+from utils.data.images import load_images
 from utils.run_folder import RunFolder
 
 MEAN, STD = 33.3184, 78.5675  # of the pixels of the 60,000 training images, 0 to 255

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of ut
 
 from pictures import save_picture  # the file beside this one
 
-from readers.images_in_memory import load_images
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.banner import describe_topology
 from utils.console import plural, show
+from utils.data.images import load_images
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.run_folder import RunFolder

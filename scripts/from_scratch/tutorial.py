@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of utils/
 
-from readers.images_in_memory import load_images
 from utils import flags, launch
 from utils.atomic_files import write_json
 from utils.banner import describe_topology
 from utils.console import plural, show, stop
+from utils.data.images import load_images
 from utils.run_folder import RunFolder
 
 MEAN, STD = 0.1307, 0.3081  # of the pixels of the training images, 0 to 1

@@ -48,7 +48,7 @@ def test_a_cluster_starts_two_machines_loses_one_and_resumes_with_the_same_bits(
     cluster, hosts, tmp_path, small_mnist, whole
 ):
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    for name in ("scripts", "utils", "readers"):  # the folder is shared, and has a copy of the repository
+    for name in ("scripts", "utils"):  # the folder is shared, and has a copy of the repository
         (tmp_path / name).symlink_to(ROOT / name)
 
     def start():

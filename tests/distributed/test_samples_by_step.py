@@ -56,17 +56,17 @@ def samples(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("data", "window", "config", "launches"),
+    ("data", "config", "launches"),
     [
-        ("tar", 20, "cpu_ddp", KILLS),
-        ("tokens", 0, "cpu_fsdp", SHORT),
-        ("parquet", 20, "cpu_ddp", SHORT),
+        ("tar", "cpu_ddp", KILLS),
+        ("tokens", "cpu_fsdp", SHORT),
+        ("parquet", "cpu_ddp", SHORT),
     ],
 )
 def test_killed_and_resumed_on_others_each_step_has_the_same_samples(
-    launcher, tmp_path, folder, data, window, config, launches
+    launcher, tmp_path, folder, data, config, launches
 ):
-    flags = ["--data", data, "--folder", folder, "--shuffle_window", window, "--checkpoint_every", 1]
+    flags = ["--data", data, "--folder", folder, "--checkpoint_every", 1]
     for number, (processes, workers, dies) in enumerate(launches):
         own = ["--launch", number, "--num_workers", workers, "--die_after", dies, "--output_dir", "run", "--resume"]
         topology = ["--num_processes", processes]
@@ -80,7 +80,7 @@ def test_killed_and_resumed_on_others_each_step_has_the_same_samples(
         length = len({index for rows in found.values() for index, _ in rows[0]})
     steps = -(-length // BATCH_SIZE)
     assert sorted(found) == [(step // steps, step) for step in range(EPOCHS * steps)]
-    sampler, digests = GlobalSampler(length, BATCH_SIZE, seed=0, shuffle_window=window), {}
+    sampler, digests = GlobalSampler(length, BATCH_SIZE, seed=0), {}
     for (epoch, step), readings in sorted(found.items()):
         (expected,) = itertools.islice(sampler.micro_batches(epoch, step % steps), 1)
         assert any([index for index, _ in rows] == expected.indices.tolist() for rows in readings)
@@ -88,4 +88,4 @@ def test_killed_and_resumed_on_others_each_step_has_the_same_samples(
             assert digests.setdefault(index, digest) == digest  # of what was read, the same each time
             assert index in expected.indices
     assert len(set(digests.values())) == len(digests) == length
-    print(f"{data}, window {window}, {config}: {len(launches)} launches, {len(found)} steps of the same samples")
+    print(f"{data}, {config}: {len(launches)} launches, {len(found)} steps of the same samples")

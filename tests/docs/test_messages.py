@@ -24,7 +24,7 @@ def texts_of(source: str):
 
 
 def test_each_quoted_message_is_in_the_code():
-    files = [file for room in ("utils", "readers", "scripts", "tools") for file in (ROOT / room).rglob("*.py")]
+    files = [file for room in ("utils", "scripts", "tools") for file in (ROOT / room).rglob("*.py")]
     printed = "\n".join([OTHERS, *(text for file in files for text in texts_of(file.read_text()))])
     table = section(guide("when_something_goes_wrong"), "What a message means")
     quoted = re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\|([^|]*)\|", table, re.M)))

@@ -16,7 +16,7 @@ def test_the_notebook_trains_on_one_and_on_all_and_compares(tmp_path, home, monk
     from nbclient import NotebookClient
 
     # In a copy without version control, so that its runs stay out of this folder.
-    names = ["accelerate_configs", "scripts", "utils", "readers", "tools", "data", "benchmarks", "requirements.txt"]
+    names = ["accelerate_configs", "scripts", "utils", "tools", "data", "benchmarks", "requirements.txt"]
     for name in names:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "guides").mkdir()

@@ -16,7 +16,6 @@ from conftest import ROOT
 from pages import TEXTS
 from torch import nn
 
-import readers
 import utils
 from utils.accelerator import TrainingAccelerator
 from utils.loader import Batch, GlobalLoader
@@ -35,13 +34,12 @@ OBJECTS = {  # what a name on a page is an object of, if the block does not say 
 
 @functools.cache
 def names_on_pages() -> dict:
-    """What blocks use without importing it: some modules, and what is defined in utils/ and readers/."""
+    """What blocks use without importing it: some modules, and what is defined in utils/."""
     known = {name: importlib.import_module(name) for name in ("argparse", "atexit", "functools", "torch", "pytest")}
     known |= {**vars(builtins), "nn": nn, "F": nn.functional, "dist": torch.distributed}
-    for package in (utils, readers):
-        for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            module = importlib.import_module(name)
-            known |= {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == name}
+    for _, name, _ in pkgutil.walk_packages(utils.__path__, "utils."):
+        module = importlib.import_module(name)
+        known |= {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == name}
     return {**known, "launch": utils.launch, "fsdp": utils.parallel.fsdp}
 
 
@@ -107,7 +105,7 @@ def test_the_calls_on_a_page_have_arguments_that_their_functions_take(page):
         "run.start(..., checkpoints={})",
         "loader = GlobalLoader(data, 64, accelerator)\nloader.from_step()",
         "run.log_tset(result)",
-        "from readers.tar_files import TarFiles\nTarFiles(decode, ['wav'], 'clips')\nTarFiles('clips')",
+        "from utils.data.tar_files import TarFiles\nTarFiles(decode, ['wav'], 'clips')\nTarFiles('clips')",
         "import safetensors.torch\nsafetensors.torch.load_files('model.safetensors')",
     ],
 )

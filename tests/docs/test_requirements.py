@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
-FOLDERS = ("utils", "readers", "tools", "scripts", "examples", "tests", "benchmarks")
+FOLDERS = ("utils", "tools", "scripts", "examples", "tests", "benchmarks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 OWN = {"prove_training", *FOLDERS, *(path.stem for path in FILES), *(path.parent.name for path in FILES)}
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the name in an import is a different one
@@ -59,7 +59,7 @@ def brought(requirements: list[Requirement]) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("folders", [("utils", "readers", "scripts"), FOLDERS], ids=["runs", "all"])
+@pytest.mark.parametrize("folders", [("utils", "scripts"), FOLDERS], ids=["runs", "all"])
 def test_every_import_is_in_requirements_or_the_standard_library(folders):
     available = brought(of_runs() if folders != FOLDERS else of_tests())
     for path in FILES:

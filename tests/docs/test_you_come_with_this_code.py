@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from readers.images_in_memory import load_images
+from utils.data.images import load_images
 
 
 @pytest.mark.slow

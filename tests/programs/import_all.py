@@ -1,4 +1,4 @@
-"""Imports each module of utils and readers, and prints what an import has changed in the process."""
+"""Imports each module of utils, and prints what an import has changed in the process."""
 
 import gc
 import importlib
@@ -34,7 +34,7 @@ def state_of_the_process() -> dict:
 
 
 before = state_of_the_process()
-for path in sorted([*(ROOT / "utils").rglob("*.py"), *(ROOT / "readers").rglob("*.py")]):
+for path in sorted((ROOT / "utils").rglob("*.py")):
     if path.stem == "__main__":
         continue
     importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))

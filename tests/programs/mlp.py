@@ -11,9 +11,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from readers.images_in_memory import load_images
 from scripts.mnist_mlp import MEAN, STD
 from utils import launch
+from utils.data.images import load_images
 from utils.flags import ArgumentParser, fraction, non_negative_float, positive_int
 from utils.loader import GlobalLoader
 from utils.run import Run

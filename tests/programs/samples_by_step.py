@@ -9,9 +9,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from readers.tar_files import TarFiles
-from readers.text import load_tokens
 from utils import flags, launch
+from utils.data.tar_files import TarFiles
+from utils.data.text import load_tokens
 from utils.fingerprint import digest
 from utils.loader import GlobalLoader
 from utils.run import Run
@@ -38,7 +38,6 @@ def main():
     parser = flags.ArgumentParser(__doc__)
     parser.add_argument("--data", choices=("tokens", "tar", "parquet"))
     parser.add_argument("--folder")
-    parser.add_argument("--shuffle_window", type=int, default=0)
     parser.add_argument("--num_epochs", type=int, default=2)
     group = parser.add_argument_group("launch", may_change=True)
     group.add_argument("--num_workers", type=int, default=0)
@@ -48,8 +47,8 @@ def main():
     args = parser.parse_args()
     accelerator = launch.make_accelerator(args, cpu_threads=1)
     run = Run(accelerator, args)
-    options = {"shuffle_window": args.shuffle_window, "num_workers": args.num_workers}
-    loader = GlobalLoader(load(args.data, args.folder), 6, accelerator, seed=args.seed, **options)
+    options = {"seed": args.seed, "num_workers": args.num_workers}
+    loader = GlobalLoader(load(args.data, args.folder), 6, accelerator, **options)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -12,8 +12,8 @@ from plain_loop import assert_same_as_plain, batches_of
 from run_reader import lines, summary
 from same_numbers import largest_difference
 
-from readers.images_in_memory import load_images
 from scripts.gradient_accumulation import CellNet, ink_cells, losses_and_predictions
+from utils.data.images import load_images
 from utils.sampler import GlobalSampler
 
 # 1003 images in batches of 250: the last step has 3 images for 10 micro-batches. Three of the

@@ -11,9 +11,9 @@ from PIL import Image
 from plain_loop import assert_same_as_plain, batches_of
 from run_reader import lines
 
-from readers.images_in_memory import load_images
 from scripts import mnist_mlp
 from tests.programs import mlp
+from utils.data.images import load_images
 from utils.randomness import combine, random_uniform
 
 PLAIN = {"seed": 0, "lr": 6e-3, "weight_decay": 0.1, "optimizer": "adamw", "dropout": 0}
@@ -140,7 +140,7 @@ def test_a_run_imports_nothing_that_it_does_not_need(launcher, small_mnist, monk
     others = {"torchvision", "scipy", "sklearn", "transformers", "tensorboard", "IPython"}
     others |= {"matplotlib", "torch._inductor.compile_fx", "torch.distributed.pipelining"}
     others |= {"torch.distributed.checkpoint", "torch.utils.tensorboard"}
-    others |= {"utils.items", "readers.image_decoding"}
+    others |= {"utils.items", "utils.data.image_files"}
     code = "import gc, sys\nfrom scripts import mnist_mlp\nmnist_mlp.main()\n"
     code += f"print('imported', sorted({others} & set(sys.modules)))\n"
     code += "print('frozen', gc.get_freeze_count() > 100_000)"

@@ -26,10 +26,10 @@ from fakes import fake_accelerator
 from small_resnets import use_narrow
 from torchvision.models.resnet import resnet50
 
-from readers.images_in_memory import LabelledImages, load_images
 from scripts import model_split
 from scripts.model_split import BLOCKS, Stage, make_loss_fn, make_pipeline, make_resnet
 from utils.accelerator import TrainingAccelerator
+from utils.data.images import LabelledImages, load_images
 from utils.loader import GlobalLoader
 from utils.metrics import Metrics
 from utils.parallel.pipeline import (

@@ -11,7 +11,7 @@ from same_numbers import largest_difference
 from examples import orders
 
 SCRIPT = ROOT / "examples" / "orders.py"
-ORDERS = ["balanced", "several_per_class", "similar_length"]
+ORDERS = ["balanced", "several_per_class", "similar_length", "in_windows"]
 LABELS = torch.tensor([0] * 60 + [1] * 30 + [2] * 7)
 
 
@@ -36,6 +36,16 @@ def test_batches_of_similar_length_need_less_padding():
         batches = lengths[indices][:96].view(-1, 16)
         paddings.append(int((batches.max(1, keepdim=True).values - batches).sum()))
     assert paddings[0] < 0.3 * paddings[1]
+
+
+def test_a_window_reads_from_few_places_and_is_shuffled_within():
+    assert sorted(orders.in_windows(1003, 128)(0).tolist()) == list(range(1003))
+    order = orders.in_windows(1024, 128, blocks=16)
+    items = order(0)
+    assert not torch.equal(items, order(1))
+    for window in items.split(128):
+        assert len((window // 8).unique()) == 16
+        assert (window.diff().abs() < 8).float().mean() < 0.3  # a neighbour is in the same block by chance only
 
 
 @pytest.fixture(scope="module")

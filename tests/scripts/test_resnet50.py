@@ -14,15 +14,16 @@ import safetensors.torch
 import torch
 import torchvision
 from conftest import ROOT
+from PIL import Image
 from run_reader import lines
 from same_numbers import largest_difference
 from small_resnets import use_4_blocks, use_float64
 from torch import nn
 
-from readers import image_files as images
-from readers.images_in_memory import load_splits
 from scripts import resnet50
 from utils.accelerator import TrainingAccelerator
+from utils.data.image_files import ImageFiles
+from utils.data.images import load_splits
 from utils.pretrained import load_pretrained
 from utils.sampler import GlobalSampler
 
@@ -30,6 +31,7 @@ F1_MACRO = ROOT / "examples" / "f1_macro"
 FLOAT64 = ROOT / "tests" / "programs" / "float64_resnet"
 RECIPE = ["--mixup", 0.2, "--cutmix", 1, "--trivial_augment", "--erase", 0.2, "--flip", 0.5]
 RECIPE += ["--label_smoothing", 0.1, "--ema_decay", 0.9]
+CENTER = resnet50.CenterCrop(SimpleNamespace(eval_size=32, eval_resize=32))
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def predictions(folder, dataset) -> tuple[list[int], list[int]]:
     """What the model of a run predicts for the test images, one at a time, and their labels."""
     model = torchvision.models.resnet50(num_classes=10).eval()
     model.load_state_dict(run_reader.weights(folder))
-    test_data = images.ImageFiles(load_splits(str(dataset))[1], images.CenterCrop(32, 32))
+    test_data = ImageFiles(load_splits(str(dataset))[1], CENTER)
     pairs = []
     for i in range(len(test_data)):
         image, label = test_data.collate([test_data[i]])
@@ -330,7 +332,7 @@ def test_it_is_the_plain_loop(run_4_blocks, tiny_mnist, tmp_path, monkeypatch, i
     ):
         assert torch.equal(tensor, expected)
     splits = load_splits(str(tiny_mnist))
-    splits = [images.ImageFiles(split, images.CenterCrop(32, 32)) for split in splits]
+    splits = [ImageFiles(split, CENTER) for split in splits]
     train_data, test_data = [split.collate([split[i] for i in range(len(split))]) for split in splits]
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -404,10 +406,12 @@ def test_each_flag_of_the_recipe_reaches_its_place(run_4_blocks, tmp_path, monke
 
     ((_, train_loader, test_loader, total_steps),) = calls["start"]
     augment = train_loader.dataset.transform
-    assert (augment.size, augment.min_area, augment.flip, augment.eraser.p) == (20, 0.3, 0.25, 0.125)
-    assert augment.policy is not None
+    flip, trivial_augment, erase = augment.others.transforms
+    assert (flip.p, type(trivial_augment).__name__, erase.p) == (0.25, "TrivialAugmentWide", 0.125)
+    assert augment(Image.new("RGB", (40, 30))).shape == (3, 20, 20)
     center = test_loader.dataset.transform
-    assert (center.size, center.resize) == (24, 28)
+    assert center(Image.new("RGB", (56, 28), "white")).shape == (3, 24, 24)
+    assert test_loader.dataset.deterministic
     assert (train_loader.sampler.seed, total_steps) == (7, 4)
     assert [more for _, *more in calls["mix"]] == [[0.2, 0.9, 7, step] for step in range(4)]
     assert {more[-1] for _, _, _, *more in calls["losses_and_predictions"] if more} == {0.15}

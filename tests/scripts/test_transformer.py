@@ -14,10 +14,10 @@ from run_reader import lines, losses
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from readers.text import learn_tokenizer, load_tokenizer
 from scripts.transformer import Transformer, generate
 from tests.docs.pages import blocks, guide
 from utils.console import printable
+from utils.data.text import learn_tokenizer, load_tokenizer
 from utils.parallel import fsdp
 from utils.sampler import GlobalSampler
 
@@ -38,6 +38,13 @@ def train(texts, tmp_path, home):
         return tmp_path / name
 
     return train
+
+
+def test_a_test_of_some_sequences_counts_their_tokens_alone(train):
+    metrics = [lines(train(name, "--max_steps", 1, *flags), "test")[-1] for name, flags in
+               {"all": (), "one": ("--max_test_samples", 1)}.items()]  # fmt: skip
+    assert [line["samples"] for line in metrics] == [metrics[0]["samples"], 1]
+    assert metrics[0]["samples"] > 1
 
 
 def test_a_log_line_has_tokens_per_second(train, capsys):

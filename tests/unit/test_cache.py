@@ -1,7 +1,7 @@
-"""A cache that several processes build: once, and never from half of a build."""
+"""A folder that several processes need: built once, and never used half built or damaged."""
 
+import errno
 import fcntl
-import json
 import multiprocessing
 import os
 import signal
@@ -12,26 +12,32 @@ import time
 import pytest
 from conftest import ROOT
 
-from readers.cache import build_cached, read_manifest, sample_digest, write_manifest
+from utils.data.cache import build_once, sample_digest
 
 FORK = multiprocessing.get_context("fork")
 
 
-def build_and_count(folder, started, may_build):
-    def build():
-        with open(folder / "calls", "a") as calls:
+def build(folder, text="whole"):
+    def write():
+        (folder / "content").write_text(text)
+        with open(folder.parent / "calls", "a") as calls:
             calls.write("built\n")
-        (folder / "content").write_text("whole")
+        return {"text": text}
 
+    return build_once(folder, write)
+
+
+def build_at_once(folder, started, may_build):
     started.release()
     may_build.wait()
-    assert build_cached((folder / "content").read_text, build, folder, "the content") == "whole"
+    assert build(folder) == {"text": "whole"}
 
 
 def test_processes_that_come_at_once_build_once(tmp_path):
     started, may_build = FORK.Semaphore(0), FORK.Event()
-    processes = [FORK.Process(target=build_and_count, args=(tmp_path, started, may_build)) for _ in range(3)]
-    with open(tmp_path / ".lock", "w") as lock:  # all of them find nothing, and then wait for the lock
+    folder = tmp_path / "folder"
+    processes = [FORK.Process(target=build_at_once, args=(folder, started, may_build)) for _ in range(3)]
+    with open(tmp_path / "folder.lock", "w") as lock:  # all of them find nothing, and then wait for the lock
         fcntl.flock(lock, fcntl.LOCK_EX)
         for process in processes:
             process.start()
@@ -39,6 +45,7 @@ def test_processes_that_come_at_once_build_once(tmp_path):
             started.acquire(timeout=30)
         may_build.set()
         time.sleep(0.5)
+        assert not (tmp_path / "calls").exists()
         fcntl.flock(lock, fcntl.LOCK_UN)  # the processes have this file open, too
     for process in processes:
         process.join(30)
@@ -46,39 +53,52 @@ def test_processes_that_come_at_once_build_once(tmp_path):
     assert (tmp_path / "calls").read_text() == "built\n"
 
 
-def test_a_worker_that_outlives_the_build_does_not_keep_the_lock(tmp_path):
-    workers = []
-
-    def build():
-        workers.append(FORK.Process(target=time.sleep, args=(60,)))
-        workers[0].start()
-        (tmp_path / "content").write_text("whole")
-
-    build_cached((tmp_path / "content").read_text, build, tmp_path, "the content")
-    (tmp_path / "content").unlink()
-    began = time.monotonic()
-    build_cached((tmp_path / "content").read_text, lambda: (tmp_path / "content").write_text("x"), tmp_path, "it")
-    assert time.monotonic() - began < 10
-    workers[0].kill()
-    workers[0].join()
-
-
-HOLD = """
+KILLED = """
 import sys, time
 from pathlib import Path
-from readers.cache import build_cached
+from utils.data.cache import build_once
 folder = Path(sys.argv[1])
-build_cached((folder / "content").read_text, lambda: print("building", flush=True) or time.sleep(60), folder, "it")
+def build():
+    (folder / "content").write_text("half")
+    (folder / "more").mkdir()
+    print("building", flush=True)
+    time.sleep(60)
+build_once(folder, build)
 """
 
 
-def test_the_lock_ends_with_a_process_that_is_killed(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def test_after_a_kill_it_is_built_anew(tmp_path, capsys):
+    folder = tmp_path / "folder"
+    command = [sys.executable, "-c", KILLED, str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "building\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    build_cached((tmp_path / "content").read_text, lambda: (tmp_path / "content").write_text("x"), tmp_path, "it")
-    assert (tmp_path / "content").read_text() == "x"
+    assert build(folder) == {"text": "whole"}
+    assert (folder / "content").read_text() == "whole"
+    assert sorted(os.listdir(folder)) == ["content", "manifest.json"]
+    assert "is damaged or incomplete, and is built anew" in capsys.readouterr().out
+    assert build(folder, "other") == {"text": "whole"}
+
+
+DAMAGE = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut off": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "changed": lambda path: path.write_bytes(path.read_bytes().replace(b"who", b"abc")),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["content", "manifest.json"])
+def test_what_is_damaged_is_built_anew(tmp_path, name, damage):
+    folder = tmp_path / "folder"
+    build(folder)
+    DAMAGE[damage](folder / name)
+    is_seen = (name, damage) not in {("manifest.json", "cut off")}  # only the newline at its end
+    assert build(folder, "a whole new") == {"text": "a whole new" if is_seen else "whole"}
+    assert (folder / "content").read_text() == ("a whole new" if is_seen else "whole")
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 10_000, 1_000_000])
@@ -87,31 +107,27 @@ def test_a_digest_is_of_the_size_and_of_parts_all_over_a_file(tmp_path, size):
     content = os.urandom(size)
     file.write_bytes(content)
     whole = sample_digest(file)
-    file.write_bytes(content + b"more")
-    assert sample_digest(file, size) == whole
+    file.write_bytes(content + b"x")
     assert sample_digest(file) != whole
     for place in {0, size // 2, size - 1} if size else ():
-        for length in (1, 20_000):
-            changed = bytearray(content)
-            changed[place : place + length] = b"\xff" * len(changed[place : place + length])
-            file.write_bytes(changed)
-            assert (sample_digest(file) != whole) or bytes(changed) == content or (length == 1 and size > 2**18)
+        changed = bytearray(content)
+        changed[place : place + 20_000] = bytes(255 - byte for byte in changed[place : place + 20_000])
+        file.write_bytes(changed)
+        assert sample_digest(file) != whole
 
 
-def test_a_manifest_is_read_only_with_the_files_that_it_names(tmp_path):
-    (tmp_path / "a").write_text("content")
-    write_manifest(tmp_path / "manifest.json", {"number": 1}, ["a"])
-    assert read_manifest(tmp_path / "manifest.json") == {"number": 1, "digests": {"a": sample_digest(tmp_path / "a")}}
-    (tmp_path / "a").write_text("Content")
-    with pytest.raises(ValueError, match="a was changed"):
-        read_manifest(tmp_path / "manifest.json")
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSPC])
+def test_a_cache_that_cannot_be_locked_or_written_is_one_sentence(tmp_path, capsys, monkeypatch, code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
 
-
-@pytest.mark.parametrize("change", [{"digests": {}}, {"digests": []}, {"number": "1"}, {"number": None}, {"more": 1}])
-def test_a_manifest_whose_content_was_changed_is_refused(tmp_path, change):
-    (tmp_path / "a").write_text("content")
-    file = tmp_path / "manifest.json"
-    write_manifest(file, {"number": 1}, ["a"])
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match=r"manifest\.json was changed"):
-        read_manifest(file)
+    monkeypatch.setattr("fcntl.flock" if code == errno.ENOLCK else "os.fsync", fail)
+    with pytest.raises(SystemExit):
+        build(tmp_path / "folder")
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}/folder")
+    assert os.strerror(code) in said
+    assert "--cache_dir" in said
+    assert not (tmp_path / "folder" / "manifest.json").exists()
+    monkeypatch.undo()
+    assert build(tmp_path / "folder") == {"text": "whole"}

@@ -1,4 +1,3 @@
-import os
 import shutil
 
 import datasets
@@ -9,9 +8,9 @@ import torch
 from conftest import MNIST
 from PIL import Image
 
-from readers import images_in_memory as data
-from readers.hub import load_dataset
-from readers.image_decoding import decode_images
+from utils.data import images as data
+from utils.data.files import find_data
+from utils.data.image_files import decode_images
 from utils.fingerprint import digest
 
 
@@ -47,7 +46,7 @@ def test_pgm_fast_path_equals_pil(small_mnist):
     split = datasets.load_dataset(str(small_mnist))["test"]
     cells = split.data.column("image").to_pylist()
     contents = [cell["bytes"] for cell in cells]
-    slow = decode_images(cells, "x")
+    slow = decode_images(cells)
     assert np.array_equal(data.decode_pgm(contents), slow)
     # PIL decides about files of several sizes, other headers, and files that are missing.
     first = contents[0]
@@ -63,14 +62,14 @@ def test_pgm_fast_path_equals_pil(small_mnist):
     [
         (["train", "validation", "test"], "test"),
         (["val", "train", "unsupervised"], "val"),
-        (["train", "dev"], "dev"),
         (["train"], None),
     ],
 )
 def test_the_splits_of_a_hub_dataset_are_used_or_named(monkeypatch, names, test):
     rows = {name: datasets.Dataset.from_dict({"text": [name]}) for name in names}
-    monkeypatch.setattr(datasets, "load_dataset", lambda dataset: rows)
-    splits, left_out = load_dataset("owner/name", "an/example")
+    monkeypatch.setattr(datasets, "load_dataset", lambda dataset, cache_dir: rows)
+    kind, splits, left_out = find_data("owner/name", {}, "text", None)
+    assert kind == "rows"
     assert splits == {"train": rows["train"]} | ({"test": rows[test]} if test else {})
     assert left_out == [f"the split {name}" for name in names if name not in ("train", test)]
 
@@ -82,7 +81,7 @@ def test_mnist_by_its_hub_id_is_the_bundled_one_and_without_that_the_hub_is_aske
     monkeypatch.setattr(data, "MNIST_FOLDER", tmp_path / "gone")
     with pytest.raises(SystemExit):
         data.load_splits("ylecun/mnist")
-    sentence = "error: --dataset ylecun/mnist is not a folder, and cannot be loaded from the Hub: "
+    sentence = "error: --dataset ylecun/mnist cannot be read as a dataset of the Hub: "
     assert capsys.readouterr().err.startswith(sentence)
 
 
@@ -94,16 +93,6 @@ def test_pgm_and_png_of_the_same_pixels_are_the_same_data(small_mnist, tmp_path)
         parquet(tmp_path, split, "0123456789", pgm.tensors[1].tolist(), images)
     png = data.decode_split(data.load_splits(str(tmp_path))[1])
     assert digest(png.tensors) == digest(pgm.tensors)
-
-
-def test_images_in_memory_are_upright(tmp_path):
-    image_folder(tmp_path, (4, 4))
-    exif = Image.Exif()
-    exif[0x0112] = 6  # as a phone saves an upright photo
-    sideways = Image.fromarray(np.repeat(np.array([[0, 0, 255, 255]], np.uint8), 4, axis=0))
-    sideways.save(tmp_path / "train" / "cat" / "0.png", exif=exif)
-    pixels = data.load_images(str(tmp_path))[0].images[0, 0]
-    assert pixels[:, 0].tolist() == pixels[:, 3].tolist() == [0, 0, 255, 255]
 
 
 @pytest.mark.parametrize(("color", "channels"), [("L", 1), ("RGB", 3), ("one is L", 3)])
@@ -123,25 +112,15 @@ def move(root, old, new):
     (root / old).rename(root / new)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda root: None,
-        lambda root: (root / "README.md").write_text("about"),
-        lambda root: (root / "train" / "cat" / ".hidden").write_text("no image"),
-        lambda root: move(root, "train/cat/0.png", "train/cat-like/10.PNG"),  # sorted before cat/ as a path
-        lambda root: move(root, "test", "validation"),
-        lambda root: (root / "test" / "empty").mkdir(),
-    ],
-)
-def test_a_folder_of_images_is_listed_as_datasets_does(tmp_path, monkeypatch, change):
-    root = image_folder(tmp_path / "images")
-    change(root)
+def test_a_folder_of_images_is_listed_as_datasets_does(tmp_path, monkeypatch):
+    root = image_folder(tmp_path / "images", splits=("train", "validation"))
+    (root / "README.md").write_text("about")
+    move(root, "train/cat/0.png", "train/cat-like/10.PNG")  # sorted before cat/ as a path
     with monkeypatch.context() as patch:
         patch.setattr(datasets, "load_dataset", None)
         ours = data.load_splits(str(root))
     others = datasets.load_dataset(str(root))
-    for mine, theirs in zip(ours, (others["train"], others.get("test", others.get("validation"))), strict=True):
+    for mine, theirs in zip(ours, (others["train"], others["validation"]), strict=True):
         assert mine.classes == theirs.features["label"].names
         assert mine.labels.tolist() == theirs["label"]
         paths = theirs.cast_column("image", datasets.Image(decode=False))["image"]
@@ -158,98 +137,6 @@ def test_a_validation_split_is_the_test_where_there_is_no_other(tmp_path):
     assert len(test) == 6
 
 
-def bad_missing(folder):
-    return folder / "nowhere", "neither a folder nor a Hub id"
-
-
-def bad_hub_id(folder):
-    return "no-such-owner/no-such-data", "cannot be loaded from the Hub"
-
-
-def bad_empty(folder):
-    return folder, "has no names of splits; it needs train and one of"
-
-
-def bad_no_test(folder):
-    return image_folder(folder, splits=("train",)), "it needs train and one of"
-
-
-def bad_file(folder):
-    image_folder(folder)
-    (folder / "train" / "cat" / "1.png").write_bytes(b"not an image")
-    return folder, "1.png (row 1) cannot be decoded"
-
-
-def bad_size(folder):
-    image_folder(folder)
-    Image.new("L", (9, 4)).save(folder / "train" / "dog" / "2.png")
-    return folder, "2.png has 9x4 pixels and the first image 4x4"
-
-
-def bad_shapes(folder):
-    image_folder(folder)
-    for path in (folder / "test").rglob("*.png"):
-        Image.new("RGB", (4, 4)).save(path)
-    return folder, "test images of (3, 4, 4)"
-
-
-def bad_class(folder):
-    image_folder(folder)
-    (folder / "test" / "cat").rename(folder / "test" / "Cat")  # sorts before the other names
-    return folder, "has the label 0 in test, but not in train"
-
-
-def bad_link(folder):
-    image_folder(folder)
-    (folder / "train" / "cat" / "owl").symlink_to(folder / "train")
-    return folder, "cat/owl, that leads back to itself"
-
-
-def bad_link_to_nothing(folder):
-    image_folder(folder)
-    (folder / "train" / "cat" / "owl.png").symlink_to(folder / "gone.png")
-    return folder, "cat/owl.png is not a file, or a link to nothing"
-
-
-def bad_metadata(folder):
-    image_folder(folder)
-    (folder / "train" / "metadata.csv").write_text("file_name,label\ncat/0.png,1\n")
-    return folder, "train/metadata.csv is not in a folder of its class"
-
-
-def bad_place(folder):
-    move(image_folder(folder), "train/cat/0.png", "train/0.png")
-    return folder, "train/0.png is not in a folder of its class"
-
-
-def bad_depth(folder):
-    move(image_folder(folder), "train/cat/0.png", "train/cat/small/0.png")
-    return folder, "train/cat/small/0.png is not in a folder of its class"
-
-
-def bad_split(folder):
-    move(image_folder(folder), "train/cat/0.png", "more/cat/0.png")
-    return folder, "and that of more/cat/0.png does not"
-
-
-def bad_kind(folder):
-    image_folder(folder)
-    (folder / "train" / "cat" / "1.heic").write_bytes(b"\0\0\0\x18ftypheic")
-    return folder, "cat/1.heic is not an image that Pillow opens"
-
-
-def bad_name(folder):
-    image_folder(folder)
-    (folder / "train" / "cat" / os.fsdecode(b"\xff.png")).write_bytes((folder / "train/cat/0.png").read_bytes())
-    return folder, "\\udcff.png', whose name is not UTF-8"
-
-
-def bad_columns(folder):
-    for split in ("train", "test"):
-        datasets.Dataset.from_dict({"a": [1, 2]}).to_parquet(folder / f"{split}.parquet")
-    return folder, "{'a': 'int64'}; it needs an Image column, and a ClassLabel column or an integer column `label`"
-
-
 def parquet(folder, split, names=("cat", "dog"), labels=(0, 1), images=None, dtype="int64"):
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value(dtype)})
     if names:
@@ -264,24 +151,62 @@ def parquet(folder, split, names=("cat", "dog"), labels=(0, 1), images=None, dty
     return folder
 
 
-def bad_label(folder):
-    parquet(folder, "train", labels=(0, 1, 2))
-    return parquet(folder, "test"), "has the label 2, but 2 classes: number them"
+def without(folder, *names):
+    for name in names:
+        shutil.rmtree(folder / name)
 
 
-BAD = [value for name, value in list(globals().items()) if name.startswith("bad_")]
+def write_image(path, size=(4, 4), mode="L"):
+    Image.new(mode, size).save(path)
 
 
-@pytest.mark.parametrize("make", BAD)
-def test_unusable_data_is_one_sentence(tmp_path, capsys, make):
-    path, sentence = make(tmp_path)
+BAD = {
+    "neither a folder with data nor a Hub id": lambda folder: without(folder, "train", "test"),
+    "needs train and one of": lambda folder: without(folder, "test"),
+    "1.png cannot be decoded": lambda folder: (folder / "train/cat/1.png").write_bytes(b"not an image"),
+    "has images of 2 sizes": lambda folder: write_image(folder / "train/dog/2.png", (9, 4)),
+    "has the label 0 in test, but not in train": lambda folder: (folder / "test/cat").rename(folder / "test/Cat"),
+    "has the columns {'a': 'int64'}": lambda folder: without(folder, "train", "test") or table(folder),
+    "labels that are not from 0 to 1": lambda folder: (
+        without(folder, "train", "test") or parquet(parquet(folder, "train", labels=(0, 1, 2)), "test")
+    ),
+}
+
+
+def table(folder):
+    for split in ("train", "test"):
+        datasets.Dataset.from_dict({"a": [1, 2]}).to_parquet(folder / f"{split}.parquet")
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_unusable_data_is_one_sentence(tmp_path, capsys, sentence):
+    """The other sentences are those of tests/programs/inputs.py."""
+    image_folder(tmp_path)
+    BAD[sentence](tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        data.load_images(str(path))
+        data.load_images(str(tmp_path))
     error = capsys.readouterr().err.strip()
     assert stopped.value.code == 2
+    assert error.startswith("error: --dataset")
     assert sentence in error
-    assert error.startswith("error: --dataset ")
     assert len(error.splitlines()) == 1
+
+
+def test_a_hub_id_that_is_not_there_is_one_sentence(capsys):
+    with pytest.raises(SystemExit):
+        data.load_splits("no-such-owner/no-such-data")
+    assert "cannot be read as a dataset of the Hub: " in capsys.readouterr().err
+
+
+def test_parquet_files_are_read_without_asking_the_hub(small_mnist, monkeypatch, tmp_path):
+    """`datasets` would ask once per call, and wait where there is no network."""
+    asked = []
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **_: asked.append(arguments) or [])
+    train, _ = data.load_splits(str(small_mnist), cache_dir=str(tmp_path / "cache"))
+    assert not asked
+    assert len(train.labels)
+    assert list(tmp_path.glob("cache/**/*.arrow"))  # --cache_dir reaches `datasets`
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "uint64"])

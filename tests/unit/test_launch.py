@@ -219,15 +219,14 @@ def test_a_schedule_counts_steps_and_neither_micro_batches_nor_processes(monkeyp
 
 
 def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_path):
-    """`same_on_all` compares what it is given; here a change in the script, in utils or in readers must change that."""
-    script, package, readers = tmp_path / "train.py", tmp_path / "utils", tmp_path / "readers"
-    package.mkdir()
-    readers.mkdir()
+    """`same_on_all` compares what it is given; here a change in the script or in utils must change that."""
+    script, package = tmp_path / "train.py", tmp_path / "utils"
+    (package / "data").mkdir(parents=True)
     monkeypatch.setattr(launch.sys, "argv", [str(script)])
     monkeypatch.setattr(banner, "__file__", str(package / "banner.py"))
     compared = []
     monkeypatch.setattr(launch, "same_on_all", compared.append)
-    for path in (script, package / "loader.py", package / "banner.py", readers / "text.py"):
+    for path in (script, package / "loader.py", package / "banner.py", package / "data" / "text.py"):
         for text in ("a = 1", "a = 2"):
             path.write_text(text)
             make_accelerator(run_flags())
@@ -235,7 +234,7 @@ def test_machines_with_different_code_do_not_train_together(monkeypatch, tmp_pat
     *digests, again = ({name: d for name, d in facts.items() if name.startswith("SHA-256 of ")} for facts in compared)
     assert len({*map(str, digests)}) == len(digests) == 8
     assert again == digests[-1]
-    files = ("readers/text.py", "train.py", "utils/banner.py", "utils/loader.py")
+    files = ("train.py", "utils/banner.py", "utils/data/text.py", "utils/loader.py")
     assert list(again) == [f"SHA-256 of {name}" for name in files]
 
 

@@ -24,7 +24,7 @@ from utils.items import UnreadableItem
 from utils.layout import Layout
 from utils.loader import GlobalLoader, describe_data
 from utils.randomness import combine, random_uniform
-from utils.sampler import GlobalSampler, WindowShuffle
+from utils.sampler import GlobalSampler
 
 TOPOLOGIES = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 5)]
 
@@ -211,59 +211,6 @@ def test_any_step_is_found_without_the_ones_before(length):
         whole = [piece.indices.tolist() for piece in sampler.micro_batches(4)]
         assert whole[2 * last :] == tail
     assert list(sampler.micro_batches(4, first_step=len(sampler))) == []
-
-
-@pytest.mark.parametrize(("length", "window"), [(1, 8), (64, 64), (1000, 64), (1003, 200), (1003, 130), (70, 1000)])
-def test_a_window_shuffles_each_item_once_and_any_place_is_found(length, window):
-    sampler = GlobalSampler(length, 7, seed=3, shuffle_window=window)
-    orders = []
-    for epoch in (0, 1, 0):
-        steps = [part.indices.tolist() for part in sampler.micro_batches(epoch)]
-        for first in (0, len(steps) // 2, len(steps) - 1):
-            assert [part.indices.tolist() for part in sampler.micro_batches(epoch, first)] == steps[first:]
-        orders.append([item for step in steps for item in step])
-        assert sorted(orders[-1]) == list(range(length))
-    assert orders[0] == orders[2]
-    if length > 1:
-        other = GlobalSampler(length, length, seed=4, shuffle_window=window)
-        assert len({tuple(order) for order in (*orders, next(other.micro_batches()).indices.tolist())}) == 3
-
-
-@pytest.mark.parametrize(("processes", "accumulation"), TOPOLOGIES)
-def test_a_window_is_the_same_on_every_topology(processes, accumulation):
-    def steps(*topology):
-        found = by_step(*topology, epoch=1, dataset=Squares(203), batch_size=60, shuffle_window=64)
-        return [indices(parts) for parts in found]
-
-    assert steps(processes, accumulation) == steps(1, 1)
-
-
-def places_in_window(order, number, window):
-    """Where the items of a whole window were before they were permuted, by the order of its blocks."""
-    starts, sizes = order.windows[number]
-    block = int(sizes[0])
-    items = order[slice(number * window, (number + 1) * window)]
-    return (items[:, None] // block * block == starts).int().argmax(1) * block + items % block
-
-
-def test_a_window_reads_from_few_places_and_is_shuffled_within():
-    length, window = 2**20, 2**14
-    order = WindowShuffle(length, window, 0)
-    block = window // order.BLOCKS
-    assert len(order.windows) * order.BLOCKS * block == length
-    for first in (0, 5 * window, length - window):
-        items = order[slice(first, first + window)]
-        assert len((items // block).unique()) == order.BLOCKS
-        near = (items.diff().abs() < block).float().mean()  # a neighbour is in the same block by chance only
-        assert 0.5 / order.BLOCKS < near < 4 / order.BLOCKS
-    whole = order[slice(0, length)]
-    assert not torch.equal(*(places_in_window(order, number, window) for number in (0, 5)))
-    distance = (whole.argsort().diff().abs().float().mean() / (length / 3)).item()  # a full permutation has 1
-    assert 0.001 < distance < 0.1
-    with pytest.raises(ValueError, match="shuffle_window needs a seed"):
-        make(Squares(), seed=None, shuffle_window=8)
-    with pytest.raises(ValueError, match="cannot be combined with order"):
-        make(Squares(), order=lambda _: torch.arange(5), shuffle_window=8)
 
 
 def test_order_is_shuffled_by_seed_and_epoch_and_kept_without_seed():
@@ -1013,7 +960,7 @@ def test_the_fingerprint_of_other_data_is_of_some_items_with_the_first_and_last(
 def test_the_facts_that_are_compared_when_resuming():
     settings = make(Squares(), 4, accumulation=2, processes=2).settings()
     assert settings == make(Squares(), 4).settings()
-    for name, value in {"seed": 6, "batch_size": 6, "drop_last": True, "shuffle_window": 8}.items():
+    for name, value in {"seed": 6, "batch_size": 6, "drop_last": True}.items():
         assert make(Squares(), **{"batch_size": 4, name: value}).settings() == {**settings, name: value}
     assert make(Squares(), max_samples=9).describe() != make(Squares()).describe()
 

@@ -39,17 +39,15 @@ def data(length, seed=0):
 class Regression:
     """A script of a user's: 4 steps an epoch, test metrics as the test says."""
 
-    def __init__(self, results=None, epochs=6, stop_at=None, window=0):
+    def __init__(self, results=None, epochs=6, stop_at=None):
         self.results = results or {}
-        self.window = window
         self.epochs = epochs
         self.stop_at = stop_at  # (step, "step" or "test"): a signal there
 
     def __call__(self, args, **options):
         accelerator = launch.make_accelerator(args, cpu_threads=1, **options)
         self.run = run = Run(accelerator, args)
-        options = {"seed": args.seed, "shuffle_window": self.window}
-        train_loader = GlobalLoader(data(36), args.batch_size, accelerator, **options)
+        train_loader = GlobalLoader(data(36), args.batch_size, accelerator, seed=args.seed)
         test_loader = GlobalLoader(data(7, seed=1), 3, accelerator)
         model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -182,14 +180,6 @@ def test_another_metric_to_keep_is_refused_on_a_resume(start, capsys):
     assert start(Regression(stop_at=(6, "step")), save_best="loss") == EXIT_REQUEUE
     assert start(Regression(), save_best="max:bias", resume=True) == 2
     assert "save_best was 'loss' and is 'max:bias'" in capsys.readouterr().err
-
-
-def test_a_changed_shuffle_window_is_refused_when_resuming(start, capsys):
-    """It would read some samples of the epoch twice, and others never. The script has no flag for it."""
-    assert start(Regression(stop_at=(6, "step"), window=12)) == EXIT_REQUEUE
-    assert start(Regression(window=13), resume=True) == 2
-    assert "train_loader.shuffle_window was 12 and is 13" in capsys.readouterr().err
-    assert start(Regression(window=12), resume=True) is None
 
 
 def test_a_flag_of_the_script_must_be_the_same_when_resuming_unless_it_may_change(start, capsys):
