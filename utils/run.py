@@ -145,9 +145,8 @@ class Run:
         self.unsaved = [] if is_meant else self.unsaved
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         about = {"arguments": vars(args), "data": data, "total_steps": total_steps}
-        on_main(
-            accelerator, lambda: self.folder.open(self.step, self.run_state.get("metrics_bytes", 0), about, topology)
-        )
+        metrics_bytes = self.run_state.get("metrics_bytes", 0)
+        on_main(accelerator, lambda: self.folder.open(self.step, metrics_bytes, about, topology))
 
     def _warn_of_changes(self) -> None:
         """Warn if a resumed run will not be what the checkpoint's run would have been."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 from accelerate.utils import DistributedType
 
+from utils.console import show
 from utils.layout import Layout
 
 
@@ -30,7 +31,7 @@ def fake_accelerator(processes=1, rank=0, device="cpu", kind="NO", precision="no
         "loaders": {},
         "init_handler": None,
         "project_dir": "run",
-        "print": print,
+        "print": show,
         "reduce": lambda tensor, kind: tensor / {"sum": 1, "mean": processes}[kind],
         "gather": lambda tensor: tensor,
         "wait_for_everyone": lambda: None,

@@ -80,7 +80,7 @@ def test_the_program_that_tests_use_has_its_numbers(small_mnist, tmp_path, home)
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--dataset", "nowhere/at/all"], "--dataset nowhere/at/all is neither a folder nor a Hub id"),
+        (["--dataset", "nowhere/at/all"], "--dataset nowhere/at/all is neither a folder with data nor a Hub id"),
         (["--output_dir", "/proc/run"], "--output_dir /proc/run cannot be written to"),
     ],
 )
