@@ -20,6 +20,7 @@ import run_many
 import torch
 from filelock import FileLock
 from hosts import environment, free_port
+from runs import Runs
 
 # Before torch is loaded, and for all that is launched from here: OpenMP's threads sleep while they
 # wait. By default they spin, and with more threads than cores (two tests at a time) a step of
@@ -216,6 +217,12 @@ def shared_launcher(tmp_path_factory, home):
     launcher = Launcher(tmp_path_factory.mktemp("shared"), home)
     yield launcher
     launcher.end()
+
+
+@pytest.fixture(scope="module")
+def runs(shared_launcher):
+    """Asks for runs, as in runs.py, which launches all of them together."""
+    return Runs(shared_launcher)
 
 
 @pytest.fixture(scope="module")

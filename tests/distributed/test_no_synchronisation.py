@@ -1,7 +1,6 @@
 """In a step no process waits for its GPU: otherwise the GPU idles while Python prepares the next kernels.
 
-On the GPUs of lying_gpu.py, and on real ones: there, PyTorch raises an error at the first wait. With -s -n 0, the test
-of one process prints what each run does.
+On the GPUs of lying_gpu.py, and on real ones: there, PyTorch raises an error at the first wait.
 """
 
 import functools
@@ -13,25 +12,22 @@ import pytest
 import small_resnets
 import torch
 import torch.distributed as dist
-from lying_gpu import BACKWARD, COPY, KERNEL, SYNC
+from lying_gpu import COPY, KERNEL, SYNC
 
 from scripts import mnist_mlp
 
 STEPS = 3  # of each run, after the warm-up
-# By run on one process, at most: kernels of a step besides those of autograd (clipping takes four to keep a norm that
-# is not finite out of the weights); waits outside of the steps, one per
-# tensor that is moved or saved, per batch of data, per log line, test and checkpoint.
-BUDGETS = {
-    "mnist_mlp --batch_size 8": (17, 19),
-    "mnist_mlp --bf16 --batch_size 8 --gradient_accumulation_steps 2": (44, 19),
-    "mnist_mlp --batch_size 8 --virtual_processes 4": (65, 46),
-    "gradient_accumulation --batch_size 8": (37, 23),
-    "gradient_accumulation --batch_size 8 --variable_length --gradient_accumulation_steps 2": (112, 23),
-    "transformer --layers 2 --dim 32": (130, 46),
-    "transformer --bf16 --separate_documents --layers 2 --dim 32 --gradient_accumulation_steps 2": (295, 46),
-    "resnet50 --batch_size 8 --mixup 0.2 --cutmix 1.0 --ema_decay 0.9": (264, 1131),
-    "model_split --batch_size 8": (484, 1047),
-}
+ONE_PROCESS = [
+    "mnist_mlp --batch_size 8",
+    "mnist_mlp --bf16 --batch_size 8 --gradient_accumulation_steps 2",
+    "mnist_mlp --batch_size 8 --virtual_processes 4",
+    "gradient_accumulation --batch_size 8",
+    "gradient_accumulation --batch_size 8 --variable_length --gradient_accumulation_steps 2",
+    "transformer --layers 2 --dim 32",
+    "transformer --bf16 --separate_documents --layers 2 --dim 32 --gradient_accumulation_steps 2",
+    "resnet50 --batch_size 8 --mixup 0.2 --cutmix 1.0 --ema_decay 0.9",
+    "model_split --batch_size 8",
+]
 # By script: the runs of one launch.
 TWO_PROCESSES = {
     "mnist_mlp": [
@@ -72,24 +68,27 @@ def short(tiny_mnist):
 SLOW = ("resnet50", "model_split", "transformer --bf16")
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.slow] * run.startswith(SLOW)) for run in BUDGETS])
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.slow] * run.startswith(SLOW)) for run in ONE_PROCESS]
+)
 def test_no_step_waits_on_one_process(gpus, short, tmp_path, monkeypatch, run):
     small_resnets.use_quick(monkeypatch.setattr)
     lying = functools.partial(lying_gpu.lying_gpus, 2 if "model_split" in run else 1)
     events = lying_gpu.count(short(run, tmp_path / "run"), lying if gpus == "lying" else lying_gpu.errors_on_gpu)
     assert events.waits_in_steps() == []
-    if gpus == "lying":
-        kernels, waits = BUDGETS[run]
-        counts = Counter(event.kind for event in events if event.phase == "step")
-        outside = sum(event.kind in (SYNC, COPY) for event in events if event.phase == "outside")
-        per_step = {kind: counts[kind] / STEPS for kind in (KERNEL, BACKWARD, SYNC, COPY)}
-        print(f"{run}: per step {per_step}, waits outside {outside}")
-        assert 0 < per_step[KERNEL] <= kernels
-        assert 0 < outside <= waits
+    assert any(event.phase == "step" and event.kind == KERNEL for event in events) == (gpus == "lying")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", TWO_PROCESSES)
+@pytest.mark.parametrize(
+    ("gpus", "script"),
+    [
+        ("lying", "mnist_mlp"),
+        ("lying", "transformer"),
+        *(pytest.param("real", script, marks=pytest.mark.gpu) for script in TWO_PROCESSES),
+    ],
+    indirect=["gpus"],
+)
 def test_no_step_waits_on_two_processes(gpus, launcher, short, script):
     if gpus == "real" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

@@ -29,8 +29,8 @@ ROOT = run_many.ROOT
 FILE = run_many.FILE.with_name("lying_gpu")
 CPU = torch.device("cpu")
 WARM_UP = 2  # steps: the first fills caches, and DDP orders its buckets anew in the second
-# Kinds of events: the host waits for the GPU, a copy from pageable memory; kernels, and those that autograd calls.
-SYNC, COPY, KERNEL, BACKWARD = "sync", "copy", "kernel", "backward"
+# Kinds of events: the host waits for the GPU, a copy from pageable memory, and kernels.
+SYNC, COPY, KERNEL = "sync", "copy", "kernel"
 # Of kernels whose result, or its shape, the host waits for.
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -165,7 +165,7 @@ class Kernels(TorchDispatchMode):
         elif len(shaped) > 1:
             raise RuntimeError(f"{name} of tensors on {sorted(map(str, shaped))}")
         if not func.is_view and torch.Tag.inplace_view not in func.tags and name not in LAUNCHES_NOTHING:
-            self.events.add(BACKWARD if in_backward else KERNEL, name)
+            self.events.add(KERNEL, name)
 
 
 def grouped(lists: list[list], with_indices: bool = False) -> dict:

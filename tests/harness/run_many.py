@@ -62,15 +62,19 @@ def load(script: str, path: Path):
 def run(script: str, flags: list) -> int | None:
     """`main` of a script in this process; returns its exit code: None after a run.
 
-    script: as in `path_of`. flags: of the script; with --float64 among them it makes its models in float64.
+    script: as in `path_of`. flags: of the script; with --float64 among them it makes its models in float64, and
+        `batch.randn` is float64, too.
     """
     import torch
 
+    from utils.loader import Batch
+
     path = path_of(script)
-    dtype = torch.get_default_dtype()
+    dtype, randn = torch.get_default_dtype(), Batch.randn
     if "--float64" in flags:
         flags = [flag for flag in flags if flag != "--float64"]
         torch.set_default_dtype(torch.float64)
+        Batch.randn = lambda *args, **options: randn(*args, **options).double()
     own_argv, sys.argv = sys.argv, [str(path), *map(str, flags)]
     module = load(script, path)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -82,6 +86,7 @@ def run(script: str, flags: list) -> int | None:
         return stopped.code
     finally:
         torch.set_default_dtype(dtype)
+        Batch.randn = randn
         sys.argv = own_argv
         gc.collect()  # the lock of the folder goes with the RunFolder
         # The end of a process waits for the checkpoint that is being written.

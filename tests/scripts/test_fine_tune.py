@@ -5,7 +5,6 @@ import run_many
 import run_reader
 import safetensors.torch
 import torch
-from same_numbers import largest_difference
 
 # 3 steps per epoch, the last one of 10 images; the checkpoints of steps 2 and 4 are within an epoch.
 FLAGS = ["--batch_size", 20, "--num_epochs", 2, "--log_every", 1, "--checkpoint_every", 2, "--keep_checkpoints", 0]
@@ -30,21 +29,11 @@ def test_the_body_keeps_given_weights_until_it_is_unfrozen_and_has_a_rate_of_its
 
 
 @pytest.mark.slow
-def test_every_topology_trains_the_same_model_and_resumes_before_and_after_unfreezing(
-    launcher, tiny_mnist, monkeypatch
-):
-    monkeypatch.chdir(launcher.folder)
+def test_every_topology_trains_the_same_model_and_resumes_before_and_after_unfreezing(runs, tiny_mnist):
     flags = ["--float64", "--dataset", tiny_mnist, *FLAGS]
-    assert run_many.run("fine_tune", [*flags, "--output_dir", "cpu"]) is None
-    for config in ("cpu_ddp", "cpu_fsdp"):
-        resumed = [
-            ["--back_to", config, step, f"{config}_{step}", *flags, "--resume", "--output_dir", f"{config}_{step}"]
-            for step in (2, 4)
-        ]
-        words = run_many.words("fine_tune", [*flags, "--output_dir", config], *resumed)
-        launch_flags = ["--fsdp_min_num_params", 500] if config == "cpu_fsdp" else []
-        launcher(config, *words, script=run_many.FILE, launch_flags=launch_flags)
-        assert largest_difference(launcher.folder / "cpu", launcher.folder / config) <= 1e-9
-        for step in (2, 4):
-            again = launcher.folder / f"{config}_{step}"
-            assert run_reader.final_models(again) == run_reader.final_models(launcher.folder / config)
+    one = runs("fine_tune", *flags)
+    for on in (("cpu_ddp",), ("cpu_fsdp", "--fsdp_min_num_params", 500)):
+        two = runs("fine_tune", *flags, on=on)
+        resumed = [runs("fine_tune", *flags, on=on, resumes=two, at=step) for step in (2, 4)]
+        assert two.differs_from(one) <= 1e-9
+        assert [again.bits for again in resumed] == [two.bits] * 2

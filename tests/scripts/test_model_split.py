@@ -311,6 +311,16 @@ def test_it_is_the_plain_loop(train, tiny_mnist, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_micro_batch_without_samples_counts_nothing(train, tmp_path):
+    """The last of the epoch's two steps has 3 samples for 4 micro-batches."""
+    flags = [*FLAGS, "--batch_size", 40, "--max_steps", 3, "--dtype", "float64", "--num_stages", 2]
+    for count in (1, 4):
+        assert train(tmp_path / f"{count}", *flags, "--num_microbatches", count) is None
+    # AdamW divides the rounding of the smallest gradients by their size.
+    assert same_numbers.largest_difference(tmp_path / "1", tmp_path / "4") <= 1e-6
+
+
+@pytest.mark.slow
 @needs_torch("2.12")
 def test_a_split_over_two_processes_changes_no_number(two_processes):
     """Of 6 micro-batches one has 3 samples and fills the pipeline alone; of the five of 2, the first stage has two in

@@ -1,17 +1,10 @@
-"""examples/orders.py: orders of a user's own keep the promises."""
+"""examples/orders.py: what its orders are; test_users_programs.py trains with them."""
 
 import pytest
-import run_many
-import run_reader
 import torch
-from conftest import ROOT
-from run_reader import lines
-from same_numbers import largest_difference
 
 from examples import orders
 
-SCRIPT = ROOT / "examples" / "orders.py"
-ORDERS = ["balanced", "several_per_class", "similar_length", "in_windows"]
 LABELS = torch.tensor([0] * 60 + [1] * 30 + [2] * 7)
 
 
@@ -46,33 +39,3 @@ def test_a_window_reads_from_few_places_and_is_shuffled_within():
     for window in items.split(128):
         assert len((window // 8).unique()) == 16
         assert (window.diff().abs() < 8).float().mean() < 0.3  # a neighbour is in the same block by chance only
-
-
-@pytest.fixture(scope="module")
-def runs(shared_launcher):
-    """Each order on one process, on two, and there resumed from step 3."""
-    top = shared_launcher.folder
-    flags = ["--float64", "--checkpoint_every", 3, "--keep_checkpoints", 0]
-    words = []
-    for name in ORDERS:
-        own = [*flags, "--order", name]
-        assert run_many.run(str(SCRIPT), [*own, "--output_dir", top / name / "one"]) is None
-        two, again = top / name / "two", top / name / "resumed"
-        words.append(["--script", SCRIPT, *own, "--gradient_accumulation_steps", 2, "--output_dir", two])
-        back = ["--back_to", two, 3, again]
-        words.append(
-            ["--script", SCRIPT, *back, *own, "--gradient_accumulation_steps", 2, "--resume", "--output_dir", again]
-        )
-    shared_launcher("cpu_ddp", *run_many.words("mlp", *words), script=run_many.FILE)
-    return top
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ORDERS)
-def test_an_order_is_the_same_on_any_topology_and_when_resumed(runs, name):
-    assert largest_difference(runs / name / "one", runs / name / "two") <= 1e-12
-    assert run_reader.launches(runs / name / "resumed")[1]["from_step"] == 3
-    assert lines(runs / name / "resumed") == lines(runs / name / "two")
-    assert run_reader.final_models(runs / name / "resumed") == run_reader.final_models(runs / name / "two")
-    rare = [line["rare"] for line in lines(runs / name / "one", "train")]
-    assert sum(rare) / len(rare) == pytest.approx(1 / 3 if name == "balanced" else 0.1, abs=0.05)

@@ -1,8 +1,8 @@
 """Programs as users write them, with models, data, losses and metrics of their own, keep the promises:
 the same numbers on any topology, a resume bit by bit, and every test sample once.
 
-The last step of an epoch and the last batch of a test are smaller than the others; in others_models.py they have a
-single sample, and all micro-batches but one get a stand-in.
+The last step of an epoch has fewer samples than micro-batches where it can, so some get a stand-in, which must count
+nothing. In others_models.py a single sample is left there, and in the last batch of a test.
 """
 
 import json
@@ -19,33 +19,45 @@ from run_reader import lines
 from same_numbers import largest_difference
 
 from utils.loader import GlobalLoader
+from utils.sampler import GlobalSampler
 
 
 class Program(NamedTuple):
-    """A program of examples/, and the flags of a run.
+    """A program of examples/ or a script, and the flags of a run.
 
     test_samples: None without a test. library: what it needs beside requirements.txt.
     """
 
     script: str
-    flags: tuple = ()
-    test_samples: int | None = 13
-    tolerance: float = 1e-6
+    flags: str = ""
+    test_samples: int | None = 203
+    tolerance: float = 1e-12
     library: str | None = None
 
 
 def model_of_others(name, tolerance=1e-9, library=None, test_samples=13):
-    return Program("others_models", ("--model", name, "--float64"), test_samples, tolerance, library)
+    return Program("others_models", f"--model {name} --float64", test_samples, tolerance, library)
 
 
+MNIST = "--float64 --dataset SMALL_MNIST --batch_size 143 --log_every 1"  # of 1003 images
+POINTS = "--float64 --log_every 1 --batch_size 33"  # of 200
+TEXT = "--vocabulary 257 --context 8 --dim 16 --layers 1 --heads 2 --max_steps 5 --dataset SHORT_TEXT"
 PROGRAMS = {
-    "cnn": Program("cnn", test_samples=101),
-    "regression": Program("regression", ("--float64", "--num_epochs", "2", "--log_every", "1"), 77, 1e-12),
-    "text": Program("text", test_samples=501),
-    "gan": Program("gan", test_samples=61),
-    "two_loaders": Program("two_loaders", ("--float64",), 61, 1e-12),
-    "hub_images": Program("hub_images", ("--dataset", "SMALL_MNIST"), 203),
-    "loss_inside": Program("loss_inside", ("--float64", "--dataset", "SMALL_MNIST"), 203, 1e-12),
+    "mnist_mlp": Program("mnist_mlp", MNIST),
+    "mlp": Program("mlp", f"{MNIST} --dropout 0.1 --dtype float64"),
+    "accumulation": Program("gradient_accumulation", MNIST),
+    "accumulation, weights": Program("gradient_accumulation", f"{MNIST} --variable_length"),
+    "transformer": Program("transformer", f"--float64 --log_every 1 {TEXT}", 3),
+    "cnn": Program("cnn", "--float64 --batch_size 31", 101),
+    "regression": Program("regression", f"{POINTS} --num_epochs 2", 77),
+    "text": Program("text", "--float64 --batch_size 67", 501),
+    "gan": Program("gan", "--float64 --batch_size 31", 61),
+    "wgan": Program("wgan", "--float64 --batch_size 31", 61),
+    "two_loaders": Program("two_loaders", "--float64 --batch_size 49", 61),
+    # torchmetrics computes in float32.
+    "own_metrics": Program("own_metrics", POINTS, 77, 1e-6, library="torchmetrics"),
+    "hub_images": Program("hub_images", f"{MNIST} --max_steps 10"),
+    "loss_inside": Program("loss_inside", MNIST),
     # transformers computes this loss in float32; each step of L-BFGS doubles a difference.
     "gpt2": model_of_others("gpt2", 1e-6, "transformers"),
     "gpt2_lora": model_of_others("gpt2_lora", 1e-6, "peft"),
@@ -55,76 +67,87 @@ PROGRAMS = {
     "faster_rcnn": model_of_others("faster_rcnn"),
     "vae": model_of_others("vae"),
     "lbfgs": model_of_others("lbfgs", 1e-8, test_samples=None),
-    "contrastive": Program("contrastive", ("--float64",), 31, 1e-9),
+    "contrastive": Program("contrastive", "--float64 --batch_size 33", 31, 1e-9),
     # The recipes of guides/your_own_model.md.
-    "warmup": Program("schedules", ("--recipe", "warmup"), 77),
-    "plateau": Program("schedules", ("--recipe", "plateau"), 77),
-    "two_optimizers": Program("schedules", ("--recipe", "two_optimizers"), 77),
-    "compile": Program("schedules", ("--recipe", "compile"), 77),
+    "warmup": Program("schedules", "--recipe warmup", 77, 1e-6),
+    "plateau": Program("schedules", "--recipe plateau", 77, 1e-6),
+    "two_optimizers": Program("schedules", f"{POINTS} --recipe two_optimizers", 77),
+    "compile": Program("schedules", "--recipe compile", 77, 1e-6),
+    "balanced": Program("orders", "--float64 --order balanced", 101),
+    "several_per_class": Program("orders", "--float64 --order several_per_class", 101),
+    "similar_length": Program("orders", "--float64 --order similar_length", 101),
+    "in_windows": Program("orders", "--float64 --order in_windows", 101),
 }
-QUICK = ["packed_lstm", "vae", "lbfgs"]  # in this process, without a launch
-# The model samples boxes in each micro-batch, so only runs with as many of these per step have the same numbers.
-SAMPLES_IN_MICRO_BATCHES = ["faster_rcnn"]
-# Runs are named after their processes and accumulation steps.
-PAIRS = [("one_1", "one_2"), ("one_1", "two_1"), ("one_2", "two_1"), ("one_4", "two_2")]
+QUICK = ["mnist_mlp", "cnn", "packed_lstm", "two_optimizers"]  # in this process, without a launch
+# Whose last step has as many samples as micro-batches, or more.
+WITHOUT_STAND_INS = {"lbfgs", "warmup", "plateau", "compile", "balanced", "several_per_class", "similar_length"}
 
 
-def param(name, *values):
-    """A case of a test, with the mark `others` where the program needs a library."""
-    library = PROGRAMS[name].library
-    return pytest.param(name, *values, marks=pytest.mark.others(library) if library else ())
+def programs(names=PROGRAMS):
+    """Parametrize a test with programs, with the mark `others` where one needs a library."""
+    libraries = {name: PROGRAMS[name].library for name in names}
+    marks = {name: pytest.mark.others(library) if library else () for name, library in libraries.items()}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in names])
 
 
-COMPARED = [
-    param(name, one, other)
-    for name in PROGRAMS
-    for one, other in PAIRS
-    if one != "one_1" or name not in SAMPLES_IN_MICRO_BATCHES
-]
+@pytest.fixture(scope="session")
+def data(small_mnist, tmp_path_factory) -> dict[str, str]:
+    """What stands in the flags above, and the folder that it means."""
+    text = tmp_path_factory.mktemp("text")
+    for split, count in (("train", 18), ("test", 3)):
+        (text / f"{split}.txt").write_text("abcdefg," * (count - 1) + "abcdefg")
+    return {"SMALL_MNIST": str(small_mnist), "SHORT_TEXT": str(text)}
+
+
+def flags_of(name: str, data: dict[str, str]) -> list[str]:
+    return [data.get(flag, flag) for flag in PROGRAMS[name].flags.split()]
 
 
 @pytest.fixture(scope="module")
-def runs(request, shared_launcher, small_mnist):
-    """Runs of each program that a chosen test looks at: on one process with 1, 2 and 4 accumulation steps, and on
-    two processes with 1 and 2."""
-    top = shared_launcher.folder
-    tests = [item for item in request.session.items if item.path == request.path and "runs" in item.fixturenames]
+def trained(request, runs, data):
+    """By program of the chosen tests: a run on one process, one on two with two micro-batches, and the second of them
+    resumed from step 3."""
+    tests = [item for item in request.session.items if "trained" in getattr(item, "fixturenames", ())]
     chosen = {item.callspec.params["name"] for item in tests if not item.get_closest_marker("skip")}
-    for config, name, steps in (("cpu", "one", (1, 2, 4)), ("cpu_ddp", "two", (1, 2))):
-        launches = []
-        for program in [name for name in PROGRAMS if name in chosen]:
-            script, flags, *_ = PROGRAMS[program]
-            flags = [small_mnist if flag == "SMALL_MNIST" else flag for flag in flags]
-            flags = [*flags, "--checkpoint_every", 3, "--keep_checkpoints", 0]
-            script = ["--script", run_many.path_of(script)]
-            for k in steps:
-                accumulation = ["--gradient_accumulation_steps", k]
-                launches.append([*script, *flags, *accumulation, "--output_dir", top / program / f"{name}_{k}"])
-        shared_launcher(config, *run_many.words("mlp", *launches), script=run_many.FILE, timeout=400)
-    return top
+    found = {}
+    for name in [name for name in PROGRAMS if name in chosen]:
+        script, flags = PROGRAMS[name].script, [*flags_of(name, data), "--checkpoint_every", 3, "--keep_checkpoints", 0]
+        # Boxes are sampled in each micro-batch, so only runs with as many of them per step have the same numbers.
+        one = runs(script, *flags, "--gradient_accumulation_steps", 4 if name == "faster_rcnn" else 1)
+        flags += ["--gradient_accumulation_steps", 2]
+        four = runs(script, *flags, on=("cpu_ddp",))
+        found[name] = one, four, runs(script, *flags, on=("cpu_ddp",), resumes=four, at=3)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "one", "other"), COMPARED)
-def test_processes_and_accumulation_change_no_number(runs, name, one, other):
-    largest = largest_difference(runs / name / one, runs / name / other)
-    print(f"{name}, {other} against {one}: largest relative difference {largest:.1e}")
+@programs()
+def test_processes_and_stand_ins_change_no_number_and_a_resume_no_bit(trained, name):
+    one, four, again = trained[name]
+    largest = four.differs_from(one)
+    print(f"{name}: largest relative difference {largest:.1e}")
     assert largest <= PROGRAMS[name].tolerance
+    assert [launch["from_step"] for launch in run_reader.launches(again.folder)] == [0, 3]
+    assert lines(again.folder) == lines(four.folder)
+    assert again.bits == four.bits
+    if name not in WITHOUT_STAND_INS:
+        record = run_reader.record(four.folder)
+        assert record["data"]["train"] % record["arguments"].get("batch_size", 7) in (1, 2, 3)
+    if PROGRAMS[name].test_samples:
+        for run in (one, four):
+            assert run_reader.summary(run.folder)["test_samples"] == PROGRAMS[name].test_samples
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [param(name) for name, program in PROGRAMS.items() if program.test_samples])
-def test_each_test_sample_counts_once(runs, name):
-    for run in ("one_1", "one_4", "two_1", "two_2"):
-        assert run_reader.summary(runs / name / run)["test_samples"] == PROGRAMS[name].test_samples
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["warmup", "plateau", "two_optimizers"])
-def test_the_learning_rates_follow_the_recipes(runs, name):
-    *_, last = train_lines = lines(runs / name / "two_1", "train")
+@programs(["warmup", "plateau", "two_optimizers", "balanced", "similar_length"])
+def test_learning_rates_and_orders_follow_the_recipes(trained, name):
+    train_lines = lines(trained[name][1].folder, "train")
+    if name in ("balanced", "similar_length"):
+        rare = [line["rare"] for line in train_lines]
+        assert sum(rare) / len(rare) == pytest.approx(1 / 3 if name == "balanced" else 0.1, abs=0.05)
+        return
     if name == "two_optimizers":
-        assert (last["body_lr"], last["head_lr"]) == (0.001, 0.01)
+        assert (train_lines[-1]["body_lr"], train_lines[-1]["head_lr"]) == (0.001, 0.01)
         return
     rates = [line["lr"] for line in train_lines]
     if name == "warmup":
@@ -146,12 +169,21 @@ def test_the_commands_in_an_example_are_those_that_it_takes(example, monkeypatch
                 module.parse_args()
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_accumulation_changes_no_number(tmp_path, name):
-    for k in (1, 2):
-        flags = [*PROGRAMS[name].flags, "--gradient_accumulation_steps", k, "--output_dir", tmp_path / str(k)]
-        run_many.run("others_models", flags)
-    assert largest_difference(tmp_path / "1", tmp_path / "2") <= PROGRAMS[name].tolerance
+@programs(QUICK)
+def test_stand_ins_change_no_number(name, data, tmp_path, monkeypatch):
+    stand_ins, micro_batches = [], GlobalSampler.micro_batches
+
+    def watched(sampler, *args):
+        for micro_batch in micro_batches(sampler, *args):
+            stand_ins.extend([0] * (micro_batch.is_stand_in and sampler.seed is not None))
+            yield micro_batch
+
+    monkeypatch.setattr(GlobalSampler, "micro_batches", watched)
+    for count in (1, 4):
+        flags = [*flags_of(name, data), "--gradient_accumulation_steps", count, "--output_dir", tmp_path / str(count)]
+        assert run_many.run(PROGRAMS[name].script, flags) is None
+        assert bool(stand_ins) == (count == 4)
+    assert largest_difference(tmp_path / "1", tmp_path / "4") <= PROGRAMS[name].tolerance
 
 
 @pytest.mark.parametrize("repeats", [False, True], ids=["each item once", "an item twice in a step"])

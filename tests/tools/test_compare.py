@@ -1,7 +1,6 @@
 """Two runs are compared: are they the same, and if not, what differs first?"""
 
 import hashlib
-import json
 import math
 import subprocess
 import sys
@@ -10,31 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from run_folders import LAUNCH, LINES, line, make_run
 from safetensors.torch import save_file
 
 from tools import compare
 from utils.checkpoint.folder import FORMAT, write_files, write_manifest
 
-
-def line(step, split="train", **metrics):
-    return {"split": split, "step": step, "epoch": 1, **metrics}
-
-
-LINES = [line(1, loss=2.0), line(2, loss=1.0), line(2, "test", loss=1.5, accuracy=0.5)]
 NAN, INF = math.nan, math.inf
-LAUNCH = {"from_step": 0, "num_processes": 1, "processes": [{"host": "h", "device": "cpu"}]}
-
-
-def make_run(folder, lines=LINES, record=None, tail="", finished=2):
-    """A run folder without checkpoints. finished: at which step, or None; tail: after the last line of metrics."""
-    folder.mkdir(parents=True)
-    content = {"arguments": {"lr": 0.1, "output_dir": str(folder), "batch_size": 5}, "versions": {"torch": "2"}}
-    content |= {"data": {"dataset": "/x/mnist", "train": 10, "fingerprint": "f"}, "launches": [LAUNCH]}
-    (folder / "run.json").write_text(json.dumps(content | (record or {})))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + tail)
-    if finished is not None:
-        (folder / "summary.json").write_text(json.dumps({"step": finished}))
-    return folder
 
 
 def add_checkpoint(run, step, tensors, state=None, file="model", first_row=None):
