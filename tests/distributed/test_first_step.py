@@ -113,6 +113,7 @@ SAID = {
     "schedule": [],
     "average, each time": [("average.n_averaged changed between two", SEVERAL)],
     "average": [],
+    "average, batch_norm averaged": [],
     "own average, each time": [("warning: own changed with each micro-batch", SEVERAL)],
     "own average": [],
     "noise, put back": [],

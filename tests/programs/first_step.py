@@ -78,6 +78,7 @@ class Model(nn.Module):
         self.norm = {
             "batch_norm": nn.BatchNorm1d(8),
             "batch_norm averaged": nn.BatchNorm1d(8),
+            "average, batch_norm averaged": nn.BatchNorm1d(8),
             "instance_norm": nn.InstanceNorm1d(8, track_running_stats=True),
             "spectral_norm": nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
             "frozen batch_norm": nn.BatchNorm1d(8).eval(),
@@ -188,6 +189,8 @@ def train(args, case: str) -> None:
                 with torch.no_grad():
                     for mean, parameter in zip(average.module.parameters(), bare.parameters(), strict=True):
                         mean.lerp_(parameter, 0.1)
+                    for mean, buffer in zip(average.module.buffers(), bare.buffers(), strict=True):
+                        mean.copy_(buffer)
             own.updates += case == "own average, each time" or accelerator.sync_gradients
             run.log_train(batch, loss=losses)
     run.finish()

@@ -124,14 +124,14 @@ class StepRule:
         self.batch, self.is_free, self.passes, self.calls = batch, is_free, 0, type(batch).mean_loss_calls
         if is_first:
             self.had_backward, self.after = set(), {}
-        self.start = self._state()
+        self.start, self.before = self._state(), {}
 
     @contextlib.contextmanager
     def backward(self):
         """Wraps each backward pass."""
         self.passes += 1
         if self.passes == 1:
-            now = self._state()
+            self.before = now = self._state()
             self._stop_if(changed(self.after, now, "gradient"), f"the gradient of {{}} {ONCE}")
             self._stop_if(changed(self.after, now, "object"), f"{{}} {ONCE}")
             advice = "if it follows the steps, as averages do, update it under `if accelerator.sync_gradients:`"
@@ -148,7 +148,8 @@ class StepRule:
         is_mean = self.calls < type(self.batch).mean_loss_calls or self.is_free or layout.num_slots == 1
         given = [] if is_mean or not self.passes else ["batch.mean_loss"]
         self._warn_if(given, "a loss is not from {}, so parts of a batch count equally, whatever their size")
-        if names := changed(self.start, now, "buffer"):
+        # At the end of a step, an average of the model may take its buffers.
+        if names := changed(self.start, self.before if is_last else now, "buffer"):
             reason = f"{join(names)} changed in one micro-batch, of {layout.num_slots} in a step"
             if layout.virtual_processes:
                 stop(f"{reason}, which --virtual_processes cannot add up: {AVERAGE_BUFFERS}")
@@ -181,10 +182,12 @@ class StepRule:
             key = checkpoints.names.get(id(parameter), "a parameter"), id(parameter)
             tensors[("weight", *key)], state[("gradient", *key)] = parameter, None
             tensors |= {("gradient", *key): parameter.grad} if parameter.grad is not None else {}
+        averages = [model for model in checkpoints.models.values() if isinstance(model, AveragedModel)]
+        of_averages = {id(module) for average in averages for module in average.modules()}
         for name, (buffer, module) in buffers_of(checkpoints.models).items():
             is_mean = isinstance(module, nn.SyncBatchNorm) or getattr(module, "is_averaged", False)
             if module.training and not is_mean:
-                tensors["object" if isinstance(module, AveragedModel) else "buffer", name, buffer.shape] = buffer
+                tensors["object" if id(module) in of_averages else "buffer", name, buffer.shape] = buffer
         for owner, part in {**checkpoints.optimizers, **checkpoints.objects}.items():
             kind = "object" if owner in checkpoints.optimizers or isinstance(part, LRScheduler) else "own object"
             saved, state[kind, owner] = checkpoints.entries[owner].save()
