@@ -6,7 +6,8 @@ import pytest
 import run_many
 import run_reader
 from conftest import stopped_at
-from utils.signals import EXIT_REQUEUE
+
+from utils.failures.signals import EXIT_REQUEUE
 
 FLAGS = ["--hidden", 16, "--batch_size", 300, "--num_epochs", 5, "--log_every", 2, "--dropout", 0.1]
 # What changes the numbers: the precision, and one of two ways to divide a step.

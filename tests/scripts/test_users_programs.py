@@ -81,6 +81,7 @@ PROGRAMS = {
 QUICK = ["mnist_mlp", "cnn", "packed_lstm", "two_optimizers"]  # in this process, without a launch
 # Whose last step has as many samples as micro-batches, or more.
 WITHOUT_STAND_INS = {"lbfgs", "warmup", "plateau", "compile", "balanced", "several_per_class", "similar_length"}
+WITHOUT_STAND_INS |= {"in_windows"}
 
 
 def programs(names=PROGRAMS):
