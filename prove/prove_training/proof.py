@@ -390,8 +390,10 @@ class Proof:
             comparison.compared.discard("learning rates")
             why = "the script counts its steps by its batch size, which prove divides"
             comparison.not_compared["learning rates"] = why
-        # Of gradients with random numbers, only a cause that is known makes a finding.
-        numbers = [number for factor, number, _ in comparison.factors_of_noise if factor != factor][:1]
+        # Of gradients with random numbers by sample, only a cause that is known makes a finding.
+        numbers = [number for factor, number, _ in comparison.factors_of_noise if factor != factor]
+        made = [tuple(record.steps[number - 1] for record in (self.reference, *comparison.ranks)) for number in numbers]
+        numbers = [number for number, of_all in zip(numbers, made, strict=True) if steps.is_by_sample(of_all)][:1]
         lines = [self.reference.steps[number - 1].micro_batches[-1].line for number in numbers]
         found_more = [Finding("gradient", "gradient", "", *place) for place in zip(numbers, lines, strict=True)]
         if "gradient" in kinds or found_more:

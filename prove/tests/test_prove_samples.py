@@ -115,6 +115,15 @@ def test_numbers_for_a_single_sample_may_be_the_same():
     assert found(reference, ranks) == []
 
 
+@pytest.mark.parametrize(("states", "steps"), [("abababab", [3]), ("abcdefab", []), ("abcdefgh", [])])
+def test_noise_that_begins_with_one_seed_in_each_epoch_is_a_note(states, steps):
+    (record,) = made_up(steps=8)
+    for step, state in zip(record.steps, states, strict=True):
+        step.drawn = drawn(state) * 2  # activation checkpointing draws them twice in one step
+    notes = [note for note in single.findings(record) if note.stage == "random numbers"]
+    assert [note.step for note in notes] == steps
+
+
 @pytest.mark.parametrize("digests", ["aab", "abb", "abc"])
 def test_noise_that_one_of_three_processes_shares_is_not_the_same_on_all(digests):
     (reference,), ranks = made_up(), made_up(3)

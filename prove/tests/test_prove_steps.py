@@ -77,6 +77,30 @@ def test_gradients_that_the_optimizer_averages_may_differ_before():
     assert "gradients" in comparison.compared
 
 
+def test_gradients_of_large_tensors_are_compared_if_the_optimizer_only_communicates():
+    """As microsoft/dion, which draws a matrix in its step and broadcasts it. The norm is of more than is recorded."""
+    (reference,), ranks = made_up(), made_up(2)
+    every_step(ranks, in_step=True)
+    for record in (reference, *ranks):
+        for step in record.steps:
+            step.gradients = {"weight": torch.tensor([100.0, 1.0, 2.0])}
+            step.drawn = [Draw("dion.py:8", "randn", "a", 8, is_per_sample=False)]
+    comparison = Comparison(reference, ranks)
+    assert list(several.findings(comparison)) == []
+    assert "gradients" in comparison.compared
+
+
+def test_only_draws_by_sample_let_a_gradient_show_its_cause():
+    (record,) = made_up()
+    step, draw = record.steps[0], Draw("train.py:8", "rand", "a", 1, is_per_sample=False)
+    assert steps.is_by_sample((step,))
+    step.drawn = [replace(draw, is_repeated=True)]
+    assert steps.is_by_sample((step,))
+    assert not steps.is_by_sample((step, replace(step, drawn=[draw])))  # a coin for the batch of each process
+    step.micro_batches[-1].draws = True
+    assert not steps.is_by_sample((step,))
+
+
 def test_the_first_of_several_calls_that_clip_may_be_too_early():
     record = accumulated([2, 2])
     record.steps[0].clips = [(1, "train.py:8"), (2, "train.py:9")]
@@ -294,7 +318,9 @@ def test_own_gradients_show_by_which_parts_of_a_sum_each_process_divides():
     for rank, gradient in zip(ranks, own, strict=True):
         rank.steps[1].gradients = {"weight": sampled(gradient)}
     finding = Finding("gradient", "gradient", "not a multiple", 2, "train.py:9")
-    for right, kind in ((0.25 * own[0] + 0.75 * own[1], "token_weights"), (own[0] + own[1], "gradient")):
+    parts = ((0.25, 0.75, "token_weights"), (1.0, 1.0, "gradient"), (0.5, 0.5, "gradient"))
+    for one, other, kind in parts:
+        right = one * own[0] + other * own[1]
         reference.steps[1].gradients = {"weight": sampled(right)}
         assert steps.with_cause(reference, ranks, finding).kind == kind
     plane = torch.linalg.qr(torch.stack(own, 1))[0]

@@ -5,6 +5,7 @@ is no verdict, because it needs a GPU.
 """
 
 import collections
+import os
 import sys
 from types import SimpleNamespace
 
@@ -97,6 +98,8 @@ def on_cpu(device):
 
 def install(recording) -> None:
     cuda, accelerator = torch.cuda, torch.accelerator
+    # One for each process, as mmengine counts them; none of them is visible.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(["-1"] * recording.plan.processes)
 
     def stop_at(name: str):
         line = recording.where.line()

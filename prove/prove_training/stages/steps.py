@@ -65,7 +65,7 @@ def _step(comparison: Comparison, number: int, expected: Step, steps: tuple[Step
     if findings := [*_carried(comparison, number, expected, steps)] or [*_not_reduced(comparison, number, steps)]:
         yield from findings
         return
-    if steps[0].in_step:  # the optimizer averages them
+    if steps[0].in_step and ranks_differ(steps, "gradients"):  # the optimizer averages them
         steps = (dataclasses.replace(steps[0], gradients=averaged(steps, "gradients")), *steps[1:])
     is_compared = has_samples(comparison, expected, steps)
     findings, is_compared = _gradients(comparison, number, expected, steps, is_compared)
@@ -105,6 +105,12 @@ def _not_reduced(comparison: Comparison, number: int, steps: tuple[Step, ...]) -
         message += f": averaged after micro-batch {first} of {len(syncs)}, and not after the last one"
     kind, line = ("around_ddp", facts.around_ddp[0]) if facts.around_ddp else ("not_reduced", steps[0].line)
     yield Finding(kind, "gradient", message, number, line)
+
+
+def is_by_sample(steps: tuple[Step, ...]) -> bool:
+    """Whether all draws are by sample. After others, such as one coin for a batch, a gradient shows no cause."""
+    draws_others = any(micro.draws for step in steps for micro in step.micro_batches)
+    return not draws_others and all(draw.is_repeated for step in steps for draw in step.drawn)
 
 
 def noise_of(steps: tuple[Step, ...]) -> str:
@@ -309,7 +315,8 @@ def with_cause(reference: Record, own: list[Record], finding: Finding | Note) ->
 def shares(expected: Step, steps: tuple[Step, ...]) -> list[float]:
     """By which weights the processes' own gradients add up to the gradient on one process; [] if by none.
 
-    They are the parts of a total, such as of all tokens, where each process has divided by its own part.
+    They are the parts of a total, such as of all tokens, where each process has divided by its own part. Equal parts
+    are the mean that the processes take, and no cause.
     """
     limit, every = rounding(expected.gradients), [step.own or step.gradients for step in steps]
     names = [name for name, value in expected.gradients.items() if norm_of(value) > limit]
@@ -320,7 +327,8 @@ def shares(expected: Step, steps: tuple[Step, ...]) -> list[float]:
     parts = torch.linalg.lstsq(found, right[:, None]).solution[:, 0]
     rest = float(torch.linalg.vector_norm(found @ parts - right) / torch.linalg.vector_norm(right))
     is_sum = len(right) > 4 * len(steps) and rest < TOLERANCE and bool((parts > 0).all())
-    return parts.tolist() if is_sum and close(float(parts.sum()), 1.0) else []
+    is_equal = close(float(parts.min()), float(parts.max()), 1e-2)
+    return parts.tolist() if is_sum and close(float(parts.sum()), 1.0) and not is_equal else []
 
 
 def targets_of(steps: tuple[Step, ...]) -> collections.Counter:

@@ -466,7 +466,11 @@ WITH_DDP |= {
         ),
     ],
     "counts_integers_on_the_gpu": [
-        (GROUP, f'{GROUP}    assert torch.histc(torch.arange(4, device="cuda"), 2).tolist() == [2, 2]\n'),
+        (
+            GROUP,
+            f'{GROUP}    assert torch.histc(torch.arange(4, device="cuda"), 2).tolist() == [2, 2]\n'
+            '    assert len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) == world_size\n',
+        ),
     ],
     "steps_by_its_batch": [
         (
