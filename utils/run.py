@@ -127,6 +127,8 @@ class Run:
         self.checkpoints = Checkpoints(accelerator, path / "checkpoints", checkpoint, facts, args.keep_checkpoints)
         self.step, self.run_state = self.checkpoints.load()
         self.best.load_state(self.run_state)
+        # The processes of a pipeline share the model.
+        self.unsaved = [] if model_parts else same_state.check_prepared(accelerator, self.checkpoints, is_meant)
         self._warn_of_changes()
         self.metrics = Metrics(accelerator, self.run_state.get("metrics"))
         topology = print_banner(
@@ -142,7 +144,6 @@ class Run:
 
             batch_norm.check(models, train_loader.sampler)
         self._attach(models)
-        self.unsaved = [] if is_meant else self.unsaved
         self.progress = Progress(self.step, total_steps, shows=accelerator.is_main_process)
         about = {"arguments": vars(args), "data": data, "total_steps": total_steps}
         metrics_bytes = self.run_state.get("metrics_bytes", 0)
@@ -176,10 +177,8 @@ class Run:
     def _attach(self, models: list[nn.Module]) -> None:
         """Attach the checks and the trackers that this run needs. Collective."""
         accelerator, args = self.accelerator, self.args
-        self.unsaved, self.warned, has_whole_models = [], set(), self.model_parts is None
-        if has_whole_models:  # the processes of a pipeline share the model
-            self.unsaved = same_state.check_prepared(accelerator, self.checkpoints)
-        is_compared = has_whole_models and self.train_loader.sampler.accumulation > 1
+        self.warned = set()
+        is_compared = self.model_parts is None and self.train_loader.sampler.accumulation > 1
         self.step_rule = same_state.StepRule(accelerator, self.checkpoints, is_compared)
         if args.save_best or args.patience:
             accelerator.print(f"best          {self.best.direction}imum of the test {self.best.monitor}")

@@ -22,6 +22,7 @@ import run_reader
 from conftest import ROOT
 from fakes import fake_accelerator
 
+from utils.console import CLEAR_LINE
 from utils.failures import signals
 from utils.failures.errors import explain_errors
 from utils.run import Run
@@ -306,7 +307,7 @@ def test_on_a_terminal(launcher, small_mnist):
         shown += chunk
     assert process.wait(30) == 1
     lines = shown.decode().split("\r\n")
-    assert lines[1].startswith("topology ")  # after what was read
+    assert lines[1].removeprefix(CLEAR_LINE).startswith("topology ")  # after what was read
     message = "Ctrl-C: saving, then stopping; press Ctrl-C again to stop at once"
     assert f"\r\033[K{message}" in shown.decode()
     assert re.search(r"\r\033\[K\033\[1;33mstopped\033\[0m by a signal; step \d+ is saved", lines[-2])

@@ -103,6 +103,7 @@ class Checkpoints:
         self.is_split = is_sharded or self.must_match["models"] != {n: self.entries[n].must_match for n in self.models}
         self.saved_step = None
         self.writing: Future | None = None
+        self.others: list[int] = []  # the ranks but 0 that write parts of it
         self.copies: Files = {}  # the next checkpoint reuses their memory
         self.rows: FirstRows = {}
         self.save_time_s = 0.0  # how long training waited
@@ -159,7 +160,7 @@ class Checkpoints:
     def _start_writing(self, step: int, tensors: Files, shares: list[set], manifest: dict | None, sync) -> None:
         """Copy this process's share of the tensors, if it has one; a thread writes it to the disk."""
         rank, name_of_save = self.accelerator.process_index, f"checkpoint/{next(self.numbers)}"
-        others = [other for other in range(1, len(shares)) if shares[other]]
+        self.others = others = [other for other in range(1, len(shares)) if shares[other]]
         if rank > 0 and rank not in others:
             return
         files, self.rows = files_to_write(tensors, shares[rank], rank)
@@ -216,6 +217,10 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk; on every rank, stop if it failed. Collective."""
         writing, self.writing = self.writing, None
+        if self.others:  # else rank 0 would wait for the part of a process that is lost
+            if writing is not None and self.accelerator.process_index > 0:
+                self.thread.join()
+            self.accelerator.wait_for_everyone()
         if writing is not None:
             self.thread.join()  # it may still hold the folder of the run
         on_main(self.accelerator, lambda: writing and writing.result())

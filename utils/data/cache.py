@@ -52,7 +52,7 @@ def build_once(folder: Path, build: Callable[[], dict | None]) -> dict | None:
     with contextlib.suppress(Exception):
         return read()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         time.sleep(0 if is_local_main() else 1)  # the process that prints goes first
         # Without a lock, two processes would write into one file: a file system that has none is refused.
         with open(folder.with_suffix(".lock"), "w") as locked:
@@ -60,9 +60,9 @@ def build_once(folder: Path, build: Callable[[], dict | None]) -> dict | None:
             try:
                 return read()
             except Exception as error:  # not there, or damaged: of many types
-                if any(folder.iterdir()):
+                if folder.exists():
                     show(f"warning: {folder} is damaged or incomplete, and is built anew: {error!r:.200}", "yellow")
-            shutil.rmtree(folder)
+                    shutil.rmtree(folder)
             folder.mkdir()
             content, paths = build(), [*folder.iterdir()]
             for path in paths:

@@ -62,11 +62,12 @@ def buffers_of(models: dict[str, nn.Module], is_saved: bool = True) -> dict[str,
     return found
 
 
-def check_prepared(accelerator: Accelerator, checkpoints) -> list:
+def check_prepared(accelerator: Accelerator, checkpoints, is_meant: bool = False) -> list:
     """Stop if a gradient would not be averaged, or a resumed run would begin anew with a model that trains. Collective.
 
     Returns:
-        The prepared optimizers and schedulers that no checkpoint has. What an earlier run had is not asked for.
+        The prepared optimizers and schedulers that no checkpoint has, unless that is meant. What an earlier run had is
+        not asked for.
     """
     prepared = (*accelerator._models, *accelerator._optimizers, *accelerator._schedulers)
     new = [part for part in prepared if not any(part is earlier for earlier in accelerator.of_earlier_runs)]
@@ -101,7 +102,7 @@ def check_prepared(accelerator: Accelerator, checkpoints) -> list:
             )
     saved = [*checkpoints.optimizers.values(), *checkpoints.objects.values()]
     has_own = not all(type(part).__module__.startswith("torch.") for part in checkpoints.objects.values())
-    return [] if has_own else [part for part in parts if not any(part is other for other in saved)]
+    return [] if has_own or is_meant else [part for part in parts if not any(part is other for other in saved)]
 
 
 class StepRule:
