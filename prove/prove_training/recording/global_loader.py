@@ -38,6 +38,7 @@ def install(recording) -> None:
 
 
 def watch(accelerator: type, recording) -> None:
+    watch_accelerator(accelerator, recording)
     package = accelerator.__module__.rpartition(".")[0]
     try:
         observed = importlib.import_module(f"{package}.observed")
@@ -48,7 +49,6 @@ def watch(accelerator: type, recording) -> None:
         recording.facts.other_version = f"{package}.observed has version {version} instead of {VERSION}"
         return
     observed.let_processes_differ()
-    watch_accelerator(accelerator, recording)
     watch_loader(observed, recording)
     watch_run(observed, recording)
     watch_checkpoints(observed.Checkpoints, recording)
