@@ -31,7 +31,6 @@ BENCHMARKS = {
     "mnist_epoch": "--rounds 1",
     "same_curve": "--num_epochs 1",
     "program_of_a_post": "--num_epochs 1",
-    "checkpoint": "--rounds 1 --batch_size 4",
     "resnet50": "--rounds 1 --batch_size 4 --steps 4 --images 4 --photos 2",
     "data_on_disk": "--rounds 1 --images 8 --megabytes 1",
     "gradient_accumulation": "--steps 2 --memory_steps",
