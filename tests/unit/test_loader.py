@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import time
+import traceback
 
 import datasets
 import numpy as np
@@ -816,6 +817,18 @@ def test_other_errors_of_a_dataset_keep_their_traceback(kind):
     for workers in (0, 1):
         with pytest.raises(kind, match="no such column"):
             list(make(Broken(), num_workers=workers).epoch(0))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(workers, deterministic):
+    class Exhausted(Squares):
+        def __getitem__(self, index):
+            return next(iter([]))
+
+    with pytest.raises(RuntimeError) as raised:
+        list(make(Exhausted(), num_workers=workers, deterministic=deterministic).epoch(0))
+    assert "return next(iter([]))" in "".join(traceback.format_exception(raised.value))
 
 
 @pytest.mark.parametrize("dataset", [Sentences(3), TensorDataset(torch.ones(3, 2))], ids=["items", "tensors"])
