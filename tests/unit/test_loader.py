@@ -619,8 +619,12 @@ def test_what_items_draw_depends_on_nothing_but_seed_epoch_and_item(kind):
         assert all(item[1:] != plain[index][1:] for index, item in other.items())
 
 
+class PromisedSquares(Squares):
+    deterministic = True
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Squares, BatchedSquares, Noisy, BatchedNoisy])
+@pytest.mark.parametrize("kind", [Squares, PromisedSquares, BatchedSquares, Noisy, BatchedNoisy])
 def test_reading_leaves_the_random_numbers_of_this_process_alone(kind, workers):
     def draw():
         return torch.rand(2).tolist(), random.random(), np.random.randn(), torch.randn(1).item()
